@@ -12,10 +12,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import read_json
@@ -92,8 +91,7 @@ class Claim:
             with suppress(OSError):
                 os.remove(path)  # of a rank that is lost or on standby
         self._lock = _Lock(path, job)
-        if not wait_until(self._lock.take, _PATIENCE_SEC, _POLL_SEC, min_nap_sec=_POLL_SEC):
-            raise _claimed(folder, read_json(path))
+        _wait_until(folder, self._lock.take)
 
     def close(self) -> None:
         """Let other jobs train in the folder; does nothing after the first call."""
@@ -106,12 +104,7 @@ def check_unclaimed(folder: Path) -> None:
     Raises:
         UserError: one has.
     """
-    path = folder / _JOB
-    is_free = wait_until(
-        lambda: not _is_locked(path), _PATIENCE_SEC, _POLL_SEC, min_nap_sec=_POLL_SEC
-    )
-    if not is_free:
-        raise _claimed(folder, read_json(path))
+    _wait_until(folder, lambda: not _is_locked(folder / _JOB))
 
 
 @contextmanager
@@ -166,10 +159,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _claimed(folder: Path, holder: dict[str, Any]) -> UserError:
+def _wait_until(folder: Path, is_free: Callable[[], bool]) -> None:
+    """Wait for a moment until a folder can be claimed, or raise a `UserError`."""
+    if wait_until(is_free, _PATIENCE_SEC, _POLL_SEC, min_nap_sec=_POLL_SEC):
+        return
+    holder = read_json(folder / _JOB)
     known = holder.keys() >= {"process", "host", "since"}
     who = " (process {process} on {host}, since {since})".format(**holder) if known else ""
-    return UserError(
+    raise UserError(
         f"--run-dir {folder}: another job is training in it{who}; wait for its end, or name "
         f"another folder; if that process is gone, remove {folder / _JOB}"
     )

@@ -26,11 +26,7 @@ _PRIVATE = 0o700
 
 
 def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
-    """Return the name under which snapshots are kept; empty if none are.
-
-    Args:
-        given: the value of `--snapshots`.
-        environ: the environment, in which kaitian-supervise sets a name.
+    """Return the name under which snapshots are kept, by `--snapshots` or kaitian-supervise, or "".
 
     Raises:
         UserError: the variable's value is not a valid name.

@@ -263,11 +263,6 @@ def _used(path: Path) -> UserError:
 def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
     """Return the run folder on rank 0, and a stand-in that writes nothing on other ranks.
 
-    Args:
-        config: names the folder. Without a name, a new folder is created,
-            or nothing is written at all; see `TrainingConfig.choose_folder`.
-        rank: this rank.
-
     Raises:
         UserError: the folder cannot be created or written.
     """

@@ -1,8 +1,7 @@
 """A supervisor's request to a running job: save, and end between two steps.
 
-It is a file in the run folder with the job's id, which only the supervisor and its ranks know. A
-file of another job counts for nothing. Imports neither torch nor MPI, because `kaitian-supervise`
-writes the file.
+It is a file in the run folder with the job's ID, which only the supervisor and its ranks know.
+Imports neither torch nor MPI.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ _MAX_BYTES = 256
 
 
 def request_restart(folder: Path, job_id: str) -> None:
-    """Ask a job to save and to end between two steps.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Ask a job to save and to end between two steps; may raise `OSError`."""
     with replacing(folder / _NAME) as file:
         file.write(job_id.encode())
 

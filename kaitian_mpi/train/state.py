@@ -49,13 +49,7 @@ class State:
     def __init__(
         self, task: Task, computation: Computation, total_steps: int, wire: str = "fp32"
     ) -> None:
-        """Begin at step 0.
-
-        Args:
-            task: its model, on any device, is moved to the rank's.
-            computation: this rank's device and precision.
-            total_steps: of the whole run.
-            wire: the format in which gradients cross slow links.
+        """Begin at step 0 of `total_steps`, with the task's model on this rank's device.
 
         Raises:
             UserError: the task's optimizer or scheduler cannot be used.
@@ -112,11 +106,7 @@ class State:
         self._is_saved = False
 
     def restore_buffers(self, besides: Collection[int] = ()) -> None:
-        """Undo what a forward has done to the buffers since `save`.
-
-        Args:
-            besides: the ids of buffers that keep their content.
-        """
+        """Undo what a forward has done since `save` to the buffers, except those of some ids."""
         pairs = zip(self.model.buffers(), self._saved_buffers, strict=True)
         restored = [(buffer, saved) for buffer, saved in pairs if id(buffer) not in besides]
         _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
@@ -256,7 +246,7 @@ class State:
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Load a result of `rank_state` from a rank with the same host and device."""
-        self._load_buffers(state["buffers"])
+        _copy(self.model.buffers(), state["buffers"])
         self.statistics.fractions = state["batch_norm_fractions"]
         self.residuals.load_state_dict(state["residuals"])
         torch.set_rng_state(state["random_state"])
@@ -267,25 +257,14 @@ class State:
     def load_pooled_statistics(
         self, rank_states: Sequence[dict[str, Any]], shares: Sequence[int]
     ) -> None:
-        """Load the batch norm statistics of other ranks, pooled over all their samples.
-
-        Args:
-            rank_states: the results of `rank_state` of those ranks.
-            shares: the proportions of their samples.
-        """
-        self._load_buffers(rank_states[0]["buffers"])
+        """Load the batch norm statistics of other ranks, pooled by their shares of the samples."""
         moments = []
         for state in rank_states:
-            self._load_buffers(state["buffers"])
+            _copy(self.model.buffers(), state["buffers"])
             moments.append(self.statistics.moments())
-        self._load_buffers(rank_states[0]["buffers"])
+        _copy(self.model.buffers(), rank_states[0]["buffers"])
         weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
         self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
-
-    def _load_buffers(self, values: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), values, strict=True):
-                buffer.copy_(value)
 
     def sync_to_latest(self, world: World) -> int:
         """Give ranks that are behind the state of the rank that is furthest. Collective.
