@@ -187,12 +187,6 @@ def test_a_new_host_joins_and_then_leaves(cluster):
     assert cluster.removed == ["c"]
 
 
-def test_other_slots_start_the_job_again(cluster):
-    more = "a slots=3\nb slots=1\n"
-    assert cluster.play((20, write(more)), (60, finish)) == 0
-    assert cluster.starts == [("3", TWO), ("4", more)]
-
-
 def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):
     cluster.silent.add("c")
     assert cluster.play((20, write(THREE)), (300, revive("c")), (400, finish)) == 0
@@ -241,15 +235,6 @@ def test_none_of_the_jobs_hosts_left_in_the_file(cluster):
     assert len(told) == 1
 
 
-def test_no_host_left(cluster):
-    def lose_both(cluster):
-        cluster.silent |= {"a", "b"}
-        return 0
-
-    assert cluster.play((20, lose_both)) == 1
-    assert "no host is left" in cluster.reports
-
-
 def test_a_stop_during_a_change(cluster):
     def stop_once_asked(cluster):
         return stop(cluster) if cluster.is_requested else None
@@ -258,16 +243,6 @@ def test_a_stop_during_a_change(cluster):
     assert cluster.play(*script) == 128 + signal.SIGTERM
     assert cluster.hosts_of_starts() == ["ab"]
     assert not cluster.is_requested
-
-
-def test_a_stop_while_hosts_are_chosen(cluster):
-    def lost(hosts):
-        cluster.stopped = signal.SIGTERM
-        return frozenset()
-
-    cluster.lost = lost
-    assert cluster.play((20, write(THREE))) == 128 + signal.SIGTERM
-    assert len(cluster.starts) == 1
 
 
 @pytest.mark.parametrize(
