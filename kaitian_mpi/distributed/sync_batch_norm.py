@@ -92,8 +92,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize `input`, [samples, channels, ...]. Collective while it trains."""
-        is_alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
-        if is_alone or is_local() or not self.training:
+        is_own = not self.training or is_local() or not dist.is_initialized()
+        if is_own or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
         self._check_input_dim(input)
         output: torch.Tensor = _Synchronized.apply(  # type: ignore[no-untyped-call]
