@@ -25,7 +25,6 @@ import kaitian_mpi
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import (
     Recorder,
-    Sampling,
     start_recording,
     stop_recording,
 )
@@ -95,7 +94,7 @@ def print_costs_of_events() -> None:
     empty = microseconds("pass")
     check = microseconds("if recorder.current is not None: pass") - empty
     phase_off = microseconds("enter_phase('forward', step=1)")
-    made = Recorder(Sampling(2), capacity=1 << 30)
+    made = Recorder(2, capacity=1 << 30)
     start_recording(made)
     unsampled = microseconds("enter_phase('forward', step=1)")
     sampled = microseconds("enter_phase('forward', step=2)")

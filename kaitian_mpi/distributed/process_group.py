@@ -27,7 +27,7 @@ from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.nonblocking import ANY_SOURCE
 from kaitian_mpi.mpi.store import MPIStore
 from kaitian_mpi.mpi.topology import GroupComms, OwnDeviceCheck, free_when_unused
-from kaitian_mpi.observe.timeline.collectives import GroupLabel
+from kaitian_mpi.observe.timeline.recorder import GroupLabel
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.ulfm import is_revoked
 

@@ -24,7 +24,6 @@ from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import (
     Recorder,
-    Sampling,
     start_recording,
     stop_recording,
 )
@@ -345,7 +344,7 @@ class Training:
             self._device.calls.pause()  # the loop has the pace of its steps
             self._owns_watchdog = _watch_process(self._config)
             if self._config.timeline:
-                start_recording(Recorder(Sampling(self._config.timeline_every)))
+                start_recording(Recorder(self._config.timeline_every))
             self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
         except BaseException:
             self._end()

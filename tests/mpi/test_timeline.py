@@ -13,7 +13,6 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset
 from kaitian_mpi.observe.timeline.recorder import (
     Recorder,
-    Sampling,
     start_recording,
     stop_recording,
 )
@@ -60,7 +59,7 @@ def test_clocks_agree_after_an_alignment_within_the_error_that_is_stated(world, 
 
 @pytest.mark.ranks(3)
 def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock, tmp_path):
-    recorder = Recorder(Sampling(1), now=wrong_clock)
+    recorder = Recorder(1, now=wrong_clock)
     start_recording(recorder)
     try:
         folder = tmp_path if world.rank == 0 else None

@@ -20,13 +20,15 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import Event, Reading
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset, RoundTrip, estimate_offset
-from kaitian_mpi.observe.timeline.collectives import GroupLabel, part, recorded
 from kaitian_mpi.observe.timeline.recorder import (
     COLLECTIVES,
     EXCHANGE,
     MAIN,
+    GroupLabel,
     Recorder,
-    Sampling,
+    is_sampled,
+    part,
+    recorded,
     start_recording,
     stop_recording,
 )
@@ -82,17 +84,16 @@ def test_a_later_alignment_moves_no_time_before_the_one_before_it():
 
 
 def test_the_first_steps_and_each_tenth_are_recorded_and_fewer_in_long_runs():
-    sampling = Sampling()
-    chosen = [step for step in range(1, 10_001) if sampling.includes(step)]
+    chosen = [step for step in range(1, 10_001) if is_sampled(step)]
     assert chosen[:13] == [*range(1, 11), 20, 30, 40]
     assert {b - a for a, b in itertools.pairwise(chosen) if 3000 < a < 5900} == {20}
     assert {b - a for a, b in itertools.pairwise(chosen) if a > 6100} == {40}
-    assert sum(sampling.includes(step) for step in range(0, 10_000_000, 10)) < 3000
+    assert sum(is_sampled(step) for step in range(0, 10_000_000, 10)) < 3000
 
 
 def test_every_nth_step_is_recorded_if_that_is_asked_for():
-    assert [step for step in range(1, 13) if Sampling(4).includes(step)] == [4, 8, 12]
-    assert all(Sampling(1).includes(step) for step in range(1, 100))
+    assert [step for step in range(1, 13) if is_sampled(step, 4)] == [4, 8, 12]
+    assert all(is_sampled(step, 1) for step in range(1, 100))
 
 
 # The recorder
@@ -100,10 +101,9 @@ def test_every_nth_step_is_recorded_if_that_is_asked_for():
 
 @pytest.fixture
 def recording():
-    """A recorder of steps 1 and 3, whose clock is set by the test."""
+    """A recorder of every second step, whose clock is set by the test."""
     clock = [0.0]
-    made = Recorder(Sampling(1), now=lambda: clock[0])
-    made._sampling.includes = lambda step: step in (1, 3)
+    made = Recorder(2, now=lambda: clock[0])
     start_recording(made)
     yield made, clock
     stop_recording()
@@ -117,11 +117,11 @@ def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded(recording):
     made, clock = recording
     for now, phase, step in (
         (1, "loading the dataset", None),
-        (2, "forward", 1),
-        (4, "forward", 2),
-        (7, "forward", 3),
+        (2, "forward", 2),
+        (4, "forward", 3),
+        (7, "forward", 4),
         (8, "evaluation", None),
-        (9, "forward", 4),
+        (9, "forward", 5),
     ):
         clock[0] = now
         enter_phase(phase, step=step)
@@ -136,7 +136,7 @@ def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded(recording):
 
 def test_a_collective_is_recorded_where_it_is_carried_out_with_its_parts(recording):
     made, clock = recording
-    enter_phase("backward", step=1)
+    enter_phase("backward", step=2)
 
     def call():
         clock[0] = 2
@@ -148,7 +148,7 @@ def test_a_collective_is_recorded_where_it_is_carried_out_with_its_parts(recordi
         return "done"
 
     started = recorded(call, "all_reduce", GROUP, 7, rank=1, ranks=4, bytes=8)
-    enter_phase("forward", step=2)  # not recorded; the collective is of step 1
+    enter_phase("forward", step=3)  # not recorded; the collective is of step 2
     results = []
     worker = threading.Thread(target=lambda: results.append(started()))
     worker.start()
@@ -177,11 +177,11 @@ def test_a_failed_collective_is_recorded_and_its_error_raised(recording):
     with pytest.raises(ValueError, match="no"):
         recorded(fail, "barrier", GROUP, 1)()
     assert [event.name for event in made.take()] == ["barrier"]
-    assert not made.is_in_collective
+    assert made.collective_lane is None
 
 
 def test_memory_is_bounded_and_what_is_missing_is_counted():
-    made = Recorder(Sampling(1), capacity=3)
+    made = Recorder(1, capacity=3)
     for _ in range(5):
         made.add(MAIN, "forward", 0.0, 1.0)
     assert len(made.take()) == 3
@@ -224,7 +224,7 @@ class DeviceMark:
 
 
 def test_the_devices_times_are_found_by_a_mark_whose_time_is_known():
-    made = Recorder(Sampling(1))
+    made = Recorder(1)
     unfinished = DeviceMark(None)
     made.add_device_span("device", "forward", DeviceMark(100.0), DeviceMark(100.5), {"step": 1})
     made.add_device_span("device", "backward", DeviceMark(100.5), unfinished)
@@ -249,7 +249,7 @@ class Accelerator:
 
 
 def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
-    made = Recorder(Sampling(2))
+    made = Recorder(2)
     start_recording(made)
     try:
         for step in (1, 2):
@@ -276,7 +276,7 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
 
 
 def test_the_relay_records_the_stages_of_each_chunk():
-    made = Recorder(Sampling(1))
+    made = Recorder(1)
     start_recording(made)
     tensor = torch.ones(32)
 
@@ -299,7 +299,7 @@ def test_the_relay_records_the_stages_of_each_chunk():
 def some_lines(rank=0, start=1.0):
     clock = AlignedClock()
     clock.align(0.0, Offset(0.0, 2e-6))
-    made = Recorder(Sampling(1))
+    made = Recorder(1)
     args = {"collective": "0#1", "rank": rank, "bytes": 4, "loss": math.nan}
     made.add(MAIN, "forward", start, start + 1, {"step": 1})
     made.add(COLLECTIVES, "all_reduce", start, start + 0.5, args)
@@ -372,7 +372,7 @@ def test_a_full_disk_is_reported_once_and_leaves_a_valid_file(tmp_path, monkeypa
 
 
 def test_readings_and_events_become_counters_and_lines():
-    made = Recorder(Sampling(1))
+    made = Recorder(1)
     made.clock.align(made.now(), Offset(-made.now(), 0.0))
     sink = TimelineSink(made)
     now = time.time() + 5

@@ -9,12 +9,12 @@ from test_relay import BUS, COPY_SEC, DEVICE, relayed
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.relay.copies import StreamCopies
-from kaitian_mpi.observe.timeline.collectives import NO_LABEL, recorded
 from kaitian_mpi.observe.timeline.recorder import (
     COPY_BACK,
     COPY_OUT,
+    NO_LABEL,
     Recorder,
-    Sampling,
+    recorded,
     start_recording,
     stop_recording,
 )
@@ -26,7 +26,7 @@ ROUNDING_SEC = 1e-6
 
 @pytest.mark.sizes(2)
 def test_copies_are_recorded_when_the_device_carries_them_out():
-    recorder = Recorder(Sampling(1))
+    recorder = Recorder(1)
     fake_device.set_bandwidth(BUS)
 
     began = time.monotonic()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from kaitian_mpi.errors import OPERATION_PLACEHOLDER, CollectiveError, RankLostError, format_ranks
-from kaitian_mpi.observe.timeline.collectives import part
+from kaitian_mpi.observe.timeline.recorder import part
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_request

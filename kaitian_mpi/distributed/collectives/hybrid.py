@@ -21,7 +21,7 @@ from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.collectives import part
+from kaitian_mpi.observe.timeline.recorder import part
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -21,7 +21,7 @@ from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import RankLostError, UnsupportedError
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.collectives import NO_LABEL, GroupLabel, recorded
+from kaitian_mpi.observe.timeline.recorder import NO_LABEL, GroupLabel, recorded
 
 Result = TypeVar("Result")
 

@@ -11,8 +11,7 @@ import torch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.accelerator import event_to_wait_for
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.collectives import is_recorded, part
-from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT
+from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT, is_recorded, part
 
 
 class Event(Protocol):

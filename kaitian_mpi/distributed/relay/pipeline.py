@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kaitian_mpi.distributed.relay.copies import Copies, Event
-from kaitian_mpi.observe.timeline.collectives import part
-from kaitian_mpi.observe.timeline.recorder import EXCHANGE
+from kaitian_mpi.observe.timeline.recorder import EXCHANGE, part
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from kaitian_mpi.distributed.relay.pipeline import Exchange, Slots, exchange_in_
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.observe.timeline.collectives import part
-from kaitian_mpi.observe.timeline.recorder import EXCHANGE
+from kaitian_mpi.observe.timeline.recorder import EXCHANGE, part
 
 if TYPE_CHECKING:
     from mpi4py import MPI

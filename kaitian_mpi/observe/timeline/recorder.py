@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kaitian_mpi.observe.timeline.clock import AlignedClock
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from kaitian_mpi.devices.protocol import Mark
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 MAX_EVENTS = 1 << 16
 """The most events kept in memory, about 20 MB; later ones are counted, not kept."""
-FIRST_STEPS = 10
-EVERY = 10
 _STEPS_UNTIL_DOUBLED = 2_000
 _MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
 
@@ -33,25 +32,19 @@ LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
 """The lanes of a rank, in the order shown; process groups but the default one add their own."""
 
 
-class Sampling:
-    """Chooses the steps to record by their numbers alone, so that every rank chooses the same.
+def is_sampled(step: int, every: int = 0) -> bool:
+    """Return whether a step, counted from 1, is recorded: the same on every rank.
 
     Args:
+        step: its number.
         every: record the steps whose number is a multiple of this. 0: the first ten steps and every
             tenth, from step 2,000 on every 20th, from 6,000 on every 40th and so on, so that the
             file of a run of a million steps still opens.
     """
-
-    def __init__(self, every: int = 0) -> None:
-        assert every >= 0
-        self._every = every
-
-    def includes(self, step: int) -> bool:
-        """Return whether a step, counted from 1, is recorded."""
-        if self._every:
-            return step % self._every == 0
-        doublings = (step // _STEPS_UNTIL_DOUBLED + 1).bit_length() - 1
-        return step <= FIRST_STEPS or step % (EVERY << doublings) == 0
+    if every:
+        return step % every == 0
+    doublings = (step // _STEPS_UNTIL_DOUBLED + 1).bit_length() - 1
+    return step <= 10 or step % (10 << doublings) == 0
 
 
 class Event(NamedTuple):
@@ -96,7 +89,7 @@ class Recorder:
 
     def __init__(
         self,
-        sampling: Sampling,
+        every: int = 0,
         *,
         capacity: int = MAX_EVENTS,
         now: Callable[[], float] = time.monotonic,
@@ -104,7 +97,7 @@ class Recorder:
         """Record nothing yet.
 
         Args:
-            sampling: which steps are recorded.
+            every: which steps are recorded; see `is_sampled`.
             capacity: how many events are kept until they are taken.
             now: this rank's clock, in seconds.
         """
@@ -117,7 +110,7 @@ class Recorder:
         """Whether events are recorded now: in a sampled step, or outside of steps."""
         self.dropped = 0
         """How many events were not kept because there were too many."""
-        self._sampling = sampling
+        self._every = every
         self._capacity = capacity
         self._events: deque[Event] = deque()
         self._device_spans: deque[DeviceSpan] = deque()
@@ -136,7 +129,7 @@ class Recorder:
             self._phase = None
         self._phases_since_step = self._phases_since_step + 1 if step is None else 0
         # Ranks may enter unlike numbers of phases between steps, but record the same collectives.
-        self.is_recording = step is None or self._sampling.includes(step)
+        self.is_recording = step is None or is_sampled(step, self._every)
         if self._phases_since_step > _MAX_PHASES_BETWEEN_STEPS:
             self.dropped += 1
         elif self.is_recording:
@@ -173,40 +166,18 @@ class Recorder:
             self.dropped += 1
 
     @contextmanager
-    def part_of_collective(
-        self, name: str, lane: str | None, args: Mapping[str, Any]
-    ) -> Iterator[None]:
-        """Record the block as a part of the collective that this thread carries out.
-
-        Does nothing if this thread carries out none, or one that is not recorded.
-
-        Args:
-            name: what this part does.
-            lane: where it is shown; None for the collective's own lane.
-            args: what else to show for it.
-        """
+    def span(self, lane: str, name: str, args: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Record the block as an event."""
         start = self.now()
-        yield
-        if self._thread.lane is not None:
-            self.add(lane or self._thread.lane, name, start, self.now(), args)
+        try:
+            yield
+        finally:
+            self.add(lane, name, start, self.now(), args)
 
-    def annotate(self, **args: Any) -> None:
-        """Add to the args of the collective that this thread carries out."""
-        if self._thread.args is not None:
-            self._thread.args.update(args)
-
-    @property
-    def is_in_collective(self) -> bool:
-        """Whether this thread carries out a collective that is recorded."""
-        return self._thread.lane is not None
-
-    @contextmanager
-    def wait(self, name: str) -> Iterator[None]:
+    def wait(self, name: str) -> AbstractContextManager[None]:
         """Record the block as a wait within the main thread's phase; nothing in other threads."""
-        start = self.now()
-        yield
-        if self.is_recording and threading.get_ident() == self._main:
-            self.add(MAIN, name, start, self.now())
+        is_main = threading.get_ident() == self._main
+        return self.span(MAIN, name) if self.is_recording and is_main else nullcontext()
 
     @contextmanager
     def collective(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
@@ -214,12 +185,21 @@ class Recorder:
         thread = self._thread
         outer = thread.lane, thread.args
         thread.lane, thread.args = lane, args
-        start = self.now()
         try:
-            yield
+            with self.span(lane, name, args):
+                yield
         finally:
             thread.lane, thread.args = outer
-            self.add(lane, name, start, self.now(), args)
+
+    @property
+    def collective_lane(self) -> str | None:
+        """The lane of the recorded collective that this thread carries out; None without one."""
+        return self._thread.lane
+
+    def annotate(self, **args: Any) -> None:
+        """Add to the args of the collective that this thread carries out."""
+        if self._thread.args is not None:
+            self._thread.args.update(args)
 
     def take(self) -> list[Event]:
         """Remove and return the events recorded since the last call."""
@@ -252,10 +232,7 @@ class Recorder:
 
 def _taken(events: deque[Item]) -> list[Item]:
     """Empty a deque to which other threads may append, and return its items."""
-    taken = []
-    while events:
-        taken.append(events.popleft())
-    return taken
+    return [events.popleft() for _ in range(len(events))]
 
 
 current: Recorder | None = None
@@ -274,3 +251,65 @@ def stop_recording() -> None:
     global current
     current = None
     on_phase(None)
+
+
+class GroupLabel(NamedTuple):
+    """Identifies a process group."""
+
+    name: str
+    """torch's name, which torch may reuse once this group is destroyed."""
+    unique: str
+    """The same on every rank of the group, and different from every other group's."""
+
+    @property
+    def lane(self) -> str:
+        """The lane in which its collectives are shown."""
+        return COLLECTIVES if self.name in ("", "0") else f"{COLLECTIVES} of group {self.name}"
+
+
+NO_LABEL = GroupLabel("", "")
+
+
+def recorded(
+    call: Callable[[], Result], name: str, group: GroupLabel, number: int, /, **args: Any
+) -> Callable[[], Result]:
+    """Wrap a call that carries out a collective so that it is recorded, if this step is sampled.
+
+    Args:
+        call: carries out the collective, in any thread.
+        name: the operation.
+        group: the process group.
+        number: the collective's number in the group, the same on every rank.
+        args: what else to show for it; the call may add to this.
+    """
+    recorder = current
+    if recorder is None or not recorder.is_recording:
+        return call
+    identity = f"{group.unique}#{number}"
+    known = {"number": number, "group": group.name, "collective": identity, **args}
+
+    def carry_out() -> Result:
+        with recorder.collective(group.lane, name, known):
+            return call()
+
+    return carry_out
+
+
+def is_recorded() -> bool:
+    """Return whether this thread is carrying out a collective that is recorded."""
+    return current is not None and current.collective_lane is not None
+
+
+def part(name: str, lane: str | None = None, **args: Any) -> AbstractContextManager[None]:
+    """Return a context manager that records part of the collective this thread is carrying out.
+
+    Args:
+        name: what this part does.
+        lane: where it is shown; None for the collective's own lane.
+        args: what else to show for it.
+    """
+    own = current.collective_lane if current is not None else None
+    return _NOTHING if current is None or own is None else current.span(lane or own, name, args)
+
+
+_NOTHING = nullcontext()
