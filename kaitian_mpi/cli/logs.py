@@ -34,11 +34,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
     """Write the package's log messages to stderr, a line each.
 
-    Args:
-        level: the lowest level to show: `debug`, `info`, `warning` or `error`. At `info`, ranks
-            other than 0 show only warnings and errors, since most of what they log is the same.
-        prefix: starts each line, such as `[rank@host]`.
-        rank: this process's rank.
+    At `info`, ranks other than 0 show only warnings and errors: most of what they log is the same.
     """
     handler = _Handler()
     handler.setFormatter(_Formatter(prefix))

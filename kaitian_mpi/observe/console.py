@@ -31,12 +31,7 @@ def warn_rank_0(world: World, text: str) -> None:
 
 
 def show_topology(world: World, survives: bool = False) -> None:
-    """Print hosts, groups, leaders and devices, from world rank 0.
-
-    Args:
-        world: the ranks.
-        survives: whether the job survives the loss of a rank.
-    """
+    """Print hosts, groups, leaders and devices, from world rank 0."""
     emulated = any(info.emulated for info in world.infos)
     title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
     if world.group.node is not None:
@@ -88,14 +83,7 @@ def differing_software(infos: Sequence[RankInfo]) -> list[str]:
 
 
 def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
-    """Return the line at the end of an epoch, with the results on held-out samples.
-
-    Args:
-        epochs: the number of epochs done.
-        samples: samples done in the next epoch, if the run stops in its middle; else 0.
-        step: the number of steps done.
-        found: the results on the held-out samples, by name.
-    """
+    """Return the line at the end of an epoch, with the results on held-out samples."""
     where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
     values = [f"held-out {name} {value:.4f}" for name, value in found.items()]
     return " | ".join([where, f"step {step}", *values])
@@ -113,14 +101,7 @@ def _count(number: int, noun: str) -> str:
 def show_table(
     world: World, title: str, rows: Sequence[Sequence[str]], left: Collection[str] = ()
 ) -> None:
-    """Print a table from world rank 0, unless the run is quiet.
-
-    Args:
-        world: the ranks.
-        title: the line above it.
-        rows: the cells; the first row names the columns.
-        left: the columns that are aligned left.
-    """
+    """Print a table from world rank 0, unless the run is quiet."""
     if world.rank == 0 and not _quiet:
         print("\n".join([title, *table_lines(rows, left)]), flush=True)
 

@@ -18,10 +18,7 @@ from kaitian_mpi.errors import UserError
 def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterator[IO[bytes]]:
     """Write a temporary file that replaces `path` when the block ends without an error.
 
-    Args:
-        path: the file; its folder exists.
-        sync: whether to wait until the content and the name are on disk.
-        shared: whether other processes may write the same file at the same time.
+    `sync` waits until content and name are on disk; `shared` allows several processes to write it.
 
     Raises:
         OSError: the disk is full, or another fault; `path` is unchanged.

@@ -29,11 +29,6 @@ class LiveProgress(MetricsSink):
     """Draws each reading and event, without a thread: between readings, nothing changes.
 
     What this process prints appears above the view; lines of other ranks may be drawn over.
-
-    Args:
-        title: the first row.
-        infos: all ranks.
-        console: where to draw; None for stdout.
     """
 
     def __init__(

@@ -29,12 +29,7 @@ _ADVICE = {
 
 
 class Outcome(MetricsSink):
-    """Prints three lines when the run finishes.
-
-    Args:
-        folder: the run folder; empty if nothing is written.
-        emulated: whether devices or slow ranks are emulated.
-    """
+    """Prints three lines when the run finishes."""
 
     def __init__(self, folder: str, emulated: bool) -> None:
         self._folder, self._emulated = folder, emulated
@@ -140,13 +135,7 @@ class Outcome(MetricsSink):
 
 
 def resume_line(step: int, total_steps: int, folder: str) -> str:
-    """Return how to continue a run that is saved, but not finished.
-
-    Args:
-        step: the number of steps done.
-        total_steps: of the whole run.
-        folder: the run folder.
-    """
+    """Return how to continue a run that is saved, but not finished."""
     return (
         f"stopped after step {step} of {total_steps}; to continue: the same command with "
         f"--run-dir {folder} --resume auto"

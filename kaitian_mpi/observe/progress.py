@@ -35,13 +35,7 @@ class PlainProgress(MetricsSink):
 
 
 def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str) -> MetricsSink:
-    """Return the sink that shows the progress, on the rank that writes the files.
-
-    Args:
-        config: its `progress` and `quiet` say how.
-        infos: all ranks.
-        title: the title of the live view.
-    """
+    """Return the sink that shows the progress, on the rank that writes the files."""
     if config.quiet or config.progress == "none":
         return MetricsSink()
     if config.progress == "plain":

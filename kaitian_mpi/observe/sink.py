@@ -89,16 +89,7 @@ class Sinks(_Forwarding):
         at: float | None = None,
         **details: Any,
     ) -> None:
-        """Give all sinks an event.
-
-        Args:
-            kind: one of `reading.KINDS`.
-            step: the number of steps done.
-            text: a sentence for people.
-            ranks: the world ranks that it concerns.
-            at: when it happened, in seconds since 1970; None: now.
-            details: JSON values by name.
-        """
+        """Give all sinks an event; `at` is in seconds since 1970, None for now."""
         when = time.time() if at is None else at
         self.on_event(
             Event(step=step, time=when, kind=kind, text=text, ranks=list(ranks), details=details)
@@ -131,7 +122,8 @@ class BackgroundSink(_Forwarding):
     """Passes everything on to another sink, which a thread creates and calls, in order.
 
     While that sink is busy, up to `MAX_WAITING` calls wait; beyond that, the oldest are dropped.
-    The thread is a daemon: it ends with the process.
+    The thread is a daemon: it ends with the process. `close` waits for the calls that remain, and
+    less long if the run did not finish.
     """
 
     def __init__(
@@ -142,14 +134,6 @@ class BackgroundSink(_Forwarding):
         finish_sec: float = _FINISH_SEC,
         failed_sec: float = _FAILED_SEC,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            name: for warnings.
-            make: creates the other sink, in the thread; may be slow.
-            finish_sec: how long `close` waits for the remaining calls if the run finished.
-            failed_sec: how long it waits otherwise.
-        """
         self._name, self._make = name, make
         self._patience_sec = {True: finish_sec, False: failed_sec}
         self._waiting: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_WAITING)

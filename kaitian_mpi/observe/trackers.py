@@ -139,13 +139,7 @@ class WandbSink(_Tracker):
     """
 
     def __init__(self, project: str, config: Mapping[str, Any], folder: RunFolder) -> None:
-        """Start or continue the run; on disk only, if Weights & Biases cannot be reached.
-
-        Args:
-            project: its name, as `ENTITY/PROJECT` if the entity is not the user's default.
-            config: the settings.
-            folder: the run folder, where the run's id is kept.
-        """
+        """Start or continue the run; on disk only, if Weights & Biases cannot be reached."""
         import wandb
 
         known = folder.read(_WANDB_ID)
@@ -201,13 +195,7 @@ class MlflowSink(_Tracker):
     """
 
     def __init__(self, experiment: str, config: Mapping[str, Any], folder: RunFolder) -> None:
-        """Start or continue the run.
-
-        Args:
-            experiment: its name; it is created if there is none.
-            config: the settings.
-            folder: the run folder, where the run's id is kept.
-        """
+        """Start or continue the run."""
         prepare_mlflow()
         from mlflow.tracking import MlflowClient
 

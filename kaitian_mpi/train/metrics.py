@@ -49,17 +49,6 @@ class Metrics(StepObserver):
         samples: int,
         logged: dict[str, float],
     ) -> None:
-        """Start with empty sums.
-
-        Args:
-            config: the number of epochs and the seconds between progress lines.
-            world: the ranks.
-            sinks: take the readings; empty on ranks other than the first.
-            clock: measures this rank's steps.
-            state: of the run.
-            samples: samples in an epoch.
-            logged: the script's own figures, which the next reading takes.
-        """
         self._state, self._logged = state, logged
         self._samples_per_epoch = samples
         self._clock = clock

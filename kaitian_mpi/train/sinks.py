@@ -47,11 +47,6 @@ def check_sinks(config: TrainingConfig, world: World) -> None:
 def import_tracker(flag: str, extra: str, module: str) -> None:
     """Import a package, which may take seconds.
 
-    Args:
-        flag: the flag that needs it.
-        extra: the extra that installs it.
-        module: a module of the package.
-
     Raises:
         UserError: it is not installed, or cannot be imported.
     """

@@ -159,12 +159,7 @@ def _draw_heat_map(axes: Axes, run: Run, series: Series, unit: str, is_batch: bo
 
 
 def step_times(run: Run, plan: PlanChange | None = None) -> dict[str, dict[str, float]]:
-    """Return the mean seconds of each phase of a step, by rank or, of many ranks, by kind.
-
-    Args:
-        run: the run.
-        plan: with which the steps were trained; None for all steps.
-    """
+    """Return the mean seconds of each phase of a step, by rank or, of many ranks, by kind."""
     intervals = [i for i in run.intervals if i.seconds and i.phases]
     if plan is not None:
         later = [other.step for other in run.plans if other.step > plan.step]

@@ -48,9 +48,6 @@ _Lines = Iterable[dict[str, Any]]
 def read_run(path: Path) -> Run:
     """Read a run's folder; nothing is written there.
 
-    Args:
-        path: the folder, of a run that is finished, unfinished, crashed or still training.
-
     Raises:
         UserError: it is not the folder of a run, or cannot be read.
     """

@@ -134,10 +134,7 @@ def mark_changes(
 ) -> None:
     """Draw a vertical line at each new plan and each loss, named above the first panel.
 
-    Args:
-        panels: one above the other; their x limits are final.
-        run: whose plans, which are numbered, and losses.
-        at: returns the place of a plan or event on the x axis.
+    The limits of the x axes are final.
     """
     marks = [(at(plan), str(number), MUTED, 4) for number, plan in enumerate(run.plans[1:], 1)]
     losses = [event for event in run.events if event.kind == "loss"]

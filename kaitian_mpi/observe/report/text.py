@@ -17,12 +17,7 @@ _Bar = Callable[[float], str]
 
 
 def side_by_side(runs: Sequence[Run], *, unicode: bool = True) -> str:
-    """Return some lines of at most 80 columns about runs, the first one being the reference.
-
-    Args:
-        runs: one or more; names of folders may be cut.
-        unicode: whether the terminal shows block characters; otherwise bars are made of `#`.
-    """
+    """Return some lines of at most 80 columns about runs, the first one being the reference."""
     bar = _block_bar if unicode else _hash_bar
     names = [run.name if len(run.name) <= 16 else f"…{run.name[-15:]}" for run in runs]
     parts = [_compare(runs, names, bar)] if len(runs) > 1 else []

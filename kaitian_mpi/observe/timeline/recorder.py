@@ -33,13 +33,10 @@ LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
 
 
 def is_sampled(step: int, every: int = 0) -> bool:
-    """Return whether a step, counted from 1, is recorded: the same on every rank.
+    """Return whether a step, counted from 1, is recorded: every multiple of `every`.
 
-    Args:
-        step: its number.
-        every: record the steps whose number is a multiple of this. 0: the first ten steps and every
-            tenth, from step 2,000 on every 20th, from 6,000 on every 40th and so on, so that the
-            file of a run of a million steps still opens.
+    0: the first ten steps and every tenth, from step 2,000 on every 20th, from 6,000 on every 40th
+    and so on, so that the file of a run of a million steps still opens.
     """
     if every:
         return step % every == 0
@@ -94,13 +91,6 @@ class Recorder:
         capacity: int = MAX_EVENTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Record nothing yet.
-
-        Args:
-            every: which steps are recorded; see `is_sampled`.
-            capacity: how many events are kept until they are taken.
-            now: this rank's clock, in seconds.
-        """
         self.now = now
         self.began = now()
         """When the recorder was created, by `now`."""
@@ -138,15 +128,7 @@ class Recorder:
     def add(
         self, lane: str, name: str, start: float, end: float, args: Mapping[str, Any] | None = None
     ) -> None:
-        """Record an event.
-
-        Args:
-            lane: where it is shown.
-            name: what happened.
-            start: its start, by `now`.
-            end: its end, by `now`.
-            args: what else to show for it, in types that JSON has.
-        """
+        """Record an event in a lane; its times are by `now`."""
         self._keep(self._events, Event(lane, name, start, end, args or {}))
 
     def add_device_span(
@@ -217,9 +199,7 @@ class Recorder:
     def take_device_spans(self, anchor: Mark, anchor_time: float) -> list[Event]:
         """Remove and return the device's work that has ended.
 
-        Args:
-            anchor: a mark that the device has just reached.
-            anchor_time: when it did, by `now`.
+        The device has reached the anchor just now, at a time that is known by `now`.
         """
         taken = []
         while self._device_spans and self._device_spans[0].end.is_reached():
@@ -275,12 +255,7 @@ def recorded(
 ) -> Callable[[], Result]:
     """Wrap a call that carries out a collective so that it is recorded, if this step is sampled.
 
-    Args:
-        call: carries out the collective, in any thread.
-        name: the operation.
-        group: the process group.
-        number: the collective's number in the group, the same on every rank.
-        args: what else to show for it; the call may add to this.
+    The number is the collective's own in the group, the same on every rank.
     """
     recorder = current
     if recorder is None or not recorder.is_recording:
@@ -301,13 +276,7 @@ def is_recorded() -> bool:
 
 
 def part(name: str, lane: str | None = None, **args: Any) -> AbstractContextManager[None]:
-    """Return a context manager that records part of the collective this thread is carrying out.
-
-    Args:
-        name: what this part does.
-        lane: where it is shown; None for the collective's own lane.
-        args: what else to show for it.
-    """
+    """Return a context manager that records part of the collective this thread is carrying out."""
     own = current.collective_lane if current is not None else None
     return _NOTHING if current is None or own is None else current.span(lane or own, name, args)
 

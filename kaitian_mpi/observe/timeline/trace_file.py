@@ -104,14 +104,7 @@ class ChromeLanes:
 
 
 def status_events(rank: int, now: float, clock: AlignedClock, dropped: int) -> list[TraceEvent]:
-    """Return the events that say how accurate a rank's times are, and what is missing.
-
-    Args:
-        rank: the world rank.
-        now: when they are made, by the rank's own clock, in seconds.
-        clock: the rank's aligned clock.
-        dropped: how many events could not be kept.
-    """
+    """Return the events that say how accurate a rank's times are, and what is missing."""
     error = round(clock.error * 1e6, 1)
     mark = {"ph": "i", "s": "t", "ts": _micros(clock, now), "pid": rank, "tid": 0}
     found = [
@@ -178,12 +171,7 @@ class TimelineFile:
     """
 
     def __init__(self, folder: Path, origin: float) -> None:
-        """Continue the folder's timeline, or create one.
-
-        Args:
-            folder: the run folder.
-            origin: the Unix time at which the time of a new file is 0.
-        """
+        """Continue the folder's timeline, or create one whose time is 0 at a Unix time."""
         self._path = folder / NAME
         self._is_faulty = False
         self.origin = self._continue() or origin
