@@ -17,7 +17,7 @@ from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.recipes.models import build_model
 
-MAX_IMPORTED = 210  # of the package, in a job of one device kind
+MAX_IMPORTED = 190  # of the package, in a job of one device kind
 CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
 SUMMARY_KEYS = {
     "world_size",
@@ -98,14 +98,6 @@ def test_summary_is_complete(emulated):
         assert compute + wait <= 1.05 * summary["step_time_sec"]
 
 
-@pytest.mark.any_mpi
-def test_loss_decreases(emulated):
-    folder, _ = emulated
-    losses = [line["loss"] for line in read_readings(folder)]
-    assert len(losses) == 24
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
-
-
 def test_run_folder_has_all_files(emulated):
     folder, _ = emulated
     assert json.loads((folder / "config.json").read_text())["model"] == "cnn"
@@ -130,6 +122,12 @@ def test_run_folder_has_all_files(emulated):
     assert parity["agrees"]
     assert {kind["kind"] for kind in parity["kinds"]} == {"gpu", "mlu"}
     assert json.loads((folder / "summary.json").read_text())["parity"]
+    losses = [line["loss"] for line in read_readings(folder)]
+    assert len(losses) == 24
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    weights = torch.load(folder / "checkpoints" / "model.pt", weights_only=True)
+    build_model("cnn", 10).load_state_dict(weights)
+    assert all(torch.isfinite(value).all() for value in weights.values())
     assert not list(folder.rglob("*.partial"))
 
 
@@ -194,14 +192,6 @@ def test_the_report_of_a_run_opens_in_a_browser(emulated, tmp_path):
         picture = np.asarray(image.open(io.BytesIO(browser.screenshot())).convert("RGB"))
         assert (picture == (0x00, 0x72, 0xB2)).all(axis=2).sum() > 100  # of rank 0
         assert browser.complaints == []
-
-
-def test_saved_model_loads_with_weights_only(emulated):
-    folder, _ = emulated
-    state = torch.load(folder / "checkpoints" / "model.pt", weights_only=True)
-    model = build_model("cnn", 10)
-    model.load_state_dict(state)
-    assert all(torch.isfinite(value).all() for value in state.values())
 
 
 def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):

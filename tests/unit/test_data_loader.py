@@ -19,7 +19,6 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.datasets.images import Augmented, ImageArrays
 from kaitian_mpi.train.data.batches import Batches, Share, split_share
 from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
-from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 
 
 def make_data() -> Augmented:
@@ -101,15 +100,6 @@ def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for() -> None:
     message = "__getitems__ of TooFew returned 1 samples for 2 indices; return one for each"
     with pytest.raises(UserError, match=message):
         Batches(TooFew([0, 1]))[[0, 1]]
-
-
-def test_a_plan_set_while_loading_applies_from_the_next_step() -> None:
-    sampler = LoadAdaptiveSampler(range(23), [4], 0)
-    sizes = []
-    for indices in sampler:
-        sizes.append(len(indices))
-        sampler.set_plan([7])
-    assert sizes == [4, 7, 7, 5]
 
 
 @pytest.mark.parametrize(

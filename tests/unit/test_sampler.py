@@ -54,14 +54,6 @@ def test_shares_of_step(remaining: int, plan: list[int], shares: list[int]) -> N
     assert shares_of_step(remaining, plan) == shares
 
 
-def test_no_share_exceeds_the_plan() -> None:
-    draw = random.Random(2)
-    for _ in range(500):
-        plan = draw_plan(draw, 5)
-        shares = shares_of_step(draw.randrange(sum(plan) + 1), plan)
-        assert all(share <= batch for share, batch in zip(shares, plan, strict=True))
-
-
 def test_every_epoch_contains_each_sample_once() -> None:
     draw = random.Random(0)
     for _ in range(100):
@@ -179,15 +171,6 @@ def test_an_epoch_restarts_after_its_end_and_continues_after_a_break() -> None:
     assert len(sampler) == 2
     rest = list(sampler)
     assert sorted(flat([[beginning, *rest]])) == list(range(10))
-
-
-def test_set_epoch_keeps_the_position_in_the_same_epoch() -> None:
-    (sampler,) = make_ranks(10, [4])
-    next(iter(sampler))
-    sampler.set_epoch(0)
-    assert sampler.position == 4
-    sampler.set_epoch(5)
-    assert (sampler.epoch, sampler.position) == (5, 0)
 
 
 def test_resume_with_another_number_of_ranks() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kaitian_mpi.cli.flags import parse_config
-from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.user_task import build_task
 from kaitian_mpi.train.task import Task
@@ -106,11 +105,6 @@ def test_settings_are_read_as_toml_or_else_as_text(text, value):
     config = parse("--task", "a:b", "--set", f"key={text}", "--set", "other=1")
     assert config.set == {"key": value, "other": 1}
     assert type(config.set["key"]) is type(value)
-
-
-def test_the_last_value_of_a_setting_counts():
-    assert parse("--task", "a:b", "--set", "x=1", "--set", "x=2").set == {"x": 2}
-    assert parse("--task", "a:b").set == {} == TrainConfig().set
 
 
 def test_the_run_folder_is_named_after_the_task():
