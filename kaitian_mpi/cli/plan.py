@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kaitian_mpi.balance.forecast import Forecast
 from kaitian_mpi.balance.measurements import (
     MAX_SAMPLES,
     Measurements,
@@ -167,8 +168,6 @@ def report(measured: Measurements, parsed: Parsed) -> None:
     job = plan_job(measured, chosen.world, size)
     if chosen.json is not None:
         save_json(chosen.json, planned_to_json(job))
-    if chosen.file is None:
-        _show("allreduce of all gradients", _allreduce_rows(measured))
     show(job)
     if chosen.save is not None:
         print(f"written to {chosen.save}; try {PROGRAM} {chosen.save} --world …")
@@ -180,9 +179,9 @@ def show(job: PlannedJob) -> None:
     emulated = " (devices or their speed emulated)" if measured.emulated else ""
     print(f"forecast for {measured.model}, from {len(measured.ranks):,} measured ranks{emulated}")
     print(f"global batch: {job.global_batch_size:,} samples")
-    _show(f"world: {sum(job.world.values()):,} ranks", _kind_rows(job))
+    _show(f"world: {sum(job.world.values()):,} ranks", [_kind_row(job, kind) for kind in job.world])
     if 1 < len(subsets.forecasts) <= _MAX_SUBSETS:
-        _show("with these kinds alone", _subset_rows(job))
+        _show("with these kinds alone", [_subset_row(*each) for each in subsets.forecasts.items()])
     rate = whole.samples_per_sec
     print(f"forecast: {_rate(rate)} samples/s, efficiency {whole.efficiency:.0%}")
     print(
@@ -210,45 +209,26 @@ def _show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         print("  ".join(["", *map(str.rjust, row, widths)]))
 
 
-def _kind_rows(job: PlannedJob) -> list[dict[str, str]]:
-    rows = []
-    for kind, ranks in job.world.items():
-        shares = [share for share in job.subsets.whole.shares if share.cohort.kind == kind]
-        least, most = (pick(share.samples for share in shares) for pick in (min, max))
-        idle = sum(share.ranks for share in shares if share.samples == 0)
-        row = {
-            "kind": kind,
-            "ranks": f"{ranks:,}",
-            "samples/step per rank": f"{least:,}" + (f" to {most:,}" if most > least else ""),
-            "ms computing": _ms(max(share.seconds for share in shares)),
-            "without samples": f"{idle:,}",
-        }
-        rows.append(row)
-    return rows
+def _kind_row(job: PlannedJob, kind: str) -> dict[str, str]:
+    shares = [share for share in job.subsets.whole.shares if share.cohort.kind == kind]
+    least, most = (pick(share.samples for share in shares) for pick in (min, max))
+    idle = sum(share.ranks for share in shares if share.samples == 0)
+    return {
+        "kind": kind,
+        "ranks": f"{job.world[kind]:,}",
+        "samples/step per rank": f"{least:,}" + (f" to {most:,}" if most > least else ""),
+        "ms computing": _ms(max(share.seconds for share in shares)),
+        "without samples": f"{idle:,}",
+    }
 
 
-def _subset_rows(job: PlannedJob) -> list[dict[str, str]]:
-    return [
-        {
-            "kinds": " + ".join(kinds),
-            "samples/s": _rate(cast.samples_per_sec),
-            "step ms": _ms(cast.step_sec),
-            "efficiency": f"{cast.efficiency:.0%}",
-        }
-        for kinds, cast in job.subsets.forecasts.items()
-    ]
-
-
-def _allreduce_rows(measured: Measurements) -> list[dict[str, str]]:
-    return [
-        {
-            "kinds": " + ".join(entry.ranks_per_kind),
-            "ranks": str(entry.ranks),
-            "latency us": f"{1e6 * entry.cost.latency_sec:.1f}",
-            "gradients ms": _ms(entry.cost.seconds(measured.gradient_bytes)),
-        }
-        for entry in measured.allreduces
-    ]
+def _subset_row(kinds: tuple[str, ...], cast: Forecast) -> dict[str, str]:
+    return {
+        "kinds": " + ".join(kinds),
+        "samples/s": _rate(cast.samples_per_sec),
+        "step ms": _ms(cast.step_sec),
+        "efficiency": f"{cast.efficiency:.0%}",
+    }
 
 
 def _rate(rate: float) -> str:

@@ -31,7 +31,7 @@ _HOST_UNIT, _ACCELERATOR_UNIT, _FAST_MATMUL_UNIT = 2.0**-20, 2.0**-11, 2.0**-8
 _LOSS_UNITS, _KINK = 32.0, 0.05
 _TINY = 1e-300
 _NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
-_NONE = torch.zeros(0, dtype=torch.float64)
+_NONE = torch.zeros(2, 0, dtype=torch.float64)
 _MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
 
 
@@ -148,19 +148,16 @@ def _compute(
     count = sum(parameter.numel() for parameter in model.parameters())
     stride = -(-count // _MAX_NUMBERS) or 1
     gradients = {
-        name: _flat(p if p.grad is None else p.grad, stride)
-        * (0.0 if p.grad is None else 1 / scale)
+        name: _flat(torch.zeros_like(p) if p.grad is None else p.grad, stride) / scale
         for name, p in model.named_parameters()
     }
     now = dict(model.named_buffers())
     kept = [
-        (_flat(now[name]), _flat(own))
+        torch.stack([_flat(now[name]), _flat(own)])
         for name, own in task.model.named_buffers()
         if own.is_floating_point() and name in now and now[name].shape == own.shape
     ]
-    after, before = (
-        (torch.cat(each) for each in zip(*kept, strict=True)) if kept else (_NONE, _NONE)
-    )
+    after, before = torch.cat([_NONE, *kept], dim=1)
     return Outcome(loss.item(), gradients, after - before, float(after.norm()))
 
 
@@ -182,13 +179,7 @@ def rounding_unit(model: nn.Module, computation: Computation) -> float:
 
 
 def distances(own: Outcome, reference: Outcome, unit: float) -> dict[str, float]:
-    """Return how much an outcome differs from the reference, by quantity; NaN where it is NaN.
-
-    Args:
-        own: the outcome.
-        reference: the reference.
-        unit: the unit roundoff of the outcome.
-    """
+    """Return how much an outcome differs from the reference, by quantity; NaN where it is NaN."""
     pairs = [(own.gradients[name], other) for name, other in reference.gradients.items()]
     dot = sum(float(mine @ other) for mine, other in pairs)
     mine, other = (sum(float(g @ g) for g in each) ** 0.5 for each in zip(*pairs, strict=True))
@@ -208,10 +199,6 @@ def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
     That is four times what random changes of the weights and the data by a rounding do: little to a
     shallow model, much to one whose gradient is ill-conditioned, as with batch norms over few
     samples. It is at least 32 roundings of the loss, and 5% of the rest.
-
-    Args:
-        noise: by how much the changed result differs from the reference.
-        unit: the size of a rounding.
     """
     # Of what turns the gradient by an angle, as much may change its norm.
     turned = max(noise[NORM], (2 * max(0.0, noise[DIRECTION])) ** 0.5)

@@ -175,8 +175,7 @@ class RankTimer:
         except Exception as error:
             if not self._device.is_out_of_memory(error):
                 raise
-        # Outside the handler, which would keep references to the tensors that did not fit.
-        return self._fastest(self._half(batch)) if batch > self._min_batch else candidates[0]
+        return candidates[0]  # there is too little memory to compare them
 
     def _compare(self, candidates: list[Computation], batch: int) -> Computation:
         """Return the candidate with the fastest step."""
