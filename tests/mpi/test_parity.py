@@ -216,25 +216,15 @@ def test_a_users_mistake_on_one_rank_is_an_error_on_all(world):
         run(world, Network(), on_odd)
 
 
-def test_unusual_outputs_and_parameters(world):
-    class Output(dict):
-        def update(self, *_):
-            raise TypeError("not changed")
-
+def test_unusual_parameters(world):
     class Unusual(nn.Module):
         def __init__(self):
             super().__init__()
-            self.wrapped = nn.Identity()
-            self.wrapped.forward = lambda x: Output(x=x)
             self.complex = nn.Parameter(torch.ones(6, dtype=torch.complex64))
             self.table = nn.Embedding(5, 6, sparse=True)
 
-        def forward(self, batch):
-            x = self.wrapped(batch["x"])["x"] * self.complex
-            return (x.abs() + self.table(batch["index"])).square().sum()
+        def forward(self, x):
+            index = torch.zeros(len(x), dtype=torch.int64)
+            return ((x * self.complex).abs() + self.table(index)).square().sum()
 
-    def collated(model, batch):
-        index = torch.zeros(len(batch[0]), dtype=torch.int64)
-        return model({"x": batch[0], "index": index})
-
-    assert run(world, Unusual(), collated)[0]
+    assert run(world, Unusual(), lambda model, batch: model(batch[0]))[0]

@@ -25,13 +25,6 @@ def test_plan_fastest(alphas, betas, global_batch, expected):
     assert plan_fastest(costs, global_batch) == expected
 
 
-@pytest.mark.parametrize("batch", [7, 11, 32])
-def test_a_fit_to_one_batch_size_goes_through_the_origin(batch):
-    model = fit([batch] * 3, [0.3, 0.31, 0.37])
-    assert model.alpha_sec == 0
-    assert model.seconds(batch) == pytest.approx(0.32, rel=0.05)
-
-
 def test_plan_equal():
     assert plan_equal(4, 256) == [64] * 4
     assert plan_equal(3, 10) == [4, 3, 3]

@@ -168,13 +168,6 @@ def test_alpha_and_beta_are_told_apart(slowness, part):
         assert cost.seconds(32) == pytest.approx(step_sec, rel=0.02)
 
 
-def test_the_second_split_is_already_faster():
-    job = Job(models([1, 3])).run(10)
-    assert job.history[5] == [32, 32]
-    assert job.efficiency(6) < 0.6
-    assert job.efficiency(7) > 0.95
-
-
 def test_compiling_and_slow_first_steps_of_a_batch_size_do_no_harm():
     as_usual = Job(models([1, 3]), uniform(0.02), 3, warm_up=1.0).run(30)
     with_spikes = Job(models([1, 3]), uniform(0.02), 3, warm_up=500.0, first_of_size=20.0).run(30)
@@ -222,13 +215,6 @@ def test_one_rank_has_nothing_to_vary(batch):
     job = Job(models([1]), batch=batch).run(30)
     assert job.history == [[batch]] * 30
     assert job.learner.costs[0].seconds(batch) == pytest.approx(job.seconds([batch]), rel=0.01)
-
-
-def test_one_sample_for_each_rank_cannot_be_varied():
-    job = Job(models([1, 3]), batch=2).run(30)
-    assert job.history == [[1, 1]] * 30
-    ratio = job.learner.costs[1].seconds(1) / job.learner.costs[0].seconds(1)
-    assert ratio == pytest.approx(3, rel=0.01)
 
 
 def test_partial_steps_at_the_end_of_short_epochs_are_no_trial():
@@ -293,16 +279,6 @@ def test_balancing_learns_first_then_follows(tmp_path, capfd):
     assert balance.slow_ranks() == []
     assert f"step 6: new plan {changes[0][1]}: learning what a step costs" in capfd.readouterr().out
     assert train(balance, 40, (3, 3), changes[-1][1])  # the rebalancer takes over
-
-
-def test_balancing_says_which_plan_ends_the_learning(tmp_path):
-    changes = train(balancing(tmp_path), 30, slowness=(1, 1))
-    lines = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
-    assert [line["reason"] for line in lines] == [
-        "learning what a step costs",
-        f"from what the first {changes[1][0] - 1} steps cost",
-    ]
-    assert changes[1][1] == pytest.approx([32, 32], abs=1)
 
 
 def test_balancing_does_not_learn_what_is_known(tmp_path):
