@@ -16,7 +16,7 @@ from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.resume import EarlierJob
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.measure.profiles import Profiles
+from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State

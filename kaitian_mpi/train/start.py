@@ -36,7 +36,7 @@ from kaitian_mpi.train.checkpoint.resume import (
 from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
-from kaitian_mpi.train.measure.profiles import Profiles, find_profiles
+from kaitian_mpi.train.measure.plan import Profiles, find_profiles
 from kaitian_mpi.train.measure.rank_benchmark import is_emulated, record_allreduce
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.progress import Progress, count_steps

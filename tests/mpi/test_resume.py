@@ -25,8 +25,7 @@ from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
-from kaitian_mpi.train.measure.plan import Profile
-from kaitian_mpi.train.measure.profiles import find_profiles
+from kaitian_mpi.train.measure.plan import Profile, find_profiles
 from kaitian_mpi.train.restart_request import request_restart, withdraw_request
 from kaitian_mpi.train.setup import prepare_without_folder
 from kaitian_mpi.train.training import Training

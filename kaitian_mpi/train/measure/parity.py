@@ -27,7 +27,7 @@ from kaitian_mpi.train.measure.outcome import (
     rounding_unit,
     tolerances,
 )
-from kaitian_mpi.train.measure.profiles import Profiles
+from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 
