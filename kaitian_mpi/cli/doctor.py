@@ -79,13 +79,7 @@ def main() -> None:
 
 
 def examine_rank(options: Options, show: Show, tasks: tuple[int, int]) -> int:
-    """Examine this rank of a job; return its exit code.
-
-    Args:
-        options: what was asked.
-        show: called on rank 0.
-        tasks: this process's number and how many there are, as the launcher counts them.
-    """
+    """Examine this rank of a job; return its exit code."""
     # Works while a call holds the GIL, as the start of MPI does, and names it. Not the watchdog's
     # SIGKILL: if all ranks die of signals, mpirun --with-ft ulfm exits with code 0.
     faulthandler.dump_traceback_later(options.timeout + _START_EXTRA_SEC, exit=True)
@@ -186,11 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse command-line arguments.
-
-    Raises:
-        UserError: one is unknown or invalid.
-    """
+    """Parse command-line arguments."""
     chosen = make_parser().parse_args(arguments)
     if not 0 < chosen.timeout <= _MAX_TIMEOUT:
         raise UserError(

@@ -59,11 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse command-line arguments.
-
-    Raises:
-        UserError: one is unknown or missing.
-    """
+    """Parse command-line arguments."""
     options = make_parser().parse_args(arguments)
     if options.command[:1] == ["--"]:
         del options.command[0]
@@ -78,12 +74,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def plan(options: argparse.Namespace) -> list[str]:
-    """Return mpirun's command, and unless it is only printed, ask its hosts whether it can start.
-
-    Raises:
-        UserError: a file cannot be read or is wrong, the command cannot be divided, or ranks cannot
-            be started on a host.
-    """
+    """Return mpirun's command; ask its hosts whether it can start, unless it is only printed."""
     given = read_environments(options.file)
     launcher = parse_launcher(options.command)
     words, hosts = expand(launcher, read_hosts(launcher)[0], given)

@@ -61,13 +61,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 def add_flags(
     parser: argparse.ArgumentParser, sections: Mapping[str, str], hidden: Iterable[str] = ()
 ) -> None:
-    """Add the flags of some fields of `TrainConfig`.
-
-    Args:
-        parser: the parser to add them to.
-        sections: the fields in each section of --help.
-        hidden: fields whose flags --help leaves out.
-    """
+    """Add the flags of some fields of `TrainConfig`."""
     for section, names in sections.items():
         group = parser.add_argument_group(section)
         for name in names.split():
@@ -77,11 +71,7 @@ def add_flags(
 
 
 def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
-    """Parse the arguments of `kaitian-train` into a config.
-
-    Raises:
-        UserError: an argument is unknown or invalid.
-    """
+    """Parse the arguments of `kaitian-train` into a config."""
     return TrainConfig(**parse_settings(make_parser(program), arguments).settings)
 
 
@@ -98,11 +88,7 @@ class Parsed:
 
 
 def parse_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Parsed:
-    """Parse command-line arguments.
-
-    Raises:
-        UserError: an argument is unknown or invalid.
-    """
+    """Parse command-line arguments."""
     # argparse sets a default only if the namespace has no value yet.
     unset = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
     chosen = vars(parser.parse_args(arguments, unset))
@@ -126,9 +112,6 @@ def read_config_file(path: str) -> dict[str, Any]:
     """Return the settings in a file of `--config`, by the fields' names.
 
     A key is a flag's name without `--`, with `-` or `_` between its words; `set` is a table.
-
-    Raises:
-        UserError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
     """
     known = FIELDS.keys() - {"config"}
     settings: dict[str, Any] = {}
@@ -232,15 +215,7 @@ class _AddSetting(argparse.Action):
 
 
 def read_value(name: str, text: str) -> Any:
-    """Return a TOML value, or the text itself if it is none.
-
-    Args:
-        name: of the value, for the error.
-        text: such as `3`, `1e-4`, `true`, `[1, 2]`, `"3"` or `adam`.
-
-    Raises:
-        UserError: it is a constant of Python's that would be taken for a string.
-    """
+    """Return a TOML value, or the text itself if it is none."""
     if text in ("True", "False", "None"):  # as a string, each of them would be true
         raise UserError(
             f"{name}={text}: values are read as TOML; write true or false, or '\"{text}\"' for the "

@@ -26,28 +26,14 @@ if TYPE_CHECKING:
 
 
 def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
-    """Return a config with the emulation of its own flags or of the variables. Collective.
-
-    Raises:
-        AgreedError: a value is malformed, does not match the number of ranks, or differs between
-            the ranks.
-    """
+    """Return a config with the emulation of its own flags or of the variables. Collective."""
     given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
     emulation = read_emulation(gather_values(comm, given))
     return replace(config, emulate_kinds=emulation.kinds, emulate_slowdown=emulation.slowdown)
 
 
 def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
-    """Return the devices of this host's ranks, as `--devices` takes them. Collective.
-
-    Args:
-        devices: `--devices`.
-        device_map: `--device-map`; read by rank 0, which sends it to the others.
-        comm: all ranks.
-
-    Raises:
-        AgreedError: both are given, the file cannot be read or is wrong, or lacks a host.
-    """
+    """Return the devices of this host's ranks, as `--devices` takes them. Collective."""
     if not any(gather_values(comm, device_map)):
         return devices
     known: dict[str, str] = {}
@@ -63,12 +49,7 @@ def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
-    """Check a config against the other ranks', their number and the files on each host. Collective.
-
-    Raises:
-        AgreedError: a value differs between ranks or does not match their number, or a folder is
-            missing on a host.
-    """
+    """Check a config against the other ranks', their number, and each host's files. Collective."""
     check_same(comm, config.shared_values(), SAME_SETTINGS)
     with agree_on_errors(comm):
         if comm.rank == 0:
@@ -103,15 +84,7 @@ def _check_data_dir(folder: str, dataset: str) -> None:
 
 
 def check_file_can_be_written(flag: str, path: str) -> None:
-    """Check that a file can be written, before the work whose result it will contain.
-
-    Args:
-        flag: the command-line flag, for error messages.
-        path: the file; it need not exist, and is not changed.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Check that a file can be written, before the work whose result it will contain."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise UserError(f"{flag} {path}: there is no folder {folder}; create it, or name another")

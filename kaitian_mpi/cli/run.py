@@ -103,15 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:
-    """Set the variables that torchrun sets; MASTER_ADDR and MASTER_PORT given by the user stay.
-
-    Args:
-        environ: the environment to change.
-        rank: this rank.
-        hosts: every rank's host.
-        port: a free port on rank 0's host.
-        run_id: the job's id, the same on every rank.
-    """
+    """Set the variables that torchrun sets; MASTER_ADDR and MASTER_PORT given by the user stay."""
     launch = read_launch(environ)
     size, names = str(len(hosts)), list(dict.fromkeys(hosts))
     environ |= {
@@ -153,11 +145,6 @@ def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> in
     """Return the `LOCAL_RANK` by which a script's `cuda:{LOCAL_RANK}` is the rank's own device.
 
     It is the device's index. CPU ranks have the numbers after those of the host's accelerators.
-
-    Args:
-        infos: every rank's.
-        rank: this rank.
-        device_index: its device's index among those that it sees.
     """
     own = infos[rank]
     if not own.is_on_host:
@@ -168,11 +155,7 @@ def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> in
 
 
 def check_script(script: str, is_module: bool) -> None:
-    """Check that there is a script, or a module, before MPI is started; imports nothing.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Check that there is a script, or a module, before MPI is started; imports nothing."""
     if is_module:
         search_first(os.getcwd())
         names = script.split(".")
@@ -197,11 +180,7 @@ def search_first(folder: str) -> None:
 
 
 def run_script(script: str, arguments: Sequence[str], is_module: bool, comm: MPI.Intracomm) -> None:
-    """Run as `python script args…` or `python -m module args…`; `sys.exit(0)` means success.
-
-    Raises:
-        AgreedError: there is no such module on a rank of `comm`.
-    """
+    """Run as `python script args…` or `python -m module args…`; `sys.exit(0)` means success."""
     sys.argv = ["-m" if is_module else script, *arguments]
     try:
         if is_module:
@@ -217,11 +196,7 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool, comm: MPI
 
 
 def find_module(name: str) -> None:
-    """Find a module, or a package's `__main__`; imports the packages that it is in.
-
-    Raises:
-        UserError: there is none, though there is the package that it would be in.
-    """
+    """Find a module, or a package's `__main__`; imports the packages that it is in."""
     for each in (name, f"{name}.__main__"):
         try:
             spec = importlib.util.find_spec(each)

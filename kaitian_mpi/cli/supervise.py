@@ -132,11 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse command-line arguments into options.
-
-    Raises:
-        UserError: an option is unknown or invalid.
-    """
+    """Parse command-line arguments into options."""
     options = make_parser().parse_args(arguments)
     if options.command[:1] == ["--"]:
         del options.command[0]
@@ -155,16 +151,7 @@ def make_job(
     hosts_file: HostsFile | None = None,
     pythons: Mapping[str, str] | None = None,
 ) -> Job:
-    """Read a command line, its hostfiles, and the flags of kaitian-train.
-
-    Args:
-        words: mpirun with its options, and kaitian-train with its flags.
-        hosts_file: has the hosts; None if the command has them.
-        pythons: the interpreter of each host that has one of its own.
-
-    Raises:
-        UserError: one of them is invalid; nothing has been started yet.
-    """
+    """Read a command line, its hostfiles, and the flags of kaitian-train."""
     command = parse_command(words)
     config = parse_config(TRAIN, command.arguments)
     emulated = (

@@ -67,14 +67,7 @@ def main() -> None:
 
 
 def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | None]:
-    """Start MPI, import torch, and choose this rank's device. Collective.
-
-    Returns:
-        The config with what is emulated, the ranks, and the watchdog, if there is one.
-
-    Raises:
-        AgreedError: a setting differs between ranks, or a rank cannot have its device.
-    """
+    """Start MPI, import torch, and choose this rank's device. Collective."""
     level = "warning" if config.quiet and config.log_level == "info" else config.log_level
     configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
     watchdog = start_watchdog(setup_limit(config.step_timeout))
@@ -119,12 +112,7 @@ def load_torch(launch: Launch) -> None:
 
 
 def task_maker(config: TrainConfig, by_set: frozenset[str]) -> Callable[[], Task]:
-    """Return what makes the task: the user's function, or the recipe for --model.
-
-    Args:
-        config: the settings.
-        by_set: the settings given by --set, which the function must not have as arguments.
-    """
+    """Return what makes the task: the user's function, or the recipe for --model."""
     if config.task:
         from kaitian_mpi.recipes import user_task
 

@@ -17,13 +17,6 @@ def load_factory(flag: str, spec: str) -> Callable[..., Any]:
 
     Puts the current directory first on `sys.path`, as `python script.py` does with the script's.
     It stays there because data loading workers import the module again.
-
-    Args:
-        flag: the command-line flag, for error messages.
-        spec: `package.module:name`.
-
-    Raises:
-        UserError: `spec` is malformed, its module cannot be imported, or has no such callable.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:

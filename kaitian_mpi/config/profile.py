@@ -34,21 +34,13 @@ class ProfileWindow:
         return self.first_step <= step <= self.last_step
 
     def check_ranks(self, size: int) -> None:
-        """Check that a job of `size` ranks has these ranks.
-
-        Raises:
-            UserError: it has not.
-        """
+        """Check that a job of `size` ranks has these ranks."""
         if missing := sorted(rank for rank in self.ranks or () if rank >= size):
             raise UserError(f"--profile names rank {missing[0]}; the highest is rank {size - 1}")
 
 
 def parse_profile(text: str) -> ProfileWindow:
-    """Return what a text such as `0,3@50-60`, `0-3@50` or `all@50-60` names.
-
-    Raises:
-        UserError: it is not of this form.
-    """
+    """Return what a text such as `0,3@50-60`, `0-3@50` or `all@50-60` names."""
     found = _WINDOW.fullmatch(text.strip())
     ranks, steps = found.groups() if found else ("", "0")
     first, last = _span(steps)

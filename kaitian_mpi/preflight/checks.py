@@ -33,12 +33,7 @@ BEFORE_JOBS = ("versions", "placement", "shared memory", "limits")
 
 
 def judge(job: JobFacts, *, before_job: bool = False) -> Iterator[tuple[str, Verdict]]:
-    """Make the checks, in their order; return their names and verdicts.
-
-    Args:
-        job: the facts.
-        before_job: make the cheap ones only.
-    """
+    """Make the checks, in their order; return their names and verdicts."""
     for name in BEFORE_JOBS if before_job else CHECKS:
         for verdict in merge_hosts(CHECKS[name](job), len(job.hosts)):
             yield name, verdict

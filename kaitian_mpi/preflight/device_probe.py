@@ -35,13 +35,6 @@ def examine_devices(
     """Choose this rank's device as training does.
 
     Training also knows what the other ranks see; whether there are enough devices is judged later.
-
-    Args:
-        devices: as `--devices`.
-        share: as `--share-device`.
-        local_rank: the rank's number among those on its host.
-        local_size: the number of ranks on the host.
-        host: its name, for messages.
     """
     known = known_kinds()
     facts = Devices(

@@ -52,13 +52,7 @@ class Options:
 
 
 class Examination:
-    """The examinations of one rank, which run in the background.
-
-    Args:
-        options: what to examine.
-        rank: the rank.
-        with_mpi: whether MPI is examined, too, as a job of one rank.
-    """
+    """The examinations of one rank, which run in the background."""
 
     def __init__(self, options: Options, rank: int, *, with_mpi: bool = False) -> None:
         self.first_facts = facts = collect(socket.gethostname(), rank)

@@ -139,11 +139,7 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
-        """Return the facts that `to_json` was called on.
-
-        Raises:
-            OtherVersionError: by another version of this package, with other fields.
-        """
+        """Return the facts that `to_json` was called on; raise `OtherVersionError` for others."""
         parts = {"software": Software, "machine": Machine, "mpi": Mpi, "storage": Storage}
         found = dict(content)
         try:

@@ -32,13 +32,7 @@ _SETTLE_SEC = 2.0
 
 
 class Job:
-    """This rank's part in the examination of a job.
-
-    Args:
-        comm: all ranks; nothing else may communicate on it.
-        examination: this rank's.
-        timeout: seconds that an examination may take.
-    """
+    """This rank's part in the examination of a job."""
 
     def __init__(self, comm: MPI.Comm, examination: Examination, timeout: float) -> None:
         self._comm, self._examination, self._timeout = comm, examination, timeout
@@ -65,11 +59,7 @@ class Job:
             self._post.send(rank, {"code": code})
 
     def serve(self) -> int:
-        """Examine this rank, and probe its links if rank 0 says so; return the exit code.
-
-        Raises:
-            NoAnswerError: rank 0 gives no orders.
-        """
+        """Examine this rank, and probe its links if rank 0 says so; return the exit code."""
         self._post.send(0, self._examination.first_facts.to_json())
         self._post.send(0, self._own_facts().to_json())
         order = self._post.receive(0, 2 * self._timeout + _ORDERS_SEC)

@@ -33,9 +33,7 @@ class NoAnswerError(Exception):
 class Post:
     """Sends and receives values as JSON without blocking, and bytes while both ranks wait.
 
-    Args:
-        comm: all ranks; nothing else may communicate on it.
-        limit_sec: how long bytes may take.
+    Every wait that takes too long raises `NoAnswerError`. Nothing else may use the communicator.
     """
 
     def __init__(self, comm: MPI.Comm, limit_sec: float) -> None:
@@ -52,11 +50,7 @@ class Post:
         self._sent.append((request, content))
 
     def receive(self, source: int, limit_sec: float) -> Any:
-        """Return the next value of this rank.
-
-        Raises:
-            NoAnswerError: none arrived within the limit.
-        """
+        """Return the next value of this rank."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -67,14 +61,14 @@ class Post:
         return json.loads(content)
 
     def push(self, target: int, content: bytes) -> None:
-        """Send bytes, and wait until they are sent; see `receive` for the error."""
+        """Send bytes, and wait until they are sent."""
         from mpi4py import MPI
 
         request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR_PROBE)
         self._wait(request.Test, self._limit_sec, request, content)
 
     def pull(self, source: int, size: int) -> bytearray:
-        """Receive this many bytes; see `receive` for the error."""
+        """Receive this many bytes."""
         from mpi4py import MPI
 
         content = bytearray(size)
@@ -115,9 +109,6 @@ def plan_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
     The first ranks of the hosts meet: each other one if there are at most eight hosts, and else
     seven of them. On one host its first four ranks meet.
-
-    Args:
-        hosts: every rank's host.
     """
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(firsts) == 1:

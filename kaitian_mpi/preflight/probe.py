@@ -75,11 +75,7 @@ def _start_mpi() -> MPI.Intracomm:
 
 
 def examine_storage(run_dir: str) -> Storage:
-    """Write to the file system of a run folder, and leave nothing there.
-
-    Args:
-        run_dir: the folder; it need not exist.
-    """
+    """Write to the file system of a run folder, and leave nothing there."""
     folder = Path(run_dir).expanduser().absolute()
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent

@@ -59,13 +59,7 @@ def problem(found: str, advice: str, host: str = "") -> Verdict:
 
 
 def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:
-    """Return a problem from an error's message, whose last part may say what to do.
-
-    Args:
-        error: such as `there is no mpirun; install one`.
-        where: put before the finding.
-        advice: used if the message has none.
-    """
+    """Return a problem from an error's message, whose last part may say what to do."""
     found, _, in_message = error.rpartition("; ")
     return problem(f"{where}{found or in_message}", in_message if found else advice)
 

@@ -27,15 +27,7 @@ _MODULES = {
 
 
 def read_toml(source: str, path: str) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Args:
-        source: the flag, for error messages.
-        path: the file.
-
-    Raises:
-        UserError: it cannot be read, or is not TOML.
-    """
+    """Return the content of a TOML file."""
     try:
         content = Path(path).expanduser().read_bytes()
         return tomllib.loads(content.decode())
@@ -48,11 +40,7 @@ def read_toml(source: str, path: str) -> dict[str, Any]:
 
 
 def read_environments(path: str) -> dict[str, str]:
-    """Return the path of each host's interpreter in a file of environments.
-
-    Raises:
-        UserError: it is not TOML, or a host's table is not just `python` with a full path.
-    """
+    """Return the path of each host's interpreter in a file of environments."""
     pythons = {}
     for host, table in read_toml("the file of environments", path).items():
         python = table.get("python") if isinstance(table, dict) else None
@@ -67,11 +55,7 @@ def read_environments(path: str) -> dict[str, str]:
 
 
 def read_device_map(path: str) -> dict[str, str]:
-    """Return each host's devices in a device map, as `--devices` takes them.
-
-    Raises:
-        UserError: it is not TOML, or a host's value is not a list of devices.
-    """
+    """Return each host's devices in a device map, as `--devices` takes them."""
     content = read_toml("--device-map", path)
     if not content:
         raise UserError(f"--device-map {path} is empty; add a line for each host: {_DEVICES}")
@@ -111,16 +95,7 @@ def devices_for(
 def expand(
     command: Command, hosts: Sequence[Host], pythons: Mapping[str, str]
 ) -> tuple[list[str], list[Host]]:
-    """Return mpirun's command with each host's own interpreter, and the hosts that get a rank.
-
-    Args:
-        command: mpirun with its options, and the program.
-        hosts: those of the command's hostfiles and host lists.
-        pythons: the result of `read_environments`; the others start the program as it is.
-
-    Raises:
-        UserError: a host is unknown or has no `slots`, or there are more ranks than slots.
-    """
+    """Return mpirun's command with each host's own interpreter, and the hosts that get a rank."""
     placed = place_by_slot(hosts, _check_slots(command, hosts, pythons))
     used = [host for host in hosts if host.name in placed]
     programs = {host.name: _program(command.arguments, pythons.get(host.name, "")) for host in used}
@@ -154,7 +129,7 @@ def _program(program: Sequence[str], python: str) -> list[str]:
 
 
 def _check_slots(command: Command, hosts: Sequence[Host], pythons: Mapping[str, str]) -> int:
-    """Return how many ranks there are; see `expand` for the errors."""
+    """Return how many ranks there are, if every host has slots for its own."""
     names = [host.name for host in hosts]
     if unknown := [name for name in pythons if name not in names]:
         raise UserError(

@@ -37,15 +37,7 @@ class HostAnswer(NamedTuple):
 
 
 class PendingAnswer:
-    """A host that has been asked for this package's version.
-
-    Args:
-        agent: the command by which mpirun reaches hosts, as `find_agent` returns it.
-        host: the host.
-        python: the path of its interpreter.
-        seconds: how long it may take.
-        is_local: whether it is this machine, which is asked without the agent.
-    """
+    """A host that has been asked for this package's version."""
 
     def __init__(
         self, agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool = False
@@ -77,15 +69,7 @@ def ask_hosts(
     local: Collection[str],
     seconds: float = SECONDS,
 ) -> dict[str, HostAnswer]:
-    """Ask all hosts whether they answer, and have this package for their interpreter.
-
-    Args:
-        agent: as for `PendingAnswer`.
-        hosts: the hosts.
-        pythons: the path of each host's interpreter.
-        local: the names of this machine, which is asked without the agent.
-        seconds: how long each may take.
-    """
+    """Ask all hosts whether they answer, and have this package for their interpreter."""
 
     def ask(host: Host) -> HostAnswer:
         python, is_here = pythons[host.name], host.name in local
@@ -125,16 +109,7 @@ def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) 
 def examine_hosts(
     hostfile: str, pythons: Mapping[str, str], python: str
 ) -> list[tuple[str, Verdict]]:
-    """Ask the hosts of a hostfile whether mpirun can start ranks there; within about 8 s.
-
-    Args:
-        hostfile: its path.
-        pythons: the interpreters of some hosts, by name.
-        python: the interpreter of the others.
-
-    Raises:
-        UserError: the hostfile cannot be read, is wrong or empty.
-    """
+    """Ask the hosts of a hostfile whether mpirun can start ranks there; within about 8 s."""
     hosts = parse_hostfile(read_hostfile(hostfile), hostfile)
     names = [host.name for host in hosts]
     if not hosts:

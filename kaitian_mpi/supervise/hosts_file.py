@@ -16,11 +16,7 @@ _SETTLE_SEC = 2.0  # longer than an editor takes to write a file
 
 
 def read_hosts_file(path: str) -> str:
-    """Return the file's content.
-
-    Raises:
-        UserError: it cannot be read, or another user could have written it.
-    """
+    """Return the file's content."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             about = os.fstat(file.fileno())
@@ -40,11 +36,7 @@ def read_hosts_file(path: str) -> str:
 
 
 def parse_hosts(text: str, path: str) -> tuple[Host, ...]:
-    """Parse the file's content: a hostfile of mpirun's with each host's slots.
-
-    Raises:
-        UserError: it has no host with slots, or one without.
-    """
+    """Parse the file's content: a hostfile of mpirun's with each host's slots."""
     hosts = parse_hostfile(text, f"--hosts-file {path}")
     for host in hosts:
         if host.slots is None:
@@ -78,16 +70,7 @@ def in_stable_order(hosts: Sequence[Host], before: Iterable[Host]) -> tuple[Host
 
 
 class HostsFile:
-    """The hosts in the file, as of its last usable content that did not change for 2 s.
-
-    Args:
-        path: the file.
-        report: logs a line.
-        read: returns its content.
-
-    Raises:
-        UserError: it cannot be read, or is not as it should be.
-    """
+    """The hosts in the file, as of its last usable content that did not change for 2 s."""
 
     def __init__(
         self,
@@ -183,13 +166,7 @@ class HostChanges:
         self._is_warned = False
 
     def lose(self, names: Collection[str], now: float, why: str) -> None:
-        """Hold hosts back that were lost, or that the job could not be started on.
-
-        Args:
-            names: the hosts.
-            now: the time.
-            why: for the message, after the host's name.
-        """
+        """Hold hosts back that were lost, or that the job could not be started on."""
         for name in sorted(names):
             self._ready.discard(name)
             seconds = self._every_sec * 2.0 ** min(self._losses.get(name, 0), 64)

@@ -21,12 +21,7 @@ MAX_AT_ONCE = 256
 
 
 def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:
-    """Return the command of the agent that mpirun uses: the first alternative that exists.
-
-    Args:
-        command: its options take precedence over the environment, as for mpirun.
-        environ: the environment.
-    """
+    """Return the command of the agent that mpirun uses: the first alternative that exists."""
     options = [command.parameter(AGENT_PARAMETERS), *command.values(AGENT_OPTIONS)]
     chosen = next(filter(None, [*options, *map(environ.get, AGENT_VARIABLES)]), "")
     alternatives = [shlex.split(words) for words in chosen.split(":")]

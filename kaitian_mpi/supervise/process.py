@@ -84,13 +84,6 @@ class Machine:
         It gets its own process group, so that it receives a Ctrl-C only once, from us: on a second
         one, Open MPI ends at once. It could not read from the terminal there, so its stdin is
         empty.
-
-        Args:
-            words: the command.
-            watch: called every half second meanwhile.
-
-        Raises:
-            UserError: it cannot be started.
         """
         self._child = child = self._start(words)
         if self._missed:
@@ -168,11 +161,7 @@ class Machine:
         return child.wait()
 
     def save_snapshot(self) -> bool:
-        """Write this machine's snapshot to disk, if it is newer than the checkpoints there.
-
-        Returns:
-            Whether the disk has everything that is in memory.
-        """
+        """Write this machine's snapshot to disk if it is newer; return whether the disk has it."""
         if not any(SHM.glob(f"kaitian-{self.job.snapshots}-*")):
             return True
         # It loads torch, for seconds.
@@ -186,11 +175,7 @@ class Machine:
         return True
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
-        """Remove the job's snapshots from this machine and from hosts.
-
-        Returns:
-            The names of the hosts that do not answer.
-        """
+        """Remove the job's snapshots here and on hosts; return the hosts that do not answer."""
         for folder in SHM.glob(f"kaitian-{self.job.snapshots}-*"):
             remove_private(folder)
         words = ["rm", "-rf", f"{SHM}/kaitian-{self.job.snapshots}-*"]

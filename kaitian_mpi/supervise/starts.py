@@ -105,11 +105,7 @@ class Start:
 
 
 def command_on(command: Command, hosts_file: str) -> Command:
-    """Return a command with mpirun's options for the hosts of a hosts file; see `plan_start`.
-
-    Raises:
-        UserError: it has no launcher, or names hosts or a number of ranks itself.
-    """
+    """Return a command with mpirun's options for the hosts of a hosts file."""
     if not any(part.is_launcher for part in command.parts):
         raise UserError(f"--hosts-file {hosts_file}: the command must start with mpirun")
     for part in command.parts:
@@ -139,17 +135,7 @@ def interpreter_of(command: Command) -> str:
 
 
 def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
-    """Plan a start of the job without the lost hosts.
-
-    Args:
-        job: the job.
-        lost: names of the hosts to leave out; at least one other must be left.
-        trained: whether steps have been trained from which the job can resume.
-        new_hostfile: the path for a hostfile without the lost hosts.
-
-    Raises:
-        UserError: some host has an interpreter of its own, and another no slots.
-    """
+    """Plan a start of the job without the lost hosts."""
     command, hostfile, ranks = job.command, "", job.ranks
     left = job.left(lost)
     own = [f"--run-dir={job.run_dir}"]
