@@ -21,11 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_task(config: TrainConfig) -> Task:
-    """Load the data and build the model.
-
-    Raises:
-        UserError: this rank cannot.
-    """
+    """Load the data and build the model."""
     enter_phase("loading the dataset (--dataset)")
     torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
     source = load_data(config)
@@ -35,13 +31,7 @@ def make_task(config: TrainConfig) -> Task:
 
 
 def classify(config: TrainConfig, model: nn.Module, source: DataSource) -> Task:
-    """Return the task of classifying with a model.
-
-    Args:
-        config: the optimizer's settings, and the loss's.
-        model: from inputs [n, ...] to logits [n, classes].
-        source: the data.
-    """
+    """Return the task of classifying with a model."""
     return Task(
         name=config.model,
         model=model,
@@ -117,11 +107,7 @@ class Schedule:
         self._rate, self._optimizer = rate, optimizer
 
     def before_step(self, fraction: float) -> None:
-        """Set the rate of the next step.
-
-        Args:
-            fraction: of the run that is done in the middle of that step, 0 to 1.
-        """
+        """Set the rate of the next step."""
         rate = self._rate(fraction)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

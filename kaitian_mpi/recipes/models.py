@@ -166,9 +166,6 @@ def build_model(name: str, num_classes: int) -> nn.Module:
 
     A factory is called with `num_classes=` and returns a `torch.nn.Module`, as the constructors of
     torchvision's models do.
-
-    Raises:
-        UserError: there is no such model, or the factory does not return a module.
     """
     if ":" not in name:
         if name not in MODELS:

@@ -20,18 +20,7 @@ _log = logging.getLogger(__name__)
 def build_task(
     spec: str, settings: Mapping[str, Any], seed: int, of_training: Collection[str] = ()
 ) -> Task:
-    """Return the task that a user's function makes.
-
-    Args:
-        spec: `package.module:build`, as `--task`.
-        settings: the function's keyword arguments, as `--set`.
-        seed: of torch's random numbers while the function runs, the same on every rank.
-        of_training: settings of the training given by `--set`.
-
-    Raises:
-        UserError: there is no such function, it does not take these settings, it raises, or it does
-            not return a task with a loss.
-    """
+    """Return the task that a user's function makes."""
     enter_phase("building the task (--task)")
     build = load_factory("--task", spec)
     _check_settings(spec, build, settings, of_training)

@@ -54,11 +54,6 @@ class RunningStatistics:
         A momentum of 0.1 needs tens of steps to forget the initial weights, and an epoch may have
         only six. Once the model's own momentum weights a step more than such a mean would, that
         momentum applies as usual.
-
-        Args:
-            step_in_epoch: 0 for the epoch's first step.
-            own_samples: this rank's samples in the step.
-            samples: all ranks' samples in the step.
         """
         own = own_samples / samples
         self._fractions_before = self.fractions or [own] * len(self._norms)
@@ -107,9 +102,6 @@ class RunningStatistics:
         mean^2.
         So the statistics are those of the global batches, without a collective in every step. All
         other buffers are copied from rank 0, as in stock DDP.
-
-        Args:
-            fraction: this rank's fraction of the samples, used if it is not known from the steps.
         """
         if self._norms:
             fractions = self.fractions or [fraction] * len(self._norms)

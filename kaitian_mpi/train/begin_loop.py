@@ -35,11 +35,7 @@ from kaitian_mpi.train.step import StepObserver
 
 
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
-    """Begin a loop on these ranks, from wherever the run is. Collective over them.
-
-    Returns:
-        The loop, and the observer that saves the run.
-    """
+    """Begin a loop on these ranks, from wherever the run is, and what saves it. Collective."""
     _assign_files(run, world)
     _choose_allreduce_again(run, world)
     plan = _plan(run, world)

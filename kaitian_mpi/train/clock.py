@@ -107,11 +107,7 @@ class StepClock:
             waits.append((began, self._device.mark()))
 
     def gradients_summed(self, ready: Mark | None = None) -> None:
-        """Mark that the gradients are summed over all ranks.
-
-        Args:
-            ready: a mark of where the last bucket of them was computed.
-        """
+        """Mark the sum of the gradients; `ready` marks where their last bucket was computed."""
         self._step.ready = ready or self._step.ready
         self._step.summed = self._device.mark()
 
@@ -130,11 +126,7 @@ class StepClock:
         return self._marks
 
     def take(self, wait: bool = False) -> StepTimes:
-        """Return the times of the steps that the device has finished since the last call.
-
-        Args:
-            wait: whether to wait until the device has finished all of them.
-        """
+        """Return the times of the steps that the device has finished since the last call."""
         if wait and self._steps:
             self._steps[-1].end.wait()
         steps, computed, waited = 0, 0.0, 0.0

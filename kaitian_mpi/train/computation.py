@@ -50,26 +50,14 @@ class Computation:
     def loss(
         self, task: Task, model: nn.Module, batch: Any, needs_gradient: bool = True
     ) -> torch.Tensor:
-        """Return the task's mean loss over a batch that is on the device.
-
-        Raises:
-            UserError: it is no tensor of one element, or does not depend on a parameter.
-        """
+        """Return the task's mean loss over a batch that is on the device."""
         assert task.loss is not None
         with self.autocast():
             return check_loss(task.loss(model, batch), needs_gradient)
 
 
 def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
-    """Return a loss as a tensor without dimensions, float32 or float64.
-
-    Args:
-        loss: what a task or a script has computed.
-        needs_gradient: False for a batch of weight 0, whose gradient does not count.
-
-    Raises:
-        UserError: it is no tensor of one element, or none that a gradient can be taken of.
-    """
+    """Check a loss; return it as a float32 or float64 tensor without dimensions."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a {type(loss).__name__}"
         if isinstance(loss, torch.Tensor):

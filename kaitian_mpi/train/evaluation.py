@@ -48,18 +48,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
 
-    Args:
-        task: its metrics are computed; if it has none, its loss.
-        model: the same on every rank.
-        data: returns a batch when indexed by a list of sample indices.
-        computation: this rank's device and precision.
-        world: the ranks.
-        shares: the proportions of the ranks' work.
-        micro_batch_size: samples that fit this rank's memory at once; None: any number.
-        limit: the watchdog's for a batch, which follows what batches take.
-
-    Raises:
-        UserError: the task's metrics are no numbers by name.
+    `shares` are the proportions of the ranks' work, and `limit` the watchdog's for a batch.
     """
     if limit is not None:
         set_phase_limit(limit.limit_sec)

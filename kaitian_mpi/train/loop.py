@@ -55,17 +55,10 @@ class Loop:
         loader: ShareLoader,
         commit: Callable[[bool], None] | None = None,
     ) -> None:
-        """Prepare the model's gradients, the sampler and the exchange of reports for these ranks.
+        """Prepare to train on `world`, the ranks of the default process group.
 
-        Args:
-            config: the settings.
-            world: the ranks of the default process group.
-            setup: the task.
-            state: the same on every rank.
-            plan: the ranks' batch sizes.
-            loader: of the training data.
-            commit: called before a step or evaluation takes effect, with whether this rank has done
-                it; raises if some rank has not.
+        `commit` is called before a step or evaluation takes effect, with whether this rank has done
+        it; it raises if some rank has not.
         """
         self._exchange = StepExchange(world.comm)
         self.world, self.state = world, state
@@ -126,11 +119,7 @@ class Loop:
         return self.state.progress
 
     def close(self, together: bool = True) -> None:
-        """Stop training on these ranks.
-
-        Args:
-            together: False if a rank may be lost: then no rank is waited for.
-        """
+        """Stop training on these ranks; if not `together`, wait for none: one may be lost."""
         self._loading = None
         self._gradients.close()
         participate(self.state.model, None)
@@ -144,10 +133,9 @@ class Loop:
             observer.run_finished()
 
     def next_share(self) -> list[MicroBatch] | None:
-        """Return this rank's share of the next step; epochs that end on the way are evaluated.
+        """Return this rank's share of the next step, after evaluating epochs that end on the way.
 
-        Returns:
-            None if the run is done.
+        None if the run is done.
         """
         while not self.progress.is_done:
             if not self._is_in_epoch:
@@ -183,11 +171,7 @@ class Loop:
             observer.evaluated(result, epoch)
 
     def fetch(self) -> list[MicroBatch] | None:
-        """Return this rank's share of the next global batch, on the host.
-
-        Returns:
-            None if the epoch ends, or the run does.
-        """
+        """Return this rank's share of the next global batch; None if the epoch or the run ends."""
         if self.progress.step >= self.progress.total_steps:
             self._loading = None
             return None
@@ -381,14 +365,7 @@ def set_learning_rates(
 
 
 def apply_step(task: Task, state: State, is_finite: bool, samples: int) -> None:
-    """Apply a step to the state; every rank does so with the same gradient. Not collective.
-
-    Args:
-        task: how gradients are clipped.
-        state: with the sums of the gradients, which are used up.
-        is_finite: whether these are finite; if not, the weights stay as they are.
-        samples: samples in the step, of all ranks.
-    """
+    """Apply a step of all ranks' `samples` to the state; the weights stay if it is not finite."""
     scaler = state.computation.scaler
     with state.lock:
         optimizers = state.optimizers

@@ -144,14 +144,9 @@ class Membership:
         return self._standby != Standby()
 
     def attempt(self, work: Callable[[World], Result]) -> Result | None:
-        """Do work on the active ranks; repeat it after a loss. Collective.
+        """Do work that is collective over the active ranks; repeat it after a loss, on those left.
 
-        Args:
-            work: collective over the ranks it is given, which are the active ones. After a loss it
-                is called again, on fewer or other ranks; units that it has committed stay done.
-
-        Returns:
-            The result of `work`; None on a rank that was on standby until the others were done.
+        Units that it has committed stay done. None on a rank that was on standby until the end.
         """
         while True:
             try:
@@ -166,13 +161,9 @@ class Membership:
             self.recover(noticed)
 
     def wait_until_active(self) -> World | None:
-        """Return the active ranks, once this one is among them.
+        """Return the active ranks, once this one is among them; None if they end without it.
 
-        Returns:
-            None if the work is done without this rank.
-
-        Raises:
-            NotCommittedError: the ranks are to `recover`.
+        Raises NotCommittedError if the ranks are to `recover`.
         """
         if self.active is None and not self._is_released:
             if self._wait_on_standby():
@@ -181,11 +172,7 @@ class Membership:
         return None if self._is_released else self.active
 
     def recover(self, error: Exception) -> None:
-        """Continue with the surviving ranks after an error that a loss explains. Collective.
-
-        Raises:
-            Exception: the error, if no rank is lost.
-        """
+        """Continue with the surviving ranks; raises the error if no rank is lost. Collective."""
         if not isinstance(error, NotCommittedError):
             if not self.may_be_loss(error):
                 raise error
@@ -204,13 +191,9 @@ class Membership:
         return ulfm.loss_detected_within(comm, _DETECTION_SEC)
 
     def commit(self, ok: bool = True) -> None:
-        """End a unit of work. Collective over the active ranks.
+        """End a unit of work, which this rank has done if `ok`. Collective over the active ranks.
 
-        Args:
-            ok: whether this rank has done it.
-
-        Raises:
-            NotCommittedError: some rank has not, or is lost; raised on every rank.
+        Raises NotCommittedError on every rank if some rank has not, or is lost.
         """
         if not self.survives:
             return
@@ -320,12 +303,7 @@ class Membership:
         return False
 
     def _regroup(self, noticed_as: Exception) -> None:
-        """Continue with the surviving ranks. Collective over them.
-
-        Raises:
-            Exception: `noticed_as`, if no rank is lost and it is not an error that MPI may raise
-                late, some time after a loss.
-        """
+        """Continue with the surviving ranks. Collective over them; raises if none is lost."""
         at, noticed = time.time(), time.perf_counter()
         alive = self.all_ranks
         while True:
@@ -357,11 +335,7 @@ class Membership:
 
 
 def _activate(world: World, standby: Standby) -> World | None:
-    """Create a default process group of the ranks of `world` not on standby. Collective.
-
-    Returns:
-        These ranks; None on a rank on standby, which then has no process group.
-    """
+    """Make the active ranks the default process group. Collective; None on a rank on standby."""
     close_process_group()
     active = keep_ranks(world, standby.active(world.infos))
     if active is not None:

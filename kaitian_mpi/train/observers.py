@@ -25,11 +25,7 @@ class BadSteps(StepObserver):
         self._run, self._world, self._sampler = run, world, sampler
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Count a step that is skipped.
-
-        Raises:
-            AgreedError: too many steps in a row had no finite gradient.
-        """
+        """Count a step that is skipped."""
         run, progress = self._run, self._run.state.progress
         if step.is_finite:
             progress.consecutive_bad_steps = 0

@@ -28,11 +28,6 @@ class Presence(StepObserver):
     sign of life at every heartbeat. Where such a rank waits, its own wait begins again, and it
     answers. From the first answer on, the phase of the rank that is waited for has a limit, too: if
     that hangs, its own watchdog ends it, and names it.
-
-    Args:
-        comm: the ranks that wait for each other.
-        watchdog: this rank's.
-        patience_sec: how long others wait for a rank that lives, in seconds.
     """
 
     def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, patience_sec: float) -> None:

@@ -54,16 +54,8 @@ class Schedules:
     ) -> None:
         """Continue another job's schedules, from what `states` and `begun_with` were there.
 
-        Args:
-            states: the other job's `states`.
-            begun_with: the other job's.
-            settings: this job's `settings` before the optimizers were loaded; they are kept, unless
-                schedulers with a state of their own change them.
-            total_steps: of the whole run.
-            steps: the number of steps done.
-
-        Raises:
-            UserError: a scheduler raises.
+        `settings` are this job's, before the optimizers were loaded; they are kept, unless
+        schedulers with a state of their own change them.
         """
         if not any(self.states()):
             for group, own in zip(self._groups, settings, strict=True):
@@ -76,11 +68,7 @@ class Schedules:
             self.restart(total_steps, steps)
 
     def restart(self, total_steps: int, steps: int) -> None:
-        """Begin again with this job's settings, and make this many steps of `total_steps`.
-
-        Raises:
-            UserError: a scheduler raises.
-        """
+        """Begin again with this job's settings, and make this many steps of `total_steps`."""
         for group, own in zip(self._groups, self._own_settings, strict=True):
             parameters = group["params"]
             group.clear()

@@ -60,11 +60,7 @@ class Setup:
 
 
 def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World) -> Setup:
-    """Make the task and open the run folder, for the job of this ID. Collective.
-
-    Raises:
-        AgreedError: one of these fails on a rank, or the ranks' data or models differ.
-    """
+    """Make the task and open the run folder, for the job of this ID. Collective."""
     setup = prepare_without_folder(make_task, config, world)
     if not config.resume:  # else it is not known yet whether there is a checkpoint
         start_from_file(config, setup.task.model, world)
@@ -80,11 +76,7 @@ def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World)
 
 
 def start_from_file(config: TrainingConfig, model: nn.Module, world: World) -> None:
-    """Give every rank's model the weights of `--init`, if that is given. Collective.
-
-    Raises:
-        AgreedError: the file cannot be read, or is not of this model.
-    """
+    """Give every rank's model the weights of `--init`, if that is given. Collective."""
     if config.init:
         load_initial_weights(config, model, world)
         broadcast_model(model)
@@ -107,9 +99,6 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
 
     The initial weights are those of rank 0, since not every model draws them from torch's seeded
     generator.
-
-    Raises:
-        AgreedError: one of these fails on a rank, or the ranks' data or models differ.
     """
     with agree_on_errors(world.comm):
         set_phase_limit(setup_limit(config.step_timeout))
@@ -145,9 +134,6 @@ def check_same_samples(world: World, name: str, data: Any) -> None:
     """Compare some samples between the ranks, and warn if only numbers differ. Collective.
 
     Numbers may differ by random augmentation, or by a decoder's release.
-
-    Raises:
-        AgreedError: classes, shapes or types differ, as if hosts list files in another order.
     """
     digests = gather_values(world.comm, digest_samples(data))
     same_samples = list(zip(*digests, strict=False))  # a rank with slow storage may have read fewer

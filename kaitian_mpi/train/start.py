@@ -61,11 +61,7 @@ def start(
 ) -> Run:
     """Do everything that comes before the first step. Collective.
 
-    Returns:
-        The run. If an earlier job has finished it (`run.is_finished`), the model has its weights.
-
-    Raises:
-        AgreedError: a rank cannot make what is asked for, and nothing has been trained.
+    If an earlier job has finished the run (`run.is_finished`), the model has its weights.
     """
     world = membership.all_ranks
     world.relay.adopt(config)
@@ -97,20 +93,12 @@ def _on_all(membership: Membership, stage: Callable[..., Any], *arguments: Any) 
 
 
 def check_settings(config: TrainingConfig, world: World) -> None:
-    """Check that every rank has the same settings, except those that may differ. Collective.
-
-    Raises:
-        AgreedError: they differ.
-    """
+    """Check that every rank has the same settings, except those that may differ. Collective."""
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
 
 
 def check_profile(config: TrainingConfig, world: World) -> None:
-    """Check that the job has the ranks that `--profile` names; the same on every rank.
-
-    Raises:
-        AgreedError: the value is malformed, or names a rank that the job does not have.
-    """
+    """Check that the job has the ranks that `--profile` names; raises the same on every rank."""
     if config.profile:
         try:
             parse_profile(config.profile).check_ranks(world.size)
@@ -137,11 +125,7 @@ def _agree_on_job(world: World) -> str:
 def _new_run(
     config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
 ) -> Run:
-    """Find out what each rank can do, and choose those that train. Collective.
-
-    Raises:
-        AgreedError: a rank cannot train the task, or the kinds of devices differ.
-    """
+    """Find out what each rank can do, and choose those that train. Collective."""
     on_all, world = partial(_on_all, membership), membership.all_ranks
     startup_clock.begin("benchmark")
     profiles = on_all(profile_ranks, config, setup, earlier)
@@ -200,11 +184,7 @@ def profile_ranks(
 def select_ranks(
     config: TrainingConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
 ) -> tuple[str, dict[RankInfo, str]]:
-    """Choose the allreduce algorithm, and the ranks without which the job is faster.
-
-    Returns:
-        The algorithm's name, and for each rank to exclude the reason.
-    """
+    """Choose the allreduce algorithm, and the ranks to exclude, with the reasons."""
     buckets = gradient_buckets(setup.task.model)
     places = [info.place for info in world.infos]
     metadata = earlier.remembered(Invalidated.ALLREDUCE)

@@ -112,12 +112,7 @@ class StepObserver:
         return False
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Handle a step.
-
-        Args:
-            step: the step that all ranks have just done.
-            reports: of all ranks about the step before; None after the loop's first one.
-        """
+        """Handle a step that all ranks have done, with the reports about the step before it."""
 
     def epoch_ends(self) -> None:
         """Handle the end of an epoch, before its evaluation."""
@@ -126,11 +121,7 @@ class StepObserver:
         """Handle the evaluation at the end of an epoch, counted from 0."""
 
     def close(self, together: bool) -> None:
-        """End with the loop.
-
-        Args:
-            together: False if a rank may be lost: then no rank may be waited for.
-        """
+        """End with the loop; if not `together`, no rank may be waited for: one may be lost."""
 
     def run_finished(self) -> None:
         """Handle the end of the run, after `close`."""
@@ -210,22 +201,14 @@ class StepExchange:
         register_close(self.close)
 
     def swap(self, report: StepReport) -> StepReports | None:
-        """Start sending this step's report; return all reports of the previous step.
-
-        Returns:
-            None in the first call.
-        """
+        """Start sending this step's report; return all of the step before, or None in the first."""
         previous = self._receive()
         self._own[:] = report
         self._request = self._comm.Iallgather(self._own, self._gathered)
         return previous
 
     def close(self, together: bool = True) -> None:
-        """End the exchange; reports in flight are received and dropped.
-
-        Args:
-            together: False if a rank may be lost, so that no rank is waited for.
-        """
+        """End the exchange; without waiting, if not `together`: a rank may be lost."""
         unregister_close(self.close)
         if together and not is_revoked(self._comm):
             self._receive()

@@ -22,11 +22,7 @@ _SYNTHETIC_CLASSES = 10
 
 
 def load_digits(val_split: float) -> tuple[ImageArrays, ImageArrays]:
-    """Return 1,797 handwritten digits, 3x32x32: resized from 8x8, three equal channels.
-
-    Raises:
-        UserError: scikit-learn is not installed.
-    """
+    """Return 1,797 handwritten digits, 3x32x32: resized from 8x8, three equal channels."""
     table = torch.from_numpy(read_digits())
     small = table[:, :-1].reshape(-1, 1, 8, 8).float() * (255 / _BRIGHTEST_DIGIT)
     large = functional.interpolate(small, (32, 32), mode="bilinear").round().byte()

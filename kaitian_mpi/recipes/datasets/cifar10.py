@@ -28,9 +28,6 @@ def load(data_dir: str) -> tuple[ImageArrays, ImageArrays]:
 
     Reads the binary or the Python version, from `data_dir` or from the folder that the archive
     unpacks to.
-
-    Raises:
-        UserError: a file is missing, damaged or not a CIFAR-10 file.
     """
     base = FILES.folder(data_dir)
     for folder in (base / name for name in _FOLDERS):

@@ -37,11 +37,7 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of these n samples, normalized; n may be 0.
-
-        Returns:
-            float32 [n, channels, H, W] and int64 [n].
-        """
+        """Return the batch of these n samples, normalized; n may be 0."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         return self.normalize(self.images[chosen]), self.labels[chosen]
 
@@ -61,18 +57,7 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def shuffled_split(length: int, fraction: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split sample indices by a fixed permutation, the same for every run.
-
-    Args:
-        length: the number of samples.
-        fraction: how much is held out; neither part is left empty.
-
-    Returns:
-        Training and validation indices, int64.
-
-    Raises:
-        UserError: there are fewer than two samples.
-    """
+    """Split sample indices by a fixed permutation, the same for every run."""
     if length < 2:
         raise UserError(
             f"--dataset: {length} training samples are too few to hold some out for validation; "
@@ -121,12 +106,7 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def draw_crops_and_flips(
     seed: int, epoch: int, indices: Sequence[int], pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw the random crop and flip of each of n samples.
-
-    Returns:
-        The top row and left column of the crop in the padded image, int64 [n] from 0 to 2 * `pad`,
-        and whether to flip, bool [n].
-    """
+    """Draw the random crop and flip of each of n samples."""
     words = random_bits(seed, epoch, indices)
     # Each number is scaled from 31 bits of its own: the bias is below 2 * pad / 2**31.
     choices, low_31 = np.uint64(2 * pad + 1), np.uint64(0x7FFF_FFFF)
@@ -138,13 +118,7 @@ def draw_crops_and_flips(
 
 
 def crop(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Pad images [n, C, H, W] with zeros, an eighth of H on every side, and crop them to H x W.
-
-    Args:
-        images: the images.
-        top: first row to keep of each padded image, int64 [n].
-        left: first column to keep, int64 [n].
-    """
+    """Pad images [n, C, H, W] with zeros, an eighth of H on every side, and crop them to H x W."""
     count, _, height, width = images.shape
     padded = functional.pad(images, (height // 8,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
@@ -161,11 +135,7 @@ class OfficialFiles:
     """Where to download the official files."""
 
     def folder(self, data_dir: str) -> Path:
-        """Return the folder given by `--data-dir`.
-
-        Raises:
-            UserError: it is not given.
-        """
+        """Return the folder given by `--data-dir`."""
         if not data_dir:
             raise UserError(
                 f"--dataset {self.name} needs --data-dir, the folder with its official files; "
@@ -174,11 +144,7 @@ class OfficialFiles:
         return Path(data_dir).expanduser()
 
     def read(self, path: Path) -> bytes:
-        """Return a file's contents.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """Return a file's contents."""
         try:
             return path.read_bytes()
         except OSError as error:
@@ -189,11 +155,7 @@ class OfficialFiles:
         return UserError(f"{path}: {problem}; get it from {self.url}")
 
     def check_labels(self, path: Path, labels: torch.Tensor, images: int) -> None:
-        """Check a file's class labels, int64 [n].
-
-        Raises:
-            UserError: their number is not that of the images, or one is not a class.
-        """
+        """Check a file's class labels, int64 [n]."""
         if len(labels) != images:
             raise self.error(path, f"it has {len(labels)} labels for {images} images")
         wrong = ((labels < 0) | (labels >= 10)).nonzero()

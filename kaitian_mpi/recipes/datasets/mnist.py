@@ -30,9 +30,6 @@ def load(data_dir: str) -> tuple[ImageArrays, ImageArrays]:
 
     The files may be compressed (.gz) or not. The 28x28 images are padded with zeros to 32x32 and
     get three equal channels.
-
-    Raises:
-        UserError: a file is missing, damaged or not an MNIST file.
     """
     folder = FILES.folder(data_dir)
     return _read_part(folder, "train"), _read_part(folder, "t10k")

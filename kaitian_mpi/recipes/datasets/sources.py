@@ -46,12 +46,7 @@ _BUILT_IN = {
 
 
 def load_data(config: TrainConfig) -> DataSource:
-    """Load the dataset given by `config.dataset`. Every rank holds all of it.
-
-    Raises:
-        UserError: there is no such dataset, its files are missing or wrong, or the user's factory
-            fails.
-    """
+    """Load the dataset given by `config.dataset`. Every rank holds all of it."""
     if ":" in config.dataset:
         if config.augment not in ("auto", "none"):
             raise UserError(
@@ -80,9 +75,6 @@ def load_user_data(spec: str, data_dir: str, val_split: float) -> DataSource:
     fixed permutation. Each dataset yields (input tensor, int class) pairs. The number of classes is
     its `num_classes`, the length of its `classes`, or 1 + the largest of its `targets`, `labels`,
     or classes read one by one.
-
-    Raises:
-        UserError: the factory cannot be imported, raises, or returns something else.
     """
     result = _call(spec, data_dir)
     parts = result if isinstance(result, tuple) else (result,)

@@ -17,13 +17,7 @@ from kaitian_mpi.errors import UserError
 
 
 class Batches(Dataset[Any]):
-    """Wraps a map-style dataset; indexed by a list of sample indices, it returns a batch.
-
-    Args:
-        data: a dataset of one sample or more; one that has `__getitems__` is asked for a batch's
-            samples at once.
-        collate: makes a batch of a list of samples; None: torch's `default_collate`.
-    """
+    """Wraps a map-style dataset; indexed by a list of sample indices, it returns a batch."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.data = data
@@ -38,11 +32,7 @@ class Batches(Dataset[Any]):
         return self.collate(self.samples(indices))
 
     def samples(self, indices: list[int]) -> list[Any]:
-        """Return these samples.
-
-        Raises:
-            UserError: the dataset's `__getitems__` returns more or fewer.
-        """
+        """Return these samples."""
         if not hasattr(self.data, "__getitems__"):
             return [self.data[index] for index in indices]
         samples = list(self.data.__getitems__(indices))
@@ -61,9 +51,7 @@ class Batches(Dataset[Any]):
 def as_batches(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
     """Return a dataset that returns a batch when indexed by a list of sample indices.
 
-    Args:
-        data: a dataset. One whose attribute `gives_batches` is true is that already.
-        collate: as for `Batches`.
+    One whose attribute `gives_batches` is true is that already.
     """
     is_one = isinstance(data, Batches) or getattr(data, "gives_batches", False)
     return data if is_one else Batches(data, collate)
@@ -90,13 +78,7 @@ class Share(NamedTuple):
 def split_share(
     indices: Sequence[int], micro_batch_size: int | None, min_batch: int
 ) -> list[tuple[int, list[int]]]:
-    """Return the parts of a `Share`; without samples, one with 0 that stands in.
-
-    Args:
-        indices: the samples.
-        micro_batch_size: the most samples of a micro-batch; None: no limit.
-        min_batch: the fewest.
-    """
+    """Return the parts of a `Share`; without samples, one with 0 that stands in."""
     if not indices:
         return [(0, list(range(min_batch)))]
     parts, first = [], 0
@@ -107,11 +89,7 @@ def split_share(
 
 
 class StepBatches(Dataset[list[MicroBatch]]):
-    """Returns a rank's share of a step as micro-batches.
-
-    Args:
-        batches: returns a batch when indexed by a list of sample indices.
-    """
+    """Returns a rank's share of a step as micro-batches."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -153,14 +131,7 @@ def set_epoch_of(batches: Any, epoch: int) -> None:
 def place(
     batch: Any, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Any:
-    """Return a batch with its tensors on a device; all else stays as it is.
-
-    Args:
-        batch: a tensor, a list, tuple, named tuple, mapping or dataclass of batches, or an object
-            with a method `to(device)`.
-        device: where to.
-        memory_format: of floating-point tensors with four dimensions.
-    """
+    """Return a batch with its tensors on a device; all else stays as it is."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         placed = tensor.to(device, non_blocking=True)
@@ -176,13 +147,7 @@ def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor],
     change_object: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """Return a batch with every tensor in it changed; all else stays as it is.
-
-    Args:
-        batch: a tensor, or a list, tuple, named tuple, mapping or dataclass of batches.
-        change: returns the replacement of a tensor.
-        change_object: does so for an object with a method `to`; None means the object itself.
-    """
+    """Return a batch with every tensor in it changed; all else stays as it is."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if type(batch) in (str, bytes, int, float, bool, type(None)):

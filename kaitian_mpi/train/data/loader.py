@@ -33,11 +33,6 @@ class ShareLoader:
     The first share starts them. Each gets a copy of the dataset as it is then, and imports the
     script again, which takes seconds; later changes of the dataset do not reach it, except by
     `set_epoch`.
-
-    Args:
-        batches: returns a batch when indexed by a list of sample indices.
-        workers: data-loading processes; 0 loads in this process.
-        pin_memory: whether to copy batches into page-locked memory, for faster copies to a GPU.
     """
 
     def __init__(self, batches: Any, workers: int, pin_memory: bool) -> None:
@@ -161,13 +156,7 @@ def evaluation_indices(
 ) -> list[list[int]]:
     """Return this rank's batches of an evaluation over `length` samples.
 
-    Over all ranks each sample is used exactly once, in order; a rank may get none.
-
-    Args:
-        length: number of samples in the dataset.
-        rank: this rank.
-        shares: relative amounts of work, per rank.
-        batch: maximum samples per batch.
+    Over all ranks each sample is used exactly once, in order, in proportion to their shares.
     """
     counts = apportion(length, shares)
     start = sum(counts[:rank])

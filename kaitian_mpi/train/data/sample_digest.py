@@ -25,10 +25,6 @@ def digest_samples(data: Any, count: int = _MAX_SAMPLES) -> list[tuple[str, str]
     equal wherever the data is the same. The digest is of all values' bits; random augmentation is
     seeded for it, as far as it draws from torch, numpy or Python. Takes at most about 2 s: if
     reading is slow, the list is a shorter prefix of the same samples.
-
-    Args:
-        data: returns a batch when indexed by a list of sample indices.
-        count: the most samples.
     """
     length, count = len(data), min(len(data), count)
     # Both ends first: if hosts list files in a different order or number, these likely differ.

@@ -15,14 +15,7 @@ from kaitian_mpi.errors import UserError
 
 
 def samples_of_step(remaining: int, global_batch_size: int, min_batch: int = 1) -> int:
-    """Return how many samples all ranks together take in the next step.
-
-    Args:
-        remaining: samples left in the epoch.
-        global_batch_size: samples in a full step.
-        min_batch: the fewest samples that a rank can train on. A smaller remainder is added to
-            the step before it.
-    """
+    """Return how many samples all ranks together take in the next step."""
     return remaining if remaining < global_batch_size + min_batch else global_batch_size
 
 
@@ -33,18 +26,7 @@ def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) ->
 
 
 def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 1) -> list[int]:
-    """Return how many samples each rank takes in the next step, the same on every rank.
-
-    Args:
-        remaining: samples left in the epoch.
-        batch_sizes: the plan, per rank.
-        min_batch: the smallest share other than 0.
-
-    Returns:
-        The plan itself; in an epoch's last, partial step, the remaining samples in the plan's
-        proportions. No share exceeds the rank's planned batch size, except by less than
-        `min_batch` if shares below that are not possible.
-    """
+    """Return how many samples each rank takes in the next step, the same on every rank."""
     samples = samples_of_step(remaining, sum(batch_sizes), min_batch)
     if samples == sum(batch_sizes):
         return list(batch_sizes)
@@ -231,14 +213,6 @@ def random_bits(seed: int, epoch: int, indices: Sequence[int]) -> NDArray[np.uin
 
     This is splitmix64 (Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number
     generators") at the counters `indices`, keyed by (seed, epoch).
-
-    Args:
-        seed: any integer; only its low 64 bits are used.
-        epoch: at least 0.
-        indices: n integers, each at least 0.
-
-    Returns:
-        uint64 [n].
     """
     key = _mix(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64))
     key = _mix(key + np.array([epoch], dtype=np.uint64))
