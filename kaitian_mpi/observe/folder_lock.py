@@ -76,15 +76,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, job: str) -> None:
-        """Claim a folder.
-
-        Args:
-            folder: of the run.
-            job: the ID that all ranks of the job have, and the jobs that take its place.
-
-        Raises:
-            UserError: another job has claimed it.
-        """
+        """Claim a folder."""
         path = folder / _JOB
         self.is_renewed = read_json(path).get("job") == job
         if self.is_renewed:
@@ -99,11 +91,7 @@ class Claim:
 
 
 def check_unclaimed(folder: Path) -> None:
-    """Check that no job has claimed a folder, which need not exist.
-
-    Raises:
-        UserError: one has.
-    """
+    """Check that no job has claimed a folder, which need not exist."""
     _wait_until(folder, lambda: not _is_locked(folder / _JOB))
 
 

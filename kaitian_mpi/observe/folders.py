@@ -26,11 +26,7 @@ _PRIVATE = 0o700
 
 
 def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
-    """Return the name under which snapshots are kept, by `--snapshots` or kaitian-supervise, or "".
-
-    Raises:
-        UserError: the variable's value is not a valid name.
-    """
+    """Return the name given for snapshots, or kaitian-supervise's; empty if none are kept."""
     name = given or environ.get(SNAPSHOTS_VARIABLE, "")
     if name and not (name.isascii() and name.isalnum()):
         raise UserError(f"{SNAPSHOTS_VARIABLE}={name!r} is not a name; use letters and digits only")
@@ -44,11 +40,7 @@ def snapshot_folder(name: str) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a folder exists; if it does, it is accessible to this user only.
-
-    Raises:
-        UserError: it exists but is not a folder, or other users own or can access it.
-    """
+    """Return whether a folder exists; if it does, it is accessible to this user only."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -87,9 +79,6 @@ def make_new_folder(wanted: Path) -> Path:
     """Create a new folder and return it: `wanted`, or else `wanted-2`, `wanted-3` and so on.
 
     Jobs that want the same name at the same moment each get their own folder.
-
-    Raises:
-        UserError: it cannot be created.
     """
     path, number = wanted, 1
     try:

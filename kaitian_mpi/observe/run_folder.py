@@ -37,11 +37,7 @@ class RunFolder:
     path = Path()
 
     def begin(self, config: TrainingConfig, job: str) -> None:
-        """Claim the folder for the job of this ID; write config.json unless it has a run already.
-
-        Raises:
-            UserError: another job trains in it, or it has the results of another run.
-        """
+        """Claim the folder for a job's ID; write config.json unless it has a run already."""
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file atomically."""
@@ -84,11 +80,7 @@ class DiskFolder(RunFolder):
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the folder if it does not exist.
-
-        Raises:
-            UserError: it cannot be created or written.
-        """
+        """Create the folder if it does not exist."""
         self.path = path
         self._claim: Claim | None = None
         self._faults: dict[Path, str] = {}
@@ -116,11 +108,7 @@ class DiskFolder(RunFolder):
             self.require("config.json")  # with a full disk, the whole training would be lost
 
     def claim(self, job: str) -> None:
-        """Keep other jobs than this one from training in the folder, until `close`.
-
-        Raises:
-            UserError: another job trains in it.
-        """
+        """Keep other jobs than this one from training in the folder, until `close`."""
         self._claim = Claim(self.path, job)
         for path in self.path.glob("*.jsonl"):
             with path.open("rb+") as file:  # a rank may have died in the middle of a line
@@ -226,12 +214,7 @@ def _warned(path: Path) -> Iterator[None]:
 
 
 def check_run_folder(config: TrainingConfig, world: World) -> None:
-    """Check the folder given by `--run-dir`; nothing is created yet. Collective.
-
-    Raises:
-        AgreedError: it has the results of another run and `--resume` is not given, another job
-            trains in it, or it cannot be used.
-    """
+    """Check the folder given by `--run-dir`; nothing is created yet. Collective."""
     if not config.run_dir:
         return
     with agree_on_errors(world.comm):
@@ -261,11 +244,7 @@ def _used(path: Path) -> UserError:
 
 
 def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
-    """Return the run folder on rank 0, and a stand-in that writes nothing on other ranks.
-
-    Raises:
-        UserError: the folder cannot be created or written.
-    """
+    """Return the run folder on rank 0, and a stand-in that writes nothing on other ranks."""
     path = config.choose_folder()
     if rank != 0 or path is None:
         return NoFolder()

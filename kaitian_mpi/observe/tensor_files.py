@@ -32,12 +32,7 @@ class TensorFile:
 
 
 def load_tensors(file: IO[bytes]) -> Any:
-    """Return what torch.save has written, if it is tensors and plain values, in host memory.
-
-    Raises:
-        UnusableError: it holds anything else, or is damaged.
-        OSError: it cannot be read.
-    """
+    """Return torch.save's tensors and plain values, or raise `UnusableError`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an error follows those about a file's kind
@@ -52,12 +47,7 @@ def load_tensors(file: IO[bytes]) -> Any:
 
 
 def map_tensors(path: Path) -> TensorFile:
-    """Open what torch.save has written, as `load_tensors` does, but leave the tensors in the file.
-
-    Raises:
-        UnusableError: it holds anything but tensors and plain values, or is damaged.
-        OSError: it cannot be read.
-    """
+    """Open a file as `load_tensors` does, but leave the tensors in it."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # some file systems map no file: what else is wrong shows below
@@ -76,20 +66,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def write_tensors(file: IO[bytes], state: Any) -> tuple[int, str]:
-    """Write what torch.save writes, without a copy of tensors in host memory; see `write_hashed`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write what torch.save writes, as `write_hashed`, without a copy of tensors in host memory."""
     return write_hashed(file, lambda buffered: torch.save(state, buffered))
 
 
 def write_hashed(file: IO[bytes], fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-    """Write what a function writes; return the bytes' number and their SHA-256 in hex.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write what a function writes; return the bytes' number and their SHA-256 in hex."""
     writer = _Writer(file)
     with io.BufferedWriter(writer, _BUFFER_BYTES) as buffered:
         fill(buffered)

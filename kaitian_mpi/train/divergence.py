@@ -33,9 +33,6 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
     changes weights on some ranks only. Unlike devices round unlike each other; what that has done
     since the last time is undone without a word. What most ranks agree on is taken as right; with
     equal numbers, what the lowest rank has.
-
-    Returns:
-        The world ranks that differed by more than rounding.
     """
     tensors = state.replicas()
     gathered = gather_values(world.comm, (fingerprint(tensors), len(tensors)))
@@ -107,9 +104,6 @@ def _take_rounding(
 
     Nothing is lost if the source dies meanwhile, or turns out to be wrong in other tensors: either
     rounding is as good.
-
-    Returns:
-        Whether it received tensors, and all of them differed by rounding at most.
     """
     fits = receives and len(tensors) == count
     steps = state.progress.step - state.equal_at_step
@@ -125,13 +119,7 @@ def _take_rounding(
 
 @torch.no_grad()
 def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> bool:
-    """Return whether rounding explains how a tensor differs from that of an unlike device.
-
-    Args:
-        own: on this rank's device.
-        other: the other one's, on the host.
-        steps: how many steps there were since both were the same.
-    """
+    """Return whether rounding explains how a tensor differs from that of an unlike device."""
     own = own.cpu()
     if own.shape != other.shape or own.dtype != other.dtype:
         return False

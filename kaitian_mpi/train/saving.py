@@ -90,11 +90,7 @@ class Saving(StepObserver):
             warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, str(path)))
 
     def save_for_restart(self) -> bool:
-        """Save the state between two steps, on disk and in every host's memory, if asked to end.
-
-        Returns:
-            Whether it is in either and the job is to end; the same on every rank.
-        """
+        """Save the state between two steps, on disk and in every host's memory, if asked to end."""
         if not self._is_to_restart:
             return False
         enter_phase("saving a checkpoint", waits=True, limited=False)
@@ -132,9 +128,6 @@ class Saving(StepObserver):
         """Write the weights, unless they are on disk already, and then the summary as finished.
 
         Existing files are kept. A checkpoint that did not fit is not an error.
-
-        Raises:
-            StorageError: the disk is full, or cannot be written for another reason.
         """
         run, folder = self._run, self._run.setup.folder
         self._checkpoints.wait()  # one that is still being written needs space

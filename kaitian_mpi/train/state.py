@@ -26,6 +26,7 @@ from kaitian_mpi.train.state_transfer import (
     check_loadable,
     copy_state,
     plain,
+    reload_small,
 )
 from kaitian_mpi.train.task import Task
 
@@ -49,11 +50,7 @@ class State:
     def __init__(
         self, task: Task, computation: Computation, total_steps: int, wire: str = "fp32"
     ) -> None:
-        """Begin at step 0 of `total_steps`, with the task's model on this rank's device.
-
-        Raises:
-            UserError: the task's optimizer or scheduler cannot be used.
-        """
+        """Begin at step 0 of `total_steps`, with the task's model on this rank's device."""
         self.computation = computation
         self.model: nn.Module = computation.place_model(task.model)
         self.optimizers = task.make_optimizers(self.model)
@@ -158,9 +155,6 @@ class State:
         This job's total number of steps and its optimizers' settings are kept. Settings that
         schedulers with a state of their own have changed are as saved, unless the schedules began
         with other settings: then they begin again with this job's.
-
-        Raises:
-            UserError: it belongs to another model.
         """
         saved, own_types = state["optimizer_types"], self._optimizer_types()
         if saved != own_types:
@@ -202,14 +196,7 @@ class State:
             self.is_begun = True
 
     def load_file(self, file: TensorFile) -> dict[str, Any]:
-        """Load a result of `shared` from a file. Training must not have begun.
-
-        Returns:
-            The file's content, with tensors in memory of their own or in that of this state.
-
-        Raises:
-            UserError: it belongs to another model.
-        """
+        """Load a result of `shared` from a file. Training must not have begun."""
         with self.lock:
             content = file.content
             if file.is_mapped:
@@ -218,14 +205,18 @@ class State:
         return content
 
     def check_restorable(self) -> None:
-        """Save and load the state once, as checkpoints and recoveries will.
-
-        Raises:
-            UserError: a part holds objects that are not loaded from files, for safety's sake.
-        """
+        """Save and load the state once, as checkpoints and recoveries will."""
         state = self.shared()
         for name, called in _PARTS.items():
             check_loadable(state[name], f"Task: {called}")
+            try:
+                reload_small(state[name])
+            except Exception as error:  # of tensors of the user's own classes
+                raise UserError(
+                    f"Task: the state_dict of {called} cannot be saved and loaded again "
+                    f"({type(error).__name__}); return tensors, numbers and texts, in dicts, lists "
+                    "and tuples"
+                ) from error
         # Copies of what the user's objects return, which they may change when they load it.
         self.load_shared(state | copy_state({name: state[name] for name in _OF_OBJECTS}))
         self.is_begun = False
@@ -267,11 +258,7 @@ class State:
         self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
 
     def sync_to_latest(self, world: World) -> int:
-        """Give ranks that are behind the state of the rank that is furthest. Collective.
-
-        Returns:
-            The rank whose state was sent; of several, the lowest.
-        """
+        """Give ranks that are behind the state of the furthest rank; return that. Collective."""
         steps = gather_values(world.comm, self.progress.step if self.is_begun else -1)
         source = steps.index(max(steps))
         if len(set(steps)) > 1:

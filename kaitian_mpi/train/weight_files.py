@@ -32,9 +32,6 @@ def check_initial_file(config: TrainingConfig, world: World) -> None:
     """Check that the file of `--init` is there, before anything is made. Collective.
 
     A run that is resumed does not need it.
-
-    Raises:
-        AgreedError: rank 0 finds no such file, or cannot read files of its kind.
     """
     with agree_on_errors(world.comm):
         if world.rank == 0 and config.init and not config.resume:
@@ -45,11 +42,7 @@ def check_initial_file(config: TrainingConfig, world: World) -> None:
 
 
 def load_initial_weights(config: TrainingConfig, model: nn.Module, world: World) -> None:
-    """Load the file of `--init` on rank 0, the only one to need it. Collective.
-
-    Raises:
-        AgreedError: it cannot be read, or is not of this model.
-    """
+    """Load the file of `--init` on rank 0, the only one to need it. Collective."""
     with agree_on_errors(world.comm):
         if world.rank == 0:
             enter_phase("loading the weights of --init")
@@ -60,14 +53,8 @@ def load_initial_weights(config: TrainingConfig, model: nn.Module, world: World)
 def load_weights(model: nn.Module, path: str) -> None:
     """Load a file of weights into a model, which must have exactly these. Not collective.
 
-    Args:
-        model: anywhere. A weight that shares another one's memory may be missing in the file, and
-            a prefix of DDP or torch.compile in its names does not matter.
-        path: a .pt file of torch.save, or a .safetensors file.
-
-    Raises:
-        UserError: the file cannot be read, or is not of this model; then the model may have some
-            of its weights.
+    A weight that shares another one's memory may be missing in the file, and a prefix of DDP or
+    torch.compile in its names does not matter.
     """
     own = model.state_dict()
     names = dict(zip(_plain_names(own), own, strict=True))
@@ -157,9 +144,6 @@ def check_export(config: TrainingConfig, world: World) -> None:
     """Check that the file of `--export` can be written, before anything is made. Collective.
 
     Any rank may be the one that writes it, should others be lost; the folder is checked on rank 0.
-
-    Raises:
-        AgreedError: a package is missing, or the folder cannot be written.
     """
     with agree_on_errors(world.comm):
         if config.export and world.rank == 0:
@@ -185,11 +169,7 @@ def _check_target(path: str, run_dir: str) -> None:
 
 
 def check_exportable(config: TrainingConfig, model: nn.Module) -> None:
-    """Check that the format of `--export` can hold this model's weights. Not collective.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that the format of `--export` can hold this model's weights. Not collective."""
     if not config.export:
         return
     from safetensors.torch import save
@@ -208,13 +188,6 @@ def export_weights(path: str, model: nn.Module) -> None:
     """Write a model's weights and buffers, by their plain names, atomically. Not collective.
 
     `safetensors.torch.load_model` loads them into such a model: tied weights are written once.
-
-    Args:
-        path: the file; a missing folder is created.
-        model: on any device.
-
-    Raises:
-        StorageError: the disk is full, or cannot be written for another reason.
     """
     from safetensors.torch import save
 

@@ -88,9 +88,6 @@ class ExitSave:
         """Save the state and wait until it is saved; for the thread that handles the signal.
 
         The lock is not released: this process must exit afterwards.
-
-        Returns:
-            A line that reports what was saved; None if the child has printed it.
         """
         self._lock.on_acquired = self._save_unchanged
         self._lock.__enter__()

@@ -80,14 +80,7 @@ class CheckpointFiles:
     """The checkpoints of one run, in a folder to which one process writes at a time."""
 
     def __init__(self, folder: Path, keep: int, private: bool = False) -> None:
-        """Create the object only; nothing on disk changes.
-
-        Args:
-            folder: the checkpoints' folder; created by the first write.
-            keep: how many of the newest to keep, at least 1, besides the one with the best score.
-            private: whether `write` and `newest_good` raise a `UserError` if other users can access
-                the folder.
-        """
+        """Create the object only; nothing on disk changes."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.folder, self.keep, self._private = folder, keep, private
@@ -147,12 +140,7 @@ class CheckpointFiles:
         return self._path(name)
 
     def newest_good(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, and log each damaged one; None if there is none.
-
-        Raises:
-            UserError: it has another format.
-            OSError: the folder cannot be read.
-        """
+        """Return the newest intact checkpoint, and log each damaged one; None if there is none."""
         if self._private and not is_private(self.folder):
             return None
         for name in reversed(self._names("pt", "json")):
@@ -164,11 +152,7 @@ class CheckpointFiles:
 
     @staticmethod
     def load(path: Path) -> Checkpoint:
-        """Return the checkpoint of this .pt file, which may have any name and be in any folder.
-
-        Raises:
-            UserError: it is damaged, or has another format.
-        """
+        """Return the checkpoint of this .pt file, which may have any name and be in any folder."""
         try:
             return _read(path)
         except UnusableError as error:
@@ -177,11 +161,7 @@ class CheckpointFiles:
             ) from error
 
     def adopt(self, path: Path, step: int) -> None:
-        """Copy the checkpoint of a .pt file, of this step, into this folder, which has none.
-
-        Raises:
-            OSError: the disk is full or faulty.
-        """
+        """Copy the checkpoint of a .pt file, of this step, into this folder, which has none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with saving_in(self.folder):
             for suffix in ("pt", "json"):
@@ -255,12 +235,7 @@ def snapshot_files(name: str) -> CheckpointFiles:
 
 
 def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
-    """Write this host's snapshot of this name to the run's checkpoints, if it is the newest.
-
-    Raises:
-        OSError: the snapshot could not be written.
-        UserError: other users can access the snapshot's folder.
-    """
+    """Write this host's snapshot of this name to the run's checkpoints, if it is the newest."""
     files = CheckpointFiles(run_folder / "checkpoints", keep_checkpoints)
     for folder in SHM.glob(f"kaitian-{name}-*"):
         snapshot = CheckpointFiles(folder, keep=1, private=True).newest_good()
@@ -283,12 +258,7 @@ def _name_of(file_name: str) -> _Name:
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    """Read and verify a .json file.
-
-    Raises:
-        UnusableError: it is missing, damaged or altered.
-        UserError: it has another format.
-    """
+    """Read and verify a .json file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -307,12 +277,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Checkpoint:
-    """Read and verify the checkpoint of a .pt file.
-
-    Raises:
-        UnusableError: it is missing, damaged or altered.
-        UserError: it has another format.
-    """
+    """Read and verify the checkpoint of a .pt file."""
     try:
         with path.open("rb") as file:
             description = _read_description(path.with_suffix(".json"))

@@ -102,18 +102,10 @@ INVALIDATES: Mapping[str, frozenset[Invalidated]] = {
 def compare_flags(
     then: Mapping[str, Any], now: TrainingConfig
 ) -> tuple[list[str], frozenset[Invalidated]]:
-    """Compare this job's settings with those of the job that wrote the checkpoint.
+    """Return a line for each changed flag, and the results that are to be determined again.
 
-    Args:
-        then: the checkpoint's settings by name; one that it lacks is newer than the checkpoint and
-            counts as unchanged.
-        now: this job's settings.
-
-    Returns:
-        A line to log for each changed flag, and the results that are to be determined again.
-
-    Raises:
-        AgreedError: this job cannot resume the run.
+    A setting that the checkpoint lacks is newer than it, and counts as unchanged. Raises an
+    `AgreedError` if this job cannot resume the run.
     """
     changed = {
         name: f"changed from {then[name]!r} to {value!r}"

@@ -38,13 +38,7 @@ class Checkpointing:
     """
 
     def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
-        """Prepare; nothing is written yet.
-
-        Args:
-            config: the flags about checkpoints and snapshots.
-            run_folder: the run's folder, on any host that may write; None: no checkpoint is
-                written.
-        """
+        """Prepare; nothing is written yet."""
         self._config = config
         self._writes = run_folder is not None
         folder = (run_folder or Path()) / "checkpoints"
@@ -90,14 +84,7 @@ class Checkpointing:
     def save(
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
-        """Save the state. Collective.
-
-        Args:
-            world: the ranks that train.
-            state: between two steps.
-            metadata: saved with the state.
-            score: the model's score, if it has just been evaluated; higher is better.
-        """
+        """Save the state. Collective."""
         self.restart_timer()
         if not self._writes:
             return
@@ -138,8 +125,7 @@ class Checkpointing:
     def save_for_restart(self, world: World, state: State, metadata: RunMetadata) -> bool:
         """Save the state on disk and in every host's memory, and wait for both. Collective.
 
-        Returns:
-            Whether it is on disk, or in any host's memory; the same on every rank.
+        Returns whether it is in either; the same on every rank.
         """
         step = state.progress.step
         self.save(world, state, metadata)
@@ -181,12 +167,7 @@ class Checkpointing:
         return f"step {step} is saved: --resume auto resumes from it"
 
     def keep_in_memory(self, state: State, metadata: RunMetadata) -> str:
-        """Save the state in this host's memory, because it cannot be written to disk.
-
-        Returns:
-            The name for `--snapshots`; empty if there is no snapshot, not even of an earlier step,
-            because the memory is full as well.
-        """
+        """Save the state in this host's memory; return `--snapshots`'s name, "" if that is full."""
         name = snapshots_name(self._config.snapshots, os.environ) or secrets.token_hex(8)
         files = snapshot_files(name)
         writer = self._snapshots or BackgroundWriter(files)

@@ -68,11 +68,7 @@ class EarlierJob:
 
 
 def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
-    """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective.
-
-    Raises:
-        AgreedError: there is no usable checkpoint, or it belongs to another run.
-    """
+    """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective."""
     earlier = find_checkpoint(config, world, setup.path, config.resume)
     if earlier.metadata is not None:
         invalidated = check_resumable(config, world, earlier.metadata, setup.dataset_size)
@@ -96,18 +92,7 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
 def find_checkpoint(
     config: TrainingConfig, world: World, run_folder: Path | None, resume: str
 ) -> EarlierJob:
-    """Find the newest checkpoint, on disk or in a host's memory. Collective.
-
-    Args:
-        config: `--keep-checkpoints` and `--snapshots`.
-        world: all ranks.
-        run_folder: the run folder on world rank 0; None if nothing is written.
-        resume: `auto`, a checkpoint's .pt file, or empty for none.
-
-    Raises:
-        AgreedError: there are checkpoints but all are damaged, the named file is not an intact
-            checkpoint, or it has another format.
-    """
+    """Find the newest checkpoint, on disk or in a host's memory. Collective."""
     own = None
     with agree_on_errors(world.comm):
         if world.rank == 0 and resume:
@@ -144,14 +129,7 @@ def find_checkpoint(
 def check_resumable(
     config: TrainingConfig, world: World, metadata: RunMetadata, dataset_size: str
 ) -> frozenset[Invalidated]:
-    """Compare a checkpoint's settings and dataset with this job's, and log changed flags.
-
-    Returns:
-        The results of the earlier job that have to be determined again.
-
-    Raises:
-        AgreedError: the checkpoint belongs to another run.
-    """
+    """Compare a checkpoint's settings and dataset with this job's, and log changed flags."""
     lines, invalidated = compare_flags(metadata.config, config)
     if metadata.dataset_size != dataset_size:
         raise AgreedError(
@@ -178,19 +156,7 @@ def resume(
     state: State,
     world: World,
 ) -> EarlierJob:
-    """Restore the checkpoint that was found, if any, on all ranks. Collective.
-
-    Args:
-        config: the settings.
-        setup: the run's folder.
-        earlier: holds the checkpoint.
-        excluded: the world ranks that will not train.
-        state: this rank's, freshly initialized.
-        world: all ranks; some may be on standby later.
-
-    Raises:
-        AgreedError: the checkpoint is of another model, or the run folder cannot be written.
-    """
+    """Restore the checkpoint that was found, if any, on all ranks. Collective."""
     if earlier.metadata is not None and not any(
         gather_values(world.comm, earlier.file is not None)  # the rank that had read it is lost
     ):
@@ -209,11 +175,7 @@ def resume(
 
 
 def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> State:
-    """Give every rank's model the weights of a finished run; export them if asked to. Collective.
-
-    Raises:
-        AgreedError: they cannot be exported.
-    """
+    """Give every rank's model a finished run's weights; export them if asked to. Collective."""
     computation = Computation(world.device, "fp32", "contiguous")
     state = State(setup.task, computation, earlier.progress["step"])
     restore(world, state, earlier, config.seed, world.infos)
@@ -229,11 +191,7 @@ def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, wor
 def restore(
     world: World, state: State, earlier: EarlierJob, seed: int, active: Sequence[RankInfo]
 ) -> None:
-    """Restore on every rank the checkpoint that one of them has read. Collective.
-
-    Raises:
-        AgreedError: the checkpoint is of another model.
-    """
+    """Restore on every rank the checkpoint that one of them has read. Collective."""
     metadata = earlier.metadata
     assert metadata is not None
     places = [info.place for info in active]
@@ -263,11 +221,7 @@ def restore(
 
 
 def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None, step: int) -> None:
-    """Have `--resume auto` continue from the checkpoint that the user named. Not collective.
-
-    Raises:
-        UserError: the run folder cannot be written.
-    """
+    """Have `--resume auto` continue from the checkpoint that the user named. Not collective."""
     if name := snapshots_name(config.snapshots, os.environ):
         remove_private(snapshot_files(name).folder)
     if world.rank == 0 and run_folder is not None:

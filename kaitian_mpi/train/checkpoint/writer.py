@@ -42,10 +42,6 @@ class BackgroundWriter:
 
         While an earlier one is being written, only the newest is queued; one that it replaces is
         logged and never written.
-
-        Args:
-            state: now owned by the writer; the caller must not change it.
-            description: as in `CheckpointFiles.write`.
         """
         step = description["step"]
         last, self._last = self._last, None
@@ -62,12 +58,7 @@ class BackgroundWriter:
         self._last = self._pool.submit(self._work, state, description)
 
     def write_now(self, state: dict[str, Any], description: dict[str, Any]) -> None:
-        """Write a checkpoint after those submitted before; return when it is written.
-
-        Args:
-            state: stays the caller's.
-            description: as in `CheckpointFiles.write`.
-        """
+        """Write a checkpoint after those submitted before; return when it is written."""
         self.close()
         self._write(state, description)
 
