@@ -18,7 +18,6 @@ from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.begin_loop import make_balancing
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
@@ -27,6 +26,7 @@ from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.task import Computation
 
 
 def make_config(model: str, batch: int) -> TrainConfig:

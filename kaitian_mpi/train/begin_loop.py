@@ -24,8 +24,7 @@ from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.metrics import Metrics
-from kaitian_mpi.train.observers import BadSteps, Milestones, RunRecord, WeightCheck
-from kaitian_mpi.train.presence import Presence
+from kaitian_mpi.train.observers import BadSteps, Milestones, Presence, RunRecord, WeightCheck
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run

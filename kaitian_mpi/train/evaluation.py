@@ -14,9 +14,8 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, set_phase_limit
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import evaluation_indices
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 _MAX_BATCH = 64
 

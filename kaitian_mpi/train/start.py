@@ -33,7 +33,6 @@ from kaitian_mpi.train.checkpoint.resume import (
     load_finished,
     resume,
 )
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
 from kaitian_mpi.train.measure.plan import Profiles, find_profiles
@@ -50,6 +49,7 @@ from kaitian_mpi.train.setup import (
 )
 from kaitian_mpi.train.sinks import check_sinks
 from kaitian_mpi.train.state import State
+from kaitian_mpi.train.task import Computation
 from kaitian_mpi.train.weight_files import check_export, check_initial_file
 
 

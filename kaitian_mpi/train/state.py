@@ -18,7 +18,6 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.checkpoint.exit_save import StateLock
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.schedules import Schedules
 from kaitian_mpi.train.state_transfer import (
@@ -28,7 +27,7 @@ from kaitian_mpi.train.state_transfer import (
     plain,
     reload_small,
 )
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 _PARTS = {
     "model": "the model",

@@ -37,7 +37,6 @@ from kaitian_mpi.runtime.watchdog import (
     stop_watchdog,
 )
 from kaitian_mpi.train.begin_loop import begin_loop
-from kaitian_mpi.train.computation import check_loss
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
@@ -47,7 +46,7 @@ from kaitian_mpi.train.sinks import check_own_sinks
 from kaitian_mpi.train.start import start
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Task, check_loss
 
 Result = TypeVar("Result")
 

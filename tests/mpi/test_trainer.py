@@ -19,7 +19,6 @@ from kaitian_mpi.recipes.datasets.sources import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.begin_loop import make_balancing
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
 from kaitian_mpi.train.loop import Loop
@@ -28,6 +27,7 @@ from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import StepExchange, StepObserver, StepReport
+from kaitian_mpi.train.task import Computation
 
 pytestmark = pytest.mark.sizes(1, 3)
 

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.recipes.image_classification import count_right
 from kaitian_mpi.train.batch_norm import RunningStatistics
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.evaluation import evaluate
+from kaitian_mpi.train.task import Computation
 
 
 class Numbers(Dataset):

@@ -10,10 +10,9 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.train import divergence
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.divergence import alike, by_frequency, differs_by_rounding
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 from kaitian_mpi.recipes.datasets.sources import batches_of_pairs
 from kaitian_mpi.recipes.models import build_model
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.measure.min_batch import min_batch_of
+from kaitian_mpi.train.task import Computation
 
 
 class Standardised(nn.Module):

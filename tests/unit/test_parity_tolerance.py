@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.recipes.image_classification import make_task
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.measure.outcome import (
     compute_outcome,
@@ -17,7 +16,7 @@ from kaitian_mpi.train.measure.outcome import (
     rounding_unit,
     tolerances,
 )
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 CPU = torch.device("cpu")
 HOST = Computation(CPU, "fp32", "contiguous")

@@ -15,12 +15,11 @@ from torch.optim import lr_scheduler
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.image_classification import make_optimizer
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.loop import apply_step, set_learning_rates
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import from_bytes, to_bytes
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 
 class Buffered(nn.Module):

@@ -12,9 +12,8 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.observe import folders
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 MAX_RATIO = 1.3
 METADATA = SimpleNamespace(to_json=lambda: {})
@@ -28,9 +27,7 @@ import torch
 from torch import nn
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.task import Task
 from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.observe.tensor_files import map_tensors

@@ -16,7 +16,7 @@ from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, open_run_folder
 from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train.clock import StepClock
-from kaitian_mpi.train.computation import Computation
+from kaitian_mpi.train.task import Computation
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from kaitian_mpi.observe.folders import is_private, remove_private, snapshots_na
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.checkpoint.files import Checkpoint, CheckpointFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata, compare_flags
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.membership import plan_standby
 from kaitian_mpi.train.setup import Setup, describe_start
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
 from kaitian_mpi.train.summary import NAME, Summary
+from kaitian_mpi.train.task import Computation
 from kaitian_mpi.train.weight_files import export_weights
 
 

@@ -17,9 +17,8 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 
 def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:

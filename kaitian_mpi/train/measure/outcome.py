@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.batches import map_tensors
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 LOSS, NORM, DIRECTION = "the loss", "the gradient's norm", "the gradient's direction"
 STATISTICS = "the buffers"

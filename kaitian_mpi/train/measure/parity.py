@@ -18,7 +18,6 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.computation import Computation
 from kaitian_mpi.train.data.batches import map_tensors
 from kaitian_mpi.train.measure.outcome import (
     Outcome,
@@ -29,7 +28,7 @@ from kaitian_mpi.train.measure.outcome import (
 )
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Computation, Task
 
 FILE = "parity.json"
 _SAMPLES = 4

@@ -24,10 +24,10 @@ from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.computation import MEMORY_FORMATS, Computation
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.measure.memory_gauge import MemoryGauge
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import MEMORY_FORMATS, Computation
 
 # The first batch size that is timed: on a host even a few samples keep a core busy.
 _FIRST_ON_HOST, _FIRST_ON_ACCELERATOR = 2, 8
