@@ -49,12 +49,7 @@ class MeasuredAllreduce:
 
 
 def fit_allreduce(sizes: Sequence[int], seconds: Sequence[float]) -> AllreduceCost:
-    """Fit a line to measured (bytes, seconds) by relative least squares; neither part is negative.
-
-    Args:
-        sizes: bytes, at least 1 each.
-        seconds: above 0, one for each size.
-    """
+    """Fit a line to measured (bytes, seconds); neither part is negative."""
     line = fit(sizes, seconds)
     return AllreduceCost(line.alpha_sec, line.beta_sec)
 
@@ -78,12 +73,6 @@ def exposed_seconds(
     over the other two thirds, each bucket at its cumulative part of the bytes; that buckets are
     reduced one after the other; and that communication takes no core from computing. With several
     micro-batches, only the last backward overlaps with communication.
-
-    Args:
-        compute_sec: seconds of a rank's forward and backward.
-        buckets: bytes, in the order reduced.
-        cost: of one allreduce.
-        micro_batches: the number that the rank computes per step.
 
     Returns:
         The time from the end of computing to the end of the last allreduce, in seconds; at least
@@ -109,10 +98,6 @@ def scale_allreduce(
     concurrently, so the slowest counts. The measured extra cost of crossing between groups is added
     unscaled, since only leaders cross. If exactly these ranks were measured, that result is
     returned.
-
-    Args:
-        measured: allreduces among one kind alone and between kinds.
-        wanted: the number of ranks of each kind, at least 1 each.
 
     Raises:
         UserError: one within a kind, or among these kinds, was not measured.

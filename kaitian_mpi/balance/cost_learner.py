@@ -55,13 +55,7 @@ class CostLearner:
     def __init__(
         self, batch_sizes: Sequence[int], min_batch: int = 1, steps_ahead: int = 0
     ) -> None:
-        """Start from a split, usually an equal one.
-
-        Args:
-            batch_sizes: the current split, each at least `min_batch`.
-            min_batch: the smallest batch size of a split.
-            steps_ahead: how many steps pass before new batch sizes take effect.
-        """
+        """Start from a split, usually an equal one."""
         self.batch_sizes = list(batch_sizes)
         self.steps = 0
         """The number of steps observed."""
@@ -137,10 +131,6 @@ class CostLearner:
 
         Of the ranks whose batch size would hardly change, half seem faster: those that would grow
         most. The others seem slower.
-
-        Args:
-            costs: the costs so far.
-            batch_sizes: the fastest split by these.
         """
         changes = [new / old for new, old in zip(batch_sizes, self.batch_sizes, strict=True)]
         close = [

@@ -102,10 +102,6 @@ def is_straight(batches: Sequence[int], seconds: Sequence[float]) -> bool:
 
     That is so if there are three sizes or more, and the line through all but the largest predicts
     the largest to within 3%.
-
-    Args:
-        batches: rising batch sizes.
-        seconds: of a step with each of them.
     """
     if len(batches) < 3:
         return False
@@ -120,10 +116,6 @@ def is_settled(rounds: Mapping[int, Sequence[float]], share: int) -> bool:
     is, moves a median no further than halfway to the next measurement; the rank's predicted time is
     settled if it would then change by at most 3%. A step lasts as long as its slowest rank, so
     none of its ranks can change it by more.
-
-    Args:
-        rounds: the seconds of a step in each round, by batch size.
-        share: the samples of the step that is predicted.
     """
     if any(len(times) < 2 for times in rounds.values()):
         return False

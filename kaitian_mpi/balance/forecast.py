@@ -124,14 +124,7 @@ def forecast(
     buckets: Sequence[int],
     allreduce: AllreduceCost,
 ) -> Forecast:
-    """Forecast a job with the fastest split of its global batch. A rank may get no samples.
-
-    Args:
-        cohorts: the ranks; at least one.
-        global_batch_size: samples per step over all ranks, at least 1.
-        buckets: bytes of DDP's buckets, in the order reduced.
-        allreduce: the cost of an allreduce among all these ranks.
-    """
+    """Forecast a job with the fastest split of its global batch. A rank may get no samples."""
     costs = CostTable.of([cohort.cost for cohort in cohorts])
     ranks = np.array([cohort.ranks for cohort in cohorts])
     columns = (column.tolist() for column in split_cohorts(costs, ranks, global_batch_size))
@@ -156,12 +149,6 @@ def forecast_subsets(
 ) -> SubsetForecasts:
     """Forecast the job for every subset of its device kinds.
 
-    Args:
-        cohorts: the whole world's ranks.
-        global_batch_size: as in `forecast`, the same for every subset, as is `buckets`.
-        buckets: bytes, in the order reduced.
-        measured: allreduces; see `scale_allreduce`.
-
     Raises:
         UserError: an allreduce was not measured.
     """
@@ -184,10 +171,6 @@ def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:
 
 def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
     """Return the ranks of a larger world, which take the costs of the measured ranks in turn.
-
-    Args:
-        measured: one cohort per measured rank.
-        wanted: the number of ranks of each kind, at least 1 each.
 
     Raises:
         UserError: a kind was not measured.

@@ -138,12 +138,7 @@ class PlannedJob:
 def plan_job(
     measured: Measurements, world: dict[str, int] | None, global_batch_size: int | None = None
 ) -> PlannedJob:
-    """Forecast a job.
-
-    Args:
-        measured: the costs.
-        world: the ranks of each kind; None for the ranks that were measured.
-        global_batch_size: samples per step; None for the measured job's, scaled with the ranks.
+    """Forecast a job; by default of the ranks and, per rank, the global batch that were measured.
 
     Raises:
         UserError: a kind or an allreduce was not measured.

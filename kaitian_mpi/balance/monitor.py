@@ -64,12 +64,7 @@ class SpeedMonitors:
         return np.where(self.steps > 0, errors, np.inf)
 
     def observe(self, ratios: np.ndarray, seen: np.ndarray) -> None:
-        """Add a step.
-
-        Args:
-            ratios: how many times as long as its cost model predicts each rank took, above 0.
-            seen: which of the ranks were timed.
-        """
+        """Add how many times as long as its cost model predicts each rank that was seen took."""
         # Not numpy's: the last bit of that depends on the processor, and the ranks must agree.
         values = np.array([math.log(ratio) for ratio in ratios.tolist()])
         differences = np.abs(values - self._logs.newest(1)[:, 0])

@@ -59,14 +59,10 @@ class Rebalancer:
         min_batch: int = 1,
         max_growth: float = math.inf,
     ) -> None:
-        """Start from a plan.
+        """Start from a plan, and the ranks' costs by the benchmark.
 
-        Args:
-            costs: of each rank, from the benchmark.
-            batch_sizes: the current plan.
-            min_batch: the smallest batch size in a plan.
-            max_growth: how much larger than any batch before a rank's next one may be, 1 or more:
-                one that is computed at once may not fit the memory.
+        A batch that is computed at once may not fit the memory: so a rank's next one is at most
+        `max_growth` times as large as any before.
         """
         self.batch_sizes = list(batch_sizes)
         """The current plan."""

@@ -16,16 +16,9 @@ def plan_fastest(
     min_batch: int = 1,
     most: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """Divide the global batch for the shortest step, with a share for every rank.
+    """Divide the global batch for the shortest step, with at least `min_batch` for every rank.
 
-    Args:
-        costs: of each rank.
-        global_batch_size: samples per step over all ranks.
-        min_batch: the fewest samples that the model can train on.
-        most: the largest batch size of each rank, None for no limit; enough for the global batch.
-
-    Returns:
-        Samples per step, per rank, each at least `min_batch`; they sum to `global_batch_size`.
+    `most` are the largest shares, None for no limit.
 
     Raises:
         UserError: there are too few samples for the ranks.
@@ -71,10 +64,6 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
     Every share is its exact quota rounded down, or that plus one; leftover units go to the largest
     remainders, with ties to the lower index. The same input gives the same shares on every machine.
-
-    Args:
-        total: the number to split, at least 0.
-        weights: finite, at least 0; a weight of 0 gets nothing. One of them is above 0.
 
     Returns:
         One share per weight; they sum to `total`.

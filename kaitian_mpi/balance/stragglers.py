@@ -53,12 +53,7 @@ class StragglerDetector:
     """
 
     def __init__(self, ranks: int, costs: Sequence[RankCost] = ()) -> None:
-        """Start without any steps.
-
-        Args:
-            ranks: the number of ranks.
-            costs: of each rank; empty if the shares never change.
-        """
+        """Start without any steps; no costs if the shares never change."""
         self._costs = CostTable.of(costs or [RankCost(0.0, 1.0)] * ranks)
         self._steps = 0
         self._work: deque[np.ndarray] = deque(maxlen=_MEDIAN_OF)
@@ -76,10 +71,7 @@ class StragglerDetector:
     def observe(self, step: int, steps: RankSteps, data_sec: np.ndarray) -> list[SlowPeriod]:
         """Add a step's times of all ranks; return the slow periods that start or end with it.
 
-        Args:
-            step: the step's number.
-            steps: of the ranks.
-            data_sec: the part of each rank's `work_sec` spent getting the batch.
+        `data_sec` is the part of each rank's `work_sec` spent getting the batch.
         """
         self._steps += 1
         if self._steps <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
@@ -139,11 +131,7 @@ class _Watch:
     ) -> list[SlowPeriod]:
         """Return the periods that start or end now: only what has persisted for some steps.
 
-        Args:
-            step: the step's number.
-            amounts: how slow each rank is.
-            text: says why a rank is slow.
-            offset: the rank of the first amount.
+        `offset` is the rank of the first amount.
         """
         sign = amounts >= self._high
         known = list(self._current)

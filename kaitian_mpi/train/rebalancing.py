@@ -40,21 +40,10 @@ class Balancing(StepObserver):
         has_micro_batches: bool = True,
         sinks: Sinks | None = None,
     ) -> None:
-        """Start with a plan.
+        """Start with a plan. All ranks apply a new one at the same step, `steps_ahead` later.
 
-        Args:
-            world: the ranks.
-            folder: for the lines about plans.
-            batch_sizes: the plan.
-            costs: the ranks' costs; None without a benchmark.
-            adaptive: whether to propose new plans; without `costs`, they are learned first.
-            set_plan: applies new batch sizes to the steps that this rank has not fetched yet.
-            own_steps_ahead: for how many steps this rank fetches batches in advance.
-            steps_ahead: the largest of these numbers. All ranks apply a plan at the same step.
-            min_batch: the smallest batch size in a plan.
-            has_micro_batches: whether a batch that does not fit the memory is split; otherwise
-                plans only grow step by step.
-            sinks: take the events; None: nothing does.
+        Without costs they are learned first. `own_steps_ahead` are the steps for which this rank
+        fetches batches in advance; without micro-batches, batches grow only step by step.
         """
         self._sinks = sinks or Sinks()
         self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
@@ -83,12 +72,7 @@ class Balancing(StepObserver):
             self._set_plan(self._waiting.pop(0)[1])
 
     def observe(self, step: int, reports: StepReports) -> list[int] | None:
-        """Add the ranks' reports of a step; return new batch sizes if they are worth the change.
-
-        Args:
-            step: the number of steps done; the reports are of the step before.
-            reports: of all ranks.
-        """
+        """Add the reports of the step before; return new batch sizes if they are worth it."""
         steps = _rank_steps(reports)
         if self._learner is not None:
             return self._learn(step, self._learner, steps)

@@ -43,19 +43,10 @@ def choose_algorithm(
     device: torch.device,
     wire: str = "fp32",
 ) -> dict[str, float]:
-    """Set the group's allreduce algorithm. Collective.
+    """Set the group's allreduce algorithm: the one of that name, or else the fastest. Collective.
 
-    Args:
-        group: the process group.
-        request: an algorithm's name, or `auto` for the fastest; also if there is none of that name
-            on these ranks, as one by host after the loss of a host.
-        sizes: elements of the float32 buckets that training will reduce.
-        device: the buckets' device.
-        wire: gradient format between hosts.
-
-    Returns:
-        Seconds for all buckets, by algorithm: the slowest rank's median. Empty if nothing had to
-        be measured.
+    Returns the slowest rank's median seconds for float32 buckets of so many elements, by algorithm;
+    nothing if nothing had to be measured.
     """
     if group.has_one_group:
         return {}
@@ -112,14 +103,8 @@ def choose_allreduce(
 ) -> tuple[str, dict[str, float]]:
     """Choose and log the algorithm that reduces gradients across device kinds. Collective.
 
-    Args:
-        request: `--allreduce`.
-        world: the ranks of the default process group.
-        buckets: bytes of the buckets that a step reduces.
-
-    Returns:
-        Its name, `direct` with a single group; and seconds for all buckets of a step, by algorithm,
-        empty if nothing had to be measured.
+    Returns its name, `direct` with a single group, and what `choose_algorithm` measures. Buckets
+    are in bytes.
     """
     group, wire = _default_group(), world.relay.wire
     measured = choose_algorithm(group, request, [n // 4 for n in buckets], world.device, wire)
@@ -146,14 +131,7 @@ def choose_allreduce(
 def measure_allreduce(
     request: str, world: World, ranks: Sequence[int], buckets: Sequence[int]
 ) -> AllreduceCost:
-    """Measure the cost of an allreduce among some of the ranks. Collective over all ranks.
-
-    Args:
-        request: `--allreduce`; with `auto`, the algorithm is chosen again for a subset of ranks.
-        world: the ranks of the default process group.
-        ranks: the ranks that take part; for a single one the cost is 0.
-        buckets: bytes of the buckets that a step reduces.
-    """
+    """Measure the cost of an allreduce among some of the ranks. Collective over all ranks."""
     if len(ranks) == 1 or not buckets:
         return FREE
     is_world, device, wire = len(ranks) == world.size, world.device, world.relay.wire

@@ -32,14 +32,6 @@ def ranks_to_exclude(
     communication, the device kind or host without which the forecast improves by as much. The
     allreduce without it is measured only if the job would gain that much even without any
     communication.
-
-    Args:
-        config: the global batch size, and `--allreduce`.
-        world: the ranks of the default process group.
-        costs: the ranks' costs.
-        errors: the relative errors of these.
-        buckets: bytes of the buckets that a step reduces.
-        min_batch: the smallest share other than 0.
     """
     batch = config.global_batch_size
 

@@ -33,11 +33,6 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
 
     Prints the ranks' costs.
 
-    Args:
-        make_task: makes what is benchmarked.
-        config: the benchmark's settings.
-        world: the ranks of the default process group.
-
     Raises:
         AgreedError: a rank cannot load the model or data.
     """

@@ -51,11 +51,6 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
     Returns 1 for a model that fails with two samples as well: training will report its error.
-
-    Args:
-        task: its model and loss.
-        data: returns a batch when indexed by a list of sample indices.
-        computation: how this rank computes.
     """
     if task.loss is None:
         return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())

@@ -78,18 +78,9 @@ def compute_outcome(
 ) -> Outcome | None:
     """Return what the task's model makes of a batch, without dropout. Not collective.
 
-    The model itself, its buffers and torch's random numbers stay as they are.
-
-    Args:
-        task: its model and loss.
-        batch: on the host.
-        computation: on which device and how.
-        seed: of the random numbers.
-        dtype: of the parameters and of the batch's floating-point tensors; None: as they are.
-        change: the largest relative change, at random, of each parameter and number of the batch.
-
-    Returns:
-        None if the loss draws random numbers, which differ between kinds of devices.
+    The model itself, its buffers and torch's random numbers stay as they are. With a `dtype`, the
+    floating-point numbers are converted; with a `change`, they are changed at random by at most
+    that part. None if the loss draws random numbers, which differ between kinds of devices.
     """
     device = computation.device
     is_host = device_of(device).is_host

@@ -98,10 +98,6 @@ class Profiles:
         """Return these, updated with costs estimated while training; the same on all ranks.
 
         Collective.
-
-        Args:
-            world: the active ranks.
-            costs: by place; empty if this rank has none.
         """
         own = {place: cost.to_json() for place, cost in costs.items()}
         known: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
@@ -133,12 +129,6 @@ def find_profiles(
     """Remember, benchmark or assume what the ranks are like. Collective.
 
     Without a loss there is nothing to benchmark: then training itself shows what a step costs.
-
-    Args:
-        config: the benchmark's settings.
-        world: all ranks.
-        setup: model and data.
-        known: the profiles of an earlier job, by place.
     """
     min_batch = find_min_batch(config, world, setup)
     places = [info.place for info in world.infos]
@@ -170,12 +160,6 @@ def make_plan(
     config: TrainingConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
 ) -> Plan:
     """Plan the batch sizes from the ranks' costs or scores; equal if any rank was not measured.
-
-    Args:
-        config: the global batch size and the batch policy.
-        world: the ranks that train.
-        profiles: these ranks' profiles.
-        min_batch: the fewest samples that the model can train on at once.
 
     Raises:
         UserError: the global batch is too small for this number of ranks, or too large for

@@ -28,10 +28,6 @@ def benchmark_ranks(
 
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results.
 
-    Args:
-        workload: of this rank.
-        ranks: those to time, while the others wait: all or none of each host's; None for all.
-
     Returns:
         The timed ranks' results, by rank.
 

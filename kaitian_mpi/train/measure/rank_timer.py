@@ -94,7 +94,8 @@ class RankTimer:
         self._order = sampler.indices(0, min(len(setup.train), self._max_share))
         self._equal_share = equal_share(config, workload.world.size)
         self._min_batch = min_batch
-        self._max_batch = max(min_batch, config.micro_batch_size or self._max_share)
+        most = min(self._max_share, config.micro_batch_size or self._max_share)
+        self._max_batch = max(min_batch, most)
         first = _FIRST_ON_HOST if self._device.is_host else _FIRST_ON_ACCELERATOR
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
