@@ -97,10 +97,10 @@ def scale_allreduce(
     Within a group, the cost of the same kind alone is scaled as a ring's. The groups work
     concurrently, so the slowest counts. The measured extra cost of crossing between groups is added
     unscaled, since only leaders cross. If exactly these ranks were measured, that result is
-    returned.
+    returned. A kind of which only one rank was measured is assumed to be like the slowest ranks.
 
     Raises:
-        UserError: one within a kind, or among these kinds, was not measured.
+        UserError: none was measured, or none among these kinds.
     """
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):
@@ -119,20 +119,32 @@ def scale_allreduce(
     )
 
 
+def guessed_kinds(measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]) -> list[str]:
+    """Return the kinds within which several ranks have no allreduce that was measured."""
+    return [kind for kind, ranks in wanted.items() if ranks > 1 and not _alone(measured, kind)]
+
+
+def _alone(measured: Sequence[MeasuredAllreduce], kind: str) -> list[MeasuredAllreduce]:
+    return [e for e in measured if e.ranks_per_kind.keys() == {kind} and e.ranks > 1]
+
+
 def _inside(
     measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]
 ) -> Iterator[AllreduceCost]:
     """Yield the cost of an allreduce within each group of two ranks or more."""
     for kind, ranks in wanted.items():
-        alone = [e for e in measured if e.ranks_per_kind.keys() == {kind} and e.ranks > 1]
-        if ranks > 1 and not alone:
-            raise _not_measured(f"inside {kind}")
-        if ranks > 1:
-            known = max(alone, key=lambda entry: entry.ranks)
-            # A ring moves 2(n-1)/n of the bytes.
-            calls = math.log2(ranks) / math.log2(known.ranks)
-            moved = (1 - 1 / ranks) / (1 - 1 / known.ranks)
-            yield AllreduceCost(known.cost.latency_sec * calls, known.cost.sec_per_byte * moved)
+        if ranks == 1:
+            continue
+        known = max(_alone(measured, kind), key=lambda entry: entry.ranks, default=None)
+        if known is None:
+            several = [entry for entry in measured if entry.ranks > 1]
+            if not several:
+                raise _not_measured(f"inside {kind}")
+            known = max(several, key=lambda entry: entry.cost.seconds(_BUCKET_BYTES))
+        # A ring moves 2(n-1)/n of the bytes.
+        calls = math.log2(ranks) / math.log2(known.ranks)
+        moved = (1 - 1 / ranks) / (1 - 1 / known.ranks)
+        yield AllreduceCost(known.cost.latency_sec * calls, known.cost.sec_per_byte * moved)
 
 
 def _largest(costs: Iterable[AllreduceCost]) -> AllreduceCost:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kaitian_mpi.balance.communication import guessed_kinds
 from kaitian_mpi.balance.forecast import Forecast
 from kaitian_mpi.balance.measurements import (
     MAX_SAMPLES,
@@ -198,6 +199,8 @@ def show(job: PlannedJob) -> None:
             )
     best = subsets.forecasts[subsets.best].samples_per_sec
     print(f"best: {' + '.join(subsets.best)}, {_rate(best)} samples/s")
+    for kind in guessed_kinds(measured.allreduces, job.world):
+        print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
 
 
 def _show(title: str, rows: Sequence[Mapping[str, str]]) -> None:

@@ -11,6 +11,7 @@ from kaitian_mpi.balance.communication import (
     MeasuredAllreduce,
     ddp_buckets,
     exposed_seconds,
+    guessed_kinds,
     scale_allreduce,
 )
 from kaitian_mpi.balance.cost_model import RankCost
@@ -207,6 +208,13 @@ def test_the_slowest_group_and_the_crossing_add_up():
 def test_what_was_not_measured_is_an_error(entries, world, what):
     with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
         scale_allreduce(entries, world)
+
+
+def test_a_kind_measured_with_one_rank_is_assumed_to_be_like_the_slowest():
+    cost = scale_allreduce(ENTRIES, {"cpu": 36})
+    assert cost.latency_sec == pytest.approx(9e-4 * 2)  # of the six ranks
+    assert cost.sec_per_byte == pytest.approx(8e-10 * (35 / 36) / (5 / 6))
+    assert guessed_kinds(ENTRIES, {"cpu": 2, "gpu": 9, "mlu": 1}) == ["cpu"]
 
 
 def test_ranks_reuse_the_measured_costs_in_turn():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -122,11 +122,7 @@ def _representatives(world: World, profiles: Profiles, excluded: Collection[int]
 
 
 def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> Any:
-    """Return a few of the source's samples, spread over the data. Collective.
-
-    Raises:
-        AgreedError: the samples cannot be loaded, or have other shapes.
-    """
+    """Return a few samples, spread over the data, with one rank's tensors. Collective."""
     costs = [profiles.by_place[info.place].cost for info in world.infos]
     most = [cost.largest_micro_batch for cost in costs if cost and cost.largest_micro_batch]
     total = len(setup.train)
@@ -142,16 +138,8 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 
     with agree_on_errors(world.comm):
         batch = map_tensors(setup.train[[index * total // count for index in range(count)]], keep)
-    received = _from_source(world, tensors, source)
-    with agree_on_errors(world.comm):
-        own, others = ([list(each.shape) for each in some] for some in (tensors, received))
-        if own != others:
-            raise UserError(
-                f"the parity check: the samples have shapes {own} here and {others} on rank "
-                f"{source}; give every host the same data, or skip this with --no-parity"
-            )
-    left = iter(received)
-    return map_tensors(batch, lambda tensor: next(left) if is_plain(tensor) else tensor)
+    left = iter(_from_source(world, tensors, source))
+    return map_tensors(batch, lambda tensor: next(left, tensor) if is_plain(tensor) else tensor)
 
 
 def _make_reference(
