@@ -284,6 +284,7 @@ def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
     assert (found - expected).abs().max() < 1e-12
 
 
+@pytest.mark.ranks(2)
 def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     state = make_state(world, make_setup(TrainConfig(), model, Points()))
