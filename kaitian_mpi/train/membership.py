@@ -231,13 +231,6 @@ class Membership:
             loss.step = step
         return since
 
-    def newly_recovered(self) -> list[RankLoss]:
-        """Return the losses from which the job has recovered since the last call."""
-        recovered = [loss for loss in self.losses if loss.recovery_sec and not loss.is_logged]
-        for loss in recovered:
-            loss.is_logged = True
-        return recovered
-
     def share_history(self, world: World) -> None:
         """Share the losses' times with ranks that were on standby. Collective over `world`."""
         own = [(loss.step, loss.recovery_sec) for loss in self.losses]

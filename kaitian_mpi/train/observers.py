@@ -85,10 +85,10 @@ class Milestones(StepObserver):
         run = self._run
         if not self._has_reported_start:
             self._report_start()
-        if not run.membership.losses:
-            return
-        recovered = run.membership.newly_recovered()
+        losses = run.membership.losses
+        recovered = [loss for loss in losses if loss.recovery_sec and not loss.is_logged]
         for loss in recovered:
+            loss.is_logged = True
             after = f"{loss.recovery_sec:.2f} s after the loss was noticed"
             text = f"step {step.number} is done, {after}"
             print_rank_0(self._world, text)

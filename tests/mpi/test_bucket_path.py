@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_trainer import make_loop, uneven
 from torch.nn.parallel import DistributedDataParallel
 from unit.test_layers import FLOORS, modules, package_imports, room
 
@@ -175,19 +174,3 @@ def test_a_step_passes_few_files(world):
     sys.setprofile(None)
     threading.setprofile(None)
     assert len(files.passed) <= MAX_FILES_OF_A_STEP, sorted(files.passed)
-
-
-def test_nothing_in_a_trainings_backward_calls_up(world, trace):
-    """Not even to weigh this rank's share, nor to note when the gradients are ready."""
-    loop = make_loop(world, uneven(world))
-    object.__setattr__(loop._task, "weight", lambda batch: len(batch[0]))
-    loop.begin(parts := loop.fetch())
-    loss = loop._computation.loss(loop._task, loop.state.model, loop.place(parts[0]))
-    trace.is_on = True
-    loop.backward(loss)
-    trace.stop()
-    loop.finish()
-    loop.close()
-    check_rooms(trace)
-    for called in ("buckets", "sums"):
-        assert ("distributed.reducer", f"distributed.{called}") in trace.calls

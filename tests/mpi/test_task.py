@@ -87,7 +87,7 @@ def weights_of(model):
     return torch.cat([value.detach().double().flatten() for value in model.state_dict().values()])
 
 
-def by_one_process(task, loss=None, batch_size=BATCH, epochs=EPOCHS):
+def by_one_process(task, loss=None, batch_size=BATCH, epochs=EPOCHS, after=lambda number, m: None):
     """Return the weights after training on whole global batches, in plain torch."""
     loss = loss or task.loss
     model = copy.deepcopy(task.model)
@@ -95,6 +95,7 @@ def by_one_process(task, loss=None, batch_size=BATCH, epochs=EPOCHS):
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
     sampler = LoadAdaptiveSampler(task.data, [batch_size], 0)
     schedulers = task.make_schedulers(optimizers, epochs * len(sampler))
+    number = itertools.count(1)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for indices in sampler:
@@ -105,6 +106,7 @@ def by_one_process(task, loss=None, batch_size=BATCH, epochs=EPOCHS):
             for each in (*optimizers, *schedulers):
                 each.step()
             model.zero_grad()
+            after(next(number), model)
     return weights_of(model)
 
 
@@ -202,20 +204,9 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(world, folder, is_open
                 change_shares(training, world, number)
         return weights_of(task.model)
 
-    alone = make()
-    (optimizer,) = alone.make_optimizers(alone.model)
-    sampler, number = LoadAdaptiveSampler(alone.data, [BATCH], 0), 0
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for indices in sampler:
-            batch = Batches(alone.data, alone.collate)[indices]
-            squares(alone.model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            number += 1
-            if number == 5:
-                flip(alone.model)
-    expected = weights_of(alone.model)
+    expected = by_one_process(
+        make(), squares, epochs=2, after=lambda number, model: number == 5 and flip(model)
+    )
     assert relative(run(99, epochs=2), expected) < 1e-12
     run(9, epochs=2, run_dir=str(folder))
     resumed = run(99, epochs=2, run_dir=str(folder), resume="auto")  # has no step 5
@@ -437,25 +428,6 @@ def test_compiled_models(world):
 
 
 @dataclass
-class Output:
-    logits: torch.Tensor
-    loss: torch.Tensor | None = None
-
-
-class WithLoss(Language):
-    """Like many models of text, it returns its loss with its logits."""
-
-    def forward(self, batch):
-        logits = self.logits(batch["input"])
-        flat = batch["target"].flatten()
-        return Output(logits, functional.cross_entropy(logits.flatten(0, 1), flat, ignore_index=0))
-
-
-def test_models_that_return_anything(world):
-    check_exact(world, language(model=WithLoss(), loss=lambda model, batch: model(batch).loss))
-
-
-@dataclass
 class Record:
     inputs: torch.Tensor
     name: str
@@ -505,17 +477,6 @@ def test_batches_of_any_structure(world, make, parts):
     train(world, expected, max_steps=4)
     train(world, found, max_steps=4)
     assert relative(weights_of(found.model), weights_of(expected.model)) < 1e-12
-
-
-def test_a_batch_is_computed_on_the_ranks_device(world):
-    seen = []
-
-    def loss(model, batch):
-        seen.append(batch[0].device)
-        return squares(model, batch)
-
-    train(world, regression(loss=loss), max_steps=1)
-    assert set(seen) == {world.device}
 
 
 def with_norm():
@@ -765,13 +726,7 @@ def loop_per_epoch(training, is_open):
         yield from itertools.islice(steps, 7)
 
 
-def by_hand(training, is_open):
-    steps = training.batches() if is_open else iter(training)
-    for _ in range(7 * EPOCHS):
-        yield next(steps)
-
-
-@pytest.mark.parametrize("loop", [islice_of_each_epoch, loop_per_epoch, by_hand])
+@pytest.mark.parametrize("loop", [islice_of_each_epoch, loop_per_epoch])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_loop_that_asks_for_no_more_steps_than_there_are_finishes(world, folder, loop, is_open):
     task = language(loss=None if is_open else token_loss)

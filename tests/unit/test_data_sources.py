@@ -124,9 +124,6 @@ class WithClasses(Pairs):
 class WithTargets(Pairs):
     targets = [0, 1, 6]
 
-class WithLabels(Pairs):
-    labels = torch.tensor([0, 1, 7])
-
 class BadLater(Pairs):
     def __getitem__(self, index):
         if index > 1:
@@ -142,22 +139,16 @@ def two(): return Pairs(10), Pairs(6, lambda index: 4)
 def named(): return Named(10)
 def with_classes(): return WithClasses(10)
 def with_targets(): return WithTargets(10)
-def with_labels(): return WithLabels(10)
 def tensors(): return TensorDataset(torch.zeros(8, 5), torch.arange(8, dtype=torch.int32))
-def pairs_in_a_list(): return [(torch.zeros(2), 0), (torch.ones(2), 1), (torch.ones(2), 1)]
 def in_folder(data_dir): return Pairs(len(data_dir))
 def in_optional_folder(data_dir="12345"): return Pairs(len(data_dir))
-def anything(**options): return Pairs(3 + len(options))
 
 def raises(): raise OSError("no\\nfile")
 def needs_more(size): return Pairs(size)
 def three(): return one(), one(), one()
 def empty(): return Pairs(0)
 def stream(): return Stream()
-def a_dict(): return {"train": 1}
-def triples(): return [(torch.zeros(2), 0, 1)] * 4
 def images(): return [("picture.png", 0)] * 4
-def float_labels(): return [(torch.zeros(2), 0.5)] * 4
 def one_element_labels(): return [(torch.zeros(2), torch.tensor([1]))] * 4
 def first_fails(): return BadLater(4).__class__(4, {}.__getitem__)
 def bad_later(): return BadLater(4)
@@ -189,14 +180,10 @@ def load(name: str, **settings: str) -> DataSource:
         ("named", {}, 8, 2, 9),
         ("with_classes", {}, 8, 2, 6),
         ("with_targets", {}, 8, 2, 7),
-        ("with_labels", {}, 8, 2, 8),
         ("tensors", {}, 6, 2, 8),
-        ("pairs_in_a_list", {}, 2, 1, 2),
         ("one", {"data_dir": "ignored"}, 8, 2, 4),
         ("in_folder", {"data_dir": "0123456789"}, 8, 2, 4),
-        ("in_optional_folder", {}, 4, 1, 4),
         ("in_optional_folder", {"data_dir": "0123456789"}, 8, 2, 4),
-        ("anything", {"data_dir": "x"}, 2, 1, 3),
     ],
 )
 def test_factories(
@@ -238,10 +225,7 @@ def test_a_single_data_set_is_split_without_overlap(here: Path) -> None:
         ("my_data:three", "it returned a tuple of 3; the factory must return (train, validation)"),
         ("my_data:empty", "the dataset has no samples"),
         ("my_data:stream", "it returned a Stream"),
-        ("my_data:a_dict", "it returned a dict"),
-        ("my_data:triples", "its first sample is no such pair: "),
         ("my_data:images", "no such pair: "),
-        ("my_data:float_labels", "no such pair: "),
         ("my_data:one_element_labels", "no such pair: "),
         ("my_data:first_fails", "reading its first sample raised KeyError: 0"),
         ("my_data:bad_later", "counting its classes raised OSError: disk gone"),
