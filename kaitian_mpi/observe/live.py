@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -44,8 +44,6 @@ class LiveProgress(MetricsSink):
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="crop",
         )
-        has_ellipsis = console.encoding.startswith("utf")
-        self._overflow: OverflowMethod = "ellipsis" if has_ellipsis else "crop"
         self._next_draw = 0.0
         self._reading: Reading | None = None
         self._held_out: dict[str, float] = {}
@@ -98,7 +96,7 @@ class LiveProgress(MetricsSink):
         assert reading is not None
         rows = max(1, min(_MAX_RANKS, console.height - _OTHER_ROWS))
         view = Group(
-            Text(printable(self._title), "bold", no_wrap=True, overflow=self._overflow),
+            Text(printable(self._title), "bold", no_wrap=True, overflow="crop"),
             _bars(reading),
             self._figures(reading),
             *self._ranks(reading, options.max_width, rows),
@@ -107,7 +105,7 @@ class LiveProgress(MetricsSink):
 
     def _figures(self, reading: Reading) -> Text:
         """Return the line of figures, the most important first."""
-        text = Text(no_wrap=True, overflow=self._overflow)
+        text = Text(no_wrap=True, overflow="crop")
         text.append(f"loss {reading.loss:.4f} | {reading.samples_per_sec:,.1f} samples/s")
         if self._lost:
             names = ", ".join(map(str, self._lost))
@@ -121,33 +119,27 @@ class LiveProgress(MetricsSink):
 
     def _ranks(self, reading: Reading, width: int, most: int) -> Iterator[RenderableType]:
         """Yield the table of ranks; if not all fit, the slowest."""
+        names = ("host", "device", "kind") if width >= _WIDTH_OF_ALL else ()
         table = Table(box=None, pad_edge=False, header_style="dim")
-        places_of = ("host", "device", "kind") if width >= _WIDTH_OF_ALL else ()
-        for name in ("rank", *places_of, "batch", "compute ms", "wait ms", "busy"):
-            is_name = name in places_of
-            table.add_column(
-                name,
-                justify="left" if is_name else "right",
-                no_wrap=True,
-                overflow=self._overflow,
-                min_width=4 if name in ("rank", "busy") else None,
-            )
-        table.add_column("", style="yellow", no_wrap=True, overflow=self._overflow)
-        step_sec = max(reading.step_time_sec, 1e-12)
-        places = range(len(reading.ranks))
-        slowest = sorted(places, key=lambda place: -reading.compute_time_sec[place])
+        for name in ("rank", *names, "batch", "compute ms", "wait ms", "busy", ""):
+            side: JustifyMethod = "left" if name in (*names, "") else "right"
+            least = 4 if name in ("rank", "busy") else None
+            table.add_column(name, justify=side, no_wrap=True, overflow="crop", min_width=least)
+        computes = reading.compute_time_sec
+        slowest = sorted(range(len(computes)), key=lambda place: -computes[place])
         shown = slowest if len(slowest) <= most else slowest[: most - 1]
         for place in sorted(shown):
-            rank, compute = reading.ranks[place], reading.compute_time_sec[place]
-            info, busy = self._infos[rank], min(1.0, compute / step_sec)
+            rank = reading.ranks[place]
+            busy = min(1.0, computes[place] / max(reading.step_time_sec, 1e-12))
+            slow = f"slow: {printable(self._slow[rank])}" if rank in self._slow else ""
             table.add_row(
                 str(rank),
-                *(printable(getattr(info, name)) for name in places_of),
+                *(printable(getattr(self._infos[rank], name)) for name in names),
                 str(reading.batch_sizes[place]),
-                f"{1e3 * compute:.1f}",
+                f"{1e3 * computes[place]:.1f}",
                 f"{1e3 * reading.wait_time_sec[place]:.1f}",
                 Text(f"{busy:.0%}", "green" if busy >= _BUSY else "yellow"),
-                f"slow: {printable(self._slow[rank])}" if rank in self._slow else "",
+                Text(slow, "yellow"),
             )
         yield table
         if len(shown) < len(slowest):
@@ -159,18 +151,14 @@ def _bars(reading: Reading) -> Table:
     table = Table.grid(padding=(0, 1), expand=True)
     for ratio in (None, 1, None, None):
         table.add_column(ratio=ratio, justify="left" if ratio else "right", no_wrap=True)
-    shown = min(reading.epoch + 1, reading.epochs)
-    run_fraction = reading.step / max(1, reading.total_steps)
+    step, steps = reading.step, reading.total_steps
+    epoch = f"epoch {min(reading.epoch + 1, reading.epochs)}/{reading.epochs}"
     for name, fraction, end in (
-        (
-            f"epoch {shown}/{reading.epochs}",
-            reading.epoch_fraction,
-            f"step {reading.step}/{reading.total_steps}",
-        ),
-        ("run", run_fraction, f"{duration(reading.seconds_left)} left"),
+        (epoch, reading.epoch_fraction, f"step {step}/{steps}"),
+        ("run", step / max(1, steps), f"{duration(reading.seconds_left)} left"),
     ):
-        bar = ProgressBar(total=1.0, completed=min(1.0, fraction))
-        table.add_row(name, bar, f"{min(1.0, fraction):.0%}", end)
+        done = min(1.0, fraction)
+        table.add_row(name, ProgressBar(total=1.0, completed=done), f"{done:.0%}", end)
     return table
 
 

@@ -38,45 +38,36 @@ def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str)
     """Return the sink that shows the progress, on the rank that writes the files."""
     if config.quiet or config.progress == "none":
         return MetricsSink()
-    if config.progress == "plain":
-        return PlainProgress()
-    reason = _why_not_live()
-    if config.progress == "auto":
-        reason = reason or _why_not_by_itself(len(infos))
-    elif reason:
-        _log.warning("no live view, printing plain lines instead: %s", reason)
-    if reason:
-        return PlainProgress()
-    from kaitian_mpi.observe.live import LiveProgress  # rich is slow to import
+    is_live = config.progress == "live" or (config.progress == "auto" and _owns_terminal(infos))
+    if is_live and _can_draw():
+        from kaitian_mpi.observe.live import LiveProgress  # rich is slow to import
 
-    return LiveProgress(title, infos)
+        return LiveProgress(title, infos)
+    if config.progress == "live":
+        _log.warning(
+            "no live view, printing plain lines instead: mpirun's output is not a terminal of at "
+            "least %d columns and %d rows that can move its cursor (TERM)",
+            *(_MIN_COLUMNS, _MIN_ROWS),
+        )
+    return PlainProgress()
 
 
-def _why_not_live() -> str:
-    """Return why a live view cannot be drawn on stdout; empty if it can.
+def _can_draw() -> bool:
+    """Return whether a live view can be drawn on stdout.
 
     Open MPI gives every rank a pseudo terminal, even if mpirun's output goes to a file; but only
     if that is a terminal, the pseudo terminal has a size.
     """
-    if not sys.stdout.isatty():
-        return "stdout is not a terminal"
-    if os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        return "TERM is unset or names a terminal that cannot move its cursor"
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        return False
     columns, rows = os.get_terminal_size(sys.stdout.fileno())
-    if columns == rows == 0:
-        return "the output of mpirun is not a terminal"
-    if columns < _MIN_COLUMNS or rows < _MIN_ROWS:
-        return f"the terminal is smaller than {_MIN_COLUMNS} columns and {_MIN_ROWS} rows"
-    return ""
+    return columns >= _MIN_COLUMNS and rows >= _MIN_ROWS
 
 
-def _why_not_by_itself(ranks: int) -> str:
-    """Return why a live view is not drawn unless the user asks for it; empty if it is."""
-    if ranks > 1:
-        return "it would draw over what other ranks print"
-    if os.environ.get("CI"):
-        return "CI is set"
+def _owns_terminal(infos: Sequence[RankInfo]) -> bool:
+    """Return whether a live view would neither draw over other output nor disturb anybody."""
+    if len(infos) > 1 or os.environ.get("CI"):
+        return False
     with suppress(OSError):  # not the terminal of this session
-        if os.tcgetpgrp(sys.stdout.fileno()) != os.getpgrp():
-            return "the job runs in the background"
-    return ""
+        return os.tcgetpgrp(sys.stdout.fileno()) == os.getpgrp()
+    return True
