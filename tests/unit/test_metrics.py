@@ -9,7 +9,7 @@ import pytest
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.progress import PlainProgress
-from kaitian_mpi.observe.reading import Event, Figures, Reading, of_reading
+from kaitian_mpi.observe.reading import Event, Figures, Reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.train.sinks import check_own_sinks, import_tracker
@@ -80,11 +80,6 @@ def test_a_failing_sink_is_no_longer_used(caplog):
     )
 
 
-def test_an_event_without_a_sink_costs_nothing():
-    assert not Sinks()
-    Sinks().event("loss", 3, "rank 1 is lost", [1])
-
-
 def test_the_run_folder_has_everything_but_forecasts(tmp_path):
     sinks = Sinks([RunFolderSink(DiskFolder(tmp_path))])
     sinks.on_reading(reading(forward_time_sec=None))
@@ -119,18 +114,6 @@ def test_without_a_folder_only_progress_is_shown(capsys):
     assert capsys.readouterr().out == (
         "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left | perplexity 2\n"
     )
-
-
-def test_numbers_have_the_usual_names():
-    found = of_reading(reading(logged={"perplexity": 2.0}))
-    assert found["loss/train"] == 1.23456
-    assert found["throughput/samples_per_sec"] == 98.76
-    assert (found["batch_size/rank_0"], found["batch_size/rank_2"]) == (3, 5)
-    for phase in ("compute", "wait", "data", "forward", "backward", "optimizer"):
-        times = getattr(reading(), f"{phase}_time_sec")
-        assert [found[f"time/{phase}/rank_{rank}"] for rank in (0, 2)] == times
-    assert found["logged/perplexity"] == 2.0
-    assert "time/forward/rank_0" not in of_reading(reading(forward_time_sec=None))
 
 
 # A sink in a thread of its own

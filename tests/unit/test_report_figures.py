@@ -13,7 +13,6 @@ from kaitian_mpi.observe.report.figures import FIGURES, event_rows
 from kaitian_mpi.observe.report.page import make_page
 from kaitian_mpi.observe.report.rank_figures import batch_series, step_times
 from kaitian_mpi.observe.report.run_files import read_run
-from kaitian_mpi.observe.report.style import rank_style
 
 SMALLEST = 9  # points
 UNITS = ("step", "(s)", "(ms)", "(%)", "%", "samples", "(mean per sample)", "rank", "as reported")
@@ -102,11 +101,6 @@ def test_a_step_adds_up_to_its_time(run):
 def test_events_have_a_row_for_each_kind(run):
     rows = {name: len(events) for name, events in event_rows(run).items()}
     assert rows == {"new plan": 1, "slow rank": 1, "lost rank": 1, "checkpoint": 1, "job": 3}
-
-
-def test_ranks_look_different_without_colors():
-    styles = {(style["linestyle"], style["marker"]) for style in map(rank_style, range(28))}
-    assert len(styles) == 28
 
 
 def test_a_thousand_ranks_are_drawn_as_heat_maps(tmp_path):

@@ -97,11 +97,6 @@ def test_values_of_a_wrong_type_are_left_out(folder):
     assert second.loss == 1.0
 
 
-def test_a_resumed_run_replaces_what_it_has_trained_again(folder):
-    write_lines(folder / "metrics.jsonl", [reading(s) for s in (5, 10, 15, 10, 20)])
-    assert [i.step for i in read_run(folder).intervals] == [5, 10, 20]
-
-
 def test_a_long_run_is_thinned_without_losing_its_means(folder):
     count = 5_000
     line = {"step_time_sec": 0.1, "ranks": [0, 1]}

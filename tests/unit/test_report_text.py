@@ -8,7 +8,7 @@ from report_runs import event, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.cli import report
 from kaitian_mpi.observe.report.run_files import read_run
-from kaitian_mpi.observe.report.text import MAX_ROWS, side_by_side
+from kaitian_mpi.observe.report.text import side_by_side
 
 
 def show(capsys, monkeypatch, *arguments):
@@ -98,15 +98,6 @@ def test_an_unfinished_run_shows_what_is_known(two):
     text = side_by_side([read_run(folder) for folder in two])
     assert "times the rate" not in text
     assert text.endswith("adaptive: unfinished, emulated devices")
-
-
-def test_only_some_of_many_ranks_are_shown(tmp_path):
-    folder = make_run(tmp_path / "run")
-    plan = {"step": 0, "time": 1.0, "batch_sizes": [1] * 100, "reason": "the benchmark"}
-    write_lines(folder / "plan.jsonl", [plan | {"ranks": list(range(100))}])
-    lines = side_by_side([read_run(folder)]).splitlines()
-    assert lines[-1] == f"  and {100 - MAX_ROWS} more ranks"
-    assert len(lines) == 3 + MAX_ROWS + 1
 
 
 def test_the_steps_after_the_last_reading_count_as_well(tmp_path):
