@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kaitian_mpi.devices import known_kinds
-from kaitian_mpi.preflight.device_probe import loaded_drivers, vendor_packages
+from kaitian_mpi.preflight.probe import loaded_drivers, vendor_packages
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

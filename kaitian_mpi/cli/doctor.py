@@ -13,14 +13,15 @@ from dataclasses import replace
 
 from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.examination import Examination, Options, examine_machine
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.job import Job
-from kaitian_mpi.preflight.links import NoAnswerError
+from kaitian_mpi.preflight.job import Job, NoAnswerError
 from kaitian_mpi.preflight.report import Report, to_json, to_text
+from kaitian_mpi.preflight.verdict import Verdict
 from kaitian_mpi.runtime.abort import (
     abort_job,
     abort_on_error,
@@ -29,7 +30,7 @@ from kaitian_mpi.runtime.abort import (
     rank_prefix,
     report_once,
 )
-from kaitian_mpi.runtime.launcher import read_launch, read_tasks
+from kaitian_mpi.runtime.launcher import read_tasks
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
@@ -42,6 +43,7 @@ _START_EXTRA_SEC = 10.0
 _WATCHDOG_EXTRA_SEC = 12.0
 _FIRST_RANK_SEC = 20.0
 
+Verdicts = Sequence[tuple[str, Verdict]]
 Show = Callable[[JobFacts], int]
 """Prints the report on the facts, and returns the exit code."""
 
@@ -49,28 +51,35 @@ Show = Callable[[JobFacts], int]
 def main() -> None:
     """Run the command."""
     arguments = sys.argv[1:]
-    if "-h" in arguments or "--help" in arguments:
-        if read_launch(os.environ).world_rank == 0:
-            make_parser().print_help()
+    if make_parser().shows_help(arguments):
         return
     began = time.monotonic()
     tasks = read_tasks(os.environ)
     handle_signals(PROGRAM)
 
-    def show(job: JobFacts) -> int:
-        report = Report(job, list(judge(job)), time.monotonic() - began)
-        return print_report(report, as_json=chosen.json)
+    def show(job: JobFacts, verdicts: Verdicts | None = None, subject: str = "") -> int:
+        verdicts = list(judge(job)) if verdicts is None else verdicts
+        report = Report(job, verdicts, time.monotonic() - began, subject)
+        if chosen.json:
+            date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            print_text(json.dumps(to_json(report, __version__, date), indent=2))
+        else:
+            print_text(to_text(report, __version__))
+        return report.exit_code
 
     with abort_on_error(PROGRAM):
         with report_once():
             chosen = read_options(arguments)
-            options = options_of(chosen)
+        options = Options(
+            devices=chosen.devices,
+            share_device=chosen.share_device or os.environ.get(SHARE_VARIABLE) == "1",
+            run_dir=chosen.run_dir,
+            timeout=chosen.timeout,
+        )
         if chosen.hostfile:
             pythons = read_environments(chosen.env) if chosen.env else {}
             verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
-            subject = f"hosts of {chosen.hostfile}"
-            report = Report(JobFacts(ranks=()), verdicts, time.monotonic() - began, subject)
-            code = print_report(report, as_json=chosen.json)
+            code = show(JobFacts(ranks=()), verdicts, f"hosts of {chosen.hostfile}")
         elif tasks is None:
             code = show(examine_machine(options))
         else:
@@ -122,59 +131,48 @@ def examine_without_mpi(examination: Examination, reason: str, show: Show, rank:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """Return the command's parser."""
     parser = OneLineParser(
-        prog=PROGRAM,
-        description="Examine this machine, or under mpirun all ranks and what is between them: "
-        "devices, versions, MPI, memory, disk and links. Exit code 1 if training would fail.",
-        epilog=f"example: mpirun --hostfile hostfiles/two-nodes.txt -np 4 {PROGRAM}",
-        allow_abbrev=False,
+        PROGRAM,
+        "Examine this machine, or under mpirun all ranks and what is between them: devices, "
+        "versions, MPI, memory, disk and links. Exit code 1 if training would fail.",
+        f"mpirun --hostfile hostfiles/two-nodes.txt -np 4 {PROGRAM}",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document (docs/doctor.md) instead of text",
-    )
-    parser.add_argument(
+    parser.add("--json", "print one JSON document (docs/doctor.md) instead of text")
+    parser.add(
         "--share-device",
-        action="store_true",
-        help="let several ranks use one device, as with this flag of kaitian-train",
+        "let several ranks use one device, as with this flag of kaitian-train",
     )
-    parser.add_argument(
+    parser.add(
         "--hostfile",
-        default="",
-        metavar="FILE",
-        help="without mpirun: ask the hosts of this hostfile whether they answer and have this "
+        "without mpirun: ask the hosts of this hostfile whether they answer and have this "
         "package, within 10 s; mpirun may wait minutes for one that does not answer",
+        "FILE",
     )
-    parser.add_argument(
+    parser.add(
         "--env",
-        default="",
-        metavar="FILE",
-        help="with --hostfile: the interpreters of hosts, as for kaitian-env; by default all have "
+        "with --hostfile: the interpreters of hosts, as for kaitian-env; by default all have "
         "the one that runs this command",
+        "FILE",
     )
-    defaults = Options()
-    parser.add_argument(
+    parser.add(
         "--devices",
-        default=defaults.devices,
-        metavar="LIST",
-        help="auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
+        "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
+        "LIST",
+        "auto",
     )
-    parser.add_argument(
+    parser.add(
         "--run-dir",
-        default=defaults.run_dir,
-        metavar="DIR",
-        help="folder for results; its file system is examined, and nothing is left there "
-        "(default runs)",
+        "folder for results; its file system is examined, and nothing is left there (default runs)",
+        "DIR",
+        "runs",
     )
-    parser.add_argument(
+    parser.add(
         "--timeout",
-        type=float,
-        default=defaults.timeout,
-        metavar="X",
-        help="seconds that an examination may take before it counts as failed (default 60)",
+        "seconds that an examination may take before it counts as failed (default 60)",
+        "X",
+        60.0,
     )
     return parser
 
@@ -194,30 +192,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     if not chosen.run_dir:
         raise UserError("--run-dir must not be empty; name a folder")
     return chosen
-
-
-def options_of(chosen: argparse.Namespace) -> Options:
-    """Return what to examine, given the flags."""
-    return Options(
-        devices=chosen.devices,
-        share_device=chosen.share_device or os.environ.get(SHARE_VARIABLE) == "1",
-        run_dir=chosen.run_dir,
-        timeout=chosen.timeout,
-    )
-
-
-def print_report(report: Report, *, as_json: bool) -> int:
-    """Print a report; return the exit code."""
-    if as_json:
-        date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        text = json.dumps(to_json(report, __version__, date), indent=2) + "\n"
-    else:
-        text = to_text(report, __version__)
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return report.exit_code
 
 
 if __name__ == "__main__":

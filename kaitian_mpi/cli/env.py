@@ -35,20 +35,17 @@ def main() -> None:
     sys.exit(error.exit_code)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """Return the command's parser; arguments after the file's name are mpirun's command."""
     parser = OneLineParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [-h] [--print] file mpirun ... kaitian-train ...",
-        description="Start mpirun with each host's own Python environment. Before that, ask every "
-        "host whether it answers and has the same version of this package.",
-        epilog=f"example: {PROGRAM} environments.toml mpirun --hostfile hosts.txt -np 6 "
-        "kaitian-train --model mobilenetv2",
-        allow_abbrev=False,
+        PROGRAM,
+        "Start mpirun with each host's own Python environment. Before that, ask every host whether "
+        "it answers and has the same version of this package.",
+        f"{PROGRAM} environments.toml mpirun --hostfile hosts.txt -np 6 kaitian-train --model "
+        "mobilenetv2",
+        f"{PROGRAM} [-h] [--print] file mpirun ... kaitian-train ...",
     )
-    parser.add_argument(
-        "--print", action="store_true", help="print mpirun's command and do nothing else"
-    )
+    parser.add("--print", "print mpirun's command and do nothing else")
     parser.add_argument(
         "file", help="a TOML file with a table for each host: python = the path of its interpreter"
     )

@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.supervise.environments import read_toml
 
 # The sections of --help, and their flags by the fields' names. A setting that is in none of them is
@@ -36,23 +38,47 @@ _TASK_DEFAULTS: dict[str, Any] = {"memory_format": "contiguous"}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser that raises `UserError` instead of printing its usage and exiting."""
+    """A parser that raises `UserError` instead of printing its usage and exiting."""
+
+    def __init__(self, program: str, description: str, example: str, usage: str | None = None):
+        super().__init__(
+            prog=program,
+            usage=usage,
+            description=description,
+            epilog=f"example: {example}",
+            allow_abbrev=False,
+        )
+
+    def add(self, flag: str, text: str, metavar: str = "", default: Any = "") -> None:
+        """Add a flag, with a value of the default's type if it has a metavar."""
+        if metavar:
+            kind = str if default is None else type(default)
+            self.add_argument(flag, help=text, type=kind, default=default, metavar=metavar)
+        else:
+            self.add_argument(flag, help=text, action="store_true")
+
+    def shows_help(self, arguments: Sequence[str]) -> bool:
+        """Return whether arguments ask for help; print it, on the launcher's first rank alone."""
+        if not {"-h", "--help"} & set(arguments):
+            return False
+        if read_launch(os.environ).world_rank == 0:
+            self.print_help()
+        return True
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as a `UserError`."""
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def make_parser(program: str) -> argparse.ArgumentParser:
+def make_parser(program: str) -> OneLineParser:
     """Return the parser of `kaitian-train`: one flag for each field of `TrainConfig`."""
     parser = OneLineParser(
-        prog=program,
-        usage=f"mpirun -np N {program} [flags]",
-        description="Train a PyTorch model on a mix of accelerators: start one process per device "
-        "with mpirun. Settings without a flag below are set by --set or in the file of --config; "
-        "docs/cli.md lists them all.",
-        epilog=f"example: mpirun -np 4 {program} --model mobilenetv2",
-        allow_abbrev=False,
+        program,
+        "Train a PyTorch model on a mix of accelerators: start one process per device with mpirun. "
+        "Settings without a flag below are set by --set or in the file of --config; docs/cli.md "
+        "lists them all.",
+        f"mpirun -np 4 {program} --model mobilenetv2",
+        f"mpirun -np N {program} [flags]",
     )
     add_flags(parser, SECTIONS, HIDDEN)
     return parser

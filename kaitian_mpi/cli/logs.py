@@ -1,8 +1,9 @@
-"""Configures the package's logging; no other module does."""
+"""Configures the package's logging; no other module does. Prints what a pipe may not take."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TextIO
 
@@ -44,3 +45,11 @@ def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
     lowest = logging.getLevelNamesMapping()[level.upper()]
     logger.setLevel(max(lowest, logging.WARNING) if rank and level == "info" else lowest)
     logging.raiseExceptions = False  # a closed terminal must not end a job
+
+
+def print_text(text: str) -> None:
+    """Print text, also to a reader that has closed the pipe, such as `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

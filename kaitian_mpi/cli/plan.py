@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -43,9 +42,7 @@ def main() -> None:
     """Run the command."""
     arguments = sys.argv[1:]
     is_first = read_launch(os.environ).world_rank == 0
-    if "-h" in arguments or "--help" in arguments:
-        if is_first:
-            make_parser().print_help()
+    if make_parser().shows_help(arguments):
         return
     with abort_on_error(PROGRAM):
         with report_once():
@@ -68,7 +65,7 @@ def measure(parsed: Parsed) -> None:
     with agree_on_errors(world.comm):
         for flag in ("json", "save") if world.rank == 0 else ():
             if path := getattr(parsed.others, flag):
-                check_file_can_be_written(f"--{flag}", str(path))
+                check_file_can_be_written(f"--{flag}", path)
     world.relay.adopt(config)
     measured = measure_job(task_maker(config, parsed.by_set), config, world)
     with agree_on_errors(world.comm):
@@ -79,16 +76,15 @@ def measure(parsed: Parsed) -> None:
         watchdog.close()
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """Return the command's parser: its own flags, and those of `kaitian-train`."""
     parser = OneLineParser(
-        prog=PROGRAM,
-        usage=f"mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
-        description="Forecast the speed of a job, and which devices are worth having in it. Under "
-        "mpirun, with the flags of kaitian-train, it measures the ranks and what is between them; "
-        "given a file of measurements, it needs neither MPI nor the devices.",
-        epilog=f"example: {PROGRAM} measured.json --world 8xcuda,16xmlu,32xcpu",
-        allow_abbrev=False,
+        PROGRAM,
+        "Forecast the speed of a job, and which devices are worth having in it. Under mpirun, with "
+        "the flags of kaitian-train, it measures the ranks and what is between them; given a file "
+        "of measurements, it needs neither MPI nor the devices.",
+        f"{PROGRAM} measured.json --world 8xcuda,16xmlu,32xcpu",
+        f"mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
     )
     parser.add_argument(
         "file",
@@ -97,18 +93,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a file that --save has written; without it, the ranks are measured",
     )
-    parser.add_argument(
+    parser.add(
         "--world",
-        metavar="LIST",
-        help=f"ranks of each kind, such as 8xcuda,32xcpu; at most {_MAX_RANKS:,} in total "
+        f"ranks of each kind, such as 8xcuda,32xcpu; at most {_MAX_RANKS:,} in total "
         "(default: those measured)",
+        "LIST",
+        None,
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the forecast to this file too"
-    )
-    parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the measurements to this file"
-    )
+    parser.add("--json", "write the forecast to this file too", "FILE", None)
+    parser.add("--save", "write the measurements to this file", "FILE", None)
     shown = {name for names in SECTIONS.values() for name in names.split()}
     add_flags(parser, SECTIONS, FIELDS.keys() - shown)
     return parser
@@ -164,11 +157,11 @@ def report(measured: Measurements, parsed: Parsed) -> None:
     """
     chosen = parsed.others
     if chosen.save is not None:
-        save_json(chosen.save, measured.to_json())
+        save_json(Path(chosen.save), measured.to_json())
     size = parsed.settings.get("global_batch_size") if chosen.file is not None else None
     job = plan_job(measured, chosen.world, size)
     if chosen.json is not None:
-        save_json(chosen.json, planned_to_json(job))
+        save_json(Path(chosen.json), planned_to_json(job))
     show(job)
     if chosen.save is not None:
         print(f"written to {chosen.save}; try {PROGRAM} {chosen.save} --world …")

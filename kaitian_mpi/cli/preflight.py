@@ -12,9 +12,9 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
+from kaitian_mpi.preflight.checks import judge_placement
 from kaitian_mpi.preflight.collect import collect
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.rank_checks import judge_placement
 from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import replacing
 from kaitian_mpi.observe.report.figures import FIGURES
@@ -44,15 +45,14 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """Return the command's parser."""
     parser = OneLineParser(
-        prog=PROGRAM,
-        description="Show what happened in a run, or in several side by side: one HTML file that "
-        "opens without a network. Works even while a run trains, and after a crash. Needs "
-        'neither MPI nor the devices, but matplotlib: pip install "kaitian-mpi[report]".',
-        epilog=f"example: {PROGRAM} runs/cnn-20261122-161600 --watch",
-        allow_abbrev=False,
+        PROGRAM,
+        "Show what happened in a run, or in several side by side: one HTML file that opens without "
+        "a network. Works even while a run trains, and after a crash. Needs neither MPI nor the "
+        'devices, but matplotlib: pip install "kaitian-mpi[report]".',
+        f"{PROGRAM} runs/cnn-20261122-161600 --watch",
     )
     parser.add_argument(
         "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"
@@ -73,10 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="while the run trains, write the page again at most this often "
         f"(default {_WATCH_SEC:g}); the open page reloads itself; ends with the run or at Ctrl-C",
     )
-    parser.add_argument(
+    parser.add(
         "--text",
-        action="store_true",
-        help="print rates, results, batch sizes and how busy each rank was, and write nothing; "
+        "print rates, results, batch sizes and how busy each rank was, and write nothing; "
         "needs no matplotlib",
     )
     parser.add_argument(
@@ -103,10 +102,7 @@ def show_text(runs: Sequence[Run]) -> None:
     encoding = sys.stdout.encoding or "ascii"
     has_blocks = "█▏".encode(encoding, "replace").decode(encoding) == "█▏"
     text = side_by_side(runs, unicode=has_blocks)
-    try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_text(text.encode(encoding, "replace").decode(encoding))
 
 
 def make_report(options: argparse.Namespace) -> None:

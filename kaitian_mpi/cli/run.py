@@ -37,14 +37,16 @@ SECTIONS = {
     "devices and communication": "devices device_map share_device group_by network_interface",
     "emulation and output": "emulate_kinds emulate_slowdown log_level",
 }
+NO_MODULE = (
+    "-m {}: no module of this name, or a package without a __main__; start it from the folder in "
+    "which `python -m` finds it, or install it"
+)
 
 
 def main() -> None:
     """Run the command."""
     options = sys.argv[1:]
-    if not options or options[0] in ("-h", "--help"):
-        if read_launch(os.environ).world_rank == 0:
-            make_parser().print_help()
+    if make_parser().shows_help(options[:1] or ["-h"]):
         return
     with abort_on_error(PROGRAM):
         chosen = make_parser().parse_args(options)
@@ -76,19 +78,17 @@ def main() -> None:
         run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """Return the command's parser; arguments after the script's name are passed to the script."""
     parser = OneLineParser(
-        prog=PROGRAM,
-        description="Run a torch.distributed script on every rank that mpirun started.",
-        epilog=f"example: mpirun -np 4 {PROGRAM} --backend-override nccl,gloo train.py --lr 0.1",
-        allow_abbrev=False,
+        PROGRAM,
+        "Run a torch.distributed script on every rank that mpirun started.",
+        f"mpirun -np 4 {PROGRAM} --backend-override nccl,gloo train.py --lr 0.1",
     )
-    parser.add_argument(
+    parser.add(
         "--backend-override",
-        default="",
-        metavar="LIST",
-        help="backends that kaitian replaces in the script, such as nccl,gloo",
+        "backends that kaitian replaces in the script, such as nccl,gloo",
+        "LIST",
     )
     add_flags(parser, SECTIONS)
     parser.add_argument(
@@ -160,17 +160,9 @@ def check_script(script: str, is_module: bool) -> None:
         search_first(os.getcwd())
         names = script.split(".")
         if not all(names) or importlib.util.find_spec(names[0]) is None:
-            raise no_module(script)
+            raise UserError(NO_MODULE.format(script))
     elif not os.path.isfile(script):
         raise UserError(f"there is no script {script}; name the file to run")
-
-
-def no_module(name: str) -> UserError:
-    """Return the error for a module that is not found."""
-    return UserError(
-        f"-m {name}: no module of this name, or a package without a __main__; start it from the "
-        "folder in which `python -m` finds it, or install it"
-    )
 
 
 def search_first(folder: str) -> None:
@@ -205,7 +197,7 @@ def find_module(name: str) -> None:
                 raise
             spec = None
         if spec is None:
-            raise no_module(name)
+            raise UserError(NO_MODULE.format(name))
         if spec.submodule_search_locations is None:
             return
 

@@ -35,33 +35,15 @@ _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also if it is the main 
 _ABOVE_ZERO = 5e-324  # the smallest float above 0
 # The default, the least, the most and the help text of each flag.
 _NUMBERS: dict[str, tuple[float, float, int, str]] = {
-    "--host-backoff": (
-        60.0,
-        _ABOVE_ZERO,
-        86_400,
-        "with --hosts-file: seconds until a host that was lost may come back, doubled each time it "
-        "is lost again, up to an hour",
-    ),
-    "--max-restarts": (
-        3,
-        0,
-        1_000_000,
-        "restart the job at most this many times; where its hosts have changed does not count",
-    ),
-    "--probe-seconds": (
-        4.0,
-        _ABOVE_ZERO,
-        86_400,
-        "seconds that a host may take to answer after a failure",
-    ),
-    "--hang-seconds": (
-        5.0,
-        0,
-        86_400,
-        "seconds that mpirun may keep running after its ranks on this machine have ended, as it "
-        "does when the link to a host is down; 0: no limit",
-    ),
-}
+    "--host-backoff": (60.0, _ABOVE_ZERO, 86_400, "with --hosts-file: seconds until a host that "
+        "was lost may come back, doubled each time it is lost again, up to an hour"),
+    "--max-restarts": (3, 0, 1_000_000, "restart the job at most this many times; where its hosts "
+        "have changed does not count"),
+    "--probe-seconds": (4.0, _ABOVE_ZERO, 86_400, "seconds that a host may take to answer after a "
+        "failure"),
+    "--hang-seconds": (5.0, 0, 86_400, "seconds that mpirun may keep running after its ranks on "
+        "this machine have ended, as it does when the link to a host is down; 0: no limit"),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -88,41 +70,32 @@ def main() -> None:
     sys.exit(code)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneLineParser:
     """Return the command's parser."""
     parser = OneLineParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [-h] [--hosts-file FILE] [--host-backoff X] [--env FILE] "
-        f"[--max-restarts N] [--probe-seconds X] [--hang-seconds X] mpirun ... {TRAIN} ...",
-        description=f"Run mpirun with {TRAIN}, and restart it after a failure, without the hosts "
-        "that no longer answer, until the job has finished. A job that ends with a usage error "
-        "is not restarted. With --hosts-file, hosts can join and leave while it runs.",
-        epilog=f"example: {PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} "
-        "--model mobilenetv2",
-        allow_abbrev=False,
+        PROGRAM,
+        f"Run mpirun with {TRAIN}, and restart it after a failure, without the hosts that no "
+        "longer answer, until the job has finished. A job that ends with a usage error is not "
+        "restarted. With --hosts-file, hosts can join and leave while it runs.",
+        f"{PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} --model mobilenetv2",
+        f"{PROGRAM} [-h] [--hosts-file FILE] [--host-backoff X] [--env FILE] [--max-restarts N] "
+        f"[--probe-seconds X] [--hang-seconds X] mpirun ... {TRAIN} ...",
     )
-    parser.add_argument(
+    parser.add(
         "--hosts-file",
-        default="",
-        metavar="FILE",
-        help="the hosts, in place of mpirun's --hostfile and -np: lines such as node-a slots=4, "
+        "the hosts, in place of mpirun's --hostfile and -np: lines such as node-a slots=4, "
         "with a rank for each slot; it is read again when it changes, and the job then restarts "
         "on the hosts in it and continues",
+        "FILE",
     )
-    parser.add_argument(
+    parser.add(
         "--env",
-        default="",
-        metavar="FILE",
-        help="the interpreters of hosts, as for kaitian-env; by default all start the same path",
+        "the interpreters of hosts, as for kaitian-env; by default all start the same path",
+        "FILE",
     )
     for flag, (default, _, _, text) in _NUMBERS.items():
-        parser.add_argument(
-            flag,
-            type=type(default),
-            default=default,
-            metavar="N" if isinstance(default, int) else "X",
-            help=f"{text} (default {default:g})",
-        )
+        metavar = "N" if isinstance(default, int) else "X"
+        parser.add(flag, f"{text} (default {default:g})", metavar, default)
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,

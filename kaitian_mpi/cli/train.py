@@ -42,14 +42,13 @@ PROGRAM = "kaitian-train"
 def main() -> None:
     """Run the command."""
     arguments = sys.argv[1:]
-    if "-h" in arguments or "--help" in arguments:
-        if read_launch(os.environ).world_rank == 0:
-            make_parser(PROGRAM).print_help()
+    parser = make_parser(PROGRAM)
+    if parser.shows_help(arguments):
         return
     handle_signals(PROGRAM)
     with abort_on_error(PROGRAM):
         with report_once():
-            parsed = parse_settings(make_parser(PROGRAM), arguments)
+            parsed = parse_settings(parser, arguments)
             config = TrainConfig(**parsed.settings)
         config, _, watchdog = start_ranks(config)
         import torch.distributed as dist

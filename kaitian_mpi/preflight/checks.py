@@ -1,35 +1,46 @@
-"""The list of checks: all are made by `kaitian-doctor`, the cheap ones before every job."""
+"""The list of checks: all are made by `kaitian-doctor`, the cheap ones before every job.
+
+Here are the verdicts on ranks: versions, MPI, and whether the ranks see each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kaitian_mpi.preflight import host_checks as of_hosts
-from kaitian_mpi.preflight import rank_checks as of_ranks
-from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.verdict import Judge, Verdict, merge_hosts
+from kaitian_mpi.preflight.facts import PACKAGES, JobFacts, Link
+from kaitian_mpi.preflight.verdict import (
+    Verdict,
+    by_value,
+    count_text,
+    merge_hosts,
+    ok,
+    problem,
+    problem_from,
+    ranks_by,
+    ranks_text,
+    warning,
+)
+from kaitian_mpi.runtime.launcher import different_mpi
+from kaitian_mpi.runtime.mpi_libraries import (
+    AS_ROOT_ADVICE,
+    MAPPING_POLICIES,
+    OPEN_MPI,
+    survival_advice,
+)
 
-CHECKS: dict[str, Judge] = {
-    "ranks": of_ranks.judge_presence,
-    "examination": of_ranks.judge_faults,
-    "software": of_ranks.judge_software,
-    "versions": of_ranks.judge_versions,
-    "mpi": of_ranks.judge_mpi,
-    "placement": of_ranks.judge_placement,
-    "mpirun": of_ranks.judge_launcher,
-    "survival": of_ranks.judge_survival,
-    "devices": of_hosts.judge_devices,
-    "drivers": of_hosts.judge_drivers,
-    "vendor packages": of_hosts.judge_vendor_packages,
-    "cores": of_hosts.judge_cores,
-    "memory": of_hosts.judge_ram,
-    "shared memory": of_hosts.judge_shared_memory,
-    "limits": of_hosts.judge_limits,
-    "run folder": of_hosts.judge_storage,
-    "links": of_ranks.judge_links,
-}
 BEFORE_JOBS = ("versions", "placement", "shared memory", "limits")
-"""Those whose facts cost nothing, so that they are made before every job."""
+"""The checks whose facts cost nothing, so that they are made before every job."""
+_LOOK = (
+    "look at that rank's lines on stderr, and on its host; give --timeout more seconds if its "
+    "disk is only slow"
+)
+_INSTALL = (
+    'install one with pip install "kaitian-mpi[mpi]", or load the module of this system\'s MPI and '
+    "build mpi4py with it"
+)
+_NETWORK = "choose the network with mpirun --mca btl_tcp_if_include"
+_SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
 
 
 def judge(job: JobFacts, *, before_job: bool = False) -> Iterator[tuple[str, Verdict]]:
@@ -37,3 +48,231 @@ def judge(job: JobFacts, *, before_job: bool = False) -> Iterator[tuple[str, Ver
     for name in BEFORE_JOBS if before_job else CHECKS:
         for verdict in merge_hosts(CHECKS[name](job), len(job.hosts)):
             yield name, verdict
+
+
+def _judge_presence(job: JobFacts) -> Iterator[Verdict]:
+    """Every rank has answered."""
+    for reason, ranks in ranks_by(job.missing).items():
+        yield problem(f"{ranks_text(ranks)}: {reason}", _LOOK)
+
+
+def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
+    """Every examination came to an end."""
+    faults: dict[tuple[str, str], list[int]] = {}
+    for facts in job.ranks:
+        for fault in facts.faults.items():
+            faults.setdefault(fault, []).append(facts.rank)
+    for (name, reason), ranks in faults.items():
+        if name != "mpi":
+            where = f" ({ranks_text(ranks)})" if len(job.ranks) > 1 else ""
+            yield problem(
+                f"the examination of {name} failed{where}: {reason}",
+                "correct what it names; training would fail in the same way",
+            )
+
+
+def _judge_software(job: JobFacts) -> Iterator[Verdict]:
+    """Every rank has all packages; releases of torch and Python may differ, and are listed."""
+    installed = {facts.rank: facts.software.packages for facts in job.ranks}
+    missing = {
+        rank: ", ".join(name for name in PACKAGES if not packages.get(name))
+        for rank, packages in installed.items()
+    }
+    if lacking := {rank: names for rank, names in missing.items() if names}:
+        yield problem(f"not installed: {by_value(lacking)}", "install kaitian-mpi there with pip")
+    elif job.ranks:
+        first = job.ranks[0].software
+        shown = ", ".join(f"{name} {first.packages[name]}" for name in PACKAGES[:3])
+        yield ok(f"Python {first.python}, {shown}")
+    torch = {rank: packages.get("torch", "") for rank, packages in installed.items()}
+    python = {facts.rank: facts.software.python for facts in job.ranks}
+    for name, versions in (("torch", torch), ("Python", python)):
+        if _differ(versions):
+            yield ok(f"{name}: {by_value(versions)}")
+
+
+def _judge_versions(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks have the same kaitian-mpi, messages and MPI."""
+    own = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
+    compared = {
+        "version": {rank: version for rank, version in own.items() if version},
+        "wire protocol": {facts.rank: str(facts.software.protocol) for facts in job.ranks},
+    }
+    for what, values in compared.items():
+        if _differ(values):
+            yield problem(
+                f"the {what} of kaitian-mpi differs between ranks: {by_value(values)}",
+                "install the same version on every host",
+            )
+    libraries = {facts.rank: facts.mpi.library for facts in job.ranks if facts.mpi is not None}
+    if _differ(libraries):
+        yield warning(
+            f"the MPI library differs between ranks: {by_value(libraries)}",
+            "install the same one on every host: two releases may not understand each other",
+        )
+
+
+def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
+    """MPI starts, with threads, and its world is what the launcher started."""
+    failed = [facts.faults["mpi"] for facts in job.ranks if "mpi" in facts.faults]
+    for reason in dict.fromkeys(failed):
+        yield problem_from(reason, "MPI cannot be used: ", _INSTALL)
+    known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
+    if failed or not known:
+        return
+    first = next(iter(known.values()))
+    others = {rank: mpi.threads for rank, mpi in known.items() if mpi.threads != "multiple"}
+    if fault := different_mpi(first.launched, first.size, first.library, first.by_srun):
+        yield problem(f"{fault[0]} ({first.library})", fault[1])
+    elif first.launched < first.size:
+        yield problem(
+            f"MPI sees {first.size} ranks, but no variable of the launcher says which is which",
+            "start the job with mpirun; otherwise every rank acts as the first of its host",
+        )
+    elif others:
+        yield problem(
+            f"MPI's thread level is {by_value(others)}, not multiple",
+            "use a build of MPI with MPI_THREAD_MULTIPLE",
+        )
+    else:
+        yield ok(f"{first.library}, {count_text(first.size, 'rank')}, thread level {first.threads}")
+
+
+def judge_placement(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks are on the hosts that mpirun was given."""
+    if not job.ranks or len(job.ranks[0].given_hosts) < 2:
+        return
+    first, given = job.ranks[0], job.ranks[0].given_hosts
+    count = first.local_size
+    shown = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
+    found = f"all {count} ranks are on {first.host}; mpirun was given (slots) {shown}"
+    if all(slots is not None and slots < count for slots in given.values()):
+        policy = MAPPING_POLICIES[0]
+        yield problem(
+            found, f"unset {policy}: its :oversubscribe puts every rank on the first host"
+        )
+    else:
+        yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
+
+
+def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
+    """Fault tolerance is really on where it was asked for."""
+    known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
+    if not known or job.launcher is not None:
+        return
+    asked = {rank: "on" if mpi.survives_requested else "off" for rank, mpi in known.items()}
+    unreal = [rank for rank, mpi in known.items() if mpi.survives_requested and not mpi.survives]
+    if unreal:
+        yield problem(
+            f"fault tolerance was asked for, but MPI has none on {ranks_text(unreal)}",
+            "use an Open MPI 5 built with ULFM (ompi_info: Fault Tolerance support: yes)",
+        )
+    elif _differ(asked):
+        yield problem(
+            f"fault tolerance differs between ranks: {by_value(asked)}",
+            "give mpirun --with-ft ulfm in place of a variable that only some hosts have",
+        )
+    elif "on" in asked.values():
+        yield ok("fault tolerance is on")
+    else:
+        advice = survival_advice(next(iter(known.values())).library)
+        yield ok(f"fault tolerance is off, the loss of a rank ends the job; {advice}")
+
+
+def _judge_launcher(job: JobFacts) -> Iterator[Verdict]:
+    """The mpirun that the shell finds belongs to the MPI that mpi4py loads, and starts ranks."""
+    launcher = job.launcher
+    own = next((facts.mpi.library for facts in job.ranks if facts.mpi is not None), "")
+    if launcher is None:
+        return
+    if not launcher.path:
+        yield problem("there is no mpirun in PATH", 'install one: pip install "kaitian-mpi[mpi]"')
+    elif not own:
+        return  # its ranks would fail as this one did
+    elif launcher.started == 2:
+        yield ok(f"{launcher.path} ({launcher.library}) starts ranks that see each other")
+    elif launcher.started is not None or (
+        launcher.library and (OPEN_MPI.name in own) != (OPEN_MPI.name in launcher.library)
+    ):
+        yield problem(
+            f"{launcher.path} is {launcher.library or 'unknown'}'s, mpi4py loads {own}: each rank "
+            "is a job of its own",
+            "put the mpirun of mpi4py's MPI first in PATH, or build mpi4py with this one's",
+        )
+    else:
+        yield problem(
+            f"{launcher.path} cannot start two ranks here: {launcher.error}",
+            AS_ROOT_ADVICE if "as root" in launcher.error else "see docs/install.md",
+        )
+
+
+def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
+    """Ranks with devices of one kind have the same vendor packages and drivers."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for facts in job.ranks:
+        if facts.devices is not None and not facts.devices.is_host:
+            for name, version in {**facts.devices.packages, **facts.devices.drivers}.items():
+                found.setdefault((facts.devices.kind, name), {})[facts.rank] = version
+    for (kind, name), versions in found.items():
+        if _differ(versions):
+            yield warning(
+                f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
+                "install the same release: the vendor's libraries may not talk to each other",
+            )
+
+
+def _judge_links(job: JobFacts) -> Iterator[Verdict]:
+    """Messages arrive between the ranks, about as fast everywhere."""
+    between_hosts = any(link.hosts[0] != link.hosts[1] for link in job.links)
+    for link in job.links:
+        speed = link.mb_per_sec
+        if link.error:
+            advice = f"check that no firewall is between the hosts, and {_NETWORK}"
+            yield problem(f"between {_ends(link)}: {link.error}", advice)
+        elif between_hosts and speed is not None and speed < _SLOW_MB_PER_SEC:
+            found = f"between {_ends(link)}: {speed:,.0f} MB/s"
+            yield warning(found, f"{_NETWORK}, use larger batches, or leave the host out")
+    speeds = [link.mb_per_sec for link in job.links if link.mb_per_sec is not None]
+    delays = [link.latency_us for link in job.links if link.latency_us is not None]
+    if speeds:
+        pairs = f"{len(speeds)} pairs of {'hosts' if between_hosts else 'ranks'}"
+        figures = f"{_range(delays)} us, {_range(speeds)} MB/s"
+        yield ok(f"{pairs if len(speeds) > 1 else 'one pair'}: {figures}")
+
+
+def _ends(link: Link) -> str:
+    (a, b), (first, second) = link.ranks, link.hosts
+    if first == second:
+        return f"ranks {a} and {b}"
+    return f"{first} (rank {a}) and {second} (rank {b})"
+
+
+def _range(values: list[float]) -> str:
+    least, most = (f"{end:,.0f}" if end >= 1 else "<1" for end in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
+def _differ(values: Mapping[int, str]) -> bool:
+    return len(set(values.values())) > 1
+
+
+CHECKS: Mapping[str, Callable[[JobFacts], Iterable[Verdict]]] = {
+    "ranks": _judge_presence,
+    "examination": _judge_faults,
+    "software": _judge_software,
+    "versions": _judge_versions,
+    "mpi": _judge_mpi,
+    "placement": judge_placement,
+    "mpirun": _judge_launcher,
+    "survival": _judge_survival,
+    "devices": of_hosts.judge_devices,
+    "drivers": of_hosts.judge_drivers,
+    "vendor packages": _judge_vendor_packages,
+    "cores": of_hosts.judge_cores,
+    "memory": of_hosts.judge_ram,
+    "shared memory": of_hosts.judge_shared_memory,
+    "limits": of_hosts.judge_limits,
+    "run folder": of_hosts.judge_storage,
+    "links": _judge_links,
+}
+"""Pure judgements of facts; no verdict if the facts it needs are missing."""

@@ -8,8 +8,7 @@ import resource
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.preflight.facts import PACKAGES, Machine, Mpi, RankFacts, Software
-from kaitian_mpi.preflight.host_checks import SHM
+from kaitian_mpi.preflight.facts import PACKAGES, SHM, Machine, Mpi, RankFacts, Software
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.command import hosts_of_launcher
 from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch

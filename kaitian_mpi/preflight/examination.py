@@ -17,14 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kaitian_mpi.preflight.collect import collect
-from kaitian_mpi.preflight.facts import (
-    JobFacts,
-    Launcher,
-    Mpi,
-    RankFacts,
-    Storage,
-    devices_from_json,
-)
+from kaitian_mpi.preflight.facts import JobFacts, Launcher, RankFacts, part_from_json
 from kaitian_mpi.preflight.process import LimitedProcess
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, OVERSUBSCRIBE, parse_launcher_version
 
@@ -34,20 +27,20 @@ COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.preflight.probe")
 _JOINING = tuple(library.joining for library in LIBRARIES)
 _MAX_MESSAGE = 400
 _VERSION_SEC = 10.0
-_DEVICES, _STORAGE, _MPI = "devices", "run folder", "mpi"
+_FIELDS = {"run folder": "storage"}  # of `RankFacts`, if named unlike the examination
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `kaitian-doctor`."""
 
-    devices: str = "auto"
+    devices: str
     """As `--devices`."""
-    share_device: bool = False
+    share_device: bool
     """As `--share-device`."""
-    run_dir: str = "runs"
+    run_dir: str
     """The folder whose file system is examined."""
-    timeout: float = 60.0
+    timeout: float
     """Seconds that an examination may take."""
 
 
@@ -57,14 +50,22 @@ class Examination:
     def __init__(self, options: Options, rank: int, *, with_mpi: bool = False) -> None:
         self.first_facts = facts = collect(socket.gethostname(), rank)
         """The facts that are known at once."""
-        place = {"local_rank": facts.local_rank, "local_size": facts.local_size, "host": facts.host}
-        of_devices = {"devices": options.devices, "share": options.share_device, **place}
-        self._stages = {_DEVICES: start_stage(_DEVICES, options.timeout, **of_devices)}
+        self._stages = {
+            "devices": start_stage(
+                "devices",
+                options.timeout,
+                devices=options.devices,
+                share=options.share_device,
+                host=facts.host,
+                local_rank=facts.local_rank,
+                local_size=facts.local_size,
+            )
+        }
         if facts.local_rank == 0:
-            run_dir = options.run_dir
-            self._stages[_STORAGE] = start_stage(_STORAGE, options.timeout, run_dir=run_dir)
+            stage = start_stage("run folder", options.timeout, run_dir=options.run_dir)
+            self._stages["run folder"] = stage
         if with_mpi:
-            self._stages[_MPI] = start_stage(_MPI, options.timeout)
+            self._stages["mpi"] = start_stage("mpi", options.timeout)
 
     def results(self) -> RankFacts:
         """Return the facts when every examination has ended or has taken too long."""
@@ -74,14 +75,9 @@ class Examination:
             if fault:
                 faults[name] = fault
             else:
-                found[name] = result
-        return replace(
-            self.first_facts,
-            devices=devices_from_json(found[_DEVICES]) if _DEVICES in found else None,
-            storage=Storage(**found[_STORAGE]) if _STORAGE in found else None,
-            mpi=Mpi(**found[_MPI]) if _MPI in found else None,
-            faults=faults,
-        )
+                field = _FIELDS.get(name, name)
+                found[field] = part_from_json(field, result)
+        return replace(self.first_facts, **found, faults=faults)
 
 
 def start_stage(name: str, seconds: float, **arguments: Any) -> LimitedProcess:

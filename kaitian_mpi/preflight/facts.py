@@ -6,10 +6,11 @@ send them to rank 0. A fact that could not be found is None, and `RankFacts.faul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+SHM = "/dev/shm"  # noqa: S108  # nothing is written there
 PACKAGES = ("kaitian-mpi", "torch", "mpi4py", "numpy", "psutil", "rich")
 """The packages that every rank needs."""
 
@@ -76,23 +77,23 @@ class Devices:
     kinds: tuple[Kind, ...]
     faults: Mapping[str, str]
     """Kinds that are installed and cannot be used, and why."""
-    seen: Mapping[str, tuple[str, ...]]
+    seen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The accelerators that the rank sees, by kind: their PCI addresses or UUIDs."""
     requested: str
     """The value of `--devices`."""
     shares: bool
     """Whether ranks may share a device (`--share-device`)."""
-    chosen: str
+    chosen: str = ""
     """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
-    physical_id: str
+    physical_id: str = ""
     """Its PCI address or UUID; empty for the CPU."""
-    kind: str
-    name: str
+    kind: str = ""
+    name: str = ""
     """Its product name."""
-    memory_bytes: int
-    is_host: bool
+    memory_bytes: int = 0
+    is_host: bool = False
     """Whether it is the CPU, so that nothing is copied to reach host memory."""
-    error: str
+    error: str = ""
     """Why no device could be chosen or used; empty if one was."""
     ram_bytes: int
     ram_free_bytes: int
@@ -140,14 +141,10 @@ class RankFacts:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
         """Return the facts that `to_json` was called on; raise `OtherVersionError` for others."""
-        parts = {"software": Software, "machine": Machine, "mpi": Mpi, "storage": Storage}
         found = dict(content)
         try:
-            for name, part in parts.items():
-                if found.get(name) is not None:
-                    found[name] = part(**found[name])
-            if found.get("devices") is not None:
-                found["devices"] = devices_from_json(found["devices"])
+            for name in _PARTS.keys() & found.keys():
+                found[name] = part_from_json(name, found[name])
             return cls(**found)
         except (TypeError, KeyError, AttributeError) as error:
             raise OtherVersionError(version_in(content)) from error
@@ -165,11 +162,23 @@ def version_in(content: Mapping[str, Any]) -> str:
         return "unknown"
 
 
-def devices_from_json(content: Mapping[str, Any]) -> Devices:
-    """Return the devices written by `asdict`."""
-    kinds = tuple(Kind(**kind) for kind in content["kinds"])
-    seen = {kind: tuple(ids) for kind, ids in content["seen"].items()}
-    return Devices(**{**content, "kinds": kinds, "seen": seen})
+def part_from_json(name: str, content: Mapping[str, Any] | None) -> Any:
+    """Return a part of `RankFacts`, by its field's name, that `asdict` was called on."""
+    return None if content is None else _PARTS[name](**content)
+
+
+def _devices(kinds: Any, seen: Any, **others: Any) -> Devices:
+    seen = {kind: tuple(ids) for kind, ids in seen.items()}
+    return Devices(kinds=tuple(Kind(**kind) for kind in kinds), seen=seen, **others)
+
+
+_PARTS: Mapping[str, Callable[..., Any]] = {
+    "software": Software,
+    "machine": Machine,
+    "mpi": Mpi,
+    "devices": _devices,
+    "storage": Storage,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +187,9 @@ class Link:
 
     ranks: tuple[int, int]
     hosts: tuple[str, str]
-    latency_us: float | None
+    latency_us: float | None = None
     """Half the time of a small message there and back, in microseconds."""
-    mb_per_sec: float | None
+    mb_per_sec: float | None = None
     """Bandwidth in one direction, in 10^6 bytes a second."""
     error: str = ""
 

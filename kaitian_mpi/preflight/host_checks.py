@@ -6,20 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from kaitian_mpi.devices.choice import assign_devices
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.facts import JobFacts, RankFacts
+from kaitian_mpi.preflight.facts import SHM, JobFacts, RankFacts
 from kaitian_mpi.preflight.verdict import (
     Verdict,
-    by_value,
     count_text,
     ok,
     problem,
     problem_from,
+    problem_if,
     ranks_text,
     size_text,
     warning,
 )
 
-SHM = "/dev/shm"  # noqa: S108  # nothing is written there
 _RAM_PER_RANK = 1 << 30
 _MIN_RAM_PER_RANK = 256 << 20  # what a rank takes before it has a model
 _SHM_OF_MPI = 16 << 20  # what Open MPI asks for (btl_sm_segment_size)
@@ -55,13 +54,10 @@ def judge_ram(job: JobFacts) -> Iterator[Verdict]:
             continue
         free = min(devices.ram_free_bytes for devices in known)
         found = f"{size_text(free)} of {size_text(known[0].ram_bytes)} free"
-        shared = f"{found} for {count_text(len(ranks), 'rank')}"
-        each = free / len(ranks)
-        if each < _MIN_RAM_PER_RANK:
-            yield problem(shared, "free memory, or start fewer ranks", host)
-        elif each < _RAM_PER_RANK:
-            advice = "a large model or dataset may not fit; free memory, or start fewer ranks"
-            yield warning(shared, advice, host)
+        each, shared = free / len(ranks), f"{found} for {count_text(len(ranks), 'rank')}"
+        if each < _RAM_PER_RANK:
+            is_bad = each < _MIN_RAM_PER_RANK
+            yield problem_if(is_bad, shared, "free memory, or start fewer ranks", host)
         else:
             yield ok(found, host)
 
@@ -76,10 +72,9 @@ def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
             continue
         found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
         # Under a launcher MPI has taken its part already.
-        if free < _SHM_OF_MPI and job.launcher is not None:
-            yield problem(found, _MORE_SHM, host)
-        elif free < _SHM_TO_SPARE:
-            yield warning(found, _MORE_SHM, host)
+        if free < _SHM_TO_SPARE:
+            is_bad = free < _SHM_OF_MPI and job.launcher is not None
+            yield problem_if(is_bad, found, _MORE_SHM, host)
         else:
             yield ok(found, host)
 
@@ -100,21 +95,15 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
 def judge_storage(job: JobFacts) -> Iterator[Verdict]:
     """Results can be written, by the first rank of every host: any may have to."""
     for host, ranks in job.hosts.items():
-        storage = next((facts.storage for facts in ranks if facts.storage is not None), None)
-        if storage is None:
-            continue
-        free = f"{size_text(storage.free_bytes)} free"
-        if storage.error:
-            advice = "give --run-dir a folder that can be written, or make room"
-            found = f"{storage.folder} cannot be written: {storage.error}, {free}"
-            yield problem(found, advice, host)
-            continue
-        found = f"{storage.folder}: {free}"
-        if storage.free_bytes < _ROOM:
-            advice = "make room, or give --run-dir another folder: checkpoints need it"
-            yield warning(found, advice, host)
-        else:
-            yield ok(found, host)
+        for storage in [facts.storage for facts in ranks if facts.storage is not None][:1]:
+            found = f"{storage.folder}: {size_text(storage.free_bytes)} free"
+            if storage.error:
+                found = f"{storage.folder} cannot be written: {storage.error}"
+            if storage.error or storage.free_bytes < _ROOM:
+                advice = "make room, or give --run-dir another folder"
+                yield problem_if(bool(storage.error), found, advice, host)
+            else:
+                yield ok(found, host)
 
 
 def judge_devices(job: JobFacts) -> Iterator[Verdict]:
@@ -179,20 +168,3 @@ def judge_drivers(job: JobFacts) -> Iterator[Verdict]:
             )
         elif drivers:
             yield ok(drivers, host)
-
-
-def judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
-    """Hosts with devices of one kind have the same vendor packages and drivers."""
-    by_kind: dict[str, dict[str, dict[int, str]]] = {}
-    for facts in job.ranks:
-        if facts.devices is not None and not facts.devices.is_host:
-            of_kind = by_kind.setdefault(facts.devices.kind, {})
-            for name, version in {**facts.devices.packages, **facts.devices.drivers}.items():
-                of_kind.setdefault(name, {})[facts.rank] = version
-    for kind, packages in by_kind.items():
-        for name, versions in packages.items():
-            if len(set(versions.values())) > 1:
-                yield warning(
-                    f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
-                    "install the same release: the vendor's libraries may not talk to each other",
-                )

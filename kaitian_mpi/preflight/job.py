@@ -6,21 +6,20 @@ collective: a collective would hang with the one rank that hangs.
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import combinations, pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi import __version__
 from kaitian_mpi.preflight.collect import collect_mpi
 from kaitian_mpi.preflight.examination import Examination
-from kaitian_mpi.preflight.facts import JobFacts, OtherVersionError, RankFacts
-from kaitian_mpi.preflight.links import (
-    NoAnswerError,
-    Post,
-    links_from,
-    plan_rounds,
-    probe_links,
-)
+from kaitian_mpi.preflight.facts import JobFacts, Link, OtherVersionError, RankFacts
+from kaitian_mpi.runtime import tags
+from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +28,9 @@ _EXTRA_SEC = 5.0
 _PROBE_SEC = 10.0
 _ORDERS_SEC = 60.0
 _SETTLE_SEC = 2.0
+_MAX_NAP_SEC = 5e-3
+_TRIPS, _TRANSFERS, _BYTES = 20, 4, 4 << 20
+_MAX_HOSTS, _MAX_LOCAL_RANKS = 8, 4
 
 
 class Job:
@@ -49,7 +51,7 @@ class Job:
         """Return the facts of all ranks. On rank 0 only; the others `serve`."""
         job = self._gather()
         if not job.missing:
-            job = self._with_links(job)
+            job = replace(job, links=self._probe_links([facts.host for facts in job.ranks]))
         self._failed = bool(job.missing) or any(link.error for link in job.links)
         return job
 
@@ -59,14 +61,14 @@ class Job:
             self._post.send(rank, {"code": code})
 
     def serve(self) -> int:
-        """Examine this rank, and probe its links if rank 0 says so; return the exit code."""
+        """Examine this rank, and probe its links as rank 0 says; return the exit code."""
         self._post.send(0, self._examination.first_facts.to_json())
         self._post.send(0, self._own_facts().to_json())
-        order = self._post.receive(0, 2 * self._timeout + _ORDERS_SEC)
-        if "hosts" in order:
-            self._post.send(0, probe_links(self._post, self._comm.rank, order["hosts"]))
+        while True:
             order = self._post.receive(0, 2 * self._timeout + _ORDERS_SEC)
-        return int(order["code"])
+            if "code" in order:
+                return int(order["code"])
+            self._post.send(0, self._probe(*order["pair"]))
 
     def _own_facts(self) -> RankFacts:
         facts = self._examination.results()
@@ -92,18 +94,142 @@ class Job:
                 missing[rank] = f"runs kaitian-mpi {error}, and rank 0 {__version__}"
         return JobFacts(ranks=tuple(found.values()), missing=missing)
 
-    def _with_links(self, job: JobFacts) -> JobFacts:
-        hosts = [facts.host for facts in job.ranks]
-        others = range(1, self._comm.size)
-        for rank in others:
-            self._post.send(rank, {"hosts": hosts})
-        results = probe_links(self._post, 0, hosts)
-        missing: dict[int, str] = {}
-        limit = self._probe_sec * (1 + len(plan_rounds(hosts))) + _EXTRA_SEC
-        deadline = time.monotonic() + limit
-        for rank in others:
-            try:
-                results += self._post.receive(rank, max(0.0, deadline - time.monotonic()))
-            except NoAnswerError as error:
-                missing[rank] = f"stopped responding: {error}"
-        return replace(job, links=links_from(results, hosts), missing=missing)
+    def _probe_links(self, hosts: Sequence[str]) -> tuple[Link, ...]:
+        """Have pairs of ranks probe the links between them, up to the first that fails."""
+        links: list[Link] = []
+        for pair in choose_pairs(hosts):
+            others = [rank for rank in pair if rank != 0]
+            for rank in others:
+                self._post.send(rank, {"pair": pair})
+            found = self._probe(*pair) if 0 in pair else {}
+            for rank in others:
+                try:
+                    answer = self._post.receive(rank, 2 * self._probe_sec + _EXTRA_SEC)
+                except NoAnswerError as error:
+                    answer = {"error": f"rank {rank} {error}"}
+                found = {**answer, **found}
+            links.append(Link(ranks=pair, hosts=(hosts[pair[0]], hosts[pair[1]]), **found))
+            if links[-1].error:  # messages may be left over
+                break
+        return tuple(links)
+
+    def _probe(self, first: int, second: int) -> dict[str, Any]:
+        """Take part in the probe of a link; return what this rank finds: fields of `Link`."""
+        other = second if self._comm.rank == first else first
+        try:
+            return _time_link(self._post, other) if other == second else _answer(self._post, other)
+        except NoAnswerError as error:
+            return {"error": f"rank {other} {error}"}
+
+
+def choose_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return which ranks probe the links between them, given each rank's host.
+
+    The first ranks of the hosts: all pairs of up to eight, else each with the next one. On one
+    host, its first four ranks.
+    """
+    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    if len(firsts) == 1:
+        firsts = list(range(len(hosts)))[:_MAX_LOCAL_RANKS]
+    if len(firsts) <= _MAX_HOSTS:
+        return list(combinations(firsts, 2))
+    return [*pairwise(firsts), (firsts[0], firsts[-1])]
+
+
+def _time_link(post: Post, other: int) -> dict[str, Any]:
+    def trip(content: bytes) -> float:
+        start = time.perf_counter()
+        post.push(other, content)
+        post.pull(other, 1)
+        return time.perf_counter() - start
+
+    trip(b"\0")  # may open the connection
+    latency = median(trip(b"\0") for _ in range(_TRIPS)) / 2
+    took = min(trip(bytes(_BYTES)) for _ in range(_TRANSFERS))
+    speed = _BYTES / max(took - latency, took / 10)
+    return {"latency_us": 1e6 * latency, "mb_per_sec": speed / 1e6}
+
+
+def _answer(post: Post, other: int) -> dict[str, Any]:
+    """Answer the messages of `_time_link`."""
+    for size in [1] * (1 + _TRIPS) + [_BYTES] * _TRANSFERS:
+        post.pull(other, size)
+        post.push(other, b"\1")
+    return {}
+
+
+class NoAnswerError(Exception):
+    """A rank has not answered in time, or has died."""
+
+
+class Post:
+    """Sends and receives values as JSON without blocking, and bytes while both ranks wait.
+
+    Every wait that takes too long raises `NoAnswerError`. Nothing else may use the communicator.
+    """
+
+    def __init__(self, comm: MPI.Comm, limit_sec: float) -> None:
+        self._comm, self._limit_sec = comm, limit_sec
+        self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._lost = False
+
+    def send(self, target: int, value: Any) -> None:
+        """Send a value without waiting."""
+        from mpi4py import MPI
+
+        content = json.dumps(value).encode()
+        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR_VALUES)
+        self._sent.append((request, content))
+
+    def receive(self, source: int, limit_sec: float) -> Any:
+        """Return the next value of this rank."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        self._wait(lambda: bool(self._comm.Iprobe(source, tags.DOCTOR_VALUES, status)), limit_sec)
+        content = bytearray(status.Get_count(MPI.BYTE))
+        request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR_VALUES)
+        self._wait(request.Test, limit_sec, request, content)
+        return json.loads(content)
+
+    def push(self, target: int, content: bytes) -> None:
+        """Send bytes, and wait until they are sent."""
+        from mpi4py import MPI
+
+        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR_PROBE)
+        self._wait(request.Test, self._limit_sec, request, content)
+
+    def pull(self, source: int, size: int) -> None:
+        """Receive this many bytes."""
+        from mpi4py import MPI
+
+        content = bytearray(size)
+        request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR_PROBE)
+        self._wait(request.Test, self._limit_sec, request, content, max_nap_sec=1e-3)
+
+    def settle(self, limit_sec: float) -> bool:
+        """Wait until everything sent has arrived, so that MPI can be finalized; or return False."""
+
+        def is_clean() -> bool:
+            return not self._lost and all(request.Test() for request, _ in self._sent)
+
+        return wait_until(is_clean, limit_sec, _MAX_NAP_SEC)
+
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        limit_sec: float,
+        *kept: object,
+        max_nap_sec: float = _MAX_NAP_SEC,
+    ) -> None:
+        from mpi4py import MPI
+
+        try:
+            if wait_until(condition, limit_sec, max_nap_sec):
+                return
+        except MPI.Exception as error:
+            self._lost = True
+            raise NoAnswerError(f"has died ({error})") from error
+        self._lost = bool(kept)
+        keep_alive(*kept)
+        raise NoAnswerError(f"has sent nothing for {limit_sec:.0f} s")

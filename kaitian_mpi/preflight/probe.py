@@ -1,4 +1,4 @@
-"""One examination in a process of its own; writes its facts to stdout as JSON.
+"""One examination in a process of its own, as vendors' code may hang or crash; prints JSON.
 
 python -P -m kaitian_mpi.preflight.probe NAME ARGUMENTS
 """
@@ -7,22 +7,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.preflight.facts import Storage
+from kaitian_mpi.preflight.facts import Devices, Kind, Storage
 from kaitian_mpi.runtime.abort import is_mpi_running
 from kaitian_mpi.runtime.system import prctl
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from kaitian_mpi.devices.registry import Kinds
+
 _PR_SET_PDEATHSIG = 1
+_VENDOR_PACKAGE = re.compile(
+    r"torch[-_].+|nvidia-(nccl|cuda-runtime|cudnn)\b.*|(intel|oneccl)[-_].*torch.*|.*[-_]pt|triton.*"
+)
+_DRIVERS = (
+    *("nvidia", "amdgpu", "cambricon", "cambricon_drv"),
+    *("drv_devmm_host", "mtgpu", "xe", "i915"),
+)
+_MODULES = Path("/sys/module")
+_ASCEND_VERSION = Path("/usr/local/Ascend/driver/version.info")
 
 
 def main() -> None:
@@ -30,29 +44,23 @@ def main() -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     result = os.dup(1)
     os.dup2(2, 1)  # vendors' libraries print to stdout
-    facts = examine(sys.argv[1], json.loads(sys.argv[2]))
+    facts = _EXAMINATIONS[sys.argv[1]](**json.loads(sys.argv[2]))
     with open(result, "w") as file:
         json.dump(facts, file)
     sys.stdout.flush()
     os._exit(0)  # a vendor's library may hang where it is unloaded
 
 
-def examine(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that an examination finds."""
-    if name == "run folder":
-        return asdict(examine_storage(**arguments))
-    if name == "devices":
-        from kaitian_mpi.preflight.device_probe import examine_devices
+def _examine_mpi() -> dict[str, Any]:
+    from kaitian_mpi.preflight.collect import collect_mpi
 
-        return asdict(examine_devices(**arguments))
-    comm = _start_mpi()
-    if name == "mpi":
-        from kaitian_mpi.preflight.collect import collect_mpi
+    return asdict(collect_mpi(_start_mpi()))
 
-        return asdict(collect_mpi(comm))
+
+def _count_ranks() -> dict[str, int]:
+    size = _start_mpi().size
     from mpi4py import MPI
 
-    size = comm.size
     MPI.Finalize()
     return {"size": size}
 
@@ -92,6 +100,100 @@ def examine_storage(run_dir: str) -> Storage:
         error = failure.strerror or str(failure)
     return Storage(folder=str(folder), free_bytes=free, error=error)
 
+
+def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict[str, Any]:
+    """Choose this rank's device as training does.
+
+    Training also knows what the other ranks see; whether there are enough devices is judged later.
+    """
+    import psutil
+
+    from kaitian_mpi.devices import known_kinds
+    from kaitian_mpi.devices.cpu import CGROUP, available_bytes
+    from kaitian_mpi.devices.plugin import one_line
+    from kaitian_mpi.errors import UserError
+
+    known = known_kinds()
+    facts = Devices(
+        kinds=tuple(
+            Kind(name=name, count=known.counts[name], is_host=each.is_host, library=each.library)
+            for name, each in known.devices.items()
+        ),
+        faults=dict(known.faults),
+        requested=devices,
+        shares=share,
+        ram_bytes=int(psutil.virtual_memory().total),
+        ram_free_bytes=available_bytes(CGROUP),
+        packages=vendor_packages(),
+        drivers=loaded_drivers(),
+    )
+    try:
+        facts = replace(facts, seen=known.accelerators())
+        return asdict(_with_device(facts, known, place["local_rank"], place["local_size"], host))
+    except UserError as failure:
+        return asdict(replace(facts, error=str(failure)))
+    except Exception as failure:  # whatever a vendor's code raises
+        return asdict(replace(facts, error=one_line(failure)))
+
+
+def _with_device(facts: Devices, known: Kinds, rank: int, size: int, host: str) -> Devices:
+    """Choose the device of a local rank, and use it."""
+    import torch
+
+    from kaitian_mpi.devices.choice import choose_device
+
+    request = facts.requested
+    if request == "auto" and any(len(ids) < size for ids in facts.seen.values()):
+        rank, size = 0, 1  # each rank may see one device, and that its own
+    choice = choose_device(
+        request, known.counts, rank, size, host, known.unusable, share=facts.shares
+    )
+    device, index = known.devices[choice.kind], choice.index
+    device.select(index)
+    torch.empty(1, device=device.torch_device(index))  # it works
+    return replace(
+        facts,
+        chosen=str(device.torch_device(index)),
+        physical_id=device.physical_id(index),
+        kind=device.kind,
+        name=device.name(index),
+        memory_bytes=device.memory_bytes(index),
+        is_host=device.is_host,
+    )
+
+
+def vendor_packages() -> dict[str, str]:
+    """Return the installed packages that belong to a vendor's torch, and their versions."""
+    found = {each.metadata["Name"] or "": each.version for each in distributions()}
+    return {
+        name: release
+        for name, release in sorted(found.items())
+        if _VENDOR_PACKAGE.fullmatch(name.lower())
+    }
+
+
+def loaded_drivers() -> dict[str, str]:
+    """Return the accelerators' kernel drivers that are loaded, and their versions if known."""
+    present = [name for name in _DRIVERS if (_MODULES / name).is_dir()]
+    found = {name: _read(_MODULES / name / "version") for name in present}
+    if version := re.search(r"(?im)^\s*version\s*=\s*(\S+)", _read(_ASCEND_VERSION)):
+        found["ascend"] = version[1]
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+_EXAMINATIONS: Mapping[str, Callable[..., Any]] = {
+    "run folder": lambda run_dir: asdict(examine_storage(run_dir)),
+    "devices": _examine_devices,
+    "mpi": _examine_mpi,
+    "count": _count_ranks,
+}
 
 if __name__ == "__main__":
     main()

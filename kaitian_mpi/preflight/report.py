@@ -72,7 +72,7 @@ def to_text(report: Report, version: str) -> str:
     worse = [level for level in (Level.PROBLEM, Level.WARNING) if levels[level]]
     counts = ", ".join(count_text(levels[level], str(level)) for level in worse)
     end = "training would fail" if report.exit_code else "training can start"
-    return "\n".join([*lines, *_verdicts(report), "", f"{counts or 'all is well'}: {end}"]) + "\n"
+    return "\n".join([*lines, *_verdicts(report), "", f"{counts or 'all is well'}: {end}"])
 
 
 def _ranks(ranks: Sequence[RankFacts]) -> Iterator[str]:
@@ -93,8 +93,7 @@ def _verdicts(report: Report) -> Iterator[str]:
         shown[name, verdict.level] += 1
         if shown[name, verdict.level] <= _MAX_LINES:
             yield from _wrap(verdict.level, name, verdict.found)
-            if verdict.advice:
-                yield from _wrap("", "", f"-> {verdict.advice}")
+            yield from _wrap("", "", f"-> {verdict.advice}" * bool(verdict.advice))
     for (name, level), number in shown.items():
         if number > _MAX_LINES:
             yield from _wrap(level, name, f"... and {number - _MAX_LINES} more; see --json")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-from kaitian_mpi.preflight.facts import JobFacts
 
 _MAX_HOSTS = 4
 
@@ -39,10 +37,6 @@ class Verdict:
         return f"{self.found}; {self.advice}" if self.advice else self.found
 
 
-Judge = Callable[[JobFacts], Iterable[Verdict]]
-"""A pure judgement of facts; returns no verdict if the facts it needs are missing."""
-
-
 def ok(found: str, host: str = "") -> Verdict:
     """Return a verdict that all is well."""
     return Verdict(Level.OK, found, "", host)
@@ -56,6 +50,11 @@ def warning(found: str, advice: str, host: str = "") -> Verdict:
 def problem(found: str, advice: str, host: str = "") -> Verdict:
     """Return a verdict that training would fail."""
     return Verdict(Level.PROBLEM, found, advice, host)
+
+
+def problem_if(is_problem: bool, found: str, advice: str, host: str = "") -> Verdict:
+    """Return a problem, or else a warning."""
+    return (problem if is_problem else warning)(found, advice, host)
 
 
 def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:

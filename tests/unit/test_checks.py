@@ -133,7 +133,7 @@ PROBLEMS = {
     ),
     "a read-only disk": (
         two(storage={"error": "Read-only file system"}),
-        "/runs cannot be written: Read-only file system, 100.0 GiB free on b; give",
+        "/runs cannot be written: Read-only file system on b; make room",
     ),
     "a link that is down": (
         job(links=(link((0, 1), None, "no message arrived within 10 s"),)),
