@@ -61,17 +61,6 @@ def wait_until(
     return True
 
 
-class NonblockingBarrier:
-    """A nonblocking barrier: shows when every rank has arrived. Creating one is collective."""
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._request = comm.Ibarrier()
-
-    def complete(self) -> bool:
-        """Return whether every rank has arrived; not to be called again after True."""
-        return bool(self._request.Test())
-
-
 class WakeUp:
     """Receives a wake-up message from any rank of `comm`; raises when a rank is lost.
 

@@ -12,7 +12,7 @@ from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_table
-from kaitian_mpi.runtime.polling import NonblockingBarrier, sleeping_barrier, wait_until
+from kaitian_mpi.runtime.polling import sleeping_barrier, wait_until
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.cache import BenchmarkCache
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload
@@ -60,12 +60,12 @@ def _measure(world: World, timer: RankTimer | None) -> RankMeasurement | None:
         try:
             measured = timer.measure() if timer is not None else None
         finally:
-            barrier = NonblockingBarrier(world.comm)
+            barrier = world.comm.Ibarrier()
         if timer is None:
             enter_phase("waiting for the benchmark of other ranks", waits=True, limited=False)
-            wait_until(barrier.complete)
+            wait_until(barrier.Test)
         else:
-            while not barrier.complete():
+            while not barrier.Test():
                 timer.keep_busy()
         enter_phase("comparing the benchmarks", waits=True, limited=False)
     return measured
