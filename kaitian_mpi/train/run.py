@@ -1,26 +1,59 @@
-"""What is known of a run on this rank, and outlives lost ranks."""
+"""A run as this rank knows it, and everything before its first step, from top to bottom in `start`.
+
+Each stage is a function from frozen results to a frozen result, collective over the ranks that it
+is given. If a rank is lost meanwhile, the stage is repeated on the surviving ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.config.profile import parse_profile
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.observe.console import show_topology, warn_rank_0
+from kaitian_mpi.observe.run_folder import NoFolder, check_run_folder
 from kaitian_mpi.observe.sink import MetricsSink, Sinks
-from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
+from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
-from kaitian_mpi.train.checkpoint.resume import EarlierJob
+from kaitian_mpi.train.checkpoint.resume import (
+    EarlierJob,
+    find_earlier_job,
+    load_finished,
+    resume,
+)
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.measure.plan import Profiles
+from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
+from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
+from kaitian_mpi.train.measure.plan import Profiles, find_profiles
+from kaitian_mpi.train.measure.rank_benchmark import is_emulated, record_allreduce
 from kaitian_mpi.train.membership import Membership
-from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.progress import Progress, count_steps
+from kaitian_mpi.train.setup import (
+    MakeTask,
+    Setup,
+    describe_optimizers,
+    prepare,
+    start_from_file,
+)
+from kaitian_mpi.train.sinks import check_sinks
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, describe_losses
+from kaitian_mpi.train.task import Computation
+from kaitian_mpi.train.weight_files import check_export, check_initial_file
 
 
 @dataclass
@@ -98,3 +131,176 @@ class Run:
         self.sinks.close(finished=self.summary.finished)
         self.loader.close()
         self.setup.folder.close()
+
+
+def start(
+    make_task: MakeTask,
+    config: TrainingConfig,
+    membership: Membership,
+    own_sinks: Sequence[MetricsSink] = (),
+) -> Run:
+    """Do everything that comes before the first step. Collective.
+
+    If an earlier job has finished the run (`run.is_finished`), the model has its weights.
+    """
+    world = membership.all_ranks
+    world.relay.adopt(config)
+    show_topology(world, membership.survives)
+    on_all = partial(_on_all, membership)
+    for check in _CHECKS:  # these need neither device, data nor model
+        on_all(check, config)
+    startup_clock.begin("data and model")
+    job = on_all(_agree_on_job)  # before any rank that knows it may be lost
+    with ExitStack() as unless_started:
+        setup = on_all(prepare, make_task, config, job)
+        unless_started.callback(setup.folder.close)
+        earlier = on_all(find_earlier_job, config, setup)
+        if earlier.is_finished:
+            state = on_all(load_finished, config, setup, earlier)
+            run = Run(config, membership, setup, earlier, state)
+        else:
+            if config.resume and earlier.metadata is None:
+                on_all(start_from_file, config, setup.task.model)
+            run = _new_run(config, membership, setup, earlier)
+            run.own_sinks = own_sinks
+        unless_started.pop_all()
+    return run
+
+
+def _on_all(membership: Membership, stage: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a stage on all surviving ranks, while none is on standby; its last argument is these."""
+    return membership.attempt(partial(stage, *arguments))
+
+
+def check_settings(config: TrainingConfig, world: World) -> None:
+    """Check that every rank has the same settings, except those that may differ. Collective."""
+    check_same(world.comm, config.shared_values(), SAME_SETTINGS)
+
+
+def check_profile(config: TrainingConfig, world: World) -> None:
+    """Check that the job has the ranks that `--profile` names; raises the same on every rank."""
+    if config.profile:
+        try:
+            parse_profile(config.profile).check_ranks(world.size)
+        except UserError as error:
+            raise AgreedError(str(error)) from error
+
+
+_CHECKS = (
+    check_settings,
+    check_run_folder,
+    check_initial_file,
+    check_export,
+    check_profile,
+    check_sinks,
+)
+
+
+def _agree_on_job(world: World) -> str:
+    """Return an ID of the job, the same on every rank. Collective."""
+    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
+    return gather_values(world.comm, own)[0]
+
+
+def _new_run(
+    config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
+) -> Run:
+    """Find out what each rank can do, and choose those that train. Collective."""
+    on_all, world = partial(_on_all, membership), membership.all_ranks
+    startup_clock.begin("benchmark")
+    profiles = on_all(profile_ranks, config, setup, earlier)
+    algorithm, excluded = on_all(select_ranks, config, setup, earlier, profiles)
+    ranks = [info.world_rank for info in excluded]
+    agrees = on_all(compare_kinds, config, setup, profiles, ranks)
+    startup_clock.begin("first step")
+    state = on_all(make_state, config, setup, profiles, earlier)
+    earlier = on_all(resume, config, setup, earlier, ranks, state)
+    membership.put_on_standby(config.spares, ranks)
+    if membership.active is None:
+        state.is_begun = False  # it is that of the start, however far the active ranks get
+    reasons = [{"rank": info.world_rank, "reason": why} for info, why in excluded.items()]
+    return Run(
+        config,
+        membership,
+        setup,
+        replace(
+            earlier,
+            was_on_standby=membership.active is None,
+            summary=replace(
+                earlier.summary, emulated=is_emulated(world), excluded=reasons, parity=agrees
+            ),
+        ),
+        state,
+        profiles=profiles,
+        allreduce_algorithm=algorithm,
+        excluded_places=[info.place for info in excluded],
+    )
+
+
+def compare_kinds(
+    config: TrainingConfig,
+    setup: Setup,
+    profiles: Profiles,
+    excluded: Collection[int],
+    world: World,
+) -> bool | None:
+    """Return whether the device kinds that train compute alike; None if that is not compared."""
+    kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
+    if not config.parity or len(kinds) < 2:
+        return None
+    from kaitian_mpi.train.measure.parity import check_parity
+
+    return check_parity(config, setup, profiles, excluded, world)
+
+
+def profile_ranks(
+    config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World
+) -> Profiles:
+    """Benchmark the ranks, unless their costs are known or no benchmark is wanted."""
+    metadata = earlier.remembered(Invalidated.COSTS)
+    return find_profiles(config, world, setup, {} if metadata is None else metadata.profiles)
+
+
+def select_ranks(
+    config: TrainingConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
+) -> tuple[str, dict[RankInfo, str]]:
+    """Choose the allreduce algorithm, and the ranks to exclude, with the reasons."""
+    buckets = gradient_buckets(setup.task.model)
+    places = [info.place for info in world.infos]
+    metadata = earlier.remembered(Invalidated.ALLREDUCE)
+    is_same = metadata is not None and metadata.active_places == places
+    known = metadata.allreduce_algorithm if metadata is not None and is_same else ""
+    algorithm, seconds = choose_allreduce(known or config.allreduce, world, buckets)
+    record_allreduce(setup, seconds)
+    metadata = earlier.remembered_exclusion(world)
+    costs = profiles.costs(world.infos)
+    wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
+    excluded: dict[int, str] = {}
+    if metadata is not None and profiles.are_remembered:
+        aside = metadata.excluded_places
+        excluded = {n: "as in the earlier job" for n, place in enumerate(places) if place in aside}
+    elif costs is not None and wanted and config.balance != "off" and world.size > 1:
+        errors = profiles.fit_errors(world.infos)
+        excluded = ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
+    reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
+    for info, reason in reasons.items():
+        warn_rank_0(world, excluded_line(info, reason))
+    return algorithm, reasons
+
+
+def make_state(
+    config: TrainingConfig, setup: Setup, profiles: Profiles, earlier: EarlierJob, world: World
+) -> State:
+    """Create the training state, on later spares too, because creating the first takes a second."""
+    set_phase_limit(first_step_limit(config.step_timeout))
+    profile = profiles.by_place[world.info.place]
+    batch = sum(profiles.plan(config, world).batch_sizes)
+    done = Progress(**earlier.progress) if earlier.progress else None
+    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, done)
+    with agree_on_errors(world.comm):
+        computation = Computation(world.device, profile.precision, profile.memory_format)
+        state = State(setup.task, computation, total_steps, config.wire)
+        state.check_restorable()
+    advice = "give every rank the same code and settings"
+    check_same(world.comm, {"the optimizer": describe_optimizers(state.optimizers)}, advice)
+    return state

@@ -40,10 +40,9 @@ from kaitian_mpi.train.begin_loop import begin_loop
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
-from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.sinks import check_own_sinks
-from kaitian_mpi.train.start import start
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task, check_loss

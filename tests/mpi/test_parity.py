@@ -15,8 +15,8 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.measure.parity import FILE
 from kaitian_mpi.train.measure.plan import Profiles, profile_unmeasured
+from kaitian_mpi.train.run import compare_kinds
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.start import compare_kinds
 from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(2, 3)

@@ -366,7 +366,7 @@ def test_schedulers_step_once_per_step(world, scheduler):
 @ALSO_ALONE
 def test_a_scheduler_is_told_the_steps_of_the_ranks_that_train(world, monkeypatch):
     """Before that, they were counted with ranks that are spares now."""
-    monkeypatch.setattr("kaitian_mpi.train.start.count_steps", lambda *_: 2)
+    monkeypatch.setattr("kaitian_mpi.train.run.count_steps", lambda *_: 2)
     told = []
     task = language(scheduler=lambda o, steps: told.append(steps) or OneCycleLR(o, 0.1, steps))
     with Training(task, **QUIET) as training:
