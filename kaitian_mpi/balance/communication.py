@@ -98,9 +98,6 @@ def scale_allreduce(
     concurrently, so the slowest counts. The measured extra cost of crossing between groups is added
     unscaled, since only leaders cross. If exactly these ranks were measured, that result is
     returned. A kind of which only one rank was measured is assumed to be like the slowest ranks.
-
-    Raises:
-        UserError: none was measured, or none among these kinds.
     """
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):

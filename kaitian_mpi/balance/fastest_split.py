@@ -80,10 +80,6 @@ def fastest_split(
 
     Returns:
         Samples per step, per rank.
-
-    Raises:
-        ValueError: a cost is not finite, a time per sample or a limit is 0, or the ranks may not
-            have so few or so many samples together.
     """
     table = CostTable.of(costs)
     ones, limits = np.ones(len(costs), int), None if most is None else np.array(most)

@@ -147,11 +147,7 @@ def forecast_subsets(
     buckets: Sequence[int],
     measured: Sequence[MeasuredAllreduce],
 ) -> SubsetForecasts:
-    """Forecast the job for every subset of its device kinds.
-
-    Raises:
-        UserError: an allreduce was not measured.
-    """
+    """Forecast the job for every subset of its device kinds."""
     kinds = tuple(ranks_per_kind(cohorts))
     forecasts = {}
     for subset in subsets(kinds):
@@ -170,11 +166,7 @@ def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:
 
 
 def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
-    """Return the ranks of a larger world, which take the costs of the measured ranks in turn.
-
-    Raises:
-        UserError: a kind was not measured.
-    """
+    """Return the ranks of a larger world, which take the costs of the measured ranks in turn."""
     scaled = []
     for kind, ranks in wanted.items():
         models = [cohort for cohort in measured if cohort.kind == kind]

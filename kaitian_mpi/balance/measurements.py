@@ -63,11 +63,7 @@ class Measurements:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read a file of `kaitian-plan --save`.
-
-    Raises:
-        UserError: the file is missing, is another one, or has invalid values.
-    """
+    """Read a file of `kaitian-plan --save`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
@@ -138,11 +134,7 @@ class PlannedJob:
 def plan_job(
     measured: Measurements, world: dict[str, int] | None, global_batch_size: int | None = None
 ) -> PlannedJob:
-    """Forecast a job; by default of the ranks and, per rank, the global batch that were measured.
-
-    Raises:
-        UserError: a kind or an allreduce was not measured.
-    """
+    """Forecast a job; by default of the measured ranks, and their global batch per rank."""
     cohorts = measured.cohorts() if world is None else scale_cohorts(measured.cohorts(), world)
     counts = ranks_per_kind(cohorts)
     if global_batch_size is None:

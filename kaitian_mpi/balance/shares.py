@@ -19,23 +19,22 @@ def plan_fastest(
     """Divide the global batch for the shortest step, with at least `min_batch` for every rank.
 
     `most` are the largest shares, None for no limit.
-
-    Raises:
-        UserError: there are too few samples for the ranks.
     """
     _check_enough(global_batch_size, len(costs), min_batch)
     limits = [
         global_batch_size if limit is None else limit for limit in most or [None] * len(costs)
     ]
+    if sum(limits) < global_batch_size:
+        raise UserError(
+            f"--sync-bn computes a step without micro-batches, and of --global-batch-size "
+            f"{global_batch_size} the ranks' memory holds {sum(limits)} samples; give a smaller "
+            "global batch, or start more ranks"
+        )
     return fastest_split(costs, global_batch_size, min_batch, limits)
 
 
 def plan_equal(ranks: int, global_batch_size: int, min_batch: int = 1) -> list[int]:
-    """Divide the global batch equally, to within one sample.
-
-    Raises:
-        UserError: as in `plan_fastest`.
-    """
+    """Divide the global batch equally, to within one sample."""
     _check_enough(global_batch_size, ranks, min_batch)
     return apportion(global_batch_size, [1] * ranks)
 

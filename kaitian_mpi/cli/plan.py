@@ -108,11 +108,7 @@ def make_parser() -> OneLineParser:
 
 
 def read_options(arguments: Sequence[str]) -> Parsed:
-    """Parse command-line arguments.
-
-    Raises:
-        UserError: one is unknown, invalid, or of no use with the others.
-    """
+    """Parse command-line arguments."""
     parsed = parse_settings(make_parser(), arguments)
     chosen = parsed.others
     if chosen.world is not None:
@@ -134,11 +130,7 @@ def read_options(arguments: Sequence[str]) -> Parsed:
 
 
 def parse_world(text: str) -> dict[str, int]:
-    """Parse `8xcuda,32xcpu` into the number of ranks of each kind.
-
-    Raises:
-        UserError: the text is malformed, names a kind twice, or has too many ranks.
-    """
+    """Parse `8xcuda,32xcpu` into the number of ranks of each kind."""
     parts = re.findall(r"(?:^|,)0*([1-9][0-9]{0,8})x([^\s,]+)(?=,|$)", text)
     world = {kind: int(ranks) for ranks, kind in parts}
     if len(world) != text.count(",") + 1 or sum(world.values()) > _MAX_RANKS:
@@ -150,11 +142,7 @@ def parse_world(text: str) -> dict[str, int]:
 
 
 def report(measured: Measurements, parsed: Parsed) -> None:
-    """Forecast the job, write the files that are asked for, and print the result.
-
-    Raises:
-        UserError: it cannot be forecast, or a file cannot be written.
-    """
+    """Forecast the job, write the files that are asked for, and print the result."""
     chosen = parsed.others
     if chosen.save is not None:
         save_json(Path(chosen.save), measured.to_json())

@@ -41,6 +41,14 @@ def test_a_global_batch_that_is_too_small_is_a_user_error(total, min_batch, said
     assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
 
 
+def test_less_memory_than_the_batch_takes_at_once_is_a_user_error():
+    costs = [RankCost(0, 1)] * 2
+    assert plan_fastest(costs, 7, most=[3, 4]) == [3, 4]
+    assert plan_fastest(costs, 8, most=[3, None]) == [3, 5]
+    with pytest.raises(UserError, match="--sync-bn .* 8 the ranks' memory holds 7 samples"):
+        plan_fastest(costs, 8, most=[3, 4])
+
+
 def test_plan_by_the_papers_formula():
     assert plan_by_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
     assert plan_by_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]

@@ -63,11 +63,7 @@ class BenchmarkCache:
         return replace(measured, from_cache=True) if is_valid else None
 
     def write(self, measured: RankMeasurement) -> None:
-        """Write a result atomically.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Write a result atomically."""
         if self._file is None:
             return
         try:

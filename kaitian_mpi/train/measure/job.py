@@ -32,9 +32,6 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     """Benchmark all ranks, and the allreduce among every combination of device kinds. Collective.
 
     Prints the ranks' costs.
-
-    Raises:
-        AgreedError: a rank cannot load the model or data.
     """
     show_topology(world)
     world = slowed_as(world, config.emulate_slowdown)

@@ -27,9 +27,6 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     Batch norm over a single value per sample and channel raises for one sample, and similar layers
     return NaN. This is tested with the loss of a copy of the model; if the task has no loss, a
     model with batch norm is taken for such.
-
-    Raises:
-        AgreedError: the dataset or `--micro-batch-size` is smaller.
     """
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")

@@ -196,11 +196,7 @@ def _report(
 def _conclude(
     setup: Setup, world: World, reports: Sequence[Mapping[str, Any]], text: str, seconds: float
 ) -> bool:
-    """Write and log the result; the same on every rank.
-
-    Raises:
-        AgreedError: a kind does not agree.
-    """
+    """Write and log the result; the same on every rank."""
     wrong = [
         f"{each['kind']} ({each['place']}): "
         + ", ".join(f"{name} {each['differences'][name]}" for name in each["wrong"])

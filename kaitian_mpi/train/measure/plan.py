@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,11 +107,7 @@ class Profiles:
         return replace(self, by_place={**self.by_place, **learned})
 
     def plan(self, config: TrainingConfig, world: World) -> Plan:
-        """Plan the batch sizes of these ranks. Collective.
-
-        Raises:
-            AgreedError: the global batch is too small for this number of ranks.
-        """
+        """Plan the batch sizes of these ranks. Collective."""
         profiles = [self.by_place[info.place] for info in world.infos]
         with agree_on_errors(world.comm):
             return make_plan(config, world, profiles, self.min_batch)
@@ -159,12 +154,7 @@ def find_profiles(
 def make_plan(
     config: TrainingConfig, world: World, profiles: Sequence[Profile], min_batch: int = 1
 ) -> Plan:
-    """Plan the batch sizes from the ranks' costs or scores; equal if any rank was not measured.
-
-    Raises:
-        UserError: the global batch is too small for this number of ranks, or too large for
-            `--sync-bn`.
-    """
+    """Plan the batch sizes from the ranks' costs or scores; equal if any rank was not measured."""
     costs = [profile.cost for profile in profiles if profile.cost is not None]
     # With `--balance off` an earlier job of the run may have measured them.
     measured = len(costs) == len(profiles) and config.balance != "off"
@@ -174,9 +164,9 @@ def make_plan(
     most = [c.largest_micro_batch for c in costs] if measured and config.sync_bn else None
     if config.batch_policy == "paper":
         shares = plan_by_paper(by_rank, config.batch_size, min_batch)
-        _check_memory(most, shares)
+        if any(limit and share > limit for limit, share in zip(most or (), shares, strict=False)):
+            raise UserError("--sync-bn: --batch-size does not fit the ranks' memory; lower it")
     elif measured:
-        _check_memory(most, [batch])
         shares = plan_fastest(costs, batch, min_batch, most)
     else:
         shares = plan_equal(world.size, batch, min_batch)
@@ -190,21 +180,6 @@ def make_plan(
         own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None,
         min_batch,
     )
-
-
-def _check_memory(most: Sequence[int | None] | None, wanted: Sequence[int]) -> None:
-    """Check that the ranks can compute their shares at once, or any shares of a single batch.
-
-    Raises:
-        UserError: they cannot.
-    """
-    limits = [math.inf if limit is None else limit for limit in most or ()]
-    held = [sum(limits)] if len(wanted) == 1 else limits
-    if limits and any(samples > limit for samples, limit in zip(wanted, held, strict=True)):
-        raise UserError(
-            "--sync-bn computes a step without micro-batches, and the ranks' memory holds "
-            f"{held} of {list(wanted)} samples; give a smaller batch, or start more ranks"
-        )
 
 
 def record_plan(

@@ -30,10 +30,6 @@ def benchmark_ranks(
 
     Returns:
         The timed ranks' results, by rank.
-
-    Raises:
-        AgreedError: not even the smallest batch fits in a rank's memory, or the cache cannot be
-            written.
     """
     world = workload.world
     is_timed = ranks is None or world.rank in ranks

@@ -107,9 +107,6 @@ class RankTimer:
 
         It ends when more of it cannot change the predicted step by more than 3%, or when it has
         taken as long as the training will.
-
-        Raises:
-            UserError: not even the smallest batch fits in memory.
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world)
