@@ -181,6 +181,7 @@ def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed
     assert summary["failures"] == []
     taken = [read_lines(tmp_path / "taken" / str(rank)) for rank in range(2)]
     by_step = [list(itertools.chain(*parts)) for parts in zip(*taken, strict=True)]
+    assert by_step.pop(0) == [0, 0]  # each rank's trial of the model
     assert by_step[0] == order_of_samples(0)[5 * BATCH :]
     for epoch in range(1, 5):
         first = 1 + (epoch - 1) * STEPS_PER_EPOCH

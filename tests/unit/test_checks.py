@@ -1,15 +1,14 @@
 """Verdicts: which facts are a problem, which a warning, and what the line names."""
 
-import json
 import subprocess
 from dataclasses import replace
 
 import pytest
-from facts import DEVICES, GIB, rank_facts, with_package
+from facts import rank_facts, with_package
 
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.console import differing_software
-from kaitian_mpi.preflight.checks import BEFORE_JOBS, judge
+from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.collect import collect
 from kaitian_mpi.preflight.facts import (
     JobFacts,
@@ -19,7 +18,7 @@ from kaitian_mpi.preflight.facts import (
     OtherVersionError,
     RankFacts,
 )
-from kaitian_mpi.preflight.verdict import Level, by_value, ranks_text
+from kaitian_mpi.preflight.verdict import Level, ranks_text
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL")
 ACME = {
@@ -248,15 +247,6 @@ def test_a_latency_below_a_microsecond_is_not_called_0():
     assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [str(verdict) for _, verdict in judge(facts)]
 
 
-def test_the_checks_before_a_job_need_no_device_and_no_disk():
-    bare = rank_facts().to_json() | {"devices": None, "storage": None}
-    other = rank_facts(1, software=with_package("kaitian-mpi", "0.2"))
-    facts = job(RankFacts.from_json(bare), other)
-    found = dict(judge(facts, before_job=True))
-    assert found["versions"].level is Level.PROBLEM
-    assert set(found) == set(BEFORE_JOBS) - {"placement"}
-
-
 def test_versions_that_may_differ_are_listed():
     other = {**with_package("torch", "2.14.1"), "python": "3.12.1"}
     found = [str(v) for name, v in judge(two(software=other)) if name == "software"]
@@ -278,11 +268,6 @@ def test_what_is_known_of_a_process_is_gathered_without_another(monkeypatch):
     facts = collect("host", 0)
     assert facts.software.packages["kaitian-mpi"]
     assert facts.machine.cores >= 1
-
-
-def test_facts_survive_json():
-    facts = rank_facts(3, "c", faults={"mpi": "no"})
-    assert RankFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
 
 def test_hosts_of_which_the_same_is_found_are_named_together():
@@ -315,8 +300,3 @@ def test_facts_of_another_version_are_told_by_it(change):
 )
 def test_ranks_are_named_briefly(ranks, text):
     assert ranks_text(ranks) == text
-
-
-def test_holders_of_a_value_are_named():
-    assert by_value({0: "x", 1: "y", 2: "x"}) == "x on ranks 0, 2, y on rank 1"
-    assert GIB == DEVICES.ram_bytes // 32

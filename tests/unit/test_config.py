@@ -7,7 +7,6 @@ import pytest
 
 from kaitian_mpi.cli.flags import HIDDEN, SECTIONS, make_parser, parse_config
 from kaitian_mpi.config import TrainConfig, flag_name
-from kaitian_mpi.config.values import MAY_DIFFER
 from kaitian_mpi.errors import UserError
 
 
@@ -17,18 +16,6 @@ def test_every_flag_has_help_and_is_in_the_reference():
         assert field.metadata["help"]
         assert f"`{flag_name(field.name)}`" in reference
         assert field.metadata["help"].split(";")[0].split(",")[0] in reference
-
-
-def test_no_arguments_give_the_defaults():
-    assert parse_config("kaitian-train", []) == TrainConfig()
-
-
-def test_arguments_set_their_fields():
-    config = parse_config(
-        "kaitian-train", ["--max-steps", "20", "--no-nesterov", "--lr", "0.5", "--model", "m:f"]
-    )
-    assert (config.max_steps, config.nesterov, config.lr, config.model) == (20, False, 0.5, "m:f")
-    assert config.run_name == "m-f"
 
 
 @pytest.mark.parametrize(
@@ -111,13 +98,6 @@ def test_with_a_task_set_reaches_settings_without_a_flag_and_else_the_function()
     assert config.set == {"epochs": 3, "lr": 0.5}
 
 
-def test_adamw_has_its_own_defaults():
-    config = parse_config("kaitian-train", ["--optimizer", "adamw"])
-    assert (config.lr, config.weight_decay) == (1e-3, 0.01)
-    config = parse_config("kaitian-train", ["--optimizer", "adamw", "--lr", "0.05"])
-    assert (config.lr, config.weight_decay) == (0.05, 0.01)
-
-
 def parse_file(tmp_path, content, *arguments):
     (tmp_path / "run.toml").write_text(content)
     return parse_config("kaitian-train", ["--config", str(tmp_path / "run.toml"), *arguments])
@@ -171,11 +151,6 @@ def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
             parse_config("kaitian-train", [f"--config={tmp_path / name}"])
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
-def test_every_setting_is_compared_between_ranks_or_listed_as_one_that_may_differ(name):
-    assert (flag_name(name) in TrainConfig().shared_values()) == (name not in MAY_DIFFER)
-
-
 def test_of_a_path_ranks_compare_only_whether_it_is_given():
     def of(**settings):
         return TrainConfig(task="a:b", **settings).shared_values()
@@ -192,3 +167,10 @@ def test_numbers_of_numpys_are_numbers():
     assert [type(each) for each in (config.seed, config.lr, config.nesterov)] == [int, float, bool]
     with pytest.raises(UserError, match=r"--epochs must be .*, not 0"):
         TrainConfig(epochs=numpy.float64(0.5))
+
+
+def test_adamw_has_its_own_defaults():
+    config = parse_config("kaitian-train", ["--optimizer", "adamw"])
+    assert (config.lr, config.weight_decay) == (1e-3, 0.01)
+    config = parse_config("kaitian-train", ["--optimizer", "adamw", "--lr", "0.05"])
+    assert (config.lr, config.weight_decay) == (0.05, 0.01)

@@ -70,14 +70,6 @@ def written(tmp_path, text):
     return str(tmp_path / "hosts.toml")
 
 
-def test_environments_are_read(tmp_path):
-    text = '[a]\npython = "/a/bin/python"\n["b.lab"]\npython = "/b/bin/python"\n'
-    known = {"a": "/a/bin/python", "b.lab": "/b/bin/python"}
-    assert read_environments(written(tmp_path, text)) == known
-    with pytest.raises(UserError, match=r"none\.toml: No such file"):
-        read_environments(str(tmp_path / "none.toml"))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -222,12 +222,6 @@ def test_a_host_with_which_the_job_does_not_start_is_held_back(cluster):
     )
 
 
-def test_a_failure_of_the_job_still_counts(cluster):
-    assert cluster.play((20, crash), (40, crash), max_restarts=1) == 1
-    assert cluster.hosts_of_starts() == ["ab", "ab"]
-    assert "gave up after 2 starts" in cluster.reports[-1]
-
-
 def test_none_of_the_jobs_hosts_left_in_the_file(cluster):
     assert cluster.play((20, write("c slots=4\n")), (60, finish)) == 0
     assert cluster.hosts_of_starts() == ["ab"]

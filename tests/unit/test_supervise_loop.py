@@ -98,13 +98,6 @@ def hosts_of(world):
     return [words[words.index("--host") + 1] for words in world.commands]
 
 
-def test_a_job_that_finishes_runs_once(folder):
-    code, world = outcome(folder, Run(0, step=10, finished=True))
-    assert code == 0
-    assert world.probed == []
-    assert world.reports == ["start 1 of 4: 4 ranks on a, b, c", "finished after 1 start"]
-
-
 @pytest.mark.parametrize(
     ("runs", "code"),
     [
@@ -122,16 +115,6 @@ def test_a_finished_run_is_started_as_the_command_may_ask_for_more(folder, runs,
     found, world = outcome(folder, *runs)
     assert found == code
     assert ("finished after" in world.reports[-1]) == (code == 0)
-
-
-def test_the_summary_decides_and_not_mpiruns_exit_code(folder):
-    code, world = outcome(folder, Run(0, step=5), Run(3, step=10, finished=True), hosts="")
-    assert code == 0
-    assert world.reports[1:] == [
-        "mpirun ended with code 0, and the job is not finished",
-        "start 2 of 4: 4 ranks",
-        "finished after 2 starts",
-    ]
 
 
 def test_a_lost_host_is_excluded_until_it_returns(folder):
@@ -157,12 +140,6 @@ def test_a_lost_host_is_excluded_until_it_returns(folder):
         "start 3 of 4: 2 ranks on a",
         "start 4 of 4: 4 ranks on a, b, c",
     ]
-
-
-def test_no_hosts_left(folder):
-    code, world = outcome(folder, Run(0, step=5, lost="bc"), hosts="b,c")
-    assert code == 1
-    assert world.reports[-2] == "no host is left"
 
 
 @pytest.mark.parametrize(("last", "code"), [(7, 7), (0, 1), (137, 137), (2, 2)])
@@ -224,12 +201,6 @@ def test_user_named_snapshots_are_not_removed(folder):
     assert (world.saves, world.removed) == ([], [])
 
 
-def test_a_user_error_is_passed_on(folder):
-    code, world = outcome(folder, Run(2, seconds=1))
-    assert code == 2
-    assert world.reports == ["start 1 of 4: 4 ranks on a, b, c"]
-
-
 def test_code_2_during_training_is_a_failure_like_others(folder):
     code, world = outcome(folder, Run(2, step=5), Run(0, step=9, finished=True))
     assert code == 0
@@ -267,14 +238,6 @@ def test_only_consecutive_starts_without_progress_are_delayed(folder):
     assert world.pauses == [5.0, 5.0, 5.0]  # before the third, fourth and seventh
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_loop(folder, number):
-    code, world = outcome(folder, Run(1, step=3, signal=number))
-    assert code == 128 + number
-    assert world.reports[-1] == f"ended by {number.name}; not started again"
-    assert world.probed == []
-
-
 @pytest.mark.parametrize("moment", ["lost", "pause"])
 def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
     world = World(folder, Run(), Run(seconds=60))
@@ -287,22 +250,6 @@ def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
     setattr(world, moment, stop)
     assert supervise(make_job(folder), world, 3) == 128 + signal.SIGTERM
     assert len(world.commands) == 2
-
-
-def test_the_hostfile_is_written_into_the_run_folder(folder):
-    job = Job(
-        command=parse_command("mpirun --hostfile hf kaitian-train".split()),
-        hosts=parse_host_list("a,b"),
-        hostfiles={"hf": "a slots=1\nb slots=1\n"},
-        run_dir=str(folder),
-        folder=folder,
-        snapshots="beef",
-    )
-    world = World(folder, Run(lost="b"), Run(step=1, finished=True))
-    assert supervise(job, world, 3) == 0
-    written = folder / "hostfile-start-2"
-    assert written.read_text() == "a slots=1\n"
-    assert world.commands[1][:3] == ["mpirun", "--hostfile", str(written)]
 
 
 def test_an_unwritable_run_folder_is_an_error(tmp_path):
@@ -351,10 +298,3 @@ def test_reading_a_summary(tmp_path, summary, state):
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
     assert read_state(tmp_path) == state
-
-
-def test_a_new_line_of_metrics_is_progress(tmp_path):
-    before = read_state(tmp_path)
-    assert not before.is_beyond(before)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert read_state(tmp_path).is_beyond(before)

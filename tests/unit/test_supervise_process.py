@@ -270,17 +270,6 @@ def test_snapshots_are_removed_after_a_signal(place, number):
     assert not list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "rank"), [("0", "OMPI_COMM_WORLD_RANK=0"), ("0.5", "A=0")], ids=["off", "no rank"]
-)
-def test_an_mpirun_without_local_ranks_is_not_terminated(place, seconds, rank):
-    script = f"{rank} sleep 0.6; sleep 1.5; summary 9 true"
-    words = ["-np", "2", "kaitian-train"]
-    code, _, err = run(place, script, *words, options=["--hang-seconds", seconds])
-    assert (code, calls(place)) == (0, 1)
-    assert "waits" not in err
-
-
 def test_the_command_has_no_terminal(place):
     script = "cat; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && summary 1 true; exit 3"
     assert run(place, script, "-np", "2", "kaitian-train")[0] == 0
@@ -311,15 +300,6 @@ def test_an_invalid_command_is_a_one_line_error_with_code_2(place, options, word
     assert said in err
     assert err.count("\n") == 1
     assert not (place / "calls").exists()
-
-
-def test_a_missing_launcher_is_an_error(place):
-    command = [sys.executable, "-m", "kaitian_mpi.cli.supervise", "no/mpirun", "kaitian-train"]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.endswith(
-        "error: no/mpirun: No such file or directory; name a program that can be started\n"
-    )
 
 
 def test_neither_torch_nor_mpi_is_imported(place):

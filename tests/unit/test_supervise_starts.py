@@ -40,7 +40,8 @@ def test_ranks_are_placed_by_slot(given, ranks, placed):
     assert "".join(place_by_slot(given, ranks)) == placed
 
 
-HOSTFILE = "# ours\na slots=2\nb slots=1\nc slots=1 # new\n"
+C = "c slots=1 # new\n"
+HOSTFILE = "# ours\na slots=2\nb slots=1\n" + C
 
 
 def make_job(line, hostfile=HOSTFILE, **more):
@@ -67,62 +68,27 @@ OWN = " --run-dir=runs/x --resume=auto"
 @pytest.mark.parametrize(
     ("line", "lost", "words", "hostfile", "shape"),
     [
+        ("-np 4 --hostfile hf", "", "-np 4 --hostfile hf", "", "4 ranks on a, b, c"),
+        ("-np 4 --hostfile hf", "b", "-np 3 --hostfile new", "a slots=2\n" + C, "3 ranks on a, c"),
+        ("-np 2 --hostfile=hf", "b", "-np 2 --hostfile=new", "a slots=2\n" + C, "2 ranks on a, c"),
+        ("--hostfile hf", "ab", "--hostfile new", C, "1 rank on c"),
+        ("--host a:2,b -n 3", "b", "--host a:2 -n 2", "", "2 ranks on a"),
+        ("--host a:2 -H b -n 3", "a", "-H b -n 1", "", "1 rank on b"),
         (
-            "mpirun -np 4 --hostfile hf kaitian-train",
-            "",
-            "mpirun -np 4 --hostfile hf kaitian-train",
-            "",
-            "4 ranks on a, b, c",
-        ),
-        (
-            "mpirun -np 4 --hostfile hf kaitian-train --lr 1",
-            "b",
-            "mpirun -np 3 --hostfile new kaitian-train --lr 1",
-            "a slots=2\nc slots=1 # new\n",
-            "3 ranks on a, c",
-        ),
-        (
-            "mpirun -np 2 --hostfile=hf kaitian-train",
-            "b",
-            "mpirun -np 2 --hostfile=new kaitian-train",
-            "a slots=2\nc slots=1 # new\n",
-            "2 ranks on a, c",
-        ),
-        (
-            "mpirun --hostfile hf kaitian-train",
-            "ab",
-            "mpirun --hostfile new kaitian-train",
-            "c slots=1 # new\n",
-            "1 rank on c",
-        ),
-        (
-            "mpirun --host a:2,b -n 3 kaitian-train",
-            "b",
-            "mpirun --host a:2 -n 2 kaitian-train",
-            "",
-            "2 ranks on a",
-        ),
-        (
-            "mpirun --host a:2 -H b -n 3 kaitian-train",
-            "a",
-            "mpirun -H b -n 1 kaitian-train",
-            "",
-            "1 rank on b",
-        ),
-        (
-            "mpirun --hostfile hf --host c,a -np 2 kaitian-train",
+            "--hostfile hf --host c,a -np 2",
             "c",
-            "mpirun --hostfile new --host a -np 1 kaitian-train",
+            "--hostfile new --host a -np 1",
             "a slots=2\nb slots=1\n",
             "1 rank on a",
         ),
-        ("mpirun kaitian-train", "", "mpirun kaitian-train", "", "as mpirun chooses"),
-        ("mpirun -np 2 kaitian-train", "", "mpirun -np 2 kaitian-train", "", "2 ranks"),
+        ("", "", "", "", "as mpirun chooses"),
+        ("-np 2", "", "-np 2", "", "2 ranks"),
     ],
 )
 def test_the_command_of_a_start_excludes_lost_hosts(line, lost, words, hostfile, shape):
-    start = plan_start(make_job(line), frozenset(lost), False, "new")
-    assert start.words == (words + OWN).split()
+    job = make_job(f"mpirun {line} kaitian-train --lr 1")
+    start = plan_start(job, frozenset(lost), False, "new")
+    assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
     assert start.hostfile == hostfile
     assert start.shape == shape
 
