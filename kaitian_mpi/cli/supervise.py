@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -127,14 +128,12 @@ def make_job(
     """Read a command line, its hostfiles, and the flags of kaitian-train."""
     command = parse_command(words)
     config = parse_config(TRAIN, command.arguments)
-    emulated = (
-        config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ),
-        config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ),
-    )
+    kinds = config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ)
+    slowdown = config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ)
     if hosts_file is None:
         hosts, hostfiles = read_hosts(command)
     else:
-        if any(emulated):
+        if kinds or slowdown:
             raise UserError(
                 "--hosts-file cannot be combined with emulated kinds or slowdowns, which are "
                 "listed by rank: the ranks' numbers change with the hosts; remove one of them"
@@ -142,24 +141,24 @@ def make_job(
         command = command_on(command, hosts_file.path)
         hosts, hostfiles = hosts_file.hosts, {}
     # With mpirun --wdir the run folder is relative to that directory.
-    place = Path(*command.values(FOLDERS)[-1:])
-    run_dir = config.run_dir
+    place, run_dir = Path(*command.values(FOLDERS)[-1:]), config.run_dir
     if not run_dir:
         name = config.choose_folder()
         run_dir = str(name.with_name(make_new_folder(place / name).name))
     job = Job(
         command=command,
+        config=replace(
+            config,
+            run_dir=run_dir,
+            snapshots=config.snapshots or secrets.token_hex(16),
+            emulate_kinds=kinds,
+            emulate_slowdown=slowdown,
+        ),
         hosts=hosts,
         local=frozenset(host.name for host in hosts if is_local(host.name)),
         hostfiles=hostfiles,
-        run_dir=run_dir,
         folder=place / run_dir,
-        snapshots=config.snapshots or secrets.token_hex(16),
         job_id=secrets.token_hex(8),
-        keep_checkpoints=config.keep_checkpoints,
-        emulate_kinds=emulated[0],
-        emulate_slowdown=emulated[1],
-        spares=config.spares,
         hosts_file=hosts_file.path if hosts_file is not None else "",
         pythons=pythons or {},
     )

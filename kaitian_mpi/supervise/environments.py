@@ -72,17 +72,7 @@ def read_device_map(path: str) -> dict[str, str]:
 def devices_for(
     devices: Mapping[str, str], host: str, is_this_host: Callable[[str], bool], path: str
 ) -> str:
-    """Return the devices of this host.
-
-    Args:
-        devices: the result of `read_device_map`.
-        host: this host's name.
-        is_this_host: whether another name or an address is this host's.
-        path: the file, for the error message.
-
-    Raises:
-        UserError: the map does not have this host.
-    """
+    """Return the devices of a host in the device map at `path`, by any of the host's names."""
     for name in (host, host.partition(".")[0], *filter(is_this_host, devices)):
         if name in devices:
             return devices[name]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from kaitian_mpi import __version__
@@ -19,7 +18,7 @@ from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, prob
 from kaitian_mpi.runtime.command import Command, read_hostfile
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
 from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
-from kaitian_mpi.supervise.probe import MAX_AT_ONCE, NO_ANSWER, find_agent, is_local, probe_command
+from kaitian_mpi.supervise.probe import NO_ANSWER, find_agent, is_local, probe_command
 
 SECONDS = 8.0
 """How long all of it may take: users are promised an answer within 10 s."""
@@ -70,13 +69,11 @@ def ask_hosts(
     seconds: float = SECONDS,
 ) -> dict[str, HostAnswer]:
     """Ask all hosts whether they answer, and have this package for their interpreter."""
-
-    def ask(host: Host) -> HostAnswer:
-        python, is_here = pythons[host.name], host.name in local
-        return PendingAnswer(agent, host, python, seconds, is_here).wait()
-
-    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-        return dict(zip([host.name for host in hosts], pool.map(ask, hosts), strict=True))
+    asked = {
+        host.name: PendingAnswer(agent, host, pythons[host.name], seconds, host.name in local)
+        for host in hosts
+    }
+    return {name: answer.wait() for name, answer in asked.items()}
 
 
 def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:

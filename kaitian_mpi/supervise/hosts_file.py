@@ -118,15 +118,9 @@ class HostChanges:
     """Which hosts of the hosts file the job should be on, and whether it is.
 
     At first, all. One that is lost comes back once it has answered, not before its back-off has
-    passed; one that is new in the file joins once it has answered. Times are in seconds of one
-    clock.
-
-    Args:
-        file: the hosts file.
-        ask: starts asking a host whether ranks can be started there.
-        report: logs a line.
-        backoff_sec: how long a host is held back after its first loss, and at most an hour twice as
-            long after each further one; also the time between two questions to a host.
+    passed, which doubles with each loss, up to an hour; one that is new in the file joins once it
+    has answered. `backoff_sec` is also the time between two questions to a host. Times are in
+    seconds of one clock.
     """
 
     def __init__(

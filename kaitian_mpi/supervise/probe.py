@@ -7,7 +7,6 @@ import shlex
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
 from kaitian_mpi.preflight.process import LimitedProcess
@@ -17,7 +16,6 @@ from kaitian_mpi.runtime.mpi_libraries import AGENT_OPTIONS, AGENT_PARAMETERS, A
 
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""
-MAX_AT_ONCE = 256
 
 
 def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:
@@ -41,35 +39,23 @@ def probe_command(
     return [*words, f"{host.user}@{host.name}" if host.user else host.name, *remote]
 
 
-def lost_hosts(agent: Sequence[str], hosts: Sequence[Host], seconds: float) -> frozenset[str]:
-    """Return the names of the hosts that `run_on` cannot reach."""
-    return frozenset(name for name, code in run_on(agent, hosts, ["true"], seconds).items() if code)
-
-
 def run_on(
     agent: Sequence[str], hosts: Sequence[Host], words: Sequence[str], seconds: float
 ) -> dict[str, int]:
-    """Run a command on all these hosts; return its exit codes by host name.
-
-    Args:
-        agent: the result of `find_agent`.
-        hosts: the hosts.
-        words: the command; its words are interpreted by a remote shell.
-        seconds: how long an answer may take.
+    """Run a command, whose words a remote shell interprets, on all these hosts at once.
 
     Returns:
-        `NO_ANSWER` for a host that cannot be reached. Empty if there is no agent: then mpirun
-        reaches the hosts in another way.
+        Its exit code by host name, `NO_ANSWER` for a host that cannot be reached in time. Empty if
+        there is no agent: then mpirun reaches the hosts in another way.
     """
     if not hosts or shutil.which(agent[0]) is None:
         return {}
-
-    def run(host: Host) -> int:
-        code = LimitedProcess(probe_command(agent, host, seconds, words), seconds).wait().code
-        return NO_ANSWER if code is None else code
-
-    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-        return dict(zip([host.name for host in hosts], pool.map(run, hosts), strict=True))
+    running = {
+        host.name: LimitedProcess(probe_command(agent, host, seconds, words), seconds)
+        for host in hosts
+    }
+    codes = {name: process.wait().code for name, process in running.items()}
+    return {name: NO_ANSWER if code is None else code for name, code in codes.items()}
 
 
 def is_own_name(name: str) -> bool:

@@ -22,7 +22,7 @@ from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import prctl
-from kaitian_mpi.supervise.probe import NO_ANSWER, lost_hosts, run_on
+from kaitian_mpi.supervise.probe import NO_ANSWER, run_on
 from kaitian_mpi.supervise.starts import Job, list_names
 from kaitian_mpi.train.restart_request import request_restart, withdraw_request
 
@@ -43,14 +43,8 @@ class Machine:
     """Runs commands, waits, probes hosts and logs, for a supervisor.
 
     As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
-    and recorded in `stopped`; SIGUSR1 is forwarded.
-
-    Args:
-        job: the job.
-        agent: the result of `probe.find_agent`.
-        probe_sec: how long a host's answer may take.
-        hang_sec: how long mpirun may keep running after its ranks on this machine have ended, if
-            there are none on others; 0 for no limit.
+    and recorded in `stopped`; SIGUSR1 is forwarded. `hang_sec` is how long mpirun may keep running
+    after its ranks on this machine have ended, if there are none on others; 0 for no limit.
     """
 
     def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
@@ -58,9 +52,7 @@ class Machine:
         """The job; with a hosts file, the supervisor replaces it by one on other hosts."""
         self.stopped = 0
         """The signal that requested a stop; 0 for none."""
-        self._agent = agent
-        self._probe_sec = probe_sec
-        self._hang_sec = hang_sec
+        self._agent, self._probe_sec, self._hang_sec = agent, probe_sec, hang_sec
         self._child: subprocess.Popen[bytes] | None = None
         self._reported_remote = False
         self._missed = 0  # a stop signal received while there was no child
@@ -162,13 +154,14 @@ class Machine:
 
     def save_snapshot(self) -> bool:
         """Write this machine's snapshot to disk if it is newer; return whether the disk has it."""
-        if not any(SHM.glob(f"kaitian-{self.job.snapshots}-*")):
+        if not any(SHM.glob(f"kaitian-{self.job.config.snapshots}-*")):
             return True
         # It loads torch, for seconds.
         from kaitian_mpi.train.checkpoint.files import save_snapshot
 
         try:
-            save_snapshot(self.job.snapshots, self.job.folder, self.job.keep_checkpoints)
+            config = self.job.config
+            save_snapshot(config.snapshots, self.job.folder, config.keep_checkpoints)
         except (OSError, UserError) as error:
             self.report(f"the snapshot in memory could not be written to disk: {error}")
             return False
@@ -176,9 +169,9 @@ class Machine:
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
         """Remove the job's snapshots here and on hosts; return the hosts that do not answer."""
-        for folder in SHM.glob(f"kaitian-{self.job.snapshots}-*"):
+        for folder in SHM.glob(f"kaitian-{self.job.config.snapshots}-*"):
             remove_private(folder)
-        words = ["rm", "-rf", f"{SHM}/kaitian-{self.job.snapshots}-*"]
+        words = ["rm", "-rf", f"{SHM}/kaitian-{self.job.config.snapshots}-*"]
         codes = run_on(self._agent, hosts, words, self._probe_sec)
         return frozenset(name for name, code in codes.items() if code == NO_ANSWER)
 
@@ -187,7 +180,7 @@ class Machine:
 
         Only from each one's own folder, in case several hosts share a memory.
         """
-        words = ["rm", "-rf", f'"{SHM}/kaitian-{self.job.snapshots}-$(hostname)"']
+        words = ["rm", "-rf", f'"{SHM}/kaitian-{self.job.config.snapshots}-$(hostname)"']
         run_on(self._agent, hosts, words, self._probe_sec)
 
     def request_restart(self) -> None:
@@ -214,7 +207,8 @@ class Machine:
 
     def lost(self, hosts: Sequence[Host]) -> frozenset[str]:
         """Return the names of the hosts that do not answer."""
-        return lost_hosts(self._agent, hosts, self._probe_sec)
+        codes = run_on(self._agent, hosts, ["true"], self._probe_sec)
+        return frozenset(name for name, code in codes.items() if code)
 
     def report(self, text: str) -> None:
         """Log a line."""
@@ -234,7 +228,7 @@ def environment(job: Job) -> dict[str, str]:
 
     Unlike a command line, only the user can read them. The launcher forwards them by their names.
     """
-    return {SNAPSHOTS_VARIABLE: job.snapshots, SUPERVISED: job.job_id}
+    return {SNAPSHOTS_VARIABLE: job.config.snapshots, SUPERVISED: job.job_id}
 
 
 def hosts_with_ranks(

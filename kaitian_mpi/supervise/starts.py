@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.command import (
     HOST_LISTS,
@@ -40,19 +41,13 @@ class Job:
     """The names in `hosts` of this machine, which is not probed."""
     hostfiles: Mapping[str, str]
     """The content of each hostfile, by the path in the command."""
-    run_dir: str
-    """The run folder as passed to kaitian-train."""
+    config: TrainConfig
+    """kaitian-train's settings: with the run folder, the name under which hosts keep snapshots in
+    memory between starts, and what is emulated, by its flags or by environment variables."""
     folder: Path
     """The path of the run folder for this process."""
-    snapshots: str
-    """The name under which hosts keep snapshots in memory between starts."""
     job_id: str = ""
     """Set in the environment of this job's ranks, to distinguish them from other jobs'."""
-    keep_checkpoints: int = 1
-    emulate_kinds: str = ""
-    """By the flag or the environment variable; in a smaller job, by the flag."""
-    emulate_slowdown: str = ""
-    spares: int = 0
     hosts_file: str = ""
     """`--hosts-file`, whose hosts may change while the job runs; it has all slots for ranks."""
     pythons: Mapping[str, str] = field(default_factory=dict)
@@ -138,7 +133,7 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     """Plan a start of the job without the lost hosts."""
     command, hostfile, ranks = job.command, "", job.ranks
     left = job.left(lost)
-    own = [f"--run-dir={job.run_dir}"]
+    own = [f"--run-dir={job.config.run_dir}"]
     if lost or job.hosts_file:
         slots = total_slots(left)
         ranks = ranks if ranks is None or slots is None else min(ranks, slots)
@@ -178,16 +173,16 @@ def _adapted_flags(job: Job, ranks: int | None) -> list[str]:
     """
     if job.ranks is None or ranks is None:
         return []
-    flags = []
-    if job.emulate_kinds:
-        kinds = job.emulate_kinds.split(",")[:ranks]
+    flags, config = [], job.config
+    if config.emulate_kinds:
+        kinds = config.emulate_kinds.split(",")[:ranks]
         flags.append(f"--emulate-kinds={','.join(kinds)}")
-    if job.emulate_slowdown:
-        entries = [entry.strip() for entry in job.emulate_slowdown.split(",")]
+    if config.emulate_slowdown:
+        entries = [entry.strip() for entry in config.emulate_slowdown.split(",")]
         kept = [entry for entry in entries if entry.partition(":")[0] in map(str, range(ranks))]
         flags.append(f"--emulate-slowdown={','.join(kept) or _NO_SLOWDOWN}")
-    if job.spares:
-        flags.append(f"--spares={max(0, job.spares - (job.ranks - ranks))}")
+    if config.spares:
+        flags.append(f"--spares={max(0, config.spares - (job.ranks - ranks))}")
     return flags
 
 

@@ -63,21 +63,12 @@ def supervise(
     `summary.json`, written by this start, counts: a run that has finished before is started once,
     because the command may ask for more training. Not retried are a mistake in the command line, a
     job that failed immediately twice, and one whose results cannot be written. Snapshots in the
-    hosts' memory are removed at the end, if the disk has their content.
-
-    Args:
-        job: the job.
-        machine: runs commands and probes hosts.
-        max_restarts: how many times to restart the job at most; restarts because its hosts have
-            changed do not count.
-        changes: decides which hosts of a hosts file it is on; None without such a file.
+    hosts' memory are removed at the end, if the disk has their content. Restarts because the job's
+    hosts have changed do not count.
 
     Returns:
         The exit code: 0 if the job has finished, 128 + n after signal n, 2 after a usage error, 74
         if the results cannot be written, else mpirun's last one, or 1 instead of its 0.
-
-    Raises:
-        UserError: the command cannot be started.
     """
     code = 1
     supervisor = _Supervisor(job, machine, max_restarts + 1, changes)
@@ -147,7 +138,7 @@ class _Supervisor:
 
         A run that has finished removes its snapshots itself, as far as it can.
         """
-        job, machine = self._job, self._machine
+        job, machine, config = self._job, self._machine, self._job.config
         if self._changes is not None:
             self._changes.close()
             machine.withdraw_request()
@@ -156,15 +147,15 @@ class _Supervisor:
         if code and not machine.save_snapshot():
             machine.report(
                 f"the newest state is still in memory ({SHM}): make room on the disk, and run "
-                f"the same command with --run-dir {job.run_dir} --resume auto "
-                f"--snapshots {job.snapshots}"
+                f"the same command with --run-dir {config.run_dir} --resume auto "
+                f"--snapshots {config.snapshots}"
             )
             return
         remote = self._ever_remote
         hosts = [remote[name] for name in remote if code or name in self._ever_left_out]
         if missed := machine.remove_snapshots(hosts):
             machine.report(
-                f"{SHM}/kaitian-{job.snapshots}-* may be left on {list_names(sorted(missed))}"
+                f"{SHM}/kaitian-{config.snapshots}-* may be left on {list_names(sorted(missed))}"
             )
 
     def _start(self, number: int, before: RunState) -> tuple[int, bool]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import parse_host_list
@@ -81,9 +82,8 @@ def make_job(folder, hosts="a:2,b,c", flags=""):
         hosts=parse_host_list(hosts) if hosts else (),
         local=frozenset("a"),
         hostfiles={},
-        run_dir=str(folder),
+        config=TrainConfig(run_dir=str(folder), snapshots="beef"),
         folder=folder,
-        snapshots="beef",
     )
 
 
@@ -259,9 +259,8 @@ def test_an_unwritable_run_folder_is_an_error(tmp_path):
         command=parse_command("mpirun --hostfile hf kaitian-train".split()),
         hosts=parse_host_list("a,b"),
         hostfiles={"hf": "a\nb\n"},
-        run_dir="x",
+        config=TrainConfig(run_dir="x", snapshots="beef"),
         folder=in_the_way / "run",
-        snapshots="beef",
     )
     with pytest.raises(UserError, match=r"hostfile-start-2: .*; name a --run-dir that can be"):
         supervise(job, World(tmp_path / "other", Run(lost="b")), 3)

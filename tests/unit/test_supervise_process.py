@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.supervise.process import environment, hosts_with_ranks
@@ -244,8 +244,8 @@ def test_ranks_are_found_by_their_job_id(tmp_path):
     (tmp_path / "agent").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     (tmp_path / "agent").chmod(0o755)
     words = parse_command(["kaitian-train"])
-    job = Job(command=words, hosts=(), hostfiles={}, run_dir="", folder=tmp_path, snapshots="a")
-    job = replace(job, job_id=os.urandom(8).hex())
+    common = {"command": words, "hosts": (), "hostfiles": {}, "folder": tmp_path}
+    job = Job(**common, config=TrainConfig(snapshots="a"), job_id=os.urandom(8).hex())
     ask = partial(hosts_with_ranks, [str(tmp_path / "agent")], [Host(name="here")], job, 20.0)
     assert ask() == frozenset()
     rank = subprocess.Popen(["sleep", "60"], env={**os.environ, **environment(job)})

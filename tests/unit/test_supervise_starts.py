@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kaitian_mpi.cli import supervise
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_slowdown
 from kaitian_mpi.runtime.command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.runtime.hosts import (
@@ -44,7 +45,7 @@ C = "c slots=1 # new\n"
 HOSTFILE = "# ours\na slots=2\nb slots=1\n" + C
 
 
-def make_job(line, hostfile=HOSTFILE, **more):
+def make_job(line, hostfile=HOSTFILE, **settings):
     command = parse_command(line.split())
     files = dict.fromkeys(command.values(HOSTFILES), hostfile)
     lists = ",".join(command.values(HOST_LISTS))
@@ -55,10 +56,8 @@ def make_job(line, hostfile=HOSTFILE, **more):
             parse_host_list(lists) if lists else (),
         ),
         hostfiles=files,
-        run_dir="runs/x",
         folder=Path("runs/x"),
-        snapshots="beef",
-        **more,
+        config=TrainConfig(run_dir="runs/x", snapshots="beef", **settings),
     )
 
 
