@@ -92,20 +92,10 @@ def test_a_run_that_is_resumed_does_not_load_the_file_again(world, folder):
     assert weights_of(again) == weights_of(task)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "--init .*start.pt: No such file .*on rank 0's host"),
-        (
-            make_task(size=3).model.state_dict(),
-            "the weights do not fit: .*size mismatch for 2.weight",
-        ),
-    ],
-)
-def test_all_ranks_have_the_same_error_and_no_folder_is_left(world, folder, content, message):
-    if world.rank == 0 and content is not None:
-        torch.save(content, folder / "start.pt")
-    with pytest.raises(AgreedError, match=message):
+def test_all_ranks_have_the_same_error_and_no_folder_is_left(world, folder):
+    if world.rank == 0:
+        torch.save(make_task(size=3).model.state_dict(), folder / "start.pt")
+    with pytest.raises(AgreedError, match=r"the weights do not fit: .*size mismatch for 2\.weight"):
         train(make_task(), init=str(folder / "start.pt"), run_dir=str(folder / "run"))
     assert not (folder / "run").exists()
 
