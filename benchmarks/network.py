@@ -68,7 +68,7 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import kaitian_mpi
-    from kaitian_mpi.distributed.network.choice import Choice
+    from kaitian_mpi.distributed.network.link import Choice
 
     world = kaitian_mpi.init(emulate_kinds=options.emulate_kinds)
     gloo = dist.new_group(backend="gloo")

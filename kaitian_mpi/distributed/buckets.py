@@ -27,11 +27,7 @@ class Bucket:
     """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
-        """Allocate the buffer.
-
-        Args:
-            parameters: by their index among all; the same on every rank but for the device.
-        """
+        """Allocate the buffer."""
         self.indices = sorted(parameters, key=lambda index: parameters[index].numel() < _LARGE)
         """Of the parameters, in the buffer's order: the large ones first."""
         self._parameters = [parameters[index] for index in self.indices]
@@ -70,10 +66,7 @@ class Bucket:
         """Write the weighted gradients to the buffer, of which the parameters' become views.
 
         With a weight of 0 they are zero, whatever autograd has computed: not even a NaN is left.
-
-        Args:
-            weight: of the gradients and of `number`; None: this rank has no gradients.
-            number: of one element, any dtype and device; None: 0.
+        With None, this rank has no gradients. `number` is of one element; None counts as 0.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         if not weight:
@@ -123,12 +116,7 @@ class Bucket:
 
 
 class ReadyMark:
-    """Marks on the device when the gradients of a step's buckets are ready; called with each.
-
-    Args:
-        mark: of a device.
-        catch_up: called before each mark.
-    """
+    """Marks on the device when the gradients of a step's buckets are ready; called with each."""
 
     def __init__(self, mark: Callable[[], Mark], catch_up: Callable[[], None]) -> None:
         self._mark, self._catch_up = mark, catch_up
@@ -147,9 +135,7 @@ class ReadyMark:
 def partition(parameters: list[torch.nn.Parameter], caps: tuple[int, int]) -> list[list[int]]:
     """Cut parameters into buckets by their indices, from the last one to the first.
 
-    Args:
-        parameters: all of them.
-        caps: bytes at which a bucket is full: the first of a dtype and device, and the others.
+    `caps` are bytes at which a bucket is full: the first of a dtype and device, and the others.
     """
     full: list[list[int]] = []
     open_: dict[Key, list[int]] = {}

@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    Work,
-)
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.distributed.collectives import torch_releases
 from kaitian_mpi.distributed.collectives.collective import (
@@ -48,20 +38,22 @@ class CollectiveCalls(dist.ProcessGroup):
     _run: Callable[[Collective], Work]
     """Carries a collective out, or queues it."""
 
+    def _start(self, *call: Any, **options: Any) -> Work:
+        """Carry out the collective with these fields of a `Collective`."""
+        return self._run(Collective(*call, **options))
+
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        opts = opts or AllreduceOptions()
+        opts = opts or c10d.AllreduceOptions()
         op = opts.reduceOp
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
             return self._sum_sparse(tensors, opts)
-        return self._run(
-            Collective(
-                *("all_reduce", tensors, [], opts),
-                lambda host: call_for_each(
-                    host.allreduce, [(tensor, reduction(tensor.dtype, op)) for tensor in tensors]
-                ),
-                _all_reduce_on_library(opts),
-                op,
-            )
+        return self._start(
+            *("all_reduce", tensors, [], opts),
+            lambda host: call_for_each(
+                host.allreduce, [(tensor, reduction(tensor.dtype, op)) for tensor in tensors]
+            ),
+            _all_reduce_on_library(opts),
+            op,
         )
 
     def sum_on_host(self, tensor: torch.Tensor) -> Work:
@@ -69,21 +61,19 @@ class CollectiveCalls(dist.ProcessGroup):
 
         A library would take it to the device, which has work to finish before.
         """
-        opts = AllreduceOptions()
+        opts = c10d.AllreduceOptions()
         opts.asyncOp = True
         op = reduction(tensor.dtype, opts.reduceOp)
-        return self._run(
-            Collective(
-                *("all_reduce", [tensor], [], opts),
-                lambda host: partial(host.allreduce_flat, tensor, op),
-            )
+        return self._start(
+            *("all_reduce", [tensor], [], opts),
+            lambda host: partial(host.allreduce_flat, tensor, op),
         )
 
     def sum_gradients(
         self, buffer: torch.Tensor, residual: Residual | None, in_background: bool
     ) -> Work:
         """Sum a buffer of gradients over all ranks, in place; see `sums.sum_gradients`."""
-        opts = AllreduceOptions()
+        opts = c10d.AllreduceOptions()
         opts.asyncOp = in_background
         if buffer.is_sparse:
             return self._sum_sparse([buffer], opts)
@@ -95,54 +85,48 @@ class CollectiveCalls(dist.ProcessGroup):
             return partial(host.sum_gradients, real, residual)
 
         on_library = _all_reduce_on_library(opts)
-        return self._run(Collective("all_reduce", [real], [], opts, on_host, on_library, op))
+        return self._start("all_reduce", [real], [], opts, on_host, on_library, op)
 
-    def _sum_sparse(self, tensors: Tensors, opts: AllreduceOptions) -> Work:
+    def _sum_sparse(self, tensors: Tensors, opts: c10d.AllreduceOptions) -> Work:
         """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
-        return self._run(
-            Collective(
-                *("all_reduce", tensors, [], opts),
-                lambda host: call_for_each(host.sum_sparse, [(tensor,) for tensor in tensors]),
-                takes_sparse=True,
-            )
+        return self._start(
+            *("all_reduce", tensors, [], opts),
+            lambda host: call_for_each(host.sum_sparse, [(tensor,) for tensor in tensors]),
+            takes_sparse=True,
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        options = AllreduceOptions()
+        options = c10d.AllreduceOptions()
         if opts is not None:
             options.reduceOp, options.asyncOp = opts.reduceOp, opts.asyncOp
         return self.allreduce(tensors, options)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        opts = opts or ReduceOptions()
+        opts = opts or c10d.ReduceOptions()
         op, root = opts.reduceOp, opts.rootRank
-        return self._run(
-            Collective(
-                *("reduce", tensors, [], opts),
-                lambda host: call_for_each(
-                    host.reduce, [(each, root, reduction(each.dtype, op)) for each in tensors]
-                ),
-                lambda library, outputs, _: [library.reduce(outputs, opts)],
-                op,
-            )
+        return self._start(
+            *("reduce", tensors, [], opts),
+            lambda host: call_for_each(
+                host.reduce, [(each, root, reduction(each.dtype, op)) for each in tensors]
+            ),
+            lambda library, outputs, _: [library.reduce(outputs, opts)],
+            op,
         )
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        opts = opts or BroadcastOptions()
+        opts = opts or c10d.BroadcastOptions()
         root = opts.rootRank
-        return self._run(
-            Collective(
-                *("broadcast", tensors, [], opts),
-                lambda host: call_for_each(host.broadcast, [(each, root) for each in tensors]),
-                lambda library, outputs, _: [library.broadcast(outputs, opts)],
-            )
+        return self._start(
+            *("broadcast", tensors, [], opts),
+            lambda host: call_for_each(host.broadcast, [(each, root) for each in tensors]),
+            lambda library, outputs, _: [library.broadcast(outputs, opts)],
         )
 
     def allgather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
-        opts = opts or AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         pairs = [*zip(outputs, inputs, strict=True)]
         for pieces, tensor in pairs:
             check_pieces(pieces, tensor, self.size(), "all_gather")
@@ -152,12 +136,10 @@ class CollectiveCalls(dist.ProcessGroup):
                     f"all_gather: this rank's own piece has {own.numel()} elements, its input "
                     f"{tensor.numel()}; they must be equal"
                 )
-        return self._run(
-            Collective(
-                *("all_gather", outputs, inputs, opts),
-                lambda host: call_for_each(host.all_gather, pairs),
-                lambda library, outputs, inputs: [library.allgather(outputs, inputs, opts)],
-            )
+        return self._start(
+            *("all_gather", outputs, inputs, opts),
+            lambda host: call_for_each(host.all_gather, pairs),
+            lambda library, outputs, inputs: [library.allgather(outputs, inputs, opts)],
         )
 
     def allgather_coalesced(
@@ -175,36 +157,32 @@ class CollectiveCalls(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather each rank's `inputs[i]` into `outputs[i]`, along its first dimension."""
-        opts = opts or AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         pairs = [*zip(outputs, inputs, strict=True)]
         for output, tensor in pairs:
             check_whole(output, tensor, self.size(), "all_gather_single")
-        return self._run(
-            Collective(
-                *("all_gather", outputs, inputs, opts),
-                lambda host: call_for_each(host.all_gather_single, pairs),
-                lambda library, outputs, inputs: torch_releases.all_gather_single(
-                    library, outputs, inputs, opts
-                ),
-            )
+        return self._start(
+            *("all_gather", outputs, inputs, opts),
+            lambda host: call_for_each(host.all_gather_single, pairs),
+            lambda library, outputs, inputs: torch_releases.all_gather_single(
+                library, outputs, inputs, opts
+            ),
         )
 
     def gather(  # type: ignore[override]
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        opts = opts or GatherOptions()
+        opts = opts or c10d.GatherOptions()
         root = opts.rootRank
         pieces = outputs[0] if self.rank() == root else []
         if pieces:
             check_pieces(pieces, inputs[0], self.size(), "gather", equal=True)
-        return self._run(
-            Collective(
-                *("gather", pieces, inputs, opts),
-                lambda host: partial(host.gather, pieces, inputs[0], root),
-                lambda library, pieces, inputs: [
-                    library.gather([pieces] if pieces else [], inputs, opts)
-                ],
-            )
+        return self._start(
+            *("gather", pieces, inputs, opts),
+            lambda host: partial(host.gather, pieces, inputs[0], root),
+            lambda library, pieces, inputs: [
+                library.gather([pieces] if pieces else [], inputs, opts)
+            ],
         )
 
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
@@ -212,7 +190,7 @@ class CollectiveCalls(dist.ProcessGroup):
 
         Called by torch from 2.14 on.
         """
-        opts = opts or GatherOptions()
+        opts = opts or c10d.GatherOptions()
         if self.rank() != opts.rootRank:
             return self.gather([], [tensor], opts)
         check_whole(output, tensor, self.size(), "gather_single")
@@ -222,39 +200,35 @@ class CollectiveCalls(dist.ProcessGroup):
     def scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
-        opts = opts or ScatterOptions()
+        opts = opts or c10d.ScatterOptions()
         root = opts.rootRank
         pieces = inputs[0] if self.rank() == root else []
         if pieces:
             check_pieces(pieces, outputs[0], self.size(), "scatter", equal=True)
-        return self._run(
-            Collective(
-                *("scatter", outputs, pieces, opts),
-                lambda host: partial(host.scatter, outputs[0], pieces, root),
-                lambda library, outputs, pieces: [
-                    library.scatter(outputs, [pieces] if pieces else [], opts)
-                ],
-            )
+        return self._start(
+            *("scatter", outputs, pieces, opts),
+            lambda host: partial(host.scatter, outputs[0], pieces, root),
+            lambda library, outputs, pieces: [
+                library.scatter(outputs, [pieces] if pieces else [], opts)
+            ],
         )
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work:
         """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
-        opts = opts or ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         op = opts.reduceOp
         pairs = [*zip(outputs, inputs, strict=True)]
         for output, pieces in pairs:
             check_pieces(pieces, output, self.size(), "reduce_scatter")
-        return self._run(
-            Collective(
-                *("reduce_scatter", outputs, inputs, opts),
-                lambda host: call_for_each(
-                    host.reduce_scatter, [(*pair, reduction(pair[0].dtype, op)) for pair in pairs]
-                ),
-                lambda library, outputs, inputs: [library.reduce_scatter(outputs, inputs, opts)],
-                op,
-            )
+        return self._start(
+            *("reduce_scatter", outputs, inputs, opts),
+            lambda host: call_for_each(
+                host.reduce_scatter, [(*pair, reduction(pair[0].dtype, op)) for pair in pairs]
+            ),
+            lambda library, outputs, inputs: [library.reduce_scatter(outputs, inputs, opts)],
+            op,
         )
 
     def reduce_scatter_single(  # type: ignore[override]
@@ -266,37 +240,33 @@ class CollectiveCalls(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Reduce each of `inputs`; each rank gets its part of the first dimension in `outputs`."""
-        opts = opts or ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         op = opts.reduceOp
         pairs = [*zip(outputs, inputs, strict=True)]
         for output, tensor in pairs:
             check_whole(tensor, output, self.size(), "reduce_scatter_single")
-        return self._run(
-            Collective(
-                *("reduce_scatter", outputs, inputs, opts),
-                lambda host: call_for_each(
-                    host.reduce_scatter_single,
-                    [(*pair, reduction(pair[0].dtype, op)) for pair in pairs],
-                ),
-                lambda library, outputs, inputs: torch_releases.reduce_scatter_single(
-                    library, outputs, inputs, opts
-                ),
-                op,
-            )
+        return self._start(
+            *("reduce_scatter", outputs, inputs, opts),
+            lambda host: call_for_each(
+                host.reduce_scatter_single,
+                [(*pair, reduction(pair[0].dtype, op)) for pair in pairs],
+            ),
+            lambda library, outputs, inputs: torch_releases.reduce_scatter_single(
+                library, outputs, inputs, opts
+            ),
+            op,
         )
 
     def alltoall(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        opts = opts or AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         for pieces in (outputs, inputs):
             check_pieces(pieces, inputs[0], self.size(), "all_to_all")
-        return self._run(
-            Collective(
-                *("all_to_all", outputs, inputs, opts),
-                lambda host: partial(host.all_to_all, outputs, inputs),
-                lambda library, outputs, inputs: [library.alltoall(outputs, inputs, opts)],
-            )
+        return self._start(
+            *("all_to_all", outputs, inputs, opts),
+            lambda host: partial(host.all_to_all, outputs, inputs),
+            lambda library, outputs, inputs: [library.alltoall(outputs, inputs, opts)],
         )
 
     def all_to_all_single(  # type: ignore[override]
@@ -308,22 +278,20 @@ class CollectiveCalls(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send a part of the first dimension of `tensor` to each rank, into its `output`."""
-        opts = opts or AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         received = element_counts(output, output_splits, self.size())
         sent = element_counts(tensor, input_splits, self.size())
-        return self._run(
-            Collective(
-                *("all_to_all", [output], [tensor], opts),
-                lambda host: partial(host.all_to_all_single, output, received, tensor, sent),
-                lambda library, outputs, inputs: torch_releases.all_to_all_single(
-                    library, *outputs, *inputs, output_splits, input_splits, opts
-                ),
-            )
+        return self._start(
+            *("all_to_all", [output], [tensor], opts),
+            lambda host: partial(host.all_to_all_single, output, received, tensor, sent),
+            lambda library, outputs, inputs: torch_releases.all_to_all_single(
+                library, *outputs, *inputs, output_splits, input_splits, opts
+            ),
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        opts = opts or BarrierOptions()
-        return self._run(Collective("barrier", [], [], opts, lambda host: host.barrier))
+        opts = opts or c10d.BarrierOptions()
+        return self._start("barrier", [], [], opts, lambda host: host.barrier)
 
     # The names that torch before 2.13 calls.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -333,6 +301,6 @@ class CollectiveCalls(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
-def _all_reduce_on_library(opts: AllreduceOptions) -> Callable[[Any, Any, Any], list[Work]]:
+def _all_reduce_on_library(opts: c10d.AllreduceOptions) -> Callable[[Any, Any, Any], list[Work]]:
     # One call per tensor: libraries take no more.
     return lambda library, outputs, _: [library.allreduce([each], opts) for each in outputs]

@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 
 
 def create(options: Any, _: Any = None) -> KaitianProcessGroup:
-    """Create the process group that torch requests. Collective over the group's ranks.
-
-    Raises:
-        UserError: MPI's number of ranks differs from the one given to torch, or the process's
-            first group over `kaitian` does not have all ranks.
-        CollectiveError: a rank did not arrive within the group's timeout, or has left the job.
-    """
+    """Create the process group that torch requests. Collective over the group's ranks."""
     is_default = not options.global_ranks_in_group
     world, comm, unique = _default(options) if is_default else _subgroup(options)
     # Imported here because the import starts MPI, whose settings must be made before.

@@ -89,18 +89,12 @@ class WeightedSum:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, wire: str = "fp32") -> None:
-        """Create the hook's state.
-
-        Args:
-            group: the process group to sum over; None for the default one.
-            wire: the format in which gradients cross between hosts.
-        """
+        """Create the hook's state."""
         self.weight = 1.0
         self.residuals = Residuals(wire)
         """What slow links have rounded off, for a checkpoint. Each rank has its own."""
         self._names: dict[int, str] = {}
         self._buckets: dict[int, tuple[list[int], Residual | None]] = {}
-        self._sums: list[torch.Tensor] = []
         self._group = group
 
     def attach(self, model: DistributedDataParallel) -> None:
@@ -120,19 +114,7 @@ class WeightedSum:
         else:
             gradient.mul_(self.weight)
         work = sum_gradients(gradient, residual, self._group, in_background=True)
-        return work.get_future().then(lambda future: self._summed(future.value()[0]))  # type: ignore[no-any-return]
-
-    def is_finite(self, model: torch.nn.Module) -> bool:
-        """Return whether the gradients summed since the last call have no NaN and no infinity.
-
-        The same on every rank without communication, because all have the same sums.
-        """
-        sums, self._sums = self._sums, []
-        if not sums or bool(torch.stack(sums).isfinite().all()):
-            return True
-        # Finite numbers may add up to more than a float can hold.
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
     def _residual_of(self, bucket: dist.GradBucket) -> Residual | None:
         """Return the residual of a bucket; DDP may change its buckets between steps."""
@@ -155,11 +137,6 @@ class WeightedSum:
             residual = self.residuals.add(bucket.buffer(), places)
             self._buckets[bucket.index()] = identities, residual
         return residual
-
-    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        # One number per bucket, on its device, that is not finite if the bucket is not.
-        self._sums.append(gradient.sum().float())
-        return gradient
 
 
 def _reduce(state: WeightedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -192,11 +169,7 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
 
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the length of the first tensor with a dimension among a forward's arguments.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the length of the first tensor with a dimension among a forward's arguments."""
     rows = _first_length([*args, *kwargs.values()])
     if rows is None:
         names = [type(value).__name__ for value in (*args, *kwargs.values())]

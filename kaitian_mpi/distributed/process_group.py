@@ -59,19 +59,10 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         check_devices: OwnDeviceCheck,
         unique_name: str = "",
     ) -> None:
-        """Create the group on this rank.
+        """Create the group on this rank; `comms` and `relay` are for this group alone.
 
-        Args:
-            store: torch's store for this group.
-            group_store: the group's own view of the job's store, for arrival tracking.
-            comms: communicators for this group alone.
-            own: this rank's device.
-            name: torch's name of the group.
-            timeout: how long one operation may take.
-            relay: this group's own.
-            torch_versions: of each rank of the group.
-            check_devices: given the tensors of each call.
-            unique_name: the same on every rank, and of no other group of any job.
+        `group_store` is its own view of the job's store; no group of any job has the same
+        `unique_name`, which is the same on every rank.
         """
         rank, size = comms.world.rank, comms.world.size
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -96,7 +87,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         router = Router(*carriers, label, check_devices)
         self._check_devices = check_devices
         self._mailbox = Mailbox(
-            comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
+            comms.messages, f"kaitian-messages-{name}", timeout, self._worker.fail
         )
         # Usually these are the methods themselves.
         pace = own.kind.calls
@@ -139,12 +130,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._hybrid.algorithm = name
 
     def measure_links(self) -> bool:
-        """Measure how to reduce between hosts, if host memory is reduced between some. Collective.
+        """Measure how to reduce between hosts; False if nothing is, in host memory. Collective.
 
         Otherwise the first long tensor is preceded by that.
-
-        Returns:
-            Whether it is.
         """
         link = self.relay.network.link(self.comms.world)
         if link is None or (self.has_one_group and self._libraries[0].is_present):

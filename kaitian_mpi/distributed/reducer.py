@@ -66,19 +66,10 @@ class GradientReducer:
     ) -> None:
         """Watch a model's parameters. Not collective.
 
-        Args:
-            model: on this rank's device already.
-            group: the process group to sum over; None for the default one.
-            on_bucket: called when a bucket's gradients are ready, before they are sent, with
-                whether it is the last.
-            bucket_caps: bytes at which a bucket is full: the first one, and the others; None for
-                those that suit the format in which gradients cross.
-            residuals: the format in which gradients cross slow links, and what it has rounded off
-                them; None to send them as they are. The caller says when a step is done, by
-                `Residuals.keep`.
-
-        Raises:
-            UserError: no parameter requires gradients.
+        `on_bucket` is called when a bucket's gradients are ready, before they are sent, with
+        whether it is the last. `bucket_caps` are bytes at which a bucket is full: the first one,
+        and the others; None for those that suit the format of the `residuals`, by default fp32. The
+        caller says when a step is done, by `Residuals.keep`.
         """
         named = dict(model.named_parameters())  # each once, also where modules share it
         self._names = [name for name, p in named.items() if p.requires_grad]
@@ -140,16 +131,10 @@ class GradientReducer:
     ) -> None:
         """Let the next backward sum over the ranks. Not collective.
 
-        Args:
-            weight: of this rank's gradients. A callable is called once, when the first bucket is
-                ready, and may wait for a collective that was started before. With 0, they are
-                zero, even if this rank has computed a NaN; with None, whatever it has computed
-                is ignored, as if it had not used any parameter.
-            number: of one element; summed if `carries_number`. None counts as 0.
-
-        Raises:
-            RuntimeError: `finish` has not been called since the last armed backward.
-            UnsupportedError: a parameter requires gradients that did not when this was created.
+        A callable `weight` is called once, when the first bucket is ready, and may wait for a
+        collective that was started before. With 0, this rank's gradients are zero, even if it has
+        computed a NaN; with None, they are ignored, as if it had not used any parameter. `number`,
+        of one element, is summed as well if `carries_number`.
         """
         if self._is_closed:
             raise RuntimeError("arm() after close()")
@@ -173,10 +158,6 @@ class GradientReducer:
 
         It is the same bit by bit on all ranks, and a view of its bucket's buffer. A parameter that
         no rank has a gradient for has None. Collective.
-
-        Raises:
-            RuntimeError: it is not armed.
-            CollectiveError: a sum failed; a `RankLostError` if a rank died.
         """
         if not self._is_armed:
             raise RuntimeError("finish() without arm()")

@@ -35,14 +35,8 @@ def store_barrier(
 ) -> str:
     """Wait until every rank of a new group has arrived. Collective, by the store alone.
 
-    `name` is the function that the ranks call, for error messages, such as `new_group`.
-
-    Returns:
-        A unique name for the group, the same on every rank.
-
-    Raises:
-        CollectiveError: a rank did not arrive within the timeout, or has left the job; also on a
-            rank that arrives after the others have given up.
+    Returns a unique name for the group, the same on every rank. `name` is the function that the
+    ranks call, for error messages. A rank that arrives after the others have given up fails too.
     """
     if size == 1:
         return uuid.uuid4().hex
@@ -80,11 +74,7 @@ class MonitoredBarrier:
         self._calls = 0
 
     def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Wait for every rank; name the first missing one or, if asked to, all. Collective.
-
-        Raises:
-            MissingRanksError: a rank did not arrive; raised on every rank that did.
-        """
+        """Wait for every rank; name the first missing one or, if asked to, all. Collective."""
         self._calls += 1
         limit_sec = timeout.total_seconds()
         store = self._store.view(f"monitored barrier {self._calls}")

@@ -32,16 +32,8 @@ def sum_gradients(
 ) -> Any:
     """Sum a buffer of gradients over a group's ranks, in place. Collective.
 
-    Between device kinds and hosts it may lose digits: see `--relay-dtype` and `--wire`.
-
-    Args:
-        buffer: flat; with a residual, of the same format on every rank.
-        residual: in what format the buffer crosses between hosts, and what that rounds off.
-        group: None for the default one.
-        in_background: return before it is done.
-
-    Returns:
-        The work; None if it is done.
+    Between device kinds and hosts it may lose digits: see `--relay-dtype` and `--wire`. With a
+    residual, the buffer has the same format on every rank. Returns the work; None if it is done.
     """
     chosen: Any = group or dist.group.WORLD
     if not hasattr(chosen, "sum_gradients"):
@@ -54,13 +46,7 @@ def sum_gradients(
 
 
 class Fraction:
-    """This rank's fraction of a total over the ranks, which may still be summed.
-
-    Args:
-        own: this rank's number, which counts as float64.
-        total: the sum of all ranks' numbers; None to start summing them. Collective then.
-        group: None for the default one.
-    """
+    """This rank's fraction of a total over the ranks, which it sums, collectively, if not given."""
 
     def __init__(
         self, own: float, total: float | None = None, group: dist.ProcessGroup | None = None

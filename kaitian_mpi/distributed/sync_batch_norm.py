@@ -42,9 +42,7 @@ def is_local() -> bool:
 class Participation:
     """How this rank takes part in the statistics: by default with equal weights, as in stock DDP.
 
-    Args:
-        weight: called in backward; returns a number in proportion to which this rank's gradients
-            are weighted.
+    `weight` is called in backward; this rank's gradients are weighted in proportion to it.
     """
 
     def __init__(self, weight: Callable[[], float] = lambda: 1.0) -> None:
@@ -228,11 +226,7 @@ class _Synchronized(torch.autograd.Function):
 
 
 def moments(input: torch.Tensor) -> torch.Tensor:
-    """Return each channel's mean and sum of squared deviations, then the count: [2 channels + 1].
-
-    Args:
-        input: [samples, channels, ...], possibly without samples.
-    """
+    """Return each channel's mean and sum of squared deviations, and the count, in one tensor."""
     channels = input.size(1)
     count = input.numel() // max(channels, 1)
     if count == 0:
@@ -248,9 +242,6 @@ def merge(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     By deviations from the ranks' means, which loses no digits where the mean is large, as E[x^2] -
     E[x]^2 does: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
     Sample Variances", 1979 (STAN-CS-79-773), equations 2.1.
-
-    Args:
-        gathered: [ranks, 2 channels + 1], of each rank what `moments` returned.
     """
     counts = gathered[:, -1:]
     means, squares = gathered[:, :-1].chunk(2, dim=1)
@@ -265,14 +256,8 @@ def _through_statistics(
     """Add the part of the input's derivative that goes through the statistics. Collective.
 
     A rank's gradients are multiplied by its weight only after backward, so others' must be brought
-    to this rank's scale: multiplied by their own weight, divided by this one's.
-
-    Args:
-        ctx: of the forward.
-        saved: the tensors that it has saved.
-        of_input: the derivative with fixed statistics, changed in place.
-        sums: over this rank's samples, of the output's gradient, and of the same times the
-            normalized input: [2, channels].
+    to this rank's scale: multiplied by their own weight, divided by this one's. `sums` are over
+    this rank's samples, of the output's gradient, and of the same times the normalized input.
     """
     weight = float(ctx.takes_part.weight()) if ctx.counts else 0.0
     # Not multiplied by 0, which would keep a NaN.

@@ -6,16 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.distributed.network.allreduce import HostAllreduce, round_elements
-from kaitian_mpi.distributed.network.choice import (
-    LONG_BYTES,
-    SHORT_BYTES,
-    Choice,
+from kaitian_mpi.distributed.network.allreduce import (
+    HostAllreduce,
     Route,
     group_by_host,
+    round_elements,
 )
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
-from kaitian_mpi.distributed.network.link import Link, Network
+from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, Network
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
 

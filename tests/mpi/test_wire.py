@@ -9,7 +9,7 @@ from mpi4py import MPI
 from torch import nn
 
 import kaitian_mpi
-from kaitian_mpi.distributed.network.choice import group_by_host
+from kaitian_mpi.distributed.network.allreduce import group_by_host
 from kaitian_mpi.distributed.network.formats import FORMATS
 from kaitian_mpi.distributed.network.link import Link, Network
 from kaitian_mpi.distributed.network.residual import Residual, Residuals

@@ -2,17 +2,16 @@
 
 import pytest
 
-from kaitian_mpi.distributed.network.choice import (
+from kaitian_mpi.distributed.network.allreduce import Route, group_by_host
+from kaitian_mpi.distributed.network.interfaces import found_interfaces, limit_to
+from kaitian_mpi.distributed.network.link import (
     LONG_BYTES,
     MPI_ROUTE,
     SHORT_BYTES,
     Choice,
-    Route,
     choose,
-    group_by_host,
     routes,
 )
-from kaitian_mpi.distributed.network.interfaces import found_interfaces, limit_to
 from kaitian_mpi.errors import UserError
 
 PAIRWISE, RING = Route("pairwise"), Route("ring")

@@ -58,12 +58,7 @@ class Router:
         self._numbers = count(1)
 
     def run(self, collective: Collective) -> Work:
-        """Start a collective, which runs after those started before it.
-
-        Raises:
-            UnsupportedError: a tensor is sparse, or the reduction is not supported.
-            CollectiveError: it failed in the caller's thread.
-        """
+        """Start a collective, which runs after those started before it."""
         result = collective.result
         for tensor in result:
             if tensor.layout is not torch.strided and not collective.takes_sparse:

@@ -36,10 +36,8 @@ class SideStreams:
         """Return a context manager in which another thread may work on tensors.
 
         On an accelerator with streams, its work comes after the work already queued on the calling
-        thread's current stream, and runs concurrently with work queued there later.
-
-        Args:
-            tensors: in lists and tuples of any depth; other values are ignored.
+        thread's current stream, and runs concurrently with work queued there later. `tensors` may
+        be in lists and tuples of any depth.
         """
         on_device = [tensor for tensor in tensors_in(tensors) if not tensor.is_cpu]
         device = on_device[0].device if on_device else self._device
@@ -133,12 +131,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
-    """Return a contiguous copy of `tensor` in host memory; for a contiguous host tensor, itself.
-
-    Args:
-        tensor: on any device.
-        read: whether the tensor's values are needed in the copy.
-    """
+    """Return a contiguous copy of `tensor` in host memory; for a contiguous host tensor, itself."""
     if tensor.is_cpu and is_plain(tensor):
         return tensor.detach() if tensor.requires_grad else tensor
     pins = device_of(tensor.device).pins_memory and tensor.nbytes <= _MAX_PINNED_BYTES

@@ -195,12 +195,7 @@ class Queued(Work):
         self._complete(None if is_hidden else error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done, but for work of the device: the current stream waits for that.
-
-        Raises:
-            CollectiveError: it failed, or was not done within `timeout`; then it continues.
-            Exception: any other error that the collective raised.
-        """
+        """Block until it is done, but for work of the device: the current stream waits for that."""
         if timeout:
             self._wait_at_most(timeout.total_seconds())
         self.is_error_seen = True

@@ -71,15 +71,10 @@ class Worker:
         """Execute a collective after all those started before it.
 
         In a callback of a future it is executed at once, in the callback's thread: that is the
-        callback's place in the order (see `OrderedFuture`), the same on every rank.
-
-        Args:
-            name: the operation, for error messages.
-            call: executes it.
-            result: the tensors it writes.
-            in_background: False if the caller will wait for it anyway; it then runs in the caller's
-                own thread if nothing is queued, which saves two thread switches.
-            tensors: all tensors it uses, in lists and tuples of any depth; None for `result`.
+        callback's place in the order (see `OrderedFuture`), the same on every rank. If not
+        `in_background`, the caller will wait for it anyway: it then runs in the caller's own thread
+        if nothing is queued, which saves two thread switches. `tensors` are all that it uses, in
+        lists of any depth; None for `result`, those it writes.
         """
         # Never true in the worker's own thread, which already holds the lock.
         if not in_background and self._waiting == 0 and self._turn.acquire(blocking=False):
@@ -94,11 +89,7 @@ class Worker:
         return self._enqueue(name, call, result, tensors)
 
     def drain(self, name: str) -> None:
-        """Wait until everything queued is done; in a callback of a future, do not wait.
-
-        Raises:
-            CollectiveError: the worker is broken.
-        """
+        """Wait until everything queued is done; in a callback of a future, do not wait."""
         is_idle = self._waiting == 0 and not self._turn.locked()
         if not is_idle and not self._is_in_callback():
             self._enqueue(name, lambda: None, [], None).wait()
@@ -119,11 +110,7 @@ class Worker:
         self._put(_Task(call, self._streams.after_caller(tensors), is_callback=True))
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """If called in the worker's thread, by a waiting callback, run queued tasks until `done`.
-
-        Raises:
-            RuntimeError: the queue is empty, so the callback waits for itself.
-        """
+        """If a callback waits in the worker's thread, run queued tasks until `done`."""
         while self._is_own_thread() and not done():
             try:
                 task = self._tasks.get_nowait()

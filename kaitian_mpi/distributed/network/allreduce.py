@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network.choice import Hosts, Route
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES, Crossing, Exchange, Round, encoded
 from kaitian_mpi.distributed.network.formats import BLOCK
 from kaitian_mpi.distributed.network.residual import Residual
@@ -36,6 +37,51 @@ _WIDE_ELEMENTS = 4 << 20  # converted to a wider dtype at once: 16 MB of float32
 # waking up a little late costs nothing; waking up often costs a core that other ranks need.
 _YIELD_SEC = 50e-6
 _NAP_SEC = 100e-6
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of a communicator by host."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """The ranks on each host, in order; hosts are in the order of their first ranks."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def lanes(self) -> int:
+        """The most ranks that each host can have for exchanging data with the others."""
+        return min(map(len, self.ranks))
+
+    def index_of(self, rank: int) -> int:
+        """Return the number of a rank's host."""
+        return next(index for index, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def lane(self, number: int) -> tuple[int, ...]:
+        """Return the ranks of a lane, one on each host."""
+        return tuple(ranks[number] for ranks in self.ranks)
+
+
+def group_by_host(nodes: Sequence[int]) -> Hosts:
+    """Group ranks 0, 1, … by the numbers of their hosts."""
+    by_host: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_host.setdefault(node, []).append(rank)
+    return Hosts(tuple(map(tuple, by_host.values())))
+
+
+class Route(NamedTuple):
+    """A way to reduce tensors between hosts."""
+
+    algorithm: str
+    """`mpi` for MPI's own allreduce among all ranks, or an algorithm's name."""
+    lanes: int = 1
+    """How many ranks of each host exchange data with other hosts."""
+
+    def __str__(self) -> str:
+        return self.algorithm + (f" in {self.lanes} lanes" if self.lanes > 1 else "")
 
 
 class HostAllreduce:

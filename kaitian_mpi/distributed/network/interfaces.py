@@ -28,13 +28,6 @@ def initialize_mpi_on(interfaces: str) -> MPI.Intracomm:
     """Initialize MPI, with its TCP connections on these interfaces; return `COMM_WORLD`.
 
     Collective over all ranks.
-
-    Args:
-        interfaces: names, separated by commas; empty: all that MPI finds.
-
-    Raises:
-        AgreedError: a rank's host does not have such an interface.
-        UserError: there is no usable MPI.
     """
     fault = None
     try:
@@ -49,16 +42,7 @@ def initialize_mpi_on(interfaces: str) -> MPI.Intracomm:
 
 
 def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collection[str]) -> None:
-    """Set the variables that MPI and vendors' libraries read when they start.
-
-    Args:
-        interfaces: names, separated by commas; empty: change nothing.
-        environ: the environment to change.
-        found: the interfaces of this host that can be used.
-
-    Raises:
-        UserError: this host does not have such an interface.
-    """
+    """Set the variables that MPI and vendors' libraries read when they start."""
     names = [name.strip() for name in interfaces.split(",") if name.strip()]
     if not names:
         if interfaces:

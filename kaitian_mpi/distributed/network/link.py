@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network.allreduce import HostAllreduce
-from kaitian_mpi.distributed.network.choice import (
-    LONG_BYTES,
-    MPI_ROUTE,
-    SHORT_BYTES,
-    Choice,
+from kaitian_mpi.distributed.network.allreduce import (
+    HostAllreduce,
     Hosts,
     Route,
-    choose,
     group_by_host,
-    routes,
 )
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
 from kaitian_mpi.distributed.network.residual import Residual
@@ -44,6 +38,54 @@ _MAX_SEC = 1.0
 
 Allreduce = Callable[[torch.Tensor, Reduction], None]
 """Reduces a contiguous host tensor, in place. Collective."""
+
+
+SHORT_BYTES, LONG_BYTES = 256 << 10, 2 << 20
+"""The sizes that are measured. Below the first one, MPI's own allreduce is always used."""
+
+
+MPI_ROUTE = Route("mpi")
+
+# MPI's own allreduce has to be so much faster: it may take twice as long at times, and with longer
+# tensors than are measured, and less of it happens while gradients are computed.
+_MPI_FACTOR = 0.85
+
+Seconds = Mapping[Route, float]
+
+
+class Choice(NamedTuple):
+    """How tensors are reduced between hosts."""
+
+    route: Route
+    """For tensors of `min_bytes` and more; for others, MPI's own allreduce."""
+    min_bytes: int = SHORT_BYTES
+    seconds: Seconds | None = None
+    """What each route takes for a tensor of `LONG_BYTES`; None if nothing was measured."""
+
+    def describe(self) -> str:
+        """Describe it in a line, such as `ring (measured, 2 MB: mpi 41.3 ms, ring 23.0 ms)`."""
+        if self.seconds is None:
+            return str(self.route)
+        times = ", ".join(f"{route} {1e3 * sec:.1f} ms" for route, sec in self.seconds.items())
+        return f"{self.route} (measured, 2 MB: {times})"
+
+
+def routes(algorithms: Sequence[str], lanes: int) -> list[Route]:
+    """Return what there is to choose from: each algorithm in one lane, and in all of them."""
+    counts = sorted({1, lanes})
+    return [MPI_ROUTE, *[Route(name, count) for name in algorithms for count in counts]]
+
+
+def choose(short: Seconds, long: Seconds) -> Choice:
+    """Return the fastest route for long tensors, and from which length on.
+
+    MPI's own allreduce is chosen only if it is clearly faster than the others.
+    """
+    best = min((route for route in long if route != MPI_ROUTE), key=lambda route: long[route])
+    if long[MPI_ROUTE] < _MPI_FACTOR * long[best]:
+        best = MPI_ROUTE
+    is_for_short = short[best] <= short[MPI_ROUTE]
+    return Choice(best, SHORT_BYTES if is_for_short else LONG_BYTES // 2, long)
 
 
 class Link:
@@ -161,13 +203,7 @@ class Network:
     def allreduce_on(
         self, comm: MPI.Comm, residual: Residual | None = None, start: int = 0
     ) -> Allreduce:
-        """Return a function that reduces over `comm`.
-
-        Args:
-            comm: the ranks.
-            residual: of a buffer of gradients that is reduced part by part; None: of anything else.
-            start: where in the buffer the first part begins.
-        """
+        """Return a function that reduces over `comm`; with a residual, a buffer from `start` on."""
         link = self.link(comm)
         if link is None:
             return partial(host_collectives.allreduce, comm)

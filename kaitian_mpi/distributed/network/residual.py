@@ -58,11 +58,7 @@ class Residual:
 
 
 class Residuals:
-    """The residuals of a model's gradients, by parameter; for any buffers these travel in.
-
-    Args:
-        wire: a name in `FORMATS`, or `fp32`: the gradients cross as they are.
-    """
+    """The residuals of a model's gradients, by parameter; for any buffers these travel in."""
 
     def __init__(self, wire: str = "fp32") -> None:
         self.wire = wire
@@ -74,12 +70,7 @@ class Residuals:
         self._waiting, self._parts = self.state_dict(), []
 
     def add(self, buffer: torch.Tensor, places: Mapping[str, slice]) -> Residual | None:
-        """Return the residual of a buffer; None if its values cross as they are, such as float64.
-
-        Args:
-            buffer: flat, of gradients, perhaps with other numbers behind them.
-            places: where the parameters' gradients are, by name.
-        """
+        """Return the residual of a buffer; None if its values cross as they are."""
         if self.wire not in FORMATS or buffer.dtype not in _COMPRESSED:
             return None
         count = max(place.stop for place in places.values())

@@ -65,11 +65,8 @@ def agree_on_pace(
 ) -> Pace:
     """Time the stages on each rank, and return what fits the slowest. Collective over `comm`.
 
-    Args:
-        comm: the ranks that exchange the chunks.
-        memory_mb: the limit of this rank's buffers together.
-        stages: returns the stages for a chunk of so many bytes, each of which returns when it is
-            done. Those that are collective must come in the same order on every rank.
+    `stages` returns those for a chunk of so many bytes, each of which returns when it is done.
+    Those that are collective must come in the same order on every rank.
     """
     slowest = [max(map(_seconds, stages(size))) for size in SIZES]
     small, large = map(max, zip(*gather_values(comm, slowest), strict=True))

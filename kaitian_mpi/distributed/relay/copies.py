@@ -33,29 +33,20 @@ class Copies:
     """
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Let the copies come after the work already queued on the current stream.
-
-        Args:
-            tensor: any part of the tensor whose chunks are copied.
-        """
+        """Let the copies come after the work already queued on the current stream."""
 
     def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
-        """Start copying a chunk to host memory, once the device has reached `free`.
+        """Start copying a chunk to host memory, once the device has reached `free`; return the end.
 
-        Returns:
-            The end of the copy. The host itself must wait for it: if only a stream waited, the
-            host would reduce stale data (pytorch/pytorch#170239).
+        The host itself must wait for it: if only a stream waited, the host would reduce stale data
+        (pytorch/pytorch#170239).
         """
         with part("copy out", COPY_OUT, bytes=chunk.nbytes):
             host.copy_(chunk)
         return _Reached()
 
     def copy_back(self, chunk: torch.Tensor, host: torch.Tensor) -> Event:
-        """Start copying host memory back to a chunk whose copy out is done.
-
-        Returns:
-            The end of the copy, after which the host memory may be written again.
-        """
+        """Start copying host memory back to a chunk whose copy out is done; return the end."""
         with part("copy back", COPY_BACK, bytes=chunk.nbytes):
             chunk.copy_(host)
         return _Reached()

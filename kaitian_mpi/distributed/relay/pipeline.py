@@ -116,12 +116,6 @@ def exchange_in_chunks(
 
     Returns when the last copy back is queued: later work on the current stream comes after it. If
     `exchange` raises, the chunks so far are copied back.
-
-    Args:
-        chunks: flat contiguous parts of one tensor.
-        exchange: works on one chunk in host memory.
-        copies: copies to and from the device.
-        slots: the host memory.
     """
     count = slots.provide(len(chunks), max(chunk.nbytes for chunk in chunks))
     waiting = iter(chunks)

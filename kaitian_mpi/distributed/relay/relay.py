@@ -90,12 +90,6 @@ class Relay:
 
         The chunks are the same on every rank: they depend on the tensor's length and dtype and on
         what the ranks have agreed on, not on where a rank's tensor is.
-
-        Args:
-            comm: the ranks that exchange the chunks.
-            tensor: on any device.
-            exchange: collective over `comm`; works on one chunk in host memory.
-            dtype: in which the tensor crosses; None: its own.
         """
         crossing = tensor if dtype is None else tensor.to(dtype)
         self.exchange_chunks(self._split(comm, crossing), exchange)
