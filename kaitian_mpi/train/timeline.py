@@ -134,48 +134,31 @@ def align_clocks(
 ) -> None:
     """Align each rank's clock with the run's time, which rank 0 keeps. Collective.
 
-    The first rank of each host asks rank 0, one after the other; then each answers the other ranks
-    of its host, all hosts at once. Ranks that wait for their turn sleep.
+    The first rank of each host asks rank 0, one after the other. The ranks of a host have the same
+    clock. Ranks that wait for their turn sleep.
     """
-    first_of = {node: nodes.index(node) for node in reversed(nodes)}
-    first_of[nodes[0]] = 0
-    own_first = first_of[nodes[comm.rank]]
+    firsts = [nodes.index(node) for node in nodes]
+    offset = Offset(0.0, 0.0)
     if comm.rank == 0:
         time = now()
-        clock.align(time, Offset(clock.run_time(time) - time, 0.0))
-        _answer(comm, sorted(set(first_of.values()) - {0}), clock, now)
-    elif comm.rank == own_first:
-        _ask(comm, 0, clock, now)
-    if comm.rank != own_first:
-        _ask(comm, own_first, clock, now)
-    else:
-        here = [rank for rank, node in enumerate(nodes) if node == nodes[comm.rank]]
-        _answer(comm, [rank for rank in here if rank != own_first], clock, now)
+        offset = Offset(clock.run_time(time) - time, 0.0)
+        for rank in sorted(set(firsts) - {0}):
+            _send(comm, rank, 0.0)  # it may ask now
+            for _ in range(_ROUND_TRIPS):
+                _receive(comm, rank)
+                _send(comm, rank, now() + offset.seconds)
+    elif comm.rank in firsts:
+        _receive(comm, 0)
+        offset = estimate_offset([_round_trip(comm, now) for _ in range(_ROUND_TRIPS)])
+    offsets = gather_values(comm, offset)
+    clock.align(now(), Offset(*offsets[firsts[comm.rank]]))
 
 
-def _answer(
-    comm: MPI.Comm, ranks: Sequence[int], clock: AlignedClock, now: Callable[[], float]
-) -> None:
-    """Answer each of these ranks in turn with the run's time."""
-    for rank in ranks:
-        _send(comm, rank, 0.0)  # it may ask now
-        for _ in range(_ROUND_TRIPS):
-            _receive(comm, rank)
-            _send(comm, rank, clock.run_time(now()))
-        _send(comm, rank, clock.error)
-
-
-def _ask(comm: MPI.Comm, rank: int, clock: AlignedClock, now: Callable[[], float]) -> None:
-    """Align the clock with another rank's."""
-    _receive(comm, rank)
-    trips = []
-    for _ in range(_ROUND_TRIPS):
-        sent = now()
-        _send(comm, rank, 0.0)
-        answered = _receive(comm, rank)
-        trips.append(RoundTrip(sent, answered, now()))
-    offset = estimate_offset(trips)
-    clock.align(now(), Offset(offset.seconds, offset.error + _receive(comm, rank)))
+def _round_trip(comm: MPI.Comm, now: Callable[[], float]) -> RoundTrip:
+    sent = now()
+    _send(comm, 0, 0.0)
+    answered = _receive(comm, 0)
+    return RoundTrip(sent, answered, now())
 
 
 def _send(comm: MPI.Comm, rank: int, value: float) -> None:
