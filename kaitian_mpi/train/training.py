@@ -164,8 +164,9 @@ class Training:
                 "training.batches()"
             )
         while (share := self._next_share()) is not None:
-            step = self._guarded(self._train, share)
+            step = self._guarded(self._current_loop.train, share)
             if step is not None:
+                self._last_step = step
                 # All ranks have done it, also if one is lost in what follows.
                 self._guarded(self._current_loop.step_done, step)
                 self._enter_script()
@@ -327,11 +328,11 @@ class Training:
         self._end()
 
     def _start(self) -> Run:
-        """Check that the training is open; at its first use, prepare the first step."""
         self._check_open()
         return self._prepared()
 
     def _prepared(self) -> Run:
+        """At the first use of an open training, do everything before the first step."""
         if self._run is not None:
             return self._run
         self._check_open()
@@ -356,11 +357,7 @@ class Training:
         return self._loop
 
     def _next_share(self) -> Sequence[MicroBatch] | None:
-        """Return this rank's share of the next step; None if the run is done.
-
-        Raises:
-            AgreedError: it is done, but its results could not be written.
-        """
+        """Return this rank's share of the next step; None if the run is done."""
         while not self._is_done:
             share = self._guarded(self._advance)
             if share is not None:
@@ -385,10 +382,6 @@ class Training:
             if world is not None:
                 self._loop, self._saving = begin_loop(self._prepared(), world, self._logged)
         return self._loop
-
-    def _train(self, share: Sequence[MicroBatch]) -> Step:
-        self._last_step = self._current_loop.train(share)
-        return self._last_step
 
     def _evaluate(self) -> dict[str, float] | None:
         loop = self._ready_loop()
@@ -421,11 +414,7 @@ class Training:
         self._end_standby(is_active)
 
     def _end_standby(self, is_active: bool) -> None:
-        """End the job's work, with that of the ranks on standby.
-
-        Raises:
-            AgreedError: the error by which the active ranks have ended; raised on all ranks.
-        """
+        """End the job's work, with that of the ranks on standby."""
         membership, run = self._membership, self._prepared()
         if is_active:
             membership.commit()
@@ -461,11 +450,7 @@ class Training:
         return None
 
     def _recover(self, failure: Exception) -> None:
-        """Close the loop, and regroup with the surviving ranks.
-
-        Raises:
-            Exception: the failure, if no rank is lost; then the training is closed.
-        """
+        """Close the loop, and regroup with the surviving ranks."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close(together=False)
@@ -564,11 +549,7 @@ class Training:
             self._recover(step.failure)
 
     def _end_open_step(self) -> None:
-        """Regroup if a rank was lost in a step of the open form, before what comes next.
-
-        Raises:
-            UserError: the step is not finished.
-        """
+        """Regroup if a rank was lost in a step of the open form, before what comes next."""
         step = self._open_step
         if step is not None and step.failure is None and not step.is_finished:
             raise UserError(
@@ -579,11 +560,7 @@ class Training:
 
 
 def _watch_process(config: TrainingConfig) -> bool:
-    """Watch this rank and handle its signals, unless its program does so already.
-
-    Returns:
-        Whether a watchdog has been started.
-    """
+    """Watch this rank and handle its signals, unless its program does so already."""
     if not is_handled():
         handle_signals(Path(sys.argv[0]).name or "python")
     if current_watchdog() is not None:
