@@ -5,27 +5,19 @@ address and a link of its own, so that mpirun reaches them over real ssh and ran
 sockets. Their processes are in one cgroup, in which Linux divides the cores among processes, not
 among sessions (`sched_autogroup_enabled`), as it does where ssh starts one for each host: then a
 daemon was seen without a core for a minute, next to a rank of another session that yields its own
-in order to wait for it. Needs root::
-
-    python tests/emulated_hosts.py --slots 2,1,1 --link-mbit 1000 -- COMMAND HOSTFILE ...
-
-runs a command on the first of them; the word HOSTFILE becomes the path of mpirun's.
+in order to wait for it. Needs root.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from processes import rank_of
@@ -67,13 +59,7 @@ def reason_to_skip() -> str:
 
 
 def unless_required(variable: str, what: str, reason: str) -> str:
-    """Return why tests are skipped; nothing where an environment variable requires them.
-
-    Args:
-        variable: requires them if it is `required`.
-        what: what they need.
-        reason: why it cannot be had; empty if it can.
-    """
+    """Return why tests are skipped; nothing where an environment variable is `required`."""
     required = os.environ.get(variable) == "required"
     return f"{what}: {reason}" if reason and not required else ""
 
@@ -106,12 +92,7 @@ def _run(*words: object) -> None:
 
 
 def share_cores(cores: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
-    """Return the cores of each host: its own, or where there are too few, those with fewest ranks.
-
-    Args:
-        cores: all there are.
-        slots: how many ranks each host takes.
-    """
+    """Return each host's cores: its own, or where there are too few, those with fewest ranks."""
     if len(cores) >= len(slots):
         return [list(cores[number :: len(slots)]) for number in range(len(slots))]
     ranks = dict.fromkeys(cores, 0)
@@ -185,12 +166,7 @@ class EmulatedHosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     @property
@@ -320,25 +296,19 @@ class EmulatedHosts:
             time.sleep(0.1)
 
     def _processes(self, number: int) -> list[int]:
-        try:
-            inode = os.stat(f"/run/netns/{self._namespace(number)}").st_ino
-        except OSError:
-            return []
         found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.stat(folder / "ns" / "net").st_ino == inode:
-                    found.append(int(folder.name))
-            except OSError:
-                continue
+        with suppress(OSError):
+            inode = os.stat(f"/run/netns/{self._namespace(number)}").st_ino
+            for folder in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):  # it has ended
+                    if os.stat(folder / "ns" / "net").st_ino == inode:
+                        found.append(int(folder.name))
         return found
 
     def _kill_processes(self, number: int) -> None:
         for pid in self._processes(number):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
     def _remove(self) -> None:
         for number in self._numbers:
@@ -351,29 +321,3 @@ class EmulatedHosts:
             _run("ip", "netns", "del", self._namespace(number))
         subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
         self._remove_group()
-
-
-def main() -> int:
-    """Run a command on the first of some hosts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slots", default="2,1,1", help="the ranks each host takes")
-    parser.add_argument(
-        "--link-mbit", type=float, help="the speed of each host's link, in 10^6 bits a second"
-    )
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args()
-    slots = [int(word) for word in options.slots.split(",")]
-    if reason := why_not_shaped() if options.link_mbit else why_not():
-        parser.error(reason)
-    with (
-        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
-        EmulatedHosts(Path(folder), slots) as hosts,
-    ):
-        if options.link_mbit:
-            hosts.set_link_speed(options.link_mbit)
-        words = [str(hosts.hostfile) if word == "HOSTFILE" else word for word in options.command]
-        return subprocess.run(hosts.on_first(*words), check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from emulated_hosts import EmulatedHosts, unless_required
@@ -129,12 +128,7 @@ class EmulatedSlurm:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def command(self, *words: str) -> list[str]:
@@ -146,11 +140,7 @@ class EmulatedSlurm:
         return self.hosts.address(number)
 
     def ask(self, *words: str) -> str:
-        """Return what one of Slurm's commands prints.
-
-        Raises:
-            RuntimeError: it fails.
-        """
+        """Return what one of Slurm's commands prints; raise RuntimeError if it fails."""
         done = subprocess.run(
             self.command(*words),
             env={**os.environ, **self.environment},

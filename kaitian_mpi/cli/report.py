@@ -24,8 +24,6 @@ from kaitian_mpi.observe.report.text import side_by_side
 PROGRAM = "kaitian-report"
 NAME = "report.html"
 _WATCH_SEC = 10.0
-_MAX_SHARE = 0.1  # of a core, beside a training that may need them all
-_MAX_PAUSE_SEC = 60.0
 
 
 def main() -> None:
@@ -106,11 +104,7 @@ def show_text(runs: Sequence[Run]) -> None:
 
 
 def make_report(options: argparse.Namespace) -> None:
-    """Write the page, once or until the runs end, and the images.
-
-    Raises:
-        UserError: a folder cannot be read, a file cannot be written, or matplotlib is missing.
-    """
+    """Write the page, once or until the runs end, and the images."""
     with drawing():
         pass  # without matplotlib, say so before reading long files
     runs = [read_run(path) for path in options.run_dirs]
@@ -141,13 +135,12 @@ def make_report(options: argparse.Namespace) -> None:
 def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
     """Write the page whenever the runs' files have changed, until they end or Ctrl-C is pressed.
 
-    The process has the lowest priority and uses at most a tenth of a core.
+    The process has the lowest priority, beside a training that may need all cores.
     """
     os.nice(19)
     seen: set[tuple[Path, int]] = set()
     try:
         while True:
-            began = time.process_time()
             files = [file for folder in paths for file in folder.glob("*.json*")]
             found = {(file, file.stat().st_mtime_ns) for file in files if file.exists()}
             if found != seen:
@@ -155,8 +148,7 @@ def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
                 if all(run.state != "unfinished" for run in runs):
                     break
                 _write(target, reloading(make_page(runs), every_sec))
-            used = time.process_time() - began
-            time.sleep(max(every_sec, min(_MAX_PAUSE_SEC, used / _MAX_SHARE)))
+            time.sleep(every_sec)
     except KeyboardInterrupt:
         pass
     _write(target, make_page([read_run(path) for path in paths]))
@@ -173,11 +165,7 @@ def _write_images(folder: Path, runs: Sequence[Run]) -> None:
 
 
 def _write(path: Path, content: str | bytes, flag: str = "-o") -> None:
-    """Write a file atomically.
-
-    Raises:
-        UserError: it cannot be written; the message names the flag for another place.
-    """
+    """Write a file atomically; if it cannot be, name the flag for another place."""
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     try:
         if flag == "--images":

@@ -49,8 +49,8 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
         ) from error
 
 
-def one_line(error: Exception) -> str:
-    """Return an exception's type and message as one line, for use in a `UserError`."""
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

@@ -10,9 +10,8 @@ from kaitian_mpi.errors import UserError
 
 MAX_STEPS = 1000
 """The most steps: torch's profiler keeps all of them in memory, some MB each."""
-_MAX_RANK = 1 << 20
-_SPAN = r"\d{1,9}(?:-\d{1,9})?"
-_WINDOW = re.compile(rf"(all|{_SPAN}(?:,\s*{_SPAN})*)\s*@\s*({_SPAN})")
+_SPAN = r"\d{1,6}(?:-\d{1,6})?"
+_WINDOW = re.compile(rf"(all|{_SPAN}(?:,\s*{_SPAN})*)\s*@\s*(\d{{1,9}})(?:-(\d{{1,9}}))?")
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,21 @@ class ProfileWindow:
 
 def parse_profile(text: str) -> ProfileWindow:
     """Return what a text such as `0,3@50-60`, `0-3@50` or `all@50-60` names."""
-    found = _WINDOW.fullmatch(text.strip())
-    ranks, steps = found.groups() if found else ("", "0")
-    first, last = _span(steps)
-    spans = [] if ranks in ("", "all") else [_span(each) for each in ranks.split(",")]
-    is_wrong = any(low > high or high > _MAX_RANK for low, high in spans) or first > last
-    if not ranks or is_wrong or first < 1:
-        raise out_of_range("profile", text, "RANKS@STEPS, such as 0,3@50-60, 1-3@50 or all@50")
+    if not (found := _WINDOW.fullmatch(text.strip())):
+        raise _wrong(text)
+    first, last = int(found[2]), int(found[3] or found[2])
+    chosen: set[int] = set()
+    for span in [] if found[1] == "all" else found[1].split(","):
+        low, _, high = span.partition("-")
+        if not (ranks := range(int(low), int(high or low) + 1)):
+            raise _wrong(text)
+        chosen.update(ranks)
+    if not 1 <= first <= last:
+        raise _wrong(text)
     if last - first >= MAX_STEPS:
         raise out_of_range("profile", text, f"at most {MAX_STEPS} steps")
-    chosen = frozenset(rank for low, high in spans for rank in range(low, high + 1))
-    return ProfileWindow(None if ranks == "all" else chosen, first, last)
+    return ProfileWindow(frozenset(chosen) or None, first, last)
 
 
-def _span(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    return int(first), int(last or first)
+def _wrong(text: str) -> UserError:
+    return out_of_range("profile", text, "RANKS@STEPS, such as 0,3@50-60, 1-3@50 or all@50")

@@ -34,9 +34,6 @@ class TrainConfig(TrainingConfig):
     """The settings of one `kaitian-train` run: what it trains, on which devices, and the above.
 
     It trains a task of the user's own, or a model on a dataset of images.
-
-    Raises:
-        UserError: a value is out of range, or two values contradict each other.
     """
 
     config: str = setting(

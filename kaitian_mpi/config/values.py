@@ -36,16 +36,7 @@ def setting(
     least: float = 0,
     most: float = _MOST,
 ) -> Any:
-    """Return a field of a settings dataclass.
-
-    Args:
-        default: its value if it is not given.
-        help: its help text.
-        choices: the values it may have; empty for any.
-        metavar: stands for the value in its help text.
-        least: the smallest number.
-        most: the largest number.
-    """
+    """Return a field of a settings dataclass; its number is from `least` to `most`."""
     about = {"help": help, "choices": choices, "metavar": metavar, "limits": (least, most)}
     return dataclasses.field(default=default, metadata=about)
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.devices.plugin import KindError, import_plugin, one_line
+from kaitian_mpi.config.factory import one_line
+from kaitian_mpi.devices.plugin import KindError, import_plugin
 from kaitian_mpi.devices.protocol import Device, HostMark, Mark
 from kaitian_mpi.devices.visibility import VISIBILITY
 

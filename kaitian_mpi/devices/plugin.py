@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.errors import UserError
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -129,8 +130,3 @@ def import_plugin(plugin: str) -> None:
     finally:
         if torch.get_default_device() != default:
             torch.set_default_device(None if default.type == "cpu" else default)
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and text in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.devices.plugin import PLUGINS, KindError, is_installed, one_line
+from kaitian_mpi.config.factory import one_line
+from kaitian_mpi.devices.plugin import PLUGINS, KindError, is_installed
 from kaitian_mpi.devices.protocol import Device
 
 if TYPE_CHECKING:

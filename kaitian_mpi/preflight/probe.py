@@ -108,9 +108,9 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
     """
     import psutil
 
+    from kaitian_mpi.config.factory import one_line
     from kaitian_mpi.devices import known_kinds
     from kaitian_mpi.devices.cpu import CGROUP, available_bytes
-    from kaitian_mpi.devices.plugin import one_line
     from kaitian_mpi.errors import UserError
 
     known = known_kinds()

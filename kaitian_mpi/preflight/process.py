@@ -28,10 +28,7 @@ class Ended(NamedTuple):
 class LimitedProcess:
     """A process that is killed, with those that it has started, when it takes too long.
 
-    Args:
-        command: a list of words; one that cannot be started ends with a shell's exit code.
-        seconds: how long it may take.
-        environ: its environment; None for this process's.
+    A command that cannot be started ends with a shell's exit code.
     """
 
     def __init__(

@@ -90,12 +90,7 @@ def by_value(values: Mapping[int, str]) -> str:
 
 
 def merge_hosts(verdicts: Iterable[Verdict], hosts: int) -> list[Verdict]:
-    """Join verdicts that differ in the host alone, and name their hosts.
-
-    Args:
-        verdicts: of one check.
-        hosts: how many hosts the job has; one is not named.
-    """
+    """Join verdicts of a check that differ in the host alone; name the hosts if there are more."""
     places: dict[Verdict, list[str]] = {}
     for verdict in verdicts:
         places.setdefault(replace(verdict, host=""), []).append(verdict.host)
