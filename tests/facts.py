@@ -20,12 +20,7 @@ SOFTWARE = Software(
     },
     protocol=1,
 )
-MACHINE = Machine(
-    cores=8,
-    shm_bytes=16 * GIB,
-    shm_free_bytes=15 * GIB,
-    open_files=65_536,
-)
+MACHINE = Machine(cores=8, shm_bytes=16 * GIB, shm_free_bytes=15 * GIB, open_files=65_536)
 MPI = Mpi(
     library="Open MPI 5.0.11",
     threads="multiple",

@@ -141,8 +141,7 @@ def make_parser() -> OneLineParser:
     )
     parser.add("--json", "print one JSON document (docs/doctor.md) instead of text")
     parser.add(
-        "--share-device",
-        "let several ranks use one device, as with this flag of kaitian-train",
+        "--share-device", "let several ranks use one device, as with this flag of kaitian-train"
     )
     parser.add(
         "--hostfile",

@@ -223,20 +223,11 @@ def _check_combinations(given: Mapping[str, Any]) -> None:
 class _AddSetting(argparse.Action):
     """Adds a `key=value` to a table of texts."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         """Add what a flag was given."""
         key, equals, text = str(values).partition("=")
         if not equals or not key.replace("-", "_").isidentifier():
-            raise UserError(
-                f"{option_string} {values!r} is not name=value; write it like {option_string} "
-                "lr=3e-4"
-            )
+            raise UserError(f"{flag} {values!r} is not name=value; write it like {flag} lr=3e-4")
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), key: text})
 
 

@@ -31,7 +31,7 @@ from kaitian_mpi.runtime.signals import handle_signals
 PROGRAM = "kaitian-plan"
 SECTIONS = {
     "what is measured (flags of kaitian-train)": "model dataset task set global_batch_size "
-    "precision devices wire benchmark_seconds emulate_kinds emulate_slowdown",
+    "precision devices wire benchmark_seconds emulate_kinds emulate_slowdown"
 }
 _MAX_RANKS = 100_000
 _MAX_SUBSETS = 16

@@ -51,43 +51,35 @@ def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
     """Check a config against the other ranks', their number, and each host's files. Collective."""
     check_same(comm, config.shared_values(), SAME_SETTINGS)
+    spares, ranks = config.spares, comm.size
     with agree_on_errors(comm):
-        if comm.rank == 0:
-            _check_placement()
-        if config.spares:
-            _check_spares(config.spares, comm.size)
+        facts = (collect(socket.gethostname(), 0),) if comm.rank == 0 else ()
+        for verdict in judge_placement(JobFacts(ranks=facts)):
+            if verdict.level is Level.PROBLEM:
+                raise UserError(str(verdict))
+        if spares >= ranks:
+            raise UserError(
+                f"--spares {spares} leaves none of the {ranks} ranks to train; give fewer"
+            )
+        if spares and not ulfm.is_enabled():
+            raise UserError(
+                "--spares: fault tolerance is off, so no rank can be replaced; "
+                + survival_advice(loaded_library())
+            )
         if config.batch_policy == "global":
-            plan_equal(comm.size - config.spares, config.global_batch_size)
+            plan_equal(ranks - spares, config.global_batch_size)
         if config.data_dir:
-            _check_data_dir(config.data_dir, config.dataset)
-
-
-def _check_placement() -> None:
-    facts = collect(socket.gethostname(), 0)
-    for verdict in judge_placement(JobFacts(ranks=(facts,))):
-        if verdict.level is Level.PROBLEM:
-            raise UserError(str(verdict))
-
-
-def _check_data_dir(folder: str, dataset: str) -> None:
-    try:
-        os.scandir(folder).close()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(
-            f"--data-dir: there is no folder {folder}; name the one that holds the files of "
-            f"--dataset {dataset} on this host"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"--data-dir {folder}: {error.strerror}; name a folder that can be read on this host"
-        ) from error
+            try:
+                os.scandir(config.data_dir).close()
+            except OSError as error:
+                raise UserError(
+                    f"--data-dir {config.data_dir}: {error.strerror}; name the folder that holds "
+                    f"the files of --dataset {config.dataset} on this host"
+                ) from error
 
 
 def check_file_can_be_written(flag: str, path: str) -> None:
     """Check that a file can be written, before the work whose result it will contain."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise UserError(f"{flag} {path}: there is no folder {folder}; create it, or name another")
     is_new = not os.path.lexists(path)
     try:
         with open(path, "ab"):
@@ -98,13 +90,3 @@ def check_file_can_be_written(flag: str, path: str) -> None:
         raise UserError(
             f"{flag} {path}: {error.strerror}; name a file that can be written"
         ) from error
-
-
-def _check_spares(spares: int, ranks: int) -> None:
-    if spares >= ranks:
-        raise UserError(f"--spares {spares} leaves none of the {ranks} ranks to train; give fewer")
-    if not ulfm.is_enabled():
-        raise UserError(
-            "--spares: fault tolerance is off, so no rank can be replaced; "
-            + survival_advice(loaded_library())
-        )

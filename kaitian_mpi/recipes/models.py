@@ -168,10 +168,6 @@ def build_model(name: str, num_classes: int) -> nn.Module:
     torchvision's models do.
     """
     if ":" not in name:
-        if name not in MODELS:
-            raise UserError(
-                f"--model: there is no model {name!r}; give {', '.join(MODELS)} or module:factory"
-            )
         return MODELS[name](num_classes)
     factory = load_factory("--model", name)
     parameters = parameters_of(factory)

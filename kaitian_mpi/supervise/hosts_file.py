@@ -73,10 +73,7 @@ class HostsFile:
     """The hosts in the file, as of its last usable content that did not change for 2 s."""
 
     def __init__(
-        self,
-        path: str,
-        report: Callable[[str], None],
-        read: Callable[[str], str] = read_hosts_file,
+        self, path: str, report: Callable[[str], None], read: Callable[[str], str] = read_hosts_file
     ) -> None:
         self.path = path
         self._read, self._report = read, report

@@ -137,7 +137,7 @@ def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(m
     [
         ("--epoch=3", "unrecognized arguments: --epoch=3; see kaitian-plan --help"),
         ("--epochs 0", "--epochs must be a whole number"),
-        ("--save nowhere/m.json", "--save nowhere/m.json: there is no folder"),
+        ("--save nowhere/m.json", "--save nowhere/m.json: No such file"),
     ],
 )
 def test_plan_reports_a_wrong_flag_in_one_line(mpirun, flags, message):

@@ -25,7 +25,7 @@ BEFORE_TORCH = {
     "--emulate-kinds gpu": "--emulate-kinds gpu has 1 kind for 4 ranks; give one per rank",
     "--emulate-slowdown 9:2": "--emulate-slowdown: '9:2' is not a slowdown",
     "--global-batch-size 2": "--global-batch-size 2 is too small for 4 ranks",
-    "--dataset cifar10 --data-dir nowhere": "--data-dir: there is no folder nowhere; name",
+    "--dataset cifar10 --data-dir nowhere": "--data-dir nowhere: No such file or directory; name",
 }
 LATER = {
     "--dataset cifar10 --data-dir .": "data_batch_1",

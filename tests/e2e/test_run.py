@@ -265,10 +265,7 @@ else:
 )
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [
-        ("mlu:0,cpu", ["0 board 0", "1 cpu 0"]),
-        ("mlu:5,mlu:2", ["2 board 2", "5 board 5"]),
-    ],
+    [("mlu:0,cpu", ["0 board 0", "1 cpu 0"]), ("mlu:5,mlu:2", ["2 board 2", "5 board 5"])],
 )
 def test_a_script_takes_its_own_device_however_it_asks(mpirun, tmp_path, devices, expected):
     (tmp_path / "theirs.py").write_text(WHICH)

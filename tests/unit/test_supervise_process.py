@@ -285,11 +285,7 @@ def test_the_command_has_no_terminal(place):
         ([], ["--host", "a,-oX", "kaitian-train"], "--host: '-oX' is not a host name"),
         (["--max-restarts", "-1"], ["kaitian-train"], "--max-restarts must be at least 0"),
         (["--probe-seconds", "nan"], ["kaitian-train"], "--probe-seconds must be above 0"),
-        (
-            ["--hang-seconds", "-1"],
-            ["kaitian-train"],
-            "--hang-seconds must be at least 0",
-        ),
+        (["--hang-seconds", "-1"], ["kaitian-train"], "--hang-seconds must be at least 0"),
         (["--wrong"], ["kaitian-train"], "unrecognized arguments: --wrong; see kaitian-supervise"),
     ],
 )

@@ -8,13 +8,7 @@ from kaitian_mpi.cli import supervise
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_slowdown
 from kaitian_mpi.runtime.command import HOST_LISTS, HOSTFILES, parse_command
-from kaitian_mpi.runtime.hosts import (
-    Host,
-    choose,
-    parse_host_list,
-    parse_hostfile,
-    place_by_slot,
-)
+from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile, place_by_slot
 from kaitian_mpi.supervise.process import environment
 from kaitian_mpi.supervise.starts import Job, plan_start
 
@@ -52,8 +46,7 @@ def make_job(line, hostfile=HOSTFILE, **settings):
     return Job(
         command=command,
         hosts=choose(
-            parse_hostfile("\n".join(files.values()), "hf"),
-            parse_host_list(lists) if lists else (),
+            parse_hostfile("\n".join(files.values()), "hf"), parse_host_list(lists) if lists else ()
         ),
         hostfiles=files,
         folder=Path("runs/x"),

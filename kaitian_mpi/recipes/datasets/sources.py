@@ -54,11 +54,6 @@ def load_data(config: TrainConfig) -> DataSource:
                 f"{config.dataset}; augment in the factory and give --augment none"
             )
         return load_user_data(config.dataset, config.data_dir, config.val_split)
-    if config.dataset not in _BUILT_IN:
-        raise UserError(
-            f"--dataset: there is no dataset {config.dataset!r}; give {', '.join(_BUILT_IN)} or "
-            "module:factory"
-        )
     module, function, automatic = _BUILT_IN[config.dataset]
     load = getattr(import_module(f"kaitian_mpi.recipes.datasets.{module}"), function)
     arrays, validation = load(config.val_split if module == "bundled" else config.data_dir)
