@@ -45,10 +45,8 @@ _LACKING = ("is not a DeviceAllocator", "Backend doesn't support")
 class Accelerator(Device):
     """A device with its own memory and streams, accessed through `torch.get_device_module`.
 
-    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
-    Vendors' plug-ins imitate the functions of `torch.cuda`. What one lacks comes from
-    `torch.accelerator`, `torch.Stream` and `torch.Event`. Methods raise `KindError`, naming the
-    function, if it is in neither.
+    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does
+    differently. What a plug-in lacks comes from `torch.accelerator`; a `KindError` names what is in neither.
     """
 
     moved: frozenset[torch.dtype] = frozenset()
@@ -93,13 +91,9 @@ class Accelerator(Device):
     def leave_losses_to_caller(self) -> list[str]:
         """Turn off what torch's backend does about errors of its own accord.
 
-        By default, NCCL's watchdog ends the process after a group's timeout, another thread does
-        when it finds that watchdog stuck, and both when another rank has asked for a dump of the
-        flight recorder (`ProcessGroupNCCL.cpp`: `ErrorHandlingMode`, `HeartbeatMonitor`). After an
-        error of its own, as of a broken connection, the watchdog also sleeps for four times the
-        time of a dump, holding a lock that the next call needs, and the group's destructor waits
-        for it (`Watchdog::runLoop`): a minute, even where there is no dump. The vendors' plug-ins
-        have the same, with their library's name in the variables' names.
+        NCCL's watchdog ends the process, or sleeps for a minute with a lock that others need
+        (`ProcessGroupNCCL.cpp`: `ErrorHandlingMode`, `HeartbeatMonitor`, `Watchdog::runLoop`).
+        The vendors' plug-ins have the same, with their library's name in the variables' names.
         """
         faults = []
         for name, off in self.error_handling().items():

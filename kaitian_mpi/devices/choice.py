@@ -36,21 +36,10 @@ def choose_device(
     inventories: Sequence[Inventory] = (),
     share: bool = False,
 ) -> Choice:
-    """Choose this rank's device.
+    """Choose this rank's device by `--devices`, or raise a `UserError`.
 
-    Args:
-        request: the value of `--devices`: `auto`, `cpu` or a list by local rank.
-        counts: the host's number of devices of each kind, in order of preference.
-        local_rank: the rank's number among those on its host.
-        local_size: the number of ranks on the host.
-        host: the host's name, for messages.
-        faults: kinds that cannot be used, and why.
-        inventories: what each of the host's ranks sees, by local rank; empty: what this one does.
-        share: as `--share-device`.
-
-    Raises:
-        UserError: the host does not have the requested device, or has more ranks than devices; or
-            the requested kind cannot be used.
+    `counts` are the host's devices by kind, in order of preference; `faults` says why a kind cannot
+    be used; `inventories` is what each of the host's ranks sees, empty for what this one does.
     """
     if request == "auto":
         own = {kind: [f"{i}" for i in range(n)] for kind, n in counts.items() if kind != "cpu"}
@@ -78,13 +67,7 @@ def assign_devices(
 ) -> list[Choice | None]:
     """Give each rank of a host a device of its own, of the first kind that has one left.
 
-    If they may share, ranks without one of their own take the one with the fewest ranks.
-
-    Returns:
-        The device of each rank; None for one that sees no accelerator.
-
-    Raises:
-        UserError: the ranks see too few devices.
+    If they may share, others take the one with the fewest ranks. None: a rank that sees none.
     """
     seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
     owners: dict[tuple[str, str], int] = {}

@@ -71,11 +71,7 @@ def available_bytes(cgroup: Path) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory instead of returning it to the system.
-
-    Each training step frees and allocates the same large blocks; if they were returned to the
-    kernel, every 4 KiB would cost a page fault. `benchmarks/memory_kept.py` measures it.
-    """
+    """Make malloc keep freed memory: else each step pages it in (`benchmarks/memory_kept.py`)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(M_MMAP_THRESHOLD, _NEVER)

@@ -51,13 +51,7 @@ class CudaDevice(Accelerator):
     )
 
     def count(self) -> int:
-        """Return the number of visible GPUs; 0 if torch was built for another vendor.
-
-        In torch's builds for AMD, AMD's devices have the same torch type.
-
-        Raises:
-            KindError: the host has a GPU, but torch cannot open it.
-        """
+        """Return the number of visible GPUs; 0 if torch was built for another vendor."""
         if not torch.version.cuda:
             return 0
         # Not `is_available`, which initializes the CUDA driver even in a rank that uses the CPU.
@@ -100,11 +94,7 @@ class RocmDevice(CudaDevice):
         return "ROCR_VISIBLE_DEVICES", *super().visibility
 
     def count(self) -> int:
-        """Return the number of visible GPUs; 0 if torch was not built for AMD.
-
-        Raises:
-            KindError: torch was, but finds none.
-        """
+        """Return the number of visible GPUs; 0 if torch was not built for AMD."""
         if not torch.version.hip:
             return 0
         count = torch.cuda.device_count()

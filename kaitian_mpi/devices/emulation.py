@@ -50,25 +50,13 @@ class Emulation:
     """The slowdown of every rank."""
 
     def with_slowdown(self, text: str) -> Emulation:
-        """Return the same with another `--emulate-slowdown`.
-
-        Raises:
-            UserError: it is malformed.
-        """
+        """Return the same with another `--emulate-slowdown`."""
         return replace(self, slowdown=text, schedules=parse_slowdown(text, len(self.schedules)))
 
     def wrap(self, device: Device, rank: int, shown: str, calls: CallPace | None = None) -> Device:
         """Return a rank's device as the job is to see it: its own if nothing is emulated.
 
-        Args:
-            device: the rank's own, or one that was wrapped before.
-            rank: its number among the ranks that mpirun started.
-            shown: its name, for the error message.
-            calls: the pace of a script's own loop, if another than the emulated one.
-
-        Raises:
-            UserError: a rank is slowed, and this one's device is not a CPU, whose compute time can
-                be measured.
+        `rank` is its number among those that mpirun started, `calls` the pace of its own loop.
         """
         if isinstance(device, EmulatedDevice):
             device = device.device
@@ -108,16 +96,9 @@ def given_emulation(kinds: str, slowdown: str) -> list[str]:
 
 
 def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
-    """Return what the ranks were given to emulate.
+    """Return what the ranks were given to emulate, from `given_emulation` on every rank.
 
-    A rank that was given nothing takes the other ranks' value, since mpirun passes the variables of
-    its own host to other hosts only if told to.
-
-    Args:
-        ranks: the result of `given_emulation` on every rank.
-
-    Raises:
-        AgreedError: a value is malformed, or differs between the ranks.
+    A rank that was given nothing takes the others' value: mpirun does not pass variables on.
     """
     given = zip(*ranks, strict=True)
     try:
@@ -137,11 +118,7 @@ def _agreed(flag: str, values: Sequence[str]) -> str:
 
 
 def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
-    """Parse `gpu,gpu,mlu,mlu`: a label per world rank; none if the text is empty.
-
-    Raises:
-        UserError: a label is missing or malformed, or there are not `world_size` of them.
-    """
+    """Parse `gpu,gpu,mlu,mlu`: a label per world rank; none if the text is empty."""
     if not text:
         return ()
     labels = tuple(label.strip() for label in text.split(","))
@@ -165,11 +142,7 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
 def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
     """Parse `2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
 
-    An entry without a step applies from the start, including the benchmark; a rank without an entry
-    has an empty schedule.
-
-    Raises:
-        UserError: an entry is not rank:factor or rank:factor@step, or is out of range.
+    An entry without a step applies from the start, including the benchmark.
     """
     changes: list[dict[int, float]] = [{} for _ in range(world_size)]
     for entry in filter(None, map(str.strip, text.split(","))):

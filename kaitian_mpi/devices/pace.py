@@ -21,9 +21,7 @@ Schedule = tuple[tuple[int, float], ...]
 class Pace:
     """The pace of a rank's steps: slows them by sleeping in proportion to their compute time.
 
-    Sleeping uses no core, so that a slow device can be emulated beside a fast one. The compute time
-    is the calling thread's own CPU time: waiting for a core that another rank uses is not a
-    property of the device, and is not multiplied. A factor of 1 never sleeps.
+    That is the thread's own CPU time: waiting for a core is not a property of the device.
     """
 
     def __init__(self, schedule: Schedule = ()) -> None:
@@ -58,10 +56,8 @@ class _Computing(threading.local):
 class CallPace:
     """The pace of a script whose loop is its own: slows it by sleeping before it communicates.
 
-    Before each call, the calling thread sleeps `factor - 1` times the CPU time that it has used
-    since its last one. So neither the time in a call counts, nor that of waiting for its result or
-    for a core. The first call of a thread starts the measurement. Only the factor that applies from
-    the start is used. A `Training` has the pace of its steps, so this one pauses meanwhile.
+    Before each call, the thread sleeps `factor - 1` times the CPU time since its last one. A
+    `Training` has the pace of its steps, so this one pauses meanwhile.
     """
 
     def __init__(self, schedule: Schedule = ()) -> None:

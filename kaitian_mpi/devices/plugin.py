@@ -1,8 +1,4 @@
-"""Imports the plug-ins by which vendors extend torch, and limits what a faulty one breaks.
-
-A plug-in gives torch the device type of its vendor. There is one such type in a process, so an
-environment has one vendor's plug-in.
-"""
+"""Imports the plug-ins by which vendors extend torch, and limits what a faulty one breaks."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ class KindError(UserError):
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no garbage in the block: of what an import makes, hardly anything is garbage.
-
-    Importing torch then takes a third less CPU time. What is there at the end is never looked
-    through again.
-    """
+    """Collect no garbage in the block: importing torch then takes a third less CPU time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -55,14 +47,9 @@ def import_for_optimizers() -> None:
 
 
 def import_torch() -> None:
-    """Import torch, and all plug-ins but those of the built-in kinds.
+    """Import torch, and all plug-ins but those of the built-in kinds, for commands.
 
-    For commands, before anything imports torch: `import torch` alone fails if any plug-in does,
-    even in a rank that uses the CPU. The plug-ins of the built-in kinds are imported by
-    `import_plugin`, which reports a faulty one.
-
-    Raises:
-        KindError: another package's plug-in cannot be imported.
+    `import torch` alone fails if any plug-in does; `import_plugin` reports a faulty one.
     """
     if "torch" in sys.modules or os.environ.get(AUTOLOAD, "1") == "0":
         return
@@ -103,12 +90,8 @@ def is_installed(plugin: str) -> bool:
 def import_plugin(plugin: str) -> None:
     """Import a vendor's plug-in of torch, once.
 
-    What it prints goes to stderr, and tensors are still made on the host by default. torch's
-    variable `AUTOLOAD` is afterwards as before: torch_npu, for one, sets it to 0, and processes
-    that this one starts would then find neither the plug-in nor the backend of this package.
-
-    Raises:
-        KindError: it cannot be imported.
+    What it prints goes to stderr, tensors are still made on the host, and `AUTOLOAD` stays as it
+    was: torch_npu sets it to 0, and processes started later would find no plug-in.
     """
     if plugin in sys.modules:
         return

@@ -65,8 +65,7 @@ class Reduction:
     def mpi_supports(self, dtype: torch.dtype) -> bool:
         """Return whether MPI reduces this dtype correctly; if not, `pairwise` does.
 
-        MPI has no 16-bit floats, and Open MPI's sums of 8 and 16-bit integers saturate where vector
-        instructions add them, but wrap in the remainder (open-mpi/ompi#8045).
+        It has no 16-bit floats, and Open MPI's sums of short integers fail (open-mpi/ompi#8045).
         """
         if dtype not in ACCUMULATION_DTYPES:
             return True
@@ -123,11 +122,7 @@ SUM = _OPERATIONS[dist.ReduceOp.SUM]
 
 @functools.cache
 def reduction(dtype: torch.dtype, op: Any) -> Reduction:
-    """Return the reduction for tensors of this dtype by one of torch's reduce operations.
-
-    Raises:
-        UnsupportedError: the operation does not support this dtype; raised before communicating.
-    """
+    """Return the reduction of this dtype by one of torch's operations, or raise."""
     kind = getattr(op, "op", op)  # a ReduceOp object wraps the enum member
     table = _LOGICAL if dtype is torch.bool else _OPERATIONS
     inexact = dtype.is_floating_point or dtype.is_complex

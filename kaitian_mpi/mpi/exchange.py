@@ -105,12 +105,9 @@ def join_errors(faults: list[str]) -> str:
 
 
 def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
-    """Check that every rank has the same values, by name. Collective.
+    """Raise the same `AgreedError` everywhere if a value differs between the ranks that have it.
 
-    A value that only some ranks have is compared among these.
-
-    Raises:
-        AgreedError: some differ; it names the ranks and the values, and gives the advice.
+    Collective.
     """
     by_rank = gather_values(comm, dict(values))
     faults = []

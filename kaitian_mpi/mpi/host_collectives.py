@@ -40,8 +40,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None
 def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split a flat tensor, on any device, into the chunks that are reduced one after the other.
 
-    The split depends only on the tensor's length and dtype and the number of ranks, because other
-    ranks may have their tensors on other devices.
+    By length, dtype and number of ranks alone: other ranks may have theirs on other devices.
     """
     if tensor.dtype in ACCUMULATION_DTYPES:
         return tensor.split(pairwise.elements_per_round(comm, tensor))

@@ -1,9 +1,6 @@
-"""The job's store: available from when the ranks have joined until the last one has departed.
+"""The job's store: which rank has arrived where and which has left, whatever store a script has.
 
-The backend records in it which rank has arrived where and which has left, whatever store a script
-gives torch. A script's store may be busy (a TCPStore's client serves one thread at a time), and a
-rank that cannot record that it waits could not keep waiting either. The `mpi://` rendezvous uses a
-part of it.
+From when the ranks have joined until the last one has departed. `mpi://` uses a part of it.
 """
 
 from __future__ import annotations
@@ -63,11 +60,7 @@ def close_job_store_after_loss() -> None:
 
 
 def finished_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of `comm` whose script has ended; none while the store does not answer.
-
-    Raises:
-        RankLostError: a rank has died, so waiting for the others may never end.
-    """
+    """Return the ranks of `comm` whose script has ended; none while the store does not answer."""
     if ulfm.is_enabled() and ulfm.loss_detected_within(comm, 0):
         from kaitian_mpi.errors import RankLostError
 

@@ -1,8 +1,6 @@
-"""Nonblocking collectives and messages of tensors in host memory.
+"""Nonblocking collectives and messages of tensors in host memory; they need no barrier.
 
-The collectives save the barrier that a blocking one needs before it to avoid spinning. Moving data
-is as fast this way at nearly any length, reducing it only at short ones. All ranks of `comm` call
-them. Tensors are contiguous, on the CPU, and must not be changed until the request completes.
+All ranks of `comm` call them. Tensors are contiguous, on the CPU, and stay until the request ends.
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ def _by_rank(
 ) -> tuple[MPI.buffer | MPI.BottomType, list[int], list[int], list[MPI.Datatype]]:
     """Return a tensor's pieces as arguments of `Ialltoallw`: memory, counts, offsets and types.
 
-    Its counts and offsets are C ints. In a larger tensor each piece is therefore one element of its
-    own datatype, which contains the piece's address. Each rank may decide this independently.
+    These are C ints: in a larger tensor each piece is one element of a datatype with its address.
     """
     offsets = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
     if tensor.nbytes <= MAX_COUNT:

@@ -1,11 +1,7 @@
-"""Collectives by direct messages between each pair of ranks.
+"""Collectives by messages between each pair of ranks, on the caller's tensors without copies.
 
-They read and write the caller's tensors, in lists or of uneven sizes, without copying them into
-one buffer first. Reductions add up incoming pieces in the cache: about twice as fast as MPI's
-reduce-scatter on one host. 16-bit floats are sent as they are, accumulated in float32 and rounded
-once; sums of 8 and 16-bit integers wrap, and their averages are exact.
-
-Every function is collective over `comm`; tensors are contiguous, on the CPU, and listed by rank.
+Reductions add up incoming pieces in the cache. 16-bit floats are accumulated in float32 and rounded
+once; sums of 8 and 16-bit integers wrap. Collective; tensors are contiguous, on the CPU, by rank.
 """
 
 from __future__ import annotations

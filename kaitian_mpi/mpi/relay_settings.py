@@ -49,15 +49,7 @@ class RelaySettings:
 def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
     """Return the settings with which a job starts, the same on every rank. Collective.
 
-    A rank without the variable takes the other ranks' value, since mpirun passes the variables of
-    its own host to other hosts only if told to.
-
-    Args:
-        comm: all ranks that mpirun started.
-        group_by: as `--group-by`; `auto`: as the environment variable says, if it is set.
-
-    Raises:
-        AgreedError: a value is not one of `GROUPINGS`, or differs between the ranks.
+    A rank without the variable takes the others' value: mpirun does not pass it to other hosts.
     """
     own = group_by if group_by != "auto" else os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
     values = gather_values(comm, own)

@@ -30,13 +30,7 @@ def get_or_join_world() -> World:
 
 
 def world_with_size_check(size: int | None) -> World:
-    """Return the world after checking that it has the size that the script gives, if any.
-
-    The first call is collective over all ranks that mpirun started.
-
-    Raises:
-        UserError: MPI has a different number of ranks.
-    """
+    """Return the world after checking its size against the script's. Collective the first time."""
     check_world_size(size)
     world = get_or_join_world()
     check_world_size(size, world.size)
@@ -44,11 +38,7 @@ def world_with_size_check(size: int | None) -> World:
 
 
 def check_world_size(size: int | None, ranks: int = 0) -> None:
-    """Check the world size given to torch; before MPI starts, which waits for all ranks, as well.
-
-    Raises:
-        UserError: mpirun started a different number of ranks.
-    """
+    """Check the world size given to torch; also before MPI starts, which waits for all ranks."""
     if not ranks and current_world() is None:
         launched = read_launch(os.environ).world_size
         ranks = launched if launched > 1 else 0
@@ -70,16 +60,8 @@ def rendezvous(
 ) -> Iterator[tuple[MPIStore, int, int]]:
     """Yield a store, the rank and the world size, as torch requires of a rendezvous handler.
 
-    The first call is collective. Later calls do not block, and every rank makes equally many of
-    them; after a `destroy_process_group` a program may call it again and gets a new store.
-
-    Args:
-        rank: this rank's number if the script gives one; None: MPI's.
-        size: the world size if the script gives one.
-        timeout: how long the store waits for a key.
-
-    Raises:
-        UserError: MPI's world size differs from the script's, or, without mpirun, from WORLD_SIZE.
+    The first call is collective. Later ones do not block; every rank makes equally many, and
+    each gives a new store.
     """
     if size is None and read_launch(os.environ).world_size == 1:
         # By e.g. torchrun, under which each rank would be a job of one.

@@ -1,12 +1,7 @@
-"""A torch.distributed store whose server is a thread on rank 0, reached by MPI messages.
+"""A torch.distributed store whose server is a thread on rank 0, reached by MPI, not by TCP.
 
-There is no TCP port and nothing to authenticate: only ranks of the job can send to it. It serves
-torch's bookkeeping and the bootstrap of the vendor libraries.
-
-Rank 0 calls the server directly; the other ranks send MPI messages. The server cannot answer while
-its rank is in a call that does not let Python run, such as mpi4py's first `comm.allreduce` on a
-communicator, which may wait for the very rank that asks. So a request that needs no answer is sent
-without waiting, and a wait for an answer can be given up.
+The server cannot answer while its rank is in a call that holds the GIL and may wait for the rank
+that asks. So a request without an answer is not waited for, and a wait can be given up.
 """
 
 from __future__ import annotations
@@ -155,10 +150,7 @@ class MPIStore(dist.Store):
     ) -> None:
         """Start the server on rank 0 of `comm`. Collective, unless given another store's link.
 
-        Args:
-            comm: the ranks that share the store; or another store's link, to use its server.
-            timeout: how long `get` and `wait` wait.
-            prefix: prepended to this store's keys on the server; hidden from callers.
+        `prefix` is prepended to the keys on the server, and hidden from callers.
         """
         super().__init__()
         self._timeout = timeout
@@ -199,11 +191,7 @@ class MPIStore(dist.Store):
         return self._ask("get", self._prefix + key)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, 0 if new, and return its new value.
-
-        Raises:
-            DistStoreError: the key's value is not a number.
-        """
+        """Add to a counter, 0 if new, and return its new value."""
         return int(self._ask("add", self._prefix + key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -217,11 +205,7 @@ class MPIStore(dist.Store):
         return bool(self._ask("check", *self._placed(keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            DistStoreError: they are not set within the timeout.
-        """
+        """Wait until all keys are set; a `DistStoreError` after the timeout."""
         self._ask("wait", *self._placed(keys), timeout=timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

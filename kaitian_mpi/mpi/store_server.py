@@ -105,11 +105,7 @@ class _Pending(NamedTuple):
 
 
 class StoreServer:
-    """The thread that serves the table.
-
-    It polls for messages at intervals of a tenth of the time since the last one, from 20
-    microseconds to 50 ms, so that it takes no core from the training.
-    """
+    """The thread that serves the table; it polls ever less often, so that it takes no core."""
 
     _MIN_POLL_SEC, _MAX_POLL_SEC = 20e-6, 50e-3
     _LAST_REPLIES_SEC = 2.0

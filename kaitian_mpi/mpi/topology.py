@@ -122,11 +122,7 @@ def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
 
 
 def check_own_devices(infos: Sequence[RankInfo]) -> None:
-    """Check that no two ranks of a group share a device; all ranks have the same infos.
-
-    Raises:
-        AgreedError: some do.
-    """
+    """Raise an `AgreedError` if two ranks of a group share a device; all have the same infos."""
     faults = []
     for sharing in shared_devices(infos):
         first = sharing[0]
@@ -228,8 +224,7 @@ def split_into_groups(
 ) -> GroupComms:
     """Split `world`, which is theirs alone from then on, into groups and lanes. Collective.
 
-    With `--group-by auto`, groups are by kind; those by kind and host are there beside them if they
-    may be faster.
+    With `--group-by auto`, those by kind, and those by kind and host if they may be faster.
     """
     messages = world.Dup()
     for comm in (world, messages):
@@ -263,9 +258,8 @@ def _split(
 def free_when_unused(comms: GroupComms) -> None:
     """Free communicators once every rank has called this for them. Does not block.
 
-    So ranks may destroy their groups in any order, one may destroy a group that others keep, and
-    none hangs because of another. Each rank starts a nonblocking barrier and tests it when it next
-    creates or destroys a group. Communicators that some rank keeps until the end are never freed.
+    By a nonblocking barrier, tested when a rank next creates or destroys a group: ranks may destroy
+    their groups in any order.
     """
     from mpi4py import MPI
 

@@ -133,18 +133,8 @@ def join_world(
 ) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
-    Args:
-        comm: the ranks of the job; duplicated here.
-        devices: as `--devices`.
-        emulate_kinds: as `--emulate-kinds`; empty: what the environment variable says.
-        emulate_slowdown: as `--emulate-slowdown`, likewise.
-        share_device: as `--share-device`; also if the environment variable says so.
-        group_by: as `--group-by`; `auto`: what the environment variable says.
-
-    Raises:
-        AgreedError: a device is missing, a host has more ranks than devices, two ranks of a group
-            share a device, the ranks run different versions of this package, or what is to be
-            emulated is malformed.
+    The settings are those of the flags; empty ones, and `auto`, are what the variables say. Raises
+    an `AgreedError` where any rank cannot have its device.
     """
     own = track_comm(comm.Dup())
     given = given_emulation(emulate_kinds, emulate_slowdown)
@@ -171,12 +161,7 @@ def _take_device(
 ) -> tuple[Device, int, RankInfo, bool]:
     """Choose this rank's device, and make it the process's current one. Collective.
 
-    Returns:
-        Its kind and index, what this rank reports about itself, and whether ranks may share a
-        device, which is the same on all of them.
-
-    Raises:
-        AgreedError: a rank cannot take its device.
+    Returns its kind and index, what this rank reports, and whether any rank may share a device.
     """
     host, launch = _host_name(), read_launch(os.environ)
     share = share or os.environ.get(SHARE_VARIABLE, "") == "1"
@@ -235,11 +220,8 @@ def _exchange_visible(
 ) -> tuple[int, list[dict[str, list[str]]], bool]:
     """Tell the other ranks which accelerators this one sees. Collective.
 
-    Returns:
-        A number for this node, since hosts may have the same name, as containers often do, and
-        devices the same PCI address; what each of the node's ranks sees, by local rank, whose order
-        need not be that of the world's; and whether any rank of the job may share a device, since
-        mpirun passes variables of its own host only.
+    Returns this node's number, since hosts may share a name; what each of its ranks sees, by local
+    rank; and whether any rank of the job may share a device.
     """
     from mpi4py import MPI
 
@@ -252,11 +234,7 @@ def _exchange_visible(
 
 
 def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
-    """Make the checks of `kaitian-doctor` that cost nothing; all ranks have the same facts.
-
-    Raises:
-        AgreedError: training would fail.
-    """
+    """Make the checks of `kaitian-doctor` that cost nothing; all ranks have the same facts."""
     try:
         ranks = tuple(map(RankFacts.from_json, facts))
     except OtherVersionError:
@@ -283,11 +261,7 @@ def _log_emulation(emulation: Emulation, rank: int, level: int) -> None:
 
 
 def slowed_as(world: World, slowdown: str) -> World:
-    """Return the world with the slowdowns that a `Training` was given. Collective.
-
-    Raises:
-        AgreedError: it is malformed, or a rank that it slows has no CPU.
-    """
+    """Return the world with the slowdowns that a `Training` was given. Collective."""
     if not any(gather_values(world.comm, slowdown)):
         return world
     with agree_on_errors(world.comm):
@@ -324,10 +298,9 @@ def survivors_of(world: World) -> World:
 
 
 def share_cores(comm: MPI.Comm) -> int:
-    """Return how many threads each rank of this host should compute with: cores / local ranks.
+    """Return how many threads each rank of this host should compute with. Collective.
 
-    Collective. The cores counted are those that the ranks of this host may run on together, so
-    that it is right whether the launcher bound each rank to its own cores or to none.
+    The cores counted are all that its ranks may use, however the launcher has bound them.
     """
     from mpi4py import MPI
 

@@ -40,10 +40,8 @@ _hook: _AbortHook | None = None  # set once, in a rank whose uncaught exceptions
 def abort_on_error(program: str) -> Iterator[None]:
     """Abort the whole job, with a message, when the block raises on this rank.
 
-    A `UserError` prints one line and exits with its exit code, usually 2; any other exception
-    prints its traceback, each line prefixed `[rank@host]`, and exits with code 1; `sys.exit(n)`
-    inside the block exits with code n, and even `sys.exit(0)` ends the job, because the other
-    ranks would wait for this one. A process forked inside the block is not a rank and exits alone.
+    A `UserError` prints one line and gives its exit code, `sys.exit(n)` gives n, anything else a
+    traceback and 1. Even `sys.exit(0)` ends the job, because the other ranks would wait.
     """
     die_with_launcher()
     report_to_launcher(os.environ)
@@ -75,8 +73,7 @@ def _abort_on(program: str, error: BaseException) -> None:
 def report_once() -> Iterator[None]:
     """Print a `UserError` that every rank raises about its command line on rank 0 only.
 
-    Needed before MPI has started under ULFM, where the launcher does not end the other ranks when
-    rank 0 exits.
+    For ULFM before MPI has started, where the launcher does not end the others when rank 0 exits.
     """
     try:
         yield
@@ -87,12 +84,7 @@ def report_once() -> Iterator[None]:
 
 
 def install_abort_hook() -> None:
-    """Have an uncaught exception abort the job, for user scripts without `abort_on_error`.
-
-    A `UserError` prints one line and exits with its exit code; any other exception is shown by the
-    exception hook that the script has, if it has one. Unlike `abort_on_error`, it cannot tell a
-    `sys.exit` of one rank from a normal exit.
-    """
+    """Have an uncaught exception abort the job, for user scripts without `abort_on_error`."""
     global _hook
     if _hook is None:
         _hook = sys.excepthook = _AbortHook(sys.excepthook)
@@ -161,11 +153,7 @@ def rank_prefix() -> str:
 
 
 def print_to_stderr(text: str) -> None:
-    """Write whole lines to stderr in one call, so that lines of different ranks do not mix.
-
-    Never raises: what is printed before an abort must not keep the job from ending. The disk may be
-    full, or a script may have closed its output or put an object of its own in its place.
-    """
+    """Write whole lines to stderr in one call, so that lines of ranks do not mix; never raises."""
     with suppress(Exception):
         sys.stdout.flush()
     with suppress(OSError):

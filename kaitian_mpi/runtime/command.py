@@ -100,10 +100,7 @@ class Command:
     def variable(self, name: str, environ: Mapping[str, str]) -> str:
         """Return an environment variable's value on the ranks; empty if it is not set.
 
-        Args:
-            name: the variable.
-            environ: the environment; `-x NAME=value`, `-genv NAME value` and `env NAME=value` in
-                the command take precedence.
+        `-x NAME=value`, `-genv NAME value` and `env NAME=value` in the command take precedence.
         """
         value = environ.get(name, "")
         for part in self.parts:
@@ -127,11 +124,7 @@ class Command:
 
 
 def parse_command(words: Sequence[str]) -> Command:
-    """Parse a command line.
-
-    Raises:
-        UserError: its program is not kaitian-train, or it has several programs.
-    """
+    """Parse a command line, or raise a `UserError`."""
     launcher = parse_launcher(words)
     parts = list(launcher.parts)
     position = len(words) - len(launcher.arguments)
@@ -191,11 +184,7 @@ def _values_after(word: str) -> int:
 
 
 def read_hosts(command: Command) -> tuple[tuple[Host, ...], dict[str, str]]:
-    """Return the hosts of a command, and the content of each of its hostfiles by path.
-
-    Raises:
-        UserError: a hostfile cannot be read, or a line of it is no host.
-    """
+    """Return the hosts of a command, and the content of each of its hostfiles by path."""
     hostfiles = {path: read_hostfile(path) for path in command.values(HOSTFILES)}
     from_files = parse_hostfile("\n".join(hostfiles.values()), ", ".join(hostfiles))
     lists = ",".join(command.values(HOST_LISTS))
@@ -203,11 +192,7 @@ def read_hosts(command: Command) -> tuple[tuple[Host, ...], dict[str, str]]:
 
 
 def read_hostfile(path: str) -> str:
-    """Return a hostfile's content.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return a hostfile's content."""
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a regular file; name a hostfile that is one")
     try:
@@ -219,11 +204,7 @@ def read_hostfile(path: str) -> str:
 
 
 def hosts_of_launcher(pid: int) -> tuple[Host, ...]:
-    """Return the hosts that mpirun was given by files or lists; empty if none, or unknown.
-
-    Args:
-        pid: its process; it must be this user's.
-    """
+    """Return the hosts given to mpirun, a process of this user; empty if none, or unknown."""
     try:
         process = psutil.Process(pid)
         words, folder = process.cmdline(), process.cwd()

@@ -41,21 +41,13 @@ class Host:
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
-    """Parse a hostfile's content; each host once, in the order of their first lines.
-
-    Raises:
-        UserError: a line does not start with a host name.
-    """
+    """Parse a hostfile's content; each host once, in the order of their first lines."""
     entries = [_read_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1)]
     return _add_up([entry for entry in entries if entry is not None])
 
 
 def parse_host_list(text: str) -> tuple[Host, ...]:
-    """Parse the value of `--host`, such as `node-a:2,node-b`.
-
-    Raises:
-        UserError: an entry is not a host name.
-    """
+    """Parse the value of `--host`, such as `node-a:2,node-b`."""
     entries = []
     for word in text.split(","):
         host = _read_entry(word.strip(), "--host")

@@ -70,11 +70,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this process's number and how many there are, as the launcher counts them.
-
-    Returns:
-        None where no launcher has started this process.
-    """
+    """Return this process's number and how many there are; None without a launcher."""
     if _is_from_mpirun(environ) or is_from_srun(environ):
         launch = read_launch(environ)
         return launch.world_rank, launch.world_size

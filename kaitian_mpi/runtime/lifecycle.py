@@ -39,11 +39,6 @@ def initialize_mpi() -> MPI.Intracomm:
     """Initialize MPI if it is not running yet and return `COMM_WORLD`.
 
     Sets the environment that MPI reads at start-up. The first call is collective over all ranks.
-
-    Raises:
-        UserError: mpi4py cannot load an MPI library, MPI was initialized elsewhere without
-            `MPI_THREAD_MULTIPLE`, the launcher's ranks do not see each other, or this rank is
-            alone in a larger allocation of a batch system.
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise UserError(
@@ -80,10 +75,9 @@ def initialize_mpi() -> MPI.Intracomm:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end this process at once inside the block, under MPICH.
+    """Let SIGINT and SIGTERM end this process inside the block, under MPICH.
 
-    MPI waits for all ranks when it starts, and no handler in Python runs meanwhile. MPICH's mpirun
-    only passes such a signal on, so ranks that wait for one that never comes would stay forever.
+    While MPI starts, no handler in Python runs, and MPICH's mpirun only passes signals on.
     """
     library = launched_by(os.environ)
     handlers: dict[signal.Signals, Any] = {}
@@ -128,12 +122,8 @@ def _finalize(pid: int) -> None:
 def register_close(close: Callable[[], None], *, ends_work: bool = False) -> None:
     """Register `close` to be called before MPI is finalized, last registered first.
 
-    A thread still inside MPI when the interpreter exits aborts the process, so code that starts
-    one registers here how to stop it.
-
-    Args:
-        close: called without arguments.
-        ends_work: whether it communicates by what others have registered, and so comes first.
+    For threads: one still inside MPI when the interpreter exits aborts the process. What
+    `ends_work` communicates by what others have registered, and so comes first.
     """
     atexit.unregister(_close_all)
     atexit.register(_close_all)

@@ -1,9 +1,4 @@
-"""What differs between MPI libraries: the only file that names the variables of Open MPI and MPICH.
-
-Before MPI is loaded, a process knows the launcher that started it by the variables it has set; then
-it knows the library by the name that mpi4py returns. `tests/unit/test_mpi_libraries.py` searches
-the other files for such names.
-"""
+"""What differs between MPI libraries: only this file names Open MPI's and MPICH's variables."""
 
 from __future__ import annotations
 
@@ -139,8 +134,7 @@ def launched_by(environ: Mapping[str, str]) -> Library | None:
 def report_to_launcher(environ: Mapping[str, str]) -> None:
     """Let mpirun end the job if this process ends before it has started MPI; call it once.
 
-    Open MPI's does so anyway. MPICH's lets the other ranks wait, unless the process has asked it
-    for something by the protocol with which MPI itself will (PMI-1), and whose end it then notices.
+    MPICH's does that only for a process that has asked it for something by MPI's protocol (PMI-1).
     """
     if launcher := _connection(environ):
         with launcher, suppress(OSError):
@@ -151,11 +145,7 @@ def report_to_launcher(environ: Mapping[str, str]) -> None:
 
 
 def end_job_before_mpi(environ: Mapping[str, str], code: int) -> None:
-    """Have MPICH's mpirun end the job with this exit code, where MPI has not been started.
-
-    Otherwise its exit code may be that of the signal with which it ends the other ranks. Returns
-    where mpirun is another one, or does not answer.
-    """
+    """Have MPICH's mpirun end the job with this exit code, where MPI has not been started."""
     if launcher := _connection(environ):
         with launcher, suppress(OSError):
             launcher.sendall(b"cmd=abort exitcode=%d\n" % code)
@@ -202,8 +192,7 @@ def survival_advice(library: str) -> str:
 def reduces_in_place(library: str) -> bool:
     """Return whether `MPI_Reduce` may be in place at another root than rank 0.
 
-    Releases of MPICH before 4.2.1, among them Debian 12's, read from the address that stands for
-    in place if the ranks are on one host, and crash (pmodels/mpich#6540, #6893).
+    MPICH before 4.2.1 crashes if the ranks are on one host (pmodels/mpich#6540, #6893).
     """
     name, numbers = _name_and_release(library)
     if name == MPICH.name:
@@ -222,19 +211,10 @@ def settings_for(
 ) -> dict[str, str]:
     """Return the variables that MPI should find when it starts.
 
-    Open MPI makes each rank listen on every network, even if all ranks are on one host and use
-    shared memory; in that case TCP is disabled.
-
-    Every rank has a compute thread and a communication thread, so MPI must yield its core while it
-    waits unless there are two cores per rank. (A 9.4 MB allreduce of 4 ranks on 2 cores over TCP
-    took 2,200 ms spinning and 48 ms yielding.) MPICH has no such setting: 5 yields, 4 spins.
-
-    Between hosts, MPI sends longer messages at once, without asking the receiver first: its answer
-    would wait behind the data that the receiver itself sends. (A 9.4 MB allreduce of three hosts
-    with 1 Gbit/s took 137 ms with that, and 111 ms without.)
-
-    With fault tolerance across hosts, two components of Open MPI crash when a rank dies
-    (open-mpi/ompi#13915), and a connection first opened after the failure hangs forever.
+    On one host, no TCP. Fewer than two cores a rank: yield while waiting (48 ms instead of 2,200
+    for 9.4 MB of 4 ranks on 2 cores). Between hosts: send longer messages without asking first
+    (111 ms instead of 137 with 1 Gbit/s); with ULFM, leave out two components that crash when a
+    rank dies (open-mpi/ompi#13915) and connect at once: a connection opened after a failure hangs.
     """
     settings = {}
     if 2 * local_size > cores:

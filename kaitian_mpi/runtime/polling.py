@@ -44,8 +44,7 @@ def wait_until(
 ) -> bool:
     """Wait for a condition without spinning; return whether it became true within the limit.
 
-    The core is yielded for `yield_sec`; then the naps grow with the time waited, so that waking up
-    late adds at most 2% to it, or `min_nap_sec`.
+    Yields the core for `yield_sec`; then naps that grow with the time waited.
     """
     if condition():
         return True
@@ -62,11 +61,7 @@ def wait_until(
 
 
 class WakeUp:
-    """Receives a wake-up message from any rank of `comm`; raises when a rank is lost.
-
-    Attributes:
-        word: the message, at most one byte.
-    """
+    """Receives a wake-up message from any rank of `comm`; raises when a rank is lost."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         from mpi4py import MPI
@@ -97,9 +92,7 @@ def wake_up(comm: MPI.Comm, ranks: Iterable[int], word: bytes = b"") -> None:
 def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
     """Wait for an MPI request as `wait_until` does; return whether it completed within the limit.
 
-    MPI's blocking calls spin while they wait for a slower rank; a rank that shares its cores with
-    other ranks, or with its own compute thread, must not. If the request fails, it and its buffers
-    are kept: other ranks may still send to them.
+    If it fails, it and its buffers are kept: other ranks may still send to them.
     """
     try:
         return wait_until(request.Test, limit_sec)

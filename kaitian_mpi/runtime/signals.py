@@ -47,12 +47,8 @@ def on_exit_signal(
 ) -> Iterator[None]:
     """Call `callback` before a signal ends this process inside the block; print what it returns.
 
-    Args:
-        callback: runs in a separate thread and has 0.25 s before mpirun sends SIGKILL. It returns a
-            line to print, None if there is none, or "" if another rank may be saving.
-        in_main_thread: runs in the main thread at the same time, once that executes Python code.
-        reports: whether this rank says that the signal ends the job; None: MPI's rank 0 does, which
-            may be lost.
+    It has 0.25 s in its own thread, `in_main_thread` runs beside it. It returns None for no line,
+    "" if another rank may be saving. The rank that `reports` says that the job ends; None: rank 0.
     """
     global _on_exit_signal, _in_main_thread, _reports
     _on_exit_signal, _in_main_thread, _reports = callback, in_main_thread, reports
@@ -84,10 +80,9 @@ def is_handled() -> bool:
 def handle_signals(program: str) -> None:
     """On SIGINT and SIGTERM, report it on rank 0, call the exit callback, and exit.
 
-    The main thread may be inside MPI, where Python's handlers do not run, so a separate thread is
-    notified through the wake-up file descriptor and ends the process. The thread also receives
-    SIGUSR1 and SIGUSR2. mpirun forwards these to all processes of a rank, so all other threads
-    block them, and so does every process started from here. Call it before any thread is started.
+    In a thread woken by the wake-up file descriptor, since the main thread may be inside MPI.
+    mpirun forwards SIGUSR1 and SIGUSR2 to all processes of a rank, so all other threads block them:
+    call it before any thread is started.
     """
     global _program
     _program = program
@@ -183,11 +178,7 @@ def write_to_launcher_stderr(text: str) -> None:
 
 
 def open_launcher_stderr() -> int:
-    """Return a new file descriptor of the launcher's stderr, or of ours without a launcher.
-
-    Raises:
-        OSError: the launcher has exited or belongs to another user.
-    """
+    """Return a new file descriptor of the launcher's stderr, or of ours without a launcher."""
     library = launched_by(os.environ)
     if library is not None and library.kills_soon:
         return os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND)

@@ -11,11 +11,7 @@ from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 
 
 class StartupClock:
-    """Divides the time until the first step into phases, one after the other.
-
-    The first two are known from Linux's kernel: `launch`, from the start of mpirun, or of its
-    daemon on this host, to that of this process; and `python`, from there to the first `begin`.
-    """
+    """Divides the time until the first step into phases, from the start of mpirun."""
 
     def __init__(self) -> None:
         self.started_at, self._since = time.time(), time.monotonic()

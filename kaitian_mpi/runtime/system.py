@@ -45,11 +45,7 @@ def record_default_threads() -> None:
 
 
 def set_default_threads(threads: int) -> int:
-    """Set torch's number of threads, unless the script has changed it from the default.
-
-    Returns:
-        The number of threads torch computes with.
-    """
+    """Set torch's number of threads, unless the script has; return the number it computes with."""
     import torch
 
     if _default_threads in (None, torch.get_num_threads()):

@@ -1,8 +1,4 @@
-"""The tags of the package's point-to-point messages, grouped by communicator; their version.
-
-Each use has its own tag, so that no receive matches another's message. A script's own `send` and
-`recv` use a separate communicator.
-"""
+"""The tags of the package's point-to-point messages, grouped by communicator; their version."""
 
 PROTOCOL = 3
 """The version of what ranks send each other. Raised when the order or the form of the package's own

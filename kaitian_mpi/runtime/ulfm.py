@@ -45,11 +45,7 @@ def track_comm(comm: Comm) -> Comm:
 
 
 def revoke_all() -> None:
-    """Revoke all tracked communicators, so that ranks waiting in them get an error.
-
-    Not collective: the first rank that notices a loss calls it, and MPI notifies the others. May
-    be called from any thread.
-    """
+    """Revoke all tracked communicators: ranks waiting in them get an error. Not collective."""
     from mpi4py import MPI
 
     alive = [comm for comm in _tracked if comm != MPI.COMM_NULL]
@@ -65,11 +61,7 @@ def is_revoked(comm: MPI.Comm) -> bool:
 
 
 def may_be_loss(error: BaseException) -> bool:
-    """Return whether an error may mean that a rank is lost, or that another rank noticed a loss.
-
-    Any MPI error may: when a rank dies during a nonblocking collective, Open MPI sometimes reports
-    an error that is not in MPI's list.
-    """
+    """Return whether an error may mean that a rank is lost: any MPI error may."""
     from mpi4py import MPI
 
     return is_enabled() and isinstance(error, MPI.Exception)
@@ -78,8 +70,7 @@ def may_be_loss(error: BaseException) -> bool:
 def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
     """Return whether a loss is detected within this many seconds. Not collective.
 
-    For an error that a loss may have caused: a collective may deliver corrupt data before MPI
-    reports the death of its sender.
+    A collective may deliver corrupt data before MPI reports the death of its sender.
     """
     return is_enabled() and wait_until(lambda: is_loss_detected(comm), seconds, _POLL_SEC)
 
@@ -109,11 +100,7 @@ def make_progress() -> None:
 
 
 def agree(comm: MPI.Intracomm, ok: bool) -> bool:
-    """Return whether every rank passed True and none is lost. Collective.
-
-    The answer is the same on every surviving rank, even if ranks die meanwhile or the communicator
-    has been revoked.
-    """
+    """Return whether every rank passed True and none is lost: the same on all. Collective."""
     from mpi4py import MPI
 
     try:
@@ -156,13 +143,9 @@ def is_listening() -> bool:
 
 
 def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
-    """Exit this process as soon as another rank ends the job. Collective over all ranks.
+    """Exit this process as soon as another rank ends the job; return what stops that. Collective.
 
-    With fault tolerance, `MPI_Abort` ends only the rank that calls it, without notifying the
-    others: Open MPI treats only a rank killed by a signal as failed.
-
-    Returns:
-        A function that stops listening; to be called before MPI is finalized.
+    With fault tolerance, `MPI_Abort` ends only the rank that calls it.
     """
     global _endings
     _endings = world.Dup()
@@ -193,11 +176,7 @@ def _listen(comm: MPI.Intracomm, stop: threading.Event) -> None:
 
 
 def exit_all_ranks(code: int) -> None:
-    """Make every rank that listens exit with this code, from 1 to 255; does not return.
-
-    A rank that does not receive the message within 2 s, because it is stopped or a call holds the
-    GIL, is killed by the launcher.
-    """
+    """Make every rank that listens exit with this code, from 1 to 255; does not return."""
     from mpi4py import MPI
 
     assert _endings is not None

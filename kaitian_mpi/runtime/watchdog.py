@@ -59,23 +59,9 @@ class Phase(NamedTuple):
 class Watchdog:
     """Kills this process with SIGKILL when it hangs, and reports the phase on stderr.
 
-    It is killed when it sends no heartbeat for `limit_sec` (stopped, or a call holds the GIL), when
-    a compute phase lasts longer than that, when it waits for other ranks for more than twice as
-    long plus 5 s, and when its launcher has exited. No method is collective; only `close` blocks.
-
-    Args:
-        name: prefix of messages, such as `[2@host]`.
-        limit_sec: the longest time a phase may last, in seconds.
-        follow_launcher: whether to kill this process when its parent exits. Not for a job that was
-            started from a shell, which may outlive it.
-
-    Attributes:
-        phase: the current one.
-        limit_sec: the current limit, in seconds.
-        interval_sec: between two heartbeats, in seconds.
-
-    Raises:
-        OSError: the watchdog process could not be started.
+    It hangs when it sends no heartbeat for `limit_sec`, when a phase lasts longer than that, when
+    it waits for other ranks for twice as long plus 5 s, and when the launcher that it follows has
+    exited. Only `close` blocks.
     """
 
     def __init__(self, name: str, limit_sec: float, *, follow_launcher: bool = True) -> None:
@@ -101,16 +87,10 @@ class Watchdog:
     def enter(
         self, phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
     ) -> None:
-        """Start a phase and end the previous one. Takes microseconds, never blocks, never raises.
+        """Start a phase, worded to follow "61 s in". From one thread; never blocks, never raises.
 
-        To be called from one thread only.
-
-        Args:
-            phase: what the rank is doing, worded to follow "61 s in".
-            step: the step it belongs to.
-            waits: whether the rank waits for other ranks and so is not itself at fault.
-            limited: whether the time limit applies to the phase; if not (start-up, reading a
-                dataset), only heartbeats are required.
+        A rank that `waits` for others is not itself at fault; one that is not `limited` (start-up,
+        reading a dataset) only has to send heartbeats.
         """
         now = time.monotonic()
         allowed = None if limited else math.inf
@@ -186,27 +166,12 @@ def first_step_limit(given_sec: float) -> float:
 
 
 def setup_limit(given_sec: float) -> float:
-    """Return the limit for a phase before training: loading data, building the model, a benchmark.
-
-    Args:
-        given_sec: the limit for a step; 0 if none is given.
-
-    Returns:
-        Seconds: 20 times `given_sec`, or half an hour if that is 0.
-    """
+    """Return the limit in seconds for a phase before training, from a step's (0: not given)."""
     return _STEPS_PER_LIMIT * given_sec or _SETUP_LIMIT_SEC
 
 
 class StepLimit:
-    """The time limit for the phases of a step: given, or derived from the last steps.
-
-    Args:
-        given_sec: seconds; 0 for 20 times the median of the last 50 steps, at least 60 s.
-        first_sec: the limit until a step has been measured.
-
-    Attributes:
-        limit_sec: the current limit, in seconds.
-    """
+    """The time limit for a step: given, or 20 times the median of the last 50, at least 60 s."""
 
     def __init__(self, given_sec: float, first_sec: float = _MIN_LIMIT_SEC) -> None:
         assert given_sec >= 0

@@ -1,7 +1,6 @@
 """The watchdog process, which kills a rank that hangs.
 
-Started by `watchdog.py`, by path and without site packages, and with few imports of the standard
-library (no typing, no contextlib), so that it starts in 15 ms and stays small.
+Started by path and with few imports (no typing, no contextlib), so that it starts in 15 ms.
 """
 
 from __future__ import annotations
@@ -27,15 +26,6 @@ class Report:
     """One line from the rank: its heartbeat and phase. Times are seconds of CLOCK_MONOTONIC.
 
     Each line is complete, so that lines may be lost.
-
-    Attributes:
-        beat: when the line was written: the heartbeat.
-        limit: the longest time without a heartbeat, and for which most phases may last, in seconds.
-        since: when the phase started.
-        waits: whether the rank waits for other ranks and so is not itself at fault.
-        allowed: the longest time this phase may last, in seconds; infinite for one without a limit.
-        where: the phase in words, with its step.
-        nap: seconds between two checks of the rank.
     """
 
     def __init__(self, line: bytes) -> None:
@@ -58,14 +48,7 @@ def newest_report(known: Report | None, lines: list[bytes]) -> Report | None:
 
 
 def kill_reason(now: float, report: Report, restarted: float, state: str = "") -> str | None:
-    """Return why the rank has to be killed, or None.
-
-    Args:
-        now: the time by CLOCK_MONOTONIC, in seconds.
-        report: the rank's newest report.
-        restarted: when all timers were last restarted; time before does not count.
-        state: the rank's state in /proc, used only in the message.
-    """
+    """Return why the rank has to be killed, or None."""
     silent = now - max(report.beat, restarted)
     lasted = now - max(report.since, restarted)
     if silent > report.limit:
