@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import devices_of_host
-from kaitian_mpi.devices.choice import SHARE_VARIABLE
+from kaitian_mpi.devices.choice import SHARE_VARIABLE, hide_accelerators, visibility_variables
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
-from kaitian_mpi.devices.visibility import hide_accelerators, visibility_variables
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values

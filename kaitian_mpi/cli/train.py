@@ -13,8 +13,8 @@ from kaitian_mpi.cli.flags import make_parser, parse_settings
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import check_before_loading, devices_of_host, with_emulation
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.choice import hide_accelerators, visibility_variables
 from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
-from kaitian_mpi.devices.visibility import hide_accelerators, visibility_variables
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once

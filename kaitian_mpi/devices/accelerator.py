@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.config.factory import one_line
+from kaitian_mpi.devices.choice import VISIBILITY
 from kaitian_mpi.devices.plugin import KindError, import_plugin
 from kaitian_mpi.devices.protocol import Device, HostMark, Mark
-from kaitian_mpi.devices.visibility import VISIBILITY
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch's allocators for CUDA, HIP, XPU, MPS, NPU, MLU and MUSA, and drivers
@@ -45,8 +45,8 @@ _LACKING = ("is not a DeviceAllocator", "Backend doesn't support")
 class Accelerator(Device):
     """A device with its own memory and streams, accessed through `torch.get_device_module`.
 
-    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does
-    differently. What a plug-in lacks comes from `torch.accelerator`; a `KindError` names what is in neither.
+    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
+    What a plug-in lacks comes from `torch.accelerator`; a `KindError` names what is in neither.
     """
 
     moved: frozenset[torch.dtype] = frozenset()
@@ -142,10 +142,7 @@ class Accelerator(Device):
         return str(getattr(self._properties(index), "name", self.kind))
 
     def physical_id(self, index: int) -> str:
-        """Return the device's PCI address or UUID, else its index on the host.
-
-        The PCI address comes first because NCCL compares it to find two ranks on one device.
-        """
+        """Return the device's PCI address (which NCCL compares) or UUID, or else its index."""
         names = [self._hardware_id(each) for each in range(self.count())]
         name = names[index]
         # Some devices of one board have the same address or UUID.
@@ -282,10 +279,7 @@ class UnlistedAccelerator(Accelerator):
 
 
 def _general_streams(torch_type: str) -> Any | None:
-    """Return what is like a device's module with streams, by torch's own classes.
-
-    None for a device type whose guard has no streams: its calls return when the work is done.
-    """
+    """Return torch's own streams for a type in the form of a device's module; None without any."""
     try:
         event = torch.Event(torch_type)
         event.record(torch.Stream(device=torch_type))

@@ -1,4 +1,4 @@
-"""Chooses each rank's device from what its host has. Pure."""
+"""Chooses each rank's device from what its host has; hides the others from ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ from kaitian_mpi.errors import UserError
 
 SHARE_VARIABLE = "KAITIAN_SHARE_DEVICE"
 """The environment variable that, if it is 1, acts as `--share-device`."""
+
+VISIBILITY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "cuda": ("CUDA_VISIBLE_DEVICES",),
+        "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+        "mlu": ("MLU_VISIBLE_DEVICES",),
+        "musa": ("MUSA_VISIBLE_DEVICES",),
+        "xpu": ("ZE_AFFINITY_MASK",),
+    }
+)
+"""The environment variables that list the devices of a kind that a process sees, read when its
+driver starts; of several, the first that is set counts."""
+NO_DEVICE = "-1"
+"""The value of these variables that hides all devices: a list ends at what is no device."""
+GROUP = "kaitian_mpi.visibility"
+"""The entry point group by which other packages name the variable of a kind: kind = VARIABLE."""
 
 
 @dataclass(frozen=True)
@@ -143,3 +160,21 @@ def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> 
 def _inventory(counts: Mapping[str, int], host: str) -> str:
     found = [f"{n} {kind}" for kind, n in counts.items() if kind != "cpu" and n]
     return f"{host} has {', '.join(found) if found else 'no accelerator'}"
+
+
+def visibility_variables() -> dict[str, tuple[str, ...]]:
+    """Return the variables of every kind, those of other packages too, without importing these."""
+    from importlib.metadata import entry_points  # late, as in the registry
+
+    added = {entry.name: (entry.value,) for entry in entry_points(group=GROUP)}
+    return {**added, **VISIBILITY}
+
+
+def hide_accelerators(
+    request: str, local_rank: int, local_size: int, names: Mapping[str, Sequence[str]] = VISIBILITY
+) -> dict[str, str]:
+    """Return the variables that hide every accelerator from a rank that is to use the CPU."""
+    entries = ["cpu"] * local_size if request == "cpu" else request.split(",")
+    if local_size > len(entries) or entries[local_rank].strip() != "cpu":
+        return {}
+    return {name: NO_DEVICE for of_kind in names.values() for name in of_kind}

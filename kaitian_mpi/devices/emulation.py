@@ -1,8 +1,4 @@
-"""Emulated kinds and slowdowns, for trying a mixed job on plain CPUs.
-
-A device that is emulated is wrapped; the rest of the package asks the device. All output and files
-of such a job are labelled "emulated".
-"""
+"""Emulated kinds and slowdowns, for trying a mixed job on plain CPUs; always labelled."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ class Emulation:
         return replace(self, slowdown=text, schedules=parse_slowdown(text, len(self.schedules)))
 
     def wrap(self, device: Device, rank: int, shown: str, calls: CallPace | None = None) -> Device:
-        """Return a rank's device as the job is to see it: its own if nothing is emulated.
-
-        `rank` is its number among those that mpirun started, `calls` the pace of its own loop.
-        """
+        """Return a rank's device as the job is to see it: its own if nothing is emulated."""
         if isinstance(device, EmulatedDevice):
             device = device.device
         is_slow = any(map(describe_slowdown, self.schedules))
@@ -96,10 +89,7 @@ def given_emulation(kinds: str, slowdown: str) -> list[str]:
 
 
 def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
-    """Return what the ranks were given to emulate, from `given_emulation` on every rank.
-
-    A rank that was given nothing takes the others' value: mpirun does not pass variables on.
-    """
+    """Return what is emulated, from `given_emulation` on every rank, some without any."""
     given = zip(*ranks, strict=True)
     try:
         kinds, slowdown = map(_agreed, (KINDS_FLAG, SLOWDOWN_FLAG), given)
@@ -140,10 +130,7 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
 
 
 def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
-    """Parse `2:3.0,3:3.0@50,3:1@90` into a schedule per world rank.
-
-    An entry without a step applies from the start, including the benchmark.
-    """
+    """Parse `2:3.0,3:3.0@50,3:1@90` into a schedule per world rank."""
     changes: list[dict[int, float]] = [{} for _ in range(world_size)]
     for entry in filter(None, map(str.strip, text.split(","))):
         number, _, rest = entry.partition(":")

@@ -1,7 +1,6 @@
-"""Apple GPUs: torch's own module `torch.mps`, without a vendor's library.
+"""Apple GPUs: torch's own `torch.mps`, without a vendor's library.
 
-Sources: PyTorch's `torch/mps/__init__.py` and `torch/mps/event.py`, its documentation of
-`torch.mps`, and `aten/src/ATen/native/mps/operations/Copy.mm` (what a copy waits for).
+Sources: PyTorch's `torch/mps/__init__.py`, `event.py`, `ATen/native/mps/operations/Copy.mm`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,7 @@ from kaitian_mpi.devices.accelerator import Accelerator, EventMark
 
 
 class MpsDevice(Accelerator):
-    """The GPU of an Apple processor, whose ranks communicate through host memory.
-
-    There is one GPU, with one stream that all threads share, and no float64. Its memory is the
-    host's, but torch copies between the two as for other devices.
-    """
+    """The GPU of an Apple processor, with one stream that all threads share, and no float64."""
 
     kind = torch_type = "mps"
 

@@ -1,7 +1,4 @@
-"""The pace at which a rank computes: real, or slowed down by sleeping.
-
-Without a factor above 1, nothing here does anything.
-"""
+"""The pace at which a rank computes: real, or slowed down by sleeping."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ Schedule = tuple[tuple[int, float], ...]
 
 
 class Pace:
-    """The pace of a rank's steps: slows them by sleeping in proportion to their compute time.
-
-    That is the thread's own CPU time: waiting for a core is not a property of the device.
-    """
+    """The pace of a rank's steps: sleeps in proportion to the thread's own CPU time."""
 
     def __init__(self, schedule: Schedule = ()) -> None:
         self._schedule = schedule
@@ -38,10 +32,7 @@ class Pace:
         self._mark_sec = time.thread_time()
 
     def catch_up(self) -> None:
-        """Sleep `factor - 1` times the CPU time since the last call of this or `start`.
-
-        To be called by the thread that computes, which on the CPU is the one that calls backward.
-        """
+        """Sleep `factor - 1` times this thread's CPU time since the last call or `start`."""
         if self.factor > 1.0:
             time.sleep((self.factor - 1.0) * (time.thread_time() - self._mark_sec))
         self._mark_sec = time.thread_time()

@@ -38,10 +38,7 @@ def without_collection() -> Iterator[None]:
 
 
 def import_for_optimizers() -> None:
-    """Import what the step of any of torch's optimizers imports, which takes a second.
-
-    Here it is not part of the benchmark's time, nor of the first step's.
-    """
+    """Import what the first step of any optimizer imports, for a second, before it is timed."""
     with without_collection():
         importlib.import_module("torch._dynamo")
 

@@ -31,10 +31,7 @@ class Mark(Protocol):
         ...
 
     def seconds_since(self, earlier: Any) -> float:
-        """Return the seconds from an earlier mark of the same kind to this one.
-
-        Both must have been reached.
-        """
+        """Return the seconds from an earlier mark to this one; both have been reached."""
         ...
 
 
@@ -107,13 +104,9 @@ class Device:
     """On what the kind has been run, such as `NVIDIA H100, 2026-11-22`; empty: not on hardware."""
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
-        """Return whether the vendor's library can move or reduce tensors of a dtype.
+        """Return whether the vendor's library can move (None) or reduce (as `AVG`) a dtype.
 
         All ranks must reach the same decision, so it may depend on its arguments only.
-
-        Args:
-            dtype: the tensors' dtype.
-            reduction: a name in `torch.distributed.ReduceOp`, such as `AVG`; None to move them.
         """
         return False
 
@@ -122,37 +115,20 @@ class Device:
     ) -> Any:
         """Return a process group of `vendor_backend` over some ranks. Collective over them.
 
-        Args:
-            store: a store for this group alone, for the library's bootstrap.
-            rank: this rank in the group.
-            size: the group's number of ranks.
-            timeout: how long one collective may take.
+        The store is for this group alone, for the library's bootstrap.
         """
         raise NotImplementedError
 
     def leave_losses_to_caller(self) -> list[str]:
-        """Have the vendor's backend not end the process itself when a rank of a group is lost.
-
-        Called before the first group is created, where a job is to survive the loss of ranks.
-
-        Returns:
-            What stands in the way, as text for warnings: settings of the user's.
-        """
+        """Have the vendor's backend not end the process when a rank is lost; return warnings."""
         return []
 
     def abort_vendor_group(self, group: Any) -> None:
-        """End what the device does for a group, and release it, without its other ranks.
-
-        May be called while other threads wait for the device, or call the group.
-        """
+        """End and release a group without its other ranks, even while other threads wait for it."""
         group.abort()
 
     def count(self) -> int:
-        """Return how many devices of this kind the process can use; 0 if there are none.
-
-        Raises:
-            KindError: the kind is installed, but cannot open its devices.
-        """
+        """Return how many devices the process can use; raise `KindError` if it cannot open them."""
         raise NotImplementedError
 
     def torch_device(self, index: int) -> torch.device:
@@ -172,11 +148,9 @@ class Device:
         return self.kind
 
     def physical_id(self, index: int) -> str:
-        """Return what identifies the physical device on its host, whatever its index; "" for a CPU.
+        """Return what identifies the physical device on its host, whatever its index.
 
-        Two processes may see one device by different indices, and different devices by the same
-        index, because each can have its own variable such as `CUDA_VISIBLE_DEVICES`. Two ranks of a
-        group with a library and one device are refused.
+        Two ranks of a group with a library and one device are refused. Empty for a CPU.
         """
         return ""
 
@@ -185,13 +159,7 @@ class Device:
         raise NotImplementedError
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return how much memory this process may use in total, in bytes.
-
-        Args:
-            index: the device.
-            sharers: the number of processes of this job that share the memory, including this one;
-                each gets an equal part of what is free.
-        """
+        """Return how much memory this process may use, if `sharers` share what is free."""
         raise NotImplementedError
 
     def restart_memory_peak(self, index: int) -> None:
@@ -214,10 +182,7 @@ class Device:
         return is_torch and any(map(str(error).__contains__, _OUT_OF_HOST_MEMORY))
 
     def streams(self) -> Any | None:
-        """Return a module with streams; None if calls return when the work is done.
-
-        It has `Stream`, `Event`, `stream` and `current_stream`, like `torch.cuda`.
-        """
+        """Return a module with streams, as `torch.cuda`; None if calls wait for the work."""
         return None
 
     def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:

@@ -63,10 +63,7 @@ class Kinds:
 
 @functools.cache
 def known_kinds() -> Kinds:
-    """Load all kinds and find their devices, once per process.
-
-    A kind that cannot be used is not an error unless it is asked for: see `Kinds.faults`.
-    """
+    """Load all kinds and find their devices, once per process; see `Kinds.faults`."""
     devices: dict[str, Device] = {}
     counts: dict[str, int] = {}
     faults: dict[str, str] = {}

@@ -1,7 +1,4 @@
-"""Devices of Huawei, Cambricon and Moore Threads, by plug-ins of torch; Intel's, by torch itself.
-
-Each class names the vendor's sources of what it says.
-"""
+"""Devices of Huawei, Cambricon and Moore Threads, by plug-ins of torch; of Intel, by torch."""
 
 from __future__ import annotations
 
@@ -109,11 +106,7 @@ class XpuDevice(Accelerator):
     refused = frozenset({("AVG", torch.bool)})
 
     def count(self) -> int:
-        """Return the number of visible GPUs; 0 if torch was not built for Intel's.
-
-        Raises:
-            KindError: torch was, but finds none.
-        """
+        """Return the number of visible GPUs; 0 if torch was not built for Intel's."""
         if not torch.xpu._is_compiled():
             return 0
         count = super().count()

@@ -154,20 +154,14 @@ def as_unit_buffer(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
 
 
 def separate(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return `source`, or a copy if it shares memory with `target`, as fully sharded data has it.
-
-    MPI does not allow that. MPICH checks it; Open MPI happens to give the right result.
-    """
+    """Return `source`, or a copy if it shares memory with `target`, which MPI does not allow."""
     start, other = source.data_ptr(), target.data_ptr()
     overlaps = start < other + target.nbytes and other < start + source.nbytes
     return source.clone() if overlaps else source
 
 
 def absolute_type(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
-    """Return an MPI datatype for bytes `start` to `end` of a contiguous host tensor.
-
-    The datatype contains the address (for `MPI_BOTTOM`); the caller frees it.
-    """
+    """Return a datatype with the address (for `MPI_BOTTOM`) of bytes; the caller frees it."""
     memory = MPI.buffer.fromaddress(tensor.data_ptr() + start, end - start)
     return _one_of(end - start).Create_hindexed([1], [MPI.Get_address(memory)]).Commit()
 

@@ -1,8 +1,4 @@
-"""In-place collectives on tensors in host memory, using MPI.
-
-Every function is collective over `comm`. Tensors are contiguous and on the CPU. Nothing is copied
-besides MPI's own copies, except through scratch buffers of a few megabytes.
-"""
+"""In-place collectives on contiguous tensors in host memory, using MPI; collective over `comm`."""
 
 from __future__ import annotations
 
@@ -74,10 +70,7 @@ def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> No
 def reduce_pieces(
     comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: Reduction = SUM
 ) -> None:
-    """Reduce piece r of `tensor` to rank r of `comm`, in place; its other pieces are unchanged.
-
-    `shares` are the lengths of the pieces; there may be fewer pieces than ranks.
-    """
+    """Reduce piece r of `tensor`, of length `shares[r]`, to rank r of `comm`, in place."""
     if comm.size == 1:
         return
     pieces = tensor.view(-1).split([*shares, *[0] * (comm.size - len(shares))])

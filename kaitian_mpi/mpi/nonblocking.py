@@ -37,10 +37,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Reques
 def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
 ) -> MPI.Request:
-    """Start reducing part r of `tensor`, split equally, into `result` on rank r.
-
-    For an average, the caller divides the result.
-    """
+    """Start reducing part r of `tensor` into `result` on rank r; the caller divides an average."""
     return comm.Ireduce_scatter_block(as_buffer(tensor), as_buffer(result), op.mpi_op)
 
 

@@ -47,10 +47,7 @@ def exchange(
 def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Reduction
 ) -> None:
-    """Reduce every rank's flat `pieces[r]` into flat `result` on rank r, which may be that piece.
-
-    The lengths of the pieces may differ.
-    """
+    """Reduce every rank's flat `pieces[r]` into `result` on rank r, which may be that piece."""
     step = _piece_elements(comm, result)
     # All ranks do as many rounds as the longest piece needs.
     for start in range(0, max(piece.numel() for piece in pieces), step):

@@ -62,10 +62,7 @@ class StoreLink:
     def ask(
         self, operation: str, fields: Fields, limit_sec: float, until: Callable[[], bool] = _never
     ) -> Fields:
-        """Send a request to the server and return its reply: the status, then the results.
-
-        The status is `_UNANSWERED` some seconds after the limit, or when `until` returned True.
-        """
+        """Send a request; return the status, perhaps `_UNANSWERED`, and the results."""
         if self._server is not None:
             replied: Future[Fields] = Future()
             self._server.submit(operation.encode(), fields, limit_sec, replied.set_result)
@@ -97,10 +94,7 @@ class StoreLink:
         return OK
 
     def close(self) -> None:
-        """Disconnect; rank 0 stops the server once every other rank has done so or is lost.
-
-        Blocks on rank 0 only. Safe to call again.
-        """
+        """Disconnect; rank 0 waits until the others have or are lost. Safe to call again."""
         if self.is_closed:
             return
         if not is_revoked(self.comm):
@@ -166,18 +160,12 @@ class MPIStore(dist.Store):
         return MPIStore(self.link, timeout, f"{self._prefix}{prefix}/")
 
     def close(self) -> None:
-        """Disconnect from the server; rank 0 waits here until all other ranks have done so.
-
-        Safe to call again. Does not wait after the loss of a rank.
-        """
+        """Disconnect; rank 0 waits for the others, unless one is lost. Safe to call again."""
         unregister_close(self.close)
         self.link.close()
 
     def departed(self, until: Callable[[], bool] = _never) -> list[int]:
-        """Return the ranks of the store's communicator whose script has ended and closed it.
-
-        None if `until` stops the wait for the server's answer.
-        """
+        """Return the ranks whose script has ended; none if `until` stops the wait for an answer."""
         return [
             int(key.removeprefix(DEPARTED))
             for key in self._ask("items", DEPARTED, until=until)[::2]
@@ -194,9 +182,6 @@ class MPIStore(dist.Store):
         """Add to a counter, 0 if new, and return its new value."""
         return int(self._ask("add", self._prefix + key, str(amount))[0])
 
-    def append(self, key: str, value: str | bytes) -> None:
-        self._tell("append", self._prefix + key, value)
-
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if its value is `expected`; return its value afterwards."""
         return self._ask("compare_set", self._prefix + key, expected, desired)[0]
@@ -208,13 +193,6 @@ class MPIStore(dist.Store):
         """Wait until all keys are set; a `DistStoreError` after the timeout."""
         self._ask("wait", *self._placed(keys), timeout=timeout)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._ask("get", *self._placed(keys)))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = zip(self._placed(keys), values, strict=True)
-        self._tell("set", *itertools.chain.from_iterable(pairs))
-
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", self._prefix + key)[0])
 
@@ -225,10 +203,7 @@ class MPIStore(dist.Store):
         return list(self.items(""))
 
     def items(self, prefix: str, until: Callable[[], bool] = _never) -> dict[str, bytes]:
-        """Return the keys that begin with `prefix`, without it, and their values.
-
-        None if `until` stops the wait for the server's answer.
-        """
+        """Return keys without this prefix, and their values; none if `until` stops the wait."""
         prefix = self._prefix + prefix
         found = self._ask("items", prefix, until=until)
         keys = [key.decode().removeprefix(prefix) for key in found[::2]]
@@ -237,11 +212,6 @@ class MPIStore(dist.Store):
     # torch's C++ code calls these two by their C++ names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    hasExtendedApi = has_extended_api  # noqa: N815
 
     def clone(self) -> MPIStore:
         """Return this store itself: it is thread-safe."""

@@ -66,10 +66,6 @@ class Table:
         self._values[key] = total
         return (total,)
 
-    def _append(self, key: bytes, value: bytes) -> Fields:
-        self._values[key] = self._values.get(key, b"") + value
-        return ()
-
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Fields:
         # As in torch's TCPStore: a missing key is set only if the expected value is empty.
         current = self._values.get(key)

@@ -52,10 +52,7 @@ class RankInfo:
     """The instructions that torch's kernels use on the CPU, such as `AVX2`; else empty."""
 
     def __str__(self) -> str:
-        """Return the rank's name in messages, such as `rank 2 (node-b, cuda:0)`.
-
-        The kind is added if it differs from the device type: `rank 2 (node-b, cpu, mlu)`.
-        """
+        """Return `rank 2 (node-b, cuda:0)`, with the kind if it is not the device's type."""
         shown = () if self.kind == self.device.partition(":")[0] else (self.kind,)
         return f"rank {self.world_rank} ({', '.join((self.host, self.device, *shown))})"
 
@@ -101,19 +98,13 @@ def plan_groups(
 
 
 def may_group_by_host(kinds: Sequence[str], nodes: Sequence[int]) -> bool:
-    """Return whether groups by kind and host may be faster than groups by kind.
-
-    That takes several kinds, one that is on several hosts, and a host with several ranks of one.
-    """
+    """Return whether groups by kind and host may be faster than groups by kind."""
     by_kind, by_host = plan_groups(kinds), plan_groups(kinds, nodes)
     return 1 < len(by_kind) < len(by_host) < len(kinds)
 
 
 def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
-    """Return the ranks that share a device with others of their group, device by device.
-
-    A vendor's library refuses such a group; groups without a library are left out.
-    """
+    """Return the ranks that share a device with others of their group with a library, by device."""
     users: dict[tuple[str, str], list[RankInfo]] = {}
     for info in infos:
         if info.physical_device and info.library:
@@ -139,10 +130,7 @@ def check_own_devices(infos: Sequence[RankInfo]) -> None:
 
 
 class OwnDeviceCheck:
-    """Warns, once, if this rank communicates tensors of an accelerator that is not its own.
-
-    Such a rank mostly computes on another rank's device, because its script has chosen it.
-    """
+    """Warns, once, if this rank communicates tensors of an accelerator that is not its own."""
 
     def __init__(self, info: RankInfo, device: torch.device) -> None:
         """Take what this rank reports about itself, and its device."""
@@ -200,10 +188,7 @@ def group_of(groups: Sequence[Group], rank: int) -> Group:
 
 
 def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intracomm:
-    """Create a communicator of these ranks of `base`, in this order.
-
-    Collective over the members only, which is why they need to pass the same `name`.
-    """
+    """Create a communicator of these ranks of `base`, in this order. Collective over them alone."""
     from mpi4py import MPI
 
     tag = zlib.crc32(name.encode()) % tags.COUNT

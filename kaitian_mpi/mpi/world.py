@@ -109,10 +109,7 @@ _current: World | None = None
 
 
 def current_world() -> World | None:
-    """Return the ranks that this process's next default process group is of; None before MPI.
-
-    For what torch calls with arguments of its own only. All other code is given the world.
-    """
+    """Return the world of the next default process group, for what torch calls; None before MPI."""
     return _current
 
 
@@ -273,10 +270,7 @@ def slowed_as(world: World, slowdown: str) -> World:
 
 
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
-    """Return the world of some of the ranks, None on the others. Collective over `world`.
-
-    They are renumbered in ascending order; `RankInfo.world_rank` keeps the number in MPI's world.
-    """
+    """Return the world of some of the ranks, renumbered in order, None on others. Collective."""
     reopen_job_store(world.comm)
     kept = world.rank in ranks
     comm = cast("MPI.Intracomm", world.comm.Split(0 if kept else 1, world.rank))
@@ -288,10 +282,7 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
 
 
 def survivors_of(world: World) -> World:
-    """Return the world of the surviving ranks, after a loss. Collective over those.
-
-    They are renumbered, in the same order.
-    """
+    """Return the world of the surviving ranks, renumbered in order. Collective over those."""
     comm = track_comm(shrink(world.comm))
     infos = tuple(world.infos[rank] for rank in translate_ranks(comm, world.comm))
     return replace(world, comm=comm, infos=infos)
@@ -312,10 +303,7 @@ def share_cores(comm: MPI.Comm) -> int:
 
 
 def _use_cores(comm: MPI.Intracomm) -> int:
-    """Compute with this rank's part of the host's cores, and return how many threads that is.
-
-    Collective. A number of threads that the script has set stays.
-    """
+    """Compute with this rank's part of the host's cores; return how many threads. Collective."""
     return set_default_threads(share_cores(comm))
 
 

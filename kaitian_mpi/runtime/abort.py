@@ -1,7 +1,4 @@
-"""Abort handling: when a rank fails, report the reason and end the whole job.
-
-Otherwise the other ranks would wait forever for the one that failed.
-"""
+"""Abort handling: when a rank fails, report the reason and end the job, which would wait for it."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ def _abort_on(program: str, error: BaseException) -> None:
 
 @contextmanager
 def report_once() -> Iterator[None]:
-    """Print a `UserError` that every rank raises about its command line on rank 0 only.
-
-    For ULFM before MPI has started, where the launcher does not end the others when rank 0 exits.
-    """
+    """Print a `UserError` about the command line on rank 0 only, also under ULFM."""
     try:
         yield
     except UserError as error:
@@ -94,10 +88,7 @@ def install_abort_hook() -> None:
 
 
 def _abort_if_hook_was_replaced() -> None:
-    """As the process exits, abort the job if it does so by an uncaught exception.
-
-    A script may set an exception hook of its own after `install_abort_hook`.
-    """
+    """Abort the job if this process exits by an exception that the script's own hook took."""
     error = getattr(sys, "last_value", None)
     trace = getattr(error, "__traceback__", None)
     # Others set it, too, such as pytest for each test that fails.
@@ -180,10 +171,7 @@ def abort_job(code: int) -> None:
 
 
 def _end_other_ranks(code: int) -> None:
-    """End the job with this exit code.
-
-    Returns only where MPI has not been started and the launcher ends the job when this rank exits.
-    """
+    """End the job; returns where the launcher ends it when this rank exits, before MPI."""
     _let_launcher_forward_output()
     if is_mpi_running():
         from mpi4py import MPI
@@ -210,10 +198,7 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
 
 
 def _let_launcher_forward_output() -> None:
-    """Wait until the launcher has read and forwarded what this process has printed.
-
-    MPICH's launcher ends the job as soon as it is asked to, even if it has not read the message.
-    """
+    """Wait until the launcher has read this process's output: MPICH's ends the job without."""
     give_up = time.monotonic() + _READ_OUTPUT_SEC
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(2).st_mode):
@@ -244,10 +229,7 @@ def is_mpi_running() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel send SIGKILL to this process when the launcher exits (Linux).
-
-    After a SIGKILL to mpirun, ranks that compute or sleep would keep running.
-    """
+    """Have the kernel send SIGKILL to this process when the launcher exits (Linux)."""
     if read_launch(os.environ).world_size == 1:
         return
     parent = os.getppid()

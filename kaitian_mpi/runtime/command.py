@@ -139,10 +139,7 @@ def parse_command(words: Sequence[str]) -> Command:
 
 
 def parse_launcher(words: Sequence[str]) -> Command:
-    """Parse the launcher and its options; `arguments` are the words after them.
-
-    Without a launcher, all words are after it: mpirun may be missing in a job of one rank.
-    """
+    """Parse the launcher, if any, and its options; `arguments` are the words after them."""
     # mpirun may come after `nice` or `env`.
     names = [PurePath(word).name.split(".")[0] for word in words]
     begin = next((n for n, name in enumerate(names, 1) if name in _LAUNCHERS), 0)

@@ -98,10 +98,7 @@ def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tupl
 
 
 def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if this is the only rank in a larger allocation.
-
-    Such a rank was started without mpirun or srun: the rest of what was allocated would be idle.
-    """
+    """Return what is wrong, and what to do, if this is the only rank in a larger allocation."""
     if read_tasks(environ) or any(name in environ for name in RANKS_OF_OTHER_LAUNCHERS):
         return None
     allocated = _allocated(environ)

@@ -97,10 +97,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _take_over_finalize() -> None:
-    """Finalize MPI when this process exits, but not in processes forked from it.
-
-    mpi4py would finalize it in those as well, and hang.
-    """
+    """Finalize MPI when this process exits; mpi4py would do so in forked ones, too, and hang."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None:
@@ -147,10 +144,7 @@ def _close_all() -> None:
 
 
 def exit_after_loss(code: int = 0) -> None:
-    """Exit with this code, without finalizing MPI, if the job has lost a rank; else do nothing.
-
-    Across hosts, MPI_Finalize would wait for the dead ranks.
-    """
+    """Exit with this code if the job has lost a rank: MPI_Finalize would wait for the dead."""
     if ulfm.has_survived_loss():
         _close_all()
         for stream in (sys.stdout, sys.stderr):

@@ -132,10 +132,7 @@ def launched_by(environ: Mapping[str, str]) -> Library | None:
 
 
 def report_to_launcher(environ: Mapping[str, str]) -> None:
-    """Let mpirun end the job if this process ends before it has started MPI; call it once.
-
-    MPICH's does that only for a process that has asked it for something by MPI's protocol (PMI-1).
-    """
+    """Let MPICH's mpirun (by PMI-1) end the job if this process ends before MPI starts."""
     if launcher := _connection(environ):
         with launcher, suppress(OSError):
             launcher.sendall(b"cmd=get_appnum\n")
@@ -190,10 +187,7 @@ def survival_advice(library: str) -> str:
 
 
 def reduces_in_place(library: str) -> bool:
-    """Return whether `MPI_Reduce` may be in place at another root than rank 0.
-
-    MPICH before 4.2.1 crashes if the ranks are on one host (pmodels/mpich#6540, #6893).
-    """
+    """Return whether `MPI_Reduce` may be in place at any root (pmodels/mpich#6540, #6893)."""
     name, numbers = _name_and_release(library)
     if name == MPICH.name:
         return numbers >= _MPICH_REDUCES_SINCE

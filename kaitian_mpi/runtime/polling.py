@@ -90,10 +90,7 @@ def wake_up(comm: MPI.Comm, ranks: Iterable[int], word: bytes = b"") -> None:
 
 
 def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
-    """Wait for an MPI request as `wait_until` does; return whether it completed within the limit.
-
-    If it fails, it and its buffers are kept: other ranks may still send to them.
-    """
+    """Wait for an MPI request as `wait_until` does; one that fails is kept, and its buffers."""
     try:
         return wait_until(request.Test, limit_sec)
     except Exception:
@@ -102,10 +99,7 @@ def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
 
 
 def keep_alive(*kept: object) -> None:
-    """Keep a request that will not complete, and its buffers, alive until this process exits.
-
-    MPI may still write to the buffers.
-    """
+    """Keep what MPI may still write to alive until this process exits."""
     _abandoned.append(kept)
 
 

@@ -112,10 +112,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _keep_from_children() -> None:
-    """Restore the default handlers in forked processes.
-
-    Otherwise a signal to one of them would be written to this process's wake-up file descriptor.
-    """
+    """Restore the default handlers in forked processes, whose signals would reach this one."""
     masks = threading.local()
     ours = os.getpid()
 

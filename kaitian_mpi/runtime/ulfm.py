@@ -68,18 +68,12 @@ def may_be_loss(error: BaseException) -> bool:
 
 
 def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
-    """Return whether a loss is detected within this many seconds. Not collective.
-
-    A collective may deliver corrupt data before MPI reports the death of its sender.
-    """
+    """Return whether a loss is detected so soon; before, a collective may deliver corrupt data."""
     return is_enabled() and wait_until(lambda: is_loss_detected(comm), seconds, _POLL_SEC)
 
 
 def is_loss_detected(comm: MPI.Intracomm) -> bool:
-    """Return whether a rank of `comm` is lost, or one of them has noticed a loss. Not collective.
-
-    Only with fault tolerance.
-    """
+    """Return whether a rank of `comm` is lost or has noticed a loss, with fault tolerance."""
     make_progress()
     return comm.Is_revoked() or comm.Get_failed().size > 0
 

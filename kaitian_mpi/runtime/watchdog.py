@@ -1,7 +1,6 @@
 """A watchdog for each rank: MPI does not notice a rank that is stopped or computes forever.
 
-A small separate process, `watchdog_process.py`, receives the rank's phases and heartbeats through a
-pipe and kills the rank when it hangs, which MPI and the launcher do notice.
+A small process, `watchdog_process.py`, gets phases and heartbeats by a pipe, and kills the rank.
 """
 
 from __future__ import annotations

@@ -23,10 +23,7 @@ _OTHER_STATE = "running, but a call holds the GIL"
 
 
 class Report:
-    """One line from the rank: its heartbeat and phase. Times are seconds of CLOCK_MONOTONIC.
-
-    Each line is complete, so that lines may be lost.
-    """
+    """One line from the rank: its heartbeat and phase. Times are seconds of CLOCK_MONOTONIC."""
 
     def __init__(self, line: bytes) -> None:
         *numbers, waits, step, phase = line.split(b" ", 6)
@@ -69,10 +66,7 @@ def kill_reason(now: float, report: Report, restarted: float, state: str = "") -
 
 
 def was_suspended(slept: float, asked: float, limit: float) -> bool:
-    """Return whether this process itself was stopped, as the rank may have been as well.
-
-    By Ctrl-Z, or with its virtual machine. A stop that is missed here is shorter than the limit.
-    """
+    """Return whether this process was stopped itself, as by Ctrl-Z or with its virtual machine."""
     return slept > 2 * asked + min(1.0, limit / 2)
 
 
@@ -82,10 +76,7 @@ def seconds(value: float) -> str:
 
 
 def parse_stat(stat: bytes) -> tuple[str, int]:
-    """Return a process's state and its parent's pid from its /proc/PID/stat.
-
-    The program's name there, in parentheses, may contain anything, even parentheses.
-    """
+    """Return a process's state and its parent's pid from its /proc/PID/stat."""
     state, parent = stat.rpartition(b")")[2].split()[:2]
     return state.decode(), int(parent)
 

@@ -70,8 +70,6 @@ def test_a_failed_request_raises_in_its_caller(store, world, caller):
         store.set("text", "abc")
         with pytest.raises(dist.DistStoreError, match="key text: its value b'abc' is not a number"):
             store.add("text", 1)
-        with pytest.raises(ValueError, match="zip"):
-            store.multi_set(["a", "b"], ["1"])
         with pytest.raises(TypeError, match="a store holds str or bytes, not int"):
             store.set("number", 5)
     world.comm.Barrier()

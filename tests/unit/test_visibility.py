@@ -9,9 +9,8 @@ import pytest
 
 from kaitian_mpi.cli.run import local_rank_of, show_own_devices
 from kaitian_mpi.devices import known_kinds
-from kaitian_mpi.devices.choice import choose_device
+from kaitian_mpi.devices.choice import VISIBILITY, choose_device, visibility_variables
 from kaitian_mpi.devices.registry import load_built_in
-from kaitian_mpi.devices.visibility import VISIBILITY, visibility_variables
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.topology import RankInfo
 
