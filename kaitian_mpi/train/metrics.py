@@ -14,8 +14,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.clock import StepClock, StepTimes
-from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.clock import StepClock
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
@@ -73,7 +72,8 @@ class Metrics(StepObserver):
         """Add a step, and read if that is due."""
         self._loss_sum = self._loss_sum + step.mean_loss * step.samples
         self._data_sec += step.data_sec
-        self._add_times(step.times)
+        self._compute += step.times.computed
+        self._wait += step.times.waited
         self._samples += step.samples
         self._batch_sizes = step.batch_sizes
         self._steps += 1
@@ -88,10 +88,9 @@ class Metrics(StepObserver):
         loss = self._loss_sum.item() / self._samples  # the same on all ranks
         sums = self._gather()
         elapsed = max(each.elapsed for each in sums)
-        self._add_up(sums)
         progress.training_sec += elapsed
         if self._sinks:
-            self._sinks.on_reading(self._reading(progress, loss, sums, elapsed))
+            self._sinks.on_reading(self._reading(loss, sums, elapsed))
         steps_between = round(self._config.log_interval * self._steps / elapsed)
         self._next_reading = progress.step + max(1, steps_between)
         self._loss_sum = torch.zeros_like(self._loss_sum)
@@ -108,30 +107,25 @@ class Metrics(StepObserver):
             self._sinks.on_logged(Figures(step=step, epoch=epoch, time=time.time(), values=values))
             self._logged.clear()
 
-    def _add_times(self, times: StepTimes) -> None:
-        self._compute += times.computed
-        self._wait += times.waited
-
     def _gather(self) -> list[RankSums]:
-        self._add_times(self._clock.take(wait=True))
+        """Return all ranks' sums since the last reading, and add them to those of the run."""
+        times = self._clock.take(wait=True)
+        compute, wait = self._compute + times.computed, self._wait + times.waited
         phases = self._clock.take_phases()
-        elapsed = time.perf_counter() - self._since
-        own = (self._compute, self._wait, self._data_sec, *phases, elapsed)
+        own = (compute, wait, self._data_sec, *phases, time.perf_counter() - self._since)
         sleeping_barrier(self._world.comm)
-        return [RankSums(*values) for values in gather_values(self._world.comm, own)]
-
-    def _add_up(self, sums: list[RankSums]) -> None:
+        sums = [RankSums(*values) for values in gather_values(self._world.comm, own)]
         self.steps += self._steps
         for rank, each in enumerate(sums):
             self.compute_sec[rank] += each.compute
             self.wait_sec[rank] += each.wait
+        return sums
 
-    def _reading(
-        self, progress: Progress, loss: float, sums: Sequence[RankSums], elapsed: float
-    ) -> Reading:
-        step_sec = elapsed / self._steps
-        by_rank = {
-            name: [getattr(each, name) / self._steps for each in sums] for name in RankSums._fields
+    def _reading(self, loss: float, sums: Sequence[RankSums], elapsed: float) -> Reading:
+        progress, step_sec = self._state.progress, elapsed / self._steps
+        phases = {
+            f"{name}_time_sec": [getattr(each, name) / self._steps for each in sums]
+            for name in RankSums._fields[:-1]
         }
         return Reading(
             step=progress.step,
@@ -148,11 +142,6 @@ class Metrics(StepObserver):
             seconds_left=(progress.total_steps - progress.step) * step_sec,
             ranks=[info.world_rank for info in self._world.infos],
             batch_sizes=self._batch_sizes,
-            compute_time_sec=by_rank["compute"],
-            wait_time_sec=by_rank["wait"],
-            data_time_sec=by_rank["data"],
-            forward_time_sec=by_rank["forward"],
-            backward_time_sec=by_rank["backward"],
-            optimizer_time_sec=by_rank["optimizer"],
             logged=dict(self._logged),
+            **phases,
         )
