@@ -143,15 +143,6 @@ def test_ddp_with_sparse_gradients(world, wrap):
     assert torch.allclose(rows[0], row / world.size)
 
 
-def test_sparse_all_reduce_in_the_background(world):
-    tensor = torch.sparse_coo_tensor([[world.rank]], [1.0], (4,))
-    work = dist.all_reduce(tensor, async_op=True)
-    work.wait()
-    assert work.result()[0] is work.get_future().value()[0]
-    ones = [1.0] * world.size + [0.0] * (4 - world.size)
-    assert work.result()[0].to_dense().tolist() == ones
-
-
 def test_queries_of_a_group_by_the_compiler_and_its_cache(world, monkeypatch):
     from torch.distributed import distributed_c10d
 
@@ -298,19 +289,6 @@ def test_capabilities_reported_to_torch(world):
 
 
 @pytest.mark.ranks(2)
-def test_batch_isend_irecv(world):
-    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    received = torch.zeros(3)
-    messages = [
-        dist.P2POp(dist.isend, torch.full((3,), float(world.rank)), after),
-        dist.P2POp(dist.irecv, received, before),
-    ]
-    for work in dist.batch_isend_irecv(messages):
-        work.wait()
-    assert received.tolist() == [float(before)] * 3
-
-
-@pytest.mark.ranks(2)
 def test_pipeline_stages(world):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -322,11 +300,3 @@ def test_pipeline_stages(world):
     output = schedule.step(inputs) if world.rank == 0 else schedule.step()
     if world.rank == world.size - 1:
         assert torch.allclose(output, nn.Sequential(*layers)(inputs), atol=1e-6)
-
-
-def test_thousands_of_collectives_in_flight(world):
-    tensors = [torch.full((10,), float(index)) for index in range(3_000)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for work in works:
-        work.wait()
-    assert all(t[0].item() == index * world.size for index, t in enumerate(tensors))

@@ -75,89 +75,57 @@ def test_the_check_detects_a_shift_and_a_single_wrong_element():
     assert not holds(tensor, 1)
 
 
-def test_all_reduce(world):
+@pytest.mark.parametrize("name", ["all_reduce", "reduce", "broadcast", "send and recv"])
+def test_one_tensor(world, name):
     tensor = filled(LARGE, world.rank)
-    dist.all_reduce(tensor)
-    assert holds(tensor, 0, 1)
+    if name == "all_reduce":
+        dist.all_reduce(tensor)
+    elif name == "reduce":
+        dist.reduce(tensor, 1)
+    elif name == "broadcast":
+        dist.broadcast(tensor, 1)
+    else:
+        (dist.send if world.rank == 1 else dist.recv)(tensor, 1 - world.rank)
+    of_rank_0 = {"all_reduce": (0, 1), "reduce": (0,)}.get(name, (1,))
+    of_rank_1 = (0, 1) if "reduce" in name else (1,)
+    assert holds(tensor, *(of_rank_1 if world.rank == 1 else of_rank_0))
 
 
-def test_reduce(world):
-    tensor = filled(LARGE, world.rank)
-    dist.reduce(tensor, 1)
-    assert holds(tensor, *((0, 1) if world.rank == 1 else (0,)))
-
-
-def test_broadcast(world):
-    tensor = filled(LARGE, 3) if world.rank == 1 else empty(LARGE)
-    dist.broadcast(tensor, 1)
-    assert holds(tensor, 3)
-
-
-@pytest.mark.parametrize("part", [HALF, LARGE])
-def test_all_gather_into_tensor(world, part):
-    whole = empty(2 * part)
-    dist.all_gather_into_tensor(whole, filled(part, world.rank))
-    assert holds(whole[:part], 0)
-    assert holds(whole[part:], 1)
-
-
-@pytest.mark.parametrize("lengths", [(HALF, HALF), (LARGE, 8), (8, LARGE)])
-def test_all_gather(world, lengths):
+@pytest.mark.parametrize("lengths", [(HALF, HALF), (LARGE, LARGE), (LARGE, 8), (8, LARGE)])
+def test_pieces_of_two_ranks(world, lengths):
+    own = filled(lengths[world.rank], world.rank)
     pieces = [empty(length) for length in lengths]
-    dist.all_gather(pieces, filled(lengths[world.rank], world.rank))
-    assert holds(pieces[0], 0)
-    assert holds(pieces[1], 1)
+    dist.all_gather(pieces, own)
+    assert all(holds(piece, rank) for rank, piece in enumerate(pieces))
+    if lengths[0] != lengths[1]:
+        return
+    del pieces
+    whole = empty(sum(lengths))
+    dist.all_gather_single(whole, own)
+    pieces = list(whole.split(lengths[0]))
+    assert all(holds(piece, rank) for rank, piece in enumerate(pieces))
+    whole.zero_()
+    dist.gather(own, pieces if world.rank == 1 else None, dst=1)
+    assert world.rank == 0 or all(holds(piece, rank) for rank, piece in enumerate(pieces))
+    own.zero_()
+    dist.scatter(own, pieces if world.rank == 1 else None, src=1)
+    assert holds(own, world.rank)
 
 
-@pytest.mark.parametrize("part", [HALF, LARGE])
-def test_gather(world, part):
-    pieces = [empty(part), empty(part)] if world.rank == 1 else None
-    dist.gather(filled(part, world.rank), pieces, dst=1)
-    if pieces is not None:
-        assert holds(pieces[0], 0)
-        assert holds(pieces[1], 1)
-
-
-@pytest.mark.parametrize("part", [HALF, LARGE])
-def test_scatter(world, part):
-    pieces = [filled(part, 0), filled(part, 1)] if world.rank == 1 else None
-    tensor = empty(part)
-    dist.scatter(tensor, pieces, src=1)
-    assert holds(tensor, world.rank)
-
-
-def test_reduce_scatter_tensor(world):
+def test_reduce_scatter_single(world):
     tensor = empty(HALF)
-    dist.reduce_scatter_tensor(tensor, filled(LARGE, world.rank))
+    dist.reduce_scatter_single(tensor, filled(LARGE, world.rank))
     assert holds(tensor, 0, 1, start=world.rank * HALF)
 
 
-def test_all_to_all_single_of_equal_parts(world):
-    received = empty(LARGE)
-    dist.all_to_all_single(received, filled(LARGE, world.rank))
-    assert holds(received[:HALF], 0, start=world.rank * HALF)
-    assert holds(received[HALF:], 1, start=world.rank * HALF)
-
-
-def test_all_to_all_single_with_everything_to_one_rank(world):
-    received = empty(LARGE)
-    parts = [0, LARGE] if world.rank == 0 else [LARGE, 0]
-    dist.all_to_all_single(received, filled(LARGE, world.rank), parts, parts)
-    assert holds(received, 1 - world.rank)
-
-
 def test_all_to_all(world):
-    sent = [filled(HALF, 2 * world.rank), filled(HALF, 2 * world.rank + 1)]
-    received = [empty(HALF), empty(HALF)]
-    dist.all_to_all(received, sent)
-    assert holds(received[0], world.rank)
-    assert holds(received[1], 2 + world.rank)
-
-
-def test_send_and_recv(world):
-    tensor = filled(LARGE, 3) if world.rank == 1 else empty(LARGE)
-    if world.rank == 1:
-        dist.send(tensor, 0)
-    else:
-        dist.recv(tensor, 1)
-    assert holds(tensor, 3)
+    own, received = filled(LARGE, world.rank), empty(LARGE)
+    dist.all_to_all_single(received, own)
+    parts = list(received.split(HALF))
+    assert all(holds(part, rank, start=world.rank * HALF) for rank, part in enumerate(parts))
+    received.zero_()
+    dist.all_to_all(parts, list(own.split(HALF)))
+    assert all(holds(part, rank, start=world.rank * HALF) for rank, part in enumerate(parts))
+    everything_to_the_other = [0, LARGE] if world.rank == 0 else [LARGE, 0]
+    dist.all_to_all_single(received, own, everything_to_the_other, everything_to_the_other)
+    assert holds(received, 1 - world.rank)

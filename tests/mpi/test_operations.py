@@ -105,16 +105,6 @@ def test_all_to_all_of_uneven_pieces(world, place):
         assert values(piece).tolist() == [10.0 * source + world.rank] * (world.rank + 1)
 
 
-def test_all_to_all_single_with_splits(world, place):
-    given = [rank + 1 for rank in range(world.size)]
-    taken = [world.rank + 1] * world.size
-    tensor = place(torch.full((sum(given), 3), float(world.rank)))
-    output = place(torch.zeros(sum(taken), 3))
-    dist.all_to_all_single(output, tensor, taken, given)
-    expected = torch.arange(world.size).repeat_interleave(world.rank + 1).float()
-    assert torch.equal(values(output), expected[:, None].expand(-1, 3))
-
-
 def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
     """The other ranks, whose part is small, do not know that it is."""
     if world.rank == 0:
@@ -179,16 +169,6 @@ def test_batched_messages_between_all_neighbours(world):
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     assert torch.equal(incoming, torch.full((40_000,), float(left)))
-
-
-def test_object_collectives(world):
-    gathered = [None] * world.size if world.rank == 0 else None
-    dist.gather_object({"rank": world.rank}, gathered, dst=0)
-    if world.rank == 0:
-        assert gathered == [{"rank": rank} for rank in range(world.size)]
-    mine = [None]
-    dist.scatter_object_list(mine, [f"for {r}" for r in range(world.size)], src=0)
-    assert mine == [f"for {world.rank}"]
 
 
 @pytest.mark.parametrize(

@@ -235,14 +235,18 @@ def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, las
         "all_gather": lambda group: dist.all_gather(
             [torch.zeros(9) for _ in range(size)], torch.ones(9), group=group
         ),
+        "all_to_all": lambda group: dist.all_to_all_single(
+            torch.empty(size), torch.ones(size), group=group
+        ),
+        "async": lambda group: dist.all_reduce(torch.ones(3), group=group, async_op=True).wait(),
         "barrier": dist.barrier,
     }
 
+    named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {size}; give the group"
+
     def time_out(name, group):
-        with pytest.raises(
-            CollectiveError, match=rf"waiting for rank {last} of {size}; give the group"
-        ):
-            calls[name](group)
+        assert 0.9 < seconds_until_error(lambda: calls[name](group), named) < LONG.seconds, name
+        seconds_until_error(lambda: calls[name](group), "this process group failed before: .* rank")
 
     groups = {name: dist.new_group(timeout=SHORT) for name in calls}
     for name, group in groups.items():

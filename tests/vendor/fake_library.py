@@ -88,76 +88,61 @@ class Library:
     def allreduce(self, tensors, opts):
         (tensor,) = tensors
         reduce = self._reducer(tensor, opts.reduceOp)
-        return self._start(opts, "allreduce", [tensor], [tensor], self._all_reduce, tensor, reduce)
+        return self._start(opts, "allreduce", tensors, tensors, self._all_reduce, tensor, reduce)
 
     def reduce(self, tensors, opts):
-        (tensor,) = tensors
-        reduce = self._reducer(tensor, opts.reduceOp)
-        root = opts.rootRank
-        return self._start(
-            opts, f"reduce to {root}", [tensor], [tensor], self._reduce, tensor, root, reduce
-        )
+        (tensor,), root = tensors, opts.rootRank
+        work = functools.partial(self._reduce, self._reducer(tensor, opts.reduceOp), root)
+        return self._start(opts, f"reduce to {root}", tensors, tensors, work, tensor)
 
     def broadcast(self, tensors, opts):
-        (tensor,) = tensors
-        root = opts.rootRank
-        return self._start(
-            opts, f"broadcast of {root}", [tensor], [tensor], self._broadcast, tensor, root
-        )
+        (tensor,), root = tensors, opts.rootRank
+        work = functools.partial(self._broadcast, root)
+        return self._start(opts, f"broadcast of {root}", tensors, tensors, work, tensor)
 
     def allgather(self, outputs, inputs, opts):
         ((pieces,), (tensor,)) = outputs, inputs
-        return self._start(opts, "allgather", [tensor], pieces, self._gather_all, pieces, tensor)
+        return self._start(opts, "allgather", inputs, pieces, self._gather_all, pieces, tensor)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts):
         return self._start_each(opts, "all_gather_single", outputs, inputs, self._gather_all_into)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
-        reduce = self._reducer(inputs[0], opts.reduceOp)
-        work = functools.partial(self._reduce_scatter_from, reduce)
+        work = functools.partial(self._reduce_scatter_from, self._reducer(inputs[0], opts.reduceOp))
         return self._start_each(opts, "reduce_scatter_single", outputs, inputs, work)
 
     def gather(self, outputs, inputs, opts):
-        (tensor,) = inputs
-        root = opts.rootRank
-        assert len(outputs) == (self._rank == root), "gather: outputs on the root alone"
-        pieces = outputs[0] if outputs else []
-        return self._start(
-            opts, f"gather to {root}", [tensor], pieces, self._gather, pieces, tensor, root
-        )
+        (tensor,), root = inputs, opts.rootRank
+        pieces = self._of_root("gather", outputs, root)
+        sent = [tensor if each == root else None for each in self._ranks]
+        received = pieces or [None] * self._size
+        return self._start(opts, f"gather to {root}", inputs, pieces, self._swap, sent, received)
 
     def scatter(self, outputs, inputs, opts):
-        (tensor,) = outputs
-        root = opts.rootRank
-        assert len(inputs) == (self._rank == root), "scatter: inputs on the root alone"
-        pieces = inputs[0] if inputs else []
-        return self._start(
-            opts, f"scatter of {root}", pieces, [tensor], self._scatter, tensor, pieces, root
-        )
+        (tensor,), root = outputs, opts.rootRank
+        pieces = self._of_root("scatter", inputs, root)
+        sent = pieces or [None] * self._size
+        received = [tensor if each == root else None for each in self._ranks]
+        return self._start(opts, f"scatter of {root}", pieces, outputs, self._swap, sent, received)
 
     def reduce_scatter(self, outputs, inputs, opts):
         ((output,), (pieces,)) = outputs, inputs
-        reduce = self._reducer(output, opts.reduceOp)
-        return self._start(
-            opts, "reduce_scatter", pieces, [output], self._reduce_scatter, output, pieces, reduce
-        )
+        work = functools.partial(self._reduce_scatter, self._reducer(output, opts.reduceOp))
+        return self._start(opts, "reduce_scatter", pieces, outputs, work, output, pieces)
 
     def alltoall(self, outputs, inputs, opts):
         return self._start(opts, "alltoall", inputs, outputs, self._swap, inputs, outputs)
 
     def all_to_all_single(self, output, tensor, output_splits, input_splits, opts):
+        def work(output, tensor):
+            self._swap(self._parts(tensor, input_splits), self._parts(output, output_splits))
+
         assert output.numel() == 0 or output.ndim
-        return self._start(
-            opts,
-            "all_to_all_single",
-            [tensor],
-            [output],
-            self._swap_parts,
-            output,
-            tensor,
-            list(output_splits),
-            list(input_splits),
-        )
+        return self._start(opts, "all_to_all_single", [tensor], [output], work, output, tensor)
+
+    def _of_root(self, name, lists, root):
+        assert len(lists) == (self._rank == root), f"{name}: pieces on the root alone"
+        return lists[0] if lists else []
 
     def shutdown(self) -> None:
         if not self._contract.shutdown_waits:
@@ -191,12 +176,12 @@ class Library:
     def _all_reduce(self, tensor, reduce):
         tensor.copy_(reduce(self._from_all(tensor)))
 
-    def _reduce(self, tensor, root, reduce):
+    def _reduce(self, reduce, root, tensor):
         gathered = self._from_all(tensor)
         if self._rank == root:
             tensor.copy_(reduce(gathered))
 
-    def _broadcast(self, tensor, root):
+    def _broadcast(self, root, tensor):
         sent = [tensor if self._rank == root else None] * self._size
         received = [tensor if self._rank != root and each == root else None for each in self._ranks]
         self._swap(sent, received)
@@ -205,33 +190,20 @@ class Library:
         self._swap([tensor] * self._size, pieces)
 
     def _gather_all_into(self, output, tensor):
-        parts = [torch.empty_like(tensor) for _ in self._ranks]
-        self._swap([tensor] * self._size, parts)
-        output.view(-1).copy_(torch.cat([part.view(-1) for part in parts]))
+        output.view(-1).copy_(torch.cat([part.view(-1) for part in self._from_all(tensor)]))
 
-    def _gather(self, pieces, tensor, root):
-        sent = [tensor if each == root else None for each in self._ranks]
-        self._swap(sent, pieces or [None] * self._size)
-
-    def _scatter(self, tensor, pieces, root):
-        received = [tensor if each == root else None for each in self._ranks]
-        self._swap(pieces or [None] * self._size, received)
-
-    def _reduce_scatter(self, output, pieces, reduce):
+    def _reduce_scatter(self, reduce, output, pieces):
         received = [torch.empty_like(output) for _ in self._ranks]
         self._swap(pieces, received)
         output.copy_(reduce(received))
 
     def _reduce_scatter_from(self, reduce, output, tensor):
         pieces = tensor.view(self._size, -1).unbind() if tensor.numel() else [output] * self._size
-        self._reduce_scatter(output.view(-1), list(pieces), reduce)
+        self._reduce_scatter(reduce, output.view(-1), list(pieces))
 
-    def _swap_parts(self, output, tensor, output_splits, input_splits):
-        def parts(whole, splits):
-            even = [whole.size(0) // self._size] * self._size if whole.ndim else []
-            return list(whole.split(splits or even))
-
-        self._swap(parts(tensor, input_splits), parts(output, output_splits))
+    def _parts(self, whole, splits):
+        even = [whole.size(0) // self._size] * self._size if whole.ndim else []
+        return list(whole.split(list(splits) or even))
 
     @property
     def _ranks(self):
