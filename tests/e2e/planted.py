@@ -73,9 +73,6 @@ class Slow(nn.Module):
         return self.layer(x.flatten(1))
 
 
-slow = Slow
-
-
 class Steady(Slow):
     """`Slow`, and each call takes 2 ms of CPU time, which is what an emulated slowdown multiplies.
 
@@ -89,9 +86,6 @@ class Steady(Slow):
         return super().forward(x)
 
 
-steady = Steady
-
-
 class SlowAndWide(Slow):
     """`Slow` with a gradient of 1 MiB, which hosts exchange in several rounds."""
 
@@ -101,9 +95,6 @@ class SlowAndWide(Slow):
 
     def forward(self, x):
         return super().forward(x) + self.table.mean(0)[:10]
-
-
-slow_and_wide = SlowAndWide
 
 
 def where(num_classes):
@@ -122,9 +113,6 @@ class Large(Slow):
 
     def forward(self, x):
         return super().forward(x) + self.table[0, :10] + self.table[-1, :10]
-
-
-large = Large
 
 
 def differing(num_classes):
@@ -162,9 +150,6 @@ class Exact(nn.Module):
         pass
 
 
-exact = Exact
-
-
 class SlowToEvaluate(Exact):
     """Takes 0.15 s per batch of an evaluation."""
 
@@ -172,9 +157,6 @@ class SlowToEvaluate(Exact):
         if not self.training:
             time.sleep(0.15)
         return super().forward(x)
-
-
-slow_to_evaluate = SlowToEvaluate
 
 
 class PrintsFirstStep(Exact):
@@ -193,21 +175,12 @@ class DiesInFirstForward(Exact):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-dies_in_first_forward = DiesInFirstForward
-
-
-prints_first_step = PrintsFirstStep
-
-
 class Hanging(Exact):
     """Hangs on rank 1 in step 5."""
 
     def before_call(self):
         if self.calls == 5 and self.rank == 1:
             time.sleep(10_000)
-
-
-hanging = Hanging
 
 
 def hanging_data():
@@ -248,18 +221,12 @@ class Faulty(Exact):
         return outputs * float("nan") if (self.calls, self.rank) == (3, 1) else outputs
 
 
-faulty = Faulty
-
-
 class NeverFinite(Exact):
     """Its output on rank 1 is NaN from step 4 on."""
 
     def forward(self, x):
         outputs = super().forward(x)
         return outputs * float("nan") if self.calls >= 4 and self.rank == 1 else outputs
-
-
-never_finite = NeverFinite
 
 
 class Dropping(nn.Module):
@@ -277,9 +244,6 @@ class Dropping(nn.Module):
         if self.training:
             time.sleep(0.1)
         return self.layers(x)
-
-
-dropping = Dropping
 
 
 class WrongKernel(torch.autograd.Function):
@@ -337,3 +301,18 @@ class RecordedDataset(Dataset):
 def recorded_digits():
     train, validation = bundled.load_digits(0.2)
     return RecordedDataset(train, os.environ.get("RECORD_IN")), RecordedDataset(validation, None)
+
+
+# The flags' names, as planted:slow.
+slow = Slow
+steady = Steady
+slow_and_wide = SlowAndWide
+large = Large
+exact = Exact
+slow_to_evaluate = SlowToEvaluate
+dies_in_first_forward = DiesInFirstForward
+prints_first_step = PrintsFirstStep
+hanging = Hanging
+faulty = Faulty
+never_finite = NeverFinite
+dropping = Dropping

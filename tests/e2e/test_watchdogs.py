@@ -31,18 +31,6 @@ def test_watchdogs_kill_a_hanging_and_a_stopped_rank(tmp_path):
     assert summary["failures"][0]["step"] == 5
 
 
-def test_watchdog_kills_a_rank_that_hangs_while_loading_data(tmp_path):
-    command = "kaitian-train --model cnn --dataset planted:hanging_data --step-timeout 0.4".split()
-    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
-    assert ended.code != 0
-    assert re.search(
-        r"^\[1@\S+\] killed by its watchdog: .* s in loading the dataset \(--dataset\), "
-        r"the limit is 8.0 s",
-        ended.err,
-        re.MULTILINE,
-    ), ended.text
-
-
 def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
     """One rank after the other, in a job that survives; mpirun's exit code is arbitrary then."""
     command = "--model planted:hanging_in_setup --dataset planted:hanging_data".split()

@@ -94,14 +94,8 @@ BACKENDS = {"npu": ("hccl", True), "mlu": ("cncl", False), "musa": ("mccl", Fals
 
 def write_plugin(folder, kind, count=2, extra="", **properties):
     backend, is_extended = BACKENDS[kind]
-    text = PLUG_IN.format(
-        type=kind,
-        backend=backend,
-        is_extended=is_extended,
-        count=count,
-        extra=extra,
-        properties=properties,
-    )
+    names = {"type": kind, "backend": backend, "is_extended": is_extended}
+    text = PLUG_IN.format(**names, count=count, extra=extra, properties=properties)
     (folder / f"{PLUGINS[kind]}.py").write_text(text)
 
 
@@ -248,14 +242,11 @@ def test_a_plug_in_that_cannot_be_used_is_named(text, count, extra, reason, tmp_
     assert found["npu"].startswith("the device kind 'npu' cannot be used: ")
     assert reason in found["npu"]
     assert "or uninstall" in found["npu"]
-
-
-def test_devices_that_are_hidden_are_no_fault(tmp_path, monkeypatch):
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
-    write_plugin(tmp_path, "npu", count=0)
-    devices, found, _ = forked(faults, tmp_path)
-    assert "npu" in devices
-    assert found == {}
+    if count == 0 and text is None:  # hiding the devices is no fault
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+        devices, found, _ = forked(faults, tmp_path)
+        assert "npu" in devices
+        assert found == {}
 
 
 def test_without_a_plug_in_its_kind_says_what_to_install():
@@ -385,7 +376,6 @@ def test_an_nvidia_gpu_that_torch_cannot_open_is_named(devices, tmp_path, monkey
         folder.mkdir()
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "class").write_text(f"{device_class}\n")
-    (tmp_path / "empty").mkdir()
     assert not is_on_pci("0x10de", "0x03", tmp_path)
     (tmp_path / "1" / "class").write_text("0x030200\n")
     assert is_on_pci("0x10de", "0x03", tmp_path)
@@ -445,13 +435,9 @@ def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
             calls.append("record")
 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    for name, value in {
-        "synchronize": None,
-        "empty_cache": None,
-        "recommended_max_memory": 10_000,
-        "driver_allocated_memory": 4_000,
-        "get_rng_state": torch.arange(3),
-    }.items():
+    values = {"synchronize": None, "empty_cache": None, "recommended_max_memory": 10_000}
+    values |= {"driver_allocated_memory": 4_000, "get_rng_state": torch.arange(3)}
+    for name, value in values.items():
         monkeypatch.setattr(torch.mps, name, lambda n=name, v=value: (calls.append(n), v)[1])
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: calls.append(state.tolist()))
     monkeypatch.setattr(torch.mps.event, "Event", Event)
@@ -476,11 +462,8 @@ def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
     ("kind", "dtype", "reduction", "expected"),
     [
         ("rocm", torch.float8_e5m2, None, True),
-        ("rocm", torch.bfloat16, "AVG", True),
         ("rocm", torch.bool, "AVG", False),
-        ("mlu", torch.bool, None, True),
         ("mlu", torch.bfloat16, "SUM", True),
-        ("mlu", torch.float64, None, False),
         ("mlu", torch.float64, "SUM", False),
         ("mlu", torch.float32, "AVG", False),
         ("mlu", torch.int32, "BAND", False),
@@ -596,6 +579,7 @@ class GeneralEvent:
 
 def use_general_functions(device):
     with_general_streams = device.streams() is not None
+    assert device.mark().is_reached()  # without streams, calls return when the work is done
     torch.accelerator.synchronize = lambda index: index
     device.select(1)
     device.synchronize(1)
@@ -643,16 +627,6 @@ def test_the_documented_kind_needs_no_more_than_torchs_example_of_a_plug_in_has(
         "peak": 1 << 21,
         "supports": [True, False],
     }
-
-
-@HAS_PYTHON_DEVICES
-def test_a_device_without_streams_finishes_its_calls(tmp_path):
-    write_documented_kind(tmp_path)
-
-    def mark(device):
-        return [device.streams(), device.mark().is_reached()]
-
-    assert forked(with_documented_kind(mark), tmp_path) == [None, True]
 
 
 @HAS_PYTHON_DEVICES

@@ -91,11 +91,7 @@ def test_a_torch_type_without_a_kind_has_no_vendor():
         ("absent", "plug_out:Device", "ModuleNotFoundError: No module named 'plug_out'"),
         ("absent", "plug_in:Absent", "AttributeError: .*Absent"),
         ("broken", "plug_in:Broken", "OSError: libvendor.so: cannot open"),
-        (
-            "little",
-            "plug_in:Little",
-            "TypeError: the class does not derive from .*Device",
-        ),
+        ("little", "plug_in:Little", "TypeError: the class does not derive from .*Device"),
         ("other", "plug_in:Good", "TypeError: the class has kind 'good'"),
         ("Good", "plug_in:Good", "TypeError: a kind's name must consist of lower-case letters"),
         ("auto", "plug_in:Good", "TypeError: a kind's name must consist of lower-case letters"),

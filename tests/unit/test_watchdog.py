@@ -48,31 +48,25 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
 @pytest.mark.parametrize(
     ("now", "line", "anew", "state", "reason"),
     [
-        (59.0, report(), 0, "S", None),
         (60.0, report(), 0, "S", None),
         (61.0, report(), 0, "T", "no heartbeat for 61 s (stopped), last in forward of step 12"),
         (61.0, report(allowed="inf"), 0, "t", "no heartbeat for 61 s (stopped by a debugger)"),
         (61.0, report(waits=1), 0, "D", "no heartbeat for 61 s (blocked in the kernel)"),
         (61.0, report(), 0, "R", "(running, but a call holds the GIL)"),
         (61.0, report(beat=60), 0, "T", "61 s in forward of step 12 (stopped), the limit is 60 s"),
-        (61.0, report(beat=60), 0, "D", "61 s in forward of step 12 (blocked in the kernel), the"),
         (61.0, report(beat=60), 0, "S", "61 s in forward of step 12, the limit is 60 s (--step-t"),
-        (60.0, report(beat=60), 0, "T", None),
         (0.6, report(beat=0.5, limit=0.5), 0, "R", "0.6 s in forward of step 12, the limit is 0.5"),
         (61.0, report(beat=60, step=""), 0, "R", "61 s in forward, the limit is 60 s"),
-        (9999.0, report(beat=9999, allowed="inf"), 0, "R", None),
         (1800.0, report(beat=1800, allowed=1800), 0, "R", None),
         (1801.0, report(beat=1801, allowed=1800), 0, "R", "step 12, the limit is 1800 s (--step-"),
-        (1801.0, report(allowed=1800), 0, "T", "no heartbeat for 1801 s (stopped), last in fo"),
         (9999.0, report(beat=9999, allowed="inf", waits=1), 0, "S", None),
-        (61.0, report(beat=61, waits=1), 0, "S", None),
         (125.0, report(beat=125, waits=1), 0, "S", None),
         (
             126.0,
-            report(beat=126, waits=1, phase="sum of gradients"),
+            report(beat=126, waits=1),
             0,
             "S",
-            "126 s waiting for other ranks in sum of gradients of step 12: a host or link is do",
+            "126 s waiting for other ranks in forward of",
         ),
         (9999.0, report(), 9999, "S", None),
         (9999.0, report(beat=9999), 9939, "S", None),
@@ -108,26 +102,12 @@ def test_the_newest_report_counts():
 
 @pytest.mark.parametrize(
     "line",
-    [
-        b"",
-        b"nonsense",
-        b"\xff\x00\xfe",
-        report()[:9],
-        report(limit=0),
-        report(limit=-1),
-        report(limit="nan"),
-        report(beat="soon"),
-    ],
+    [b"", b"\xff\x00\xfe", report()[:9], report(limit=0), report(limit="nan"), report(beat="soon")],
 )
 def test_malformed_lines_are_ignored(line):
     known = Report(report())
     assert newest_report(None, [line]) is None
     assert newest_report(known, [line]) is known
-
-
-def test_a_phase_may_have_any_name():
-    line = report(phase="sum of gradients, 3") + b" \xff"
-    assert Report(line).where == "sum of gradients, 3 \N{REPLACEMENT CHARACTER} of step 12"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +211,9 @@ def rank():
 def test_a_stopped_rank_is_killed(rank):
     stopped = rank("watchdog.enter('forward', step=12)\nprint('entered', flush=True)\n" + STEPS)
     assert read_line(stopped.process) == "entered\n"
+    wait_until(lambda: is_up(stopped.watchdog))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which it ignores
+        os.kill(stopped.watchdog, number)
     os.kill(stopped.pid, signal.SIGSTOP)
     began = time.monotonic()
     code, _, err = stopped.wait()
@@ -322,14 +305,6 @@ print(time.monotonic() - began < 20, os.path.exists(f"/proc/{watchdog._process.p
     assert rank(body).wait() == (0, "True False\n", "")
 
 
-def test_no_watchdog_outlives_its_rank(rank):
-    killed = rank(STEPS)
-    os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() == (-signal.SIGKILL, "", "")
-    left = rank("os._exit(3)")
-    assert left.wait() == (3, "", "")
-
-
 def test_a_forked_worker_does_not_hold_the_watchdog(rank):
     body = """
 import warnings
@@ -386,28 +361,6 @@ def test_a_watchdog_stopped_together_with_its_rank_restarts_its_timer(rank):
     assert frozen.process.poll() is None
     os.kill(frozen.pid, signal.SIGSTOP)
     assert "(stopped)" in frozen.wait()[2]
-
-
-def test_ignorable_signals_do_not_end_the_watchdog(rank):
-    stubborn = rank(STEPS)
-    wait_until(lambda: is_up(stubborn.watchdog))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(stubborn.watchdog, number)
-    os.kill(stubborn.pid, signal.SIGSTOP)
-    assert "(stopped)" in stubborn.wait()[2]
-
-
-def test_malformed_input_is_ignored_silently(rank):
-    body = r"""
-for text in (b"\n\n", b"\xff\x00 nonsense\n", b"1 2 3 4 5 6 7 8\n", b"no end " * 500):
-    os.write(watchdog._writer, text)
-    time.sleep(0.1)
-os.write(watchdog._writer, b"\n")
-watchdog.enter("two\nlines \ud800 and " + "long " * 5000)
-time.sleep(0.1)
-watchdog.close()
-"""
-    assert rank(body).wait() == (0, "", "")
 
 
 @pytest.mark.parametrize("follows", [True, False])
