@@ -97,18 +97,6 @@ def scores(seconds: Sequence[float]) -> list[float]:
     return [fastest / time for time in seconds]
 
 
-def is_straight(batches: Sequence[int], seconds: Sequence[float]) -> bool:
-    """Return whether a larger batch would hardly change the cost model.
-
-    That is so if there are three sizes or more, and the line through all but the largest predicts
-    the largest to within 3%.
-    """
-    if len(batches) < 3:
-        return False
-    predicted = fit(batches[:-1], seconds[:-1]).seconds(batches[-1])
-    return abs(predicted / seconds[-1] - 1) <= MAX_CHANGE
-
-
 def is_settled(rounds: Mapping[int, Sequence[float]], share: int) -> bool:
     """Return whether another round of measurements would hardly change the predicted step.
 

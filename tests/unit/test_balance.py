@@ -1,6 +1,6 @@
 import pytest
 
-from kaitian_mpi.balance.cost_model import RankCost, fit, is_settled, is_straight, scores
+from kaitian_mpi.balance.cost_model import RankCost, fit, is_settled, scores
 from kaitian_mpi.balance.shares import (
     plan_by_paper,
     plan_equal,
@@ -73,22 +73,6 @@ def test_fit_of_the_cost_model(batches, seconds, expected):
     model = fit(batches, seconds)
     assert model.alpha_sec == pytest.approx(expected.alpha_sec)
     assert model.beta_sec == pytest.approx(expected.beta_sec)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ([8, 16], False),  # any two are on a line
-        ([8, 16, 32], True),
-        ([10, 18, 34], True),
-        ([8, 16, 32.8], True),
-        ([8, 16, 33.5], False),  # 4% more than the smaller ones predict
-        ([8, 16, 30], False),
-        ([9, 14, 33, 66], False),
-    ],
-)
-def test_more_sizes_are_timed_until_the_line_predicts_the_largest(seconds, expected):
-    assert is_straight([8 << i for i in range(len(seconds))], seconds) == expected
 
 
 @pytest.mark.parametrize(

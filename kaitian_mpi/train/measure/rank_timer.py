@@ -17,7 +17,6 @@ from kaitian_mpi.balance.cost_model import (
     fit,
     fit_error,
     is_settled,
-    is_straight,
 )
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
@@ -32,7 +31,7 @@ from kaitian_mpi.train.task import MEMORY_FORMATS, Computation
 # The first batch size that is timed: on a host even a few samples keep a core busy.
 _FIRST_ON_HOST, _FIRST_ON_ACCELERATOR = 2, 8
 _MIN_TIMED_SEC = 0.1
-_LONG_STEP_SEC = 0.5  # larger batches cost too much time if the cost is known without them
+_LONG_STEP_SEC = 0.5  # on a host, larger batches cost too much time
 _CANDIDATE_ROUNDS = 4
 _CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
 _MAX_ROUNDS = 4
@@ -199,13 +198,15 @@ class RankTimer:
     def _grow(self, memory: MemoryGauge) -> dict[int, float]:
         """Return the seconds of a step by batch size, from small to large.
 
-        The sizes double up to the usual share, or on an accelerator twice that, and until larger
-        ones would hardly change the cost model; or until memory or time runs out.
+        The sizes double up to the usual share, or on an accelerator twice that; until a step takes
+        half a second on a host; or until memory or time runs out.
         """
         batch = self._first_batch
         part_sec = _PART * self._config.benchmark_seconds
         deadline_sec = self._elapsed() + part_sec
-        enough = self._equal_share * (1 if self._device.is_host else 2)
+        is_host = self._device.is_host
+        enough = self._equal_share * (1 if is_host else 2)
+        long_sec = min(part_sec / 2, _LONG_STEP_SEC if is_host else part_sec)
         grown: dict[int, float] = {}
         while memory.has_room_for(batch):
             seconds = self._try_step(batch, memory)
@@ -216,10 +217,7 @@ class RankTimer:
                 continue
             grown[batch] = seconds
             late = self._elapsed() > min(deadline_sec, self._training_sec(seconds / batch))
-            if batch >= self._max_batch or 2 * seconds > part_sec or late:
-                break
-            is_large = batch >= enough or (self._device.is_host and seconds > _LONG_STEP_SEC)
-            if is_large and is_straight(list(grown), list(grown.values())):
+            if batch >= min(enough, self._max_batch) or seconds > long_sec or late:
                 break
             batch = min(2 * batch, self._max_batch)
         if len(grown) > 1:
