@@ -125,7 +125,7 @@ def make_setup(config, model):
 
 
 def measure(device, most, min_batch=1, ranks=1, **settings):
-    given = {"global_batch_size": 256, "benchmark_seconds": 0.5, "memory_format": "contiguous"}
+    given = {"global_batch_size": 256, "benchmark_seconds": 1.0, "memory_format": "contiguous"}
     config = TrainConfig(**given | {"epochs": 10**6} | settings)
     world = make_world(device)
     world.size = ranks
@@ -165,7 +165,7 @@ def test_growth_stops_at_an_out_of_memory_error():
 # Seconds of a step and of a sample, as on 4 ranks that share 2 cores.
 @pytest.mark.parametrize(
     ("step_sec", "sample_sec", "ranks", "most_sec"),
-    [(0.003, 0.0009, 2, 1.3), (0.02, 0.028, 4, 3.3)],
+    [(0.003, 0.0009, 2, 1.1), (0.02, 0.028, 4, 3.3)],
     ids=["cnn", "mobilenetv2"],
 )
 def test_the_benchmark_ends_when_it_knows_enough(
@@ -184,7 +184,7 @@ def test_the_benchmark_of_a_short_training_is_short(steps):
     began = CLOCK.now
     measure(Device(limit=1 << 40), most=10**9, benchmark_seconds=10.0, max_steps=steps, ranks=4)
     step_sec = STEP_SEC + SAMPLE_SEC * 64
-    at_least = 0.36  # two batch sizes, each for at least 0.1 s, and the steps before
+    at_least = 0.42  # two batch sizes, each for at least 0.1 s, and the steps before
     assert CLOCK.now - began <= max(steps * step_sec, at_least)
 
 

@@ -218,7 +218,7 @@ class RankTimer:
             grown[batch] = seconds
             late = self._elapsed() > min(deadline_sec, self._training_sec(seconds / batch))
             if seconds < _MIN_TIMED_SEC and not late:  # the first of a size prepares its kernels
-                grown[batch] = self._mean_step(batch)
+                grown[batch] = self._time_step(batch)
             if batch >= min(enough, self._max_batch) or seconds > long_sec or late:
                 break
             batch = min(2 * batch, self._max_batch)
