@@ -244,11 +244,9 @@ class Accelerator(Device):
         )
 
     def _is_hidden(self) -> bool:
-        """Return whether the user hides all devices from this process."""
         return any(os.environ.get(name, "0").strip() in ("", "-1") for name in self.visibility)
 
     def _hardware_id(self, index: int) -> str:
-        """Return the device's PCI address or UUID; "" if torch's module has neither."""
         try:
             found = self._properties(index)
         except Exception:  # a faulty device has an index as well

@@ -19,7 +19,6 @@ KINDS_VARIABLE, SLOWDOWN_VARIABLE = "KAITIAN_EMULATE_KINDS", "KAITIAN_EMULATE_SL
 """The environment variables that apply if the flags are not given."""
 
 _MAX_FACTOR = 1e6  # so that the longest sleep is one that the operating system can do
-_MAX_NAMES = 8
 
 
 class EmulatedDevice:
@@ -73,10 +72,10 @@ class Emulation:
         """Describe it in a line, e.g. `device kinds gpu, mlu; rank 1 slowed 3x`; "" if nothing."""
         parts = []
         if self.labels:
-            parts.append(f"device kinds {_join(list(dict.fromkeys(self.labels)))}")
+            parts.append(f"device kinds {', '.join(dict.fromkeys(self.labels))}")
         slowdowns = map(describe_slowdown, self.schedules)
         slowed = [f"rank {rank} slowed {text}" for rank, text in enumerate(slowdowns) if text]
-        return "; ".join([*parts, _join(slowed)] if slowed else parts)
+        return "; ".join([*parts, ", ".join(slowed)] if slowed else parts)
 
 
 def given_emulation(kinds: str, slowdown: str) -> list[str]:
@@ -154,9 +153,3 @@ def describe_slowdown(schedule: Schedule) -> str:
     if not any(factor > 1 for _, factor in schedule):
         return ""
     return ", ".join(f"{f:g}x" + (f" from step {s}" if s else "") for s, f in schedule)
-
-
-def _join(names: Sequence[str]) -> str:
-    """Join names in one line; of many, only the first few."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

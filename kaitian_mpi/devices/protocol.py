@@ -54,12 +54,9 @@ class HostMark:
 class Device:
     """One kind of device as seen by one process, and everything specific to it.
 
-    Other modules never check what kind a device is. A vendor's torch plug-in, if it has to be
-    imported at all, is imported inside the methods, so that a machine without it can list the kind.
-    The defaults are those of a device without a vendor's library whose calls do the work before
-    they return. `Accelerator` has nearly all for vendors whose torch module is like `torch.cuda`.
-
-    An `index` counts the kind's devices on this host from 0, as in `--devices cuda:1`.
+    A vendor's torch plug-in is imported inside the methods, so that a machine without it can list
+    the kind. The defaults are those of a device whose calls do the work before they return. An
+    `index` counts the kind's devices on this host from 0, as in `--devices cuda:1`.
     """
 
     kind: str
@@ -69,30 +66,25 @@ class Device:
     """The type of its torch devices, such as `cuda`. Several kinds may have the same."""
 
     vendor_backend: str | None = None
-    """Name of the torch.distributed backend for devices of this kind, such as `nccl`; None if
-    MPI in host memory is used."""
+    """Its torch.distributed backend, such as `nccl`; None if MPI in host memory is used."""
 
     library = ""
     """The vendor's name for that backend's library, such as `NCCL`; empty without one."""
 
     vendor_lacks: frozenset[str] = frozenset()
-    """Collectives that the vendor's library does not have, by their names in profiles, such as
-    `gather`: they use host memory."""
+    """Collectives that the vendor's library lacks, such as `gather`: they use host memory."""
 
     plugin = ""
-    """The package that makes torch know the device type, such as `torch_npu`; empty if a build of
-    torch itself does."""
+    """The package by which torch knows the device type, such as `torch_npu`; empty without one."""
 
     is_host = False
-    """Whether it is the host's CPU: it uses host memory, and its calls do the work in the calling
-    thread before they return."""
+    """Whether it is the host's CPU, whose calls do the work before they return."""
 
     pins_memory = False
     """Whether torch can page-lock host memory for the device, so that copies are asynchronous."""
 
     futures_handle_streams = False
-    """Whether `torch.futures.Future` handles the device's streams: it makes a waiter's stream wait
-    for the writer's. Otherwise the host waits for the writer's stream."""
+    """Whether `torch.futures.Future` makes a waiter's stream wait, not the host."""
 
     pace = Pace()
     """How fast the steps of a `Training` are, if not as fast as the device is."""

@@ -168,7 +168,6 @@ def absolute_type(tensor: torch.Tensor, start: int, end: int) -> MPI.Datatype:
 
 @functools.cache
 def _one_of(size_bytes: int) -> MPI.Datatype:
-    """Return an MPI datatype of this many bytes, for sizes that do not fit a C int."""
     blocks, remainder = divmod(size_bytes, MAX_COUNT)
     block = MPI.BYTE.Create_contiguous(MAX_COUNT)
     offsets = [0, blocks * MAX_COUNT]

@@ -72,7 +72,6 @@ def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
 
 
 def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:
-    """Split gathered bytes into the ranks' parts."""
     ends = itertools.accumulate(lengths)
     return [
         gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)

@@ -109,7 +109,6 @@ def _piece_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
 
 
 def _scratch(dtype: torch.dtype, elements: int) -> torch.Tensor:
-    """Return this thread's scratch memory as a flat tensor."""
     needed = elements * dtype.itemsize
     kept: torch.Tensor | None = getattr(_threads, "scratch", None)
     if kept is None or kept.numel() < needed:

@@ -159,7 +159,6 @@ class StoreServer:
         self._pending = waiting
 
     def _is_alone(self) -> bool:
-        """Return whether no other rank will send another request."""
         with self._lock:
             if self._lost or not self._thread.is_alive():
                 return True
@@ -232,7 +231,6 @@ class StoreServer:
         self.submit(operation, tuple(arguments), float(timeout), reply)
 
     def _drop_sent_replies(self) -> bool:
-        """Drop replies that have been sent; return whether none is left."""
         self._replies = [item for item in self._replies if not _is_done(item[0])]
         return not self._replies
 

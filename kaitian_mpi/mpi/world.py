@@ -191,7 +191,6 @@ def _take_device(
 def _describe_rank(
     rank: int, host: str, node: int, device: Device, index: int, emulation: Emulation
 ) -> RankInfo:
-    """Return what a rank reports about itself and its device."""
     physical = device.physical_id(index)
     return RankInfo(
         world_rank=rank,

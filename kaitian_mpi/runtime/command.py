@@ -153,7 +153,6 @@ def parse_launcher(words: Sequence[str]) -> Command:
 
 
 def _program_end(words: Sequence[str], begin: int) -> int:
-    """Return the index after the words that name kaitian-train."""
     for position in range(begin, len(words)):
         if PurePath(words[position]).name == PROGRAM:
             return position + 1
@@ -172,7 +171,6 @@ def _option(taken: tuple[str, ...]) -> Part:
 
 
 def _values_after(word: str) -> int:
-    """Return how many of the words after an option are its values."""
     flag, equals, _ = word.partition("=")
     name = flag.lstrip("-")
     if name in _TWO_VALUES:

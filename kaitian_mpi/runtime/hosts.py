@@ -1,14 +1,8 @@
 """Parses and edits mpirun's hostfiles and host lists. Pure.
 
-The rules are those of Open MPI 5 (PRRTE), shown by `mpirun --do-not-launch --display allocation`:
-
-- a hostfile's `host slots=4` gives 4 slots; a host on n lines without slots has n; a host on a
-  single line without slots has as many as cores, which only the host itself knows;
-- `--host a:2,b` gives a 2 slots and b one; repeated entries and options add up;
-- with both, `--host` selects from the hostfile's hosts, which keep their order, and its slots
-  apply.
-
-`host:4` in a hostfile is MPICH's (hydra's) syntax for `slots=4`.
+The rules are those of Open MPI 5 (PRRTE): `host slots=4`; a host on n lines without slots has n, on
+one as many as cores. `--host a:2,b` gives b one slot; entries add up, and it selects from the
+hostfile's hosts. `host:4` in a hostfile is MPICH's syntax.
 """
 
 from __future__ import annotations
@@ -96,7 +90,6 @@ def host_list_without(text: str, lost: Collection[str]) -> str:
 
 
 def _read_line(line: str, place: str) -> Host | None:
-    """Return a line's host; None for an empty line or a comment."""
     content = _COMMENT.sub("", line).strip()
     if not content:
         return None
@@ -130,7 +123,6 @@ def _read_entry(word: str, place: str) -> Host:
 
 
 def _add_up(entries: Iterable[Host]) -> tuple[Host, ...]:
-    """Merge each host's entries; in repeated entries, no slots means one slot."""
     hosts: dict[str, Host] = {}
     for entry in entries:
         known = hosts.get(entry.name)

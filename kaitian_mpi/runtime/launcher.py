@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from kaitian_mpi.runtime.mpi_libraries import (
     FORWARDED_PREFIX,
@@ -64,7 +63,6 @@ def _read_srun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Parse Slurm's list of the tasks on each node, such as `2(x3),1`."""
     entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, nodes in entries for _ in range(int(nodes or 1))]
 
@@ -112,29 +110,12 @@ def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 def _allocated(environ: Mapping[str, str]) -> str:
     """Return what a batch system has allocated, if it is more than one rank's place."""
-
-    def number(name: str) -> int:
-        value = environ.get(name, "")
-        return int(value) if value.isdigit() else 0
-
-    groups = max(1, number("SLURM_HET_SIZE"))
-    tasks = number("SLURM_NTASKS")
-    nodes = number("SLURM_JOB_NUM_NODES")
-    if "SLURM_JOB_ID" in environ and max(tasks, nodes, groups) > 1:
-        if groups > 1:
-            return f"a Slurm job of {groups} components"
-        return f"a Slurm job of {tasks} tasks" if tasks > 1 else f"a Slurm job of {nodes} nodes"
-    hosts = _pbs_hosts(environ)  # PBS counts cores, not ranks
-    if hosts > 1:
-        return f"a batch job on {hosts} hosts"
+    units = {"HET_SIZE": "components", "NTASKS": "tasks", "JOB_NUM_NODES": "nodes"}
+    for name, unit in units.items():
+        number = environ.get(f"SLURM_{name}", "")
+        if "SLURM_JOB_ID" in environ and number.isdigit() and int(number) > 1:
+            return f"a Slurm job of {number} {unit}"
     return "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""
-
-
-def _pbs_hosts(environ: Mapping[str, str]) -> int:
-    try:
-        return len(set(Path(environ["PBS_NODEFILE"]).read_text().split()))
-    except (KeyError, OSError, UnicodeDecodeError):
-        return 0
 
 
 def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores: int) -> None:

@@ -195,7 +195,6 @@ def reduces_in_place(library: str) -> bool:
 
 
 def _name_and_release(library: str) -> tuple[str, tuple[int, ...]]:
-    """Split the name and release of a library, such as `MPICH 5.0.2`."""
     name, _, release = library.rpartition(" ")
     return name, tuple(int(number) for number in re.findall(r"\d+", release))
 

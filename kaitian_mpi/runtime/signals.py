@@ -1,8 +1,7 @@
 """Signal handling: exit after saving the state, or write a checkpoint and continue.
 
-On SIGTERM or Ctrl-C, Open MPI's mpirun sends its ranks SIGCONT, 0.25 s later SIGTERM, and 0.25 s
-after that, or as soon as any rank has exited, SIGKILL. No option extends this, so work that takes
-longer is done by a process in its own session, which the SIGKILL does not reach.
+On SIGTERM or Ctrl-C, Open MPI's mpirun sends its ranks SIGTERM, and 0.25 s later, or as soon as a
+rank has exited, SIGKILL. What takes longer is done by a process in its own session.
 """
 
 from __future__ import annotations

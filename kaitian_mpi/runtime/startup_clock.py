@@ -44,7 +44,6 @@ class StartupClock:
 
 
 def _started(pid: int) -> float:
-    """Return when a process started, in seconds since boot."""
     ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return int(ticks) / os.sysconf("SC_CLK_TCK")
 

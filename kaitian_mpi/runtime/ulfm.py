@@ -1,8 +1,7 @@
 """MPI's user-level failure mitigation (ULFM): the job survives the death of a rank, if enabled.
 
-Source: Bland et al., "Post-failure recovery of MPI communication capability" (2013). MPI reports a
-dead rank to those that communicate with it; a rank that gets the report revokes its communicators,
-so that no rank keeps waiting in one for a rank that has left; then the survivors agree and shrink.
+Source: Bland et al., "Post-failure recovery of MPI communication capability" (2013). A rank to
+which MPI reports a dead one revokes its communicators; then the survivors agree and shrink.
 """
 
 from __future__ import annotations

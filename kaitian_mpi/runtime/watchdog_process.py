@@ -104,7 +104,6 @@ class Watch:
                 return
 
     def _rank_is_alive(self) -> bool:
-        """Sleep and read; return whether the rank is still alive."""
         self._poll.poll(self._nap * 1000)
         # Taken before reading: if this process is stopped right here, the rank only seems newer.
         now = time.monotonic()
@@ -119,7 +118,6 @@ class Watch:
         return True
 
     def _read_lines(self) -> list[bytes] | None:
-        """Return the lines that have arrived; None if the pipe is closed."""
         text = self._rest
         try:
             while chunk := os.read(self._pipe, _READ_BYTES):
@@ -131,7 +129,6 @@ class Watch:
         return None
 
     def _check(self) -> str | None:
-        """Return why the rank has to be killed, or None."""
         if self._report is None:
             self._nap = _MAX_NAP_SEC / _NAPS_PER_LIMIT
             return None

@@ -92,14 +92,6 @@ def test_a_malformed_slowdown_in_a_variable_is_refused(agree, entry):
         agree(("", ""), ("", f"0:2, {entry} ,"))
 
 
-def test_many_ranks_are_described_in_a_line(agree):
-    slow = ",".join(f"{rank}:2" for rank in range(100))
-    kinds = ",".join(f"k{rank}" for rank in range(100))
-    text = agree((kinds, slow), ("", ""), size=100).describe()
-    assert text.endswith("rank 7 slowed 2x and 92 more")
-    assert "k7 and 92 more; rank 0 slowed 2x," in text
-
-
 def wrapped(kinds="", slowdown="", device=None, rank=1, **more):
     emulation = read_emulation([[kinds, slowdown]] * 2)
     return emulation.wrap(device or CpuDevice(), rank, "cuda:0", **more)

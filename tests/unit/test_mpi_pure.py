@@ -78,7 +78,6 @@ def test_tasks_are_those_that_a_launcher_has_started(environ, tasks):
         ({**BATCH, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # srun -n 1
         ({"K_MPI_JOB_ROLE": "launcher"}, "the launcher of an MPIJob"),
         ({"K_MPI_JOB_ROLE": "worker"}, ""),
-        ({"PBS_NODEFILE": "/nowhere"}, ""),
     ],
 )
 def test_a_single_rank_in_a_larger_allocation_is_found(environ, found):
@@ -87,15 +86,6 @@ def test_a_single_rank_in_a_larger_allocation_is_found(environ, found):
     if fault:
         assert found in fault[0]
         assert "mpirun" in fault[1]
-
-
-@pytest.mark.parametrize(("lines", "hosts"), [("a\na\nb\n", 2), ("a\na\n", 0), ("", 0)])
-def test_hosts_of_pbs_are_counted(tmp_path, lines, hosts):
-    path = tmp_path / "nodes"
-    path.write_text(lines)
-    fault = unlaunched({"PBS_NODEFILE": str(path)})
-    assert bool(fault) == bool(hosts)
-    assert not fault or f"on {hosts} hosts" in fault[0]
 
 
 @pytest.mark.parametrize(
