@@ -82,10 +82,7 @@ def choose_device(
 def assign_devices(
     inventories: Sequence[Inventory], host: str, share: bool = False
 ) -> list[Choice | None]:
-    """Give each rank of a host a device of its own, of the first kind that has one left.
-
-    If they may share, others take the one with the fewest ranks. None: a rank that sees none.
-    """
+    """Give each rank of a host a device of its own, or share; None to one that sees none."""
     seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
     owners: dict[tuple[str, str], int] = {}
     for rank in range(len(seen)):

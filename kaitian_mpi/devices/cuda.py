@@ -1,8 +1,7 @@
 """NVIDIA devices: torch's own module `torch.cuda`, and NCCL. AMD devices: the same, and RCCL.
 
-Sources: PyTorch's `torch/csrc/distributed/c10d/NCCLUtils.hpp` (dtypes, also compiled against RCCL)
-and `ProcessGroupNCCL.cpp` (reductions, futures), `torch/cuda/__init__.py`; its documentation, "HIP
-(ROCm) semantics" (`torch.cuda` and the backend `nccl` are reused, `torch.version.hip`).
+Sources: PyTorch's `NCCLUtils.hpp` (dtypes), `ProcessGroupNCCL.cpp` (reductions, futures); its
+documentation, "HIP (ROCm) semantics".
 """
 
 from __future__ import annotations

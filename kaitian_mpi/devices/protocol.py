@@ -105,10 +105,7 @@ class Device:
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> Any:
-        """Return a process group of `vendor_backend` over some ranks. Collective over them.
-
-        The store is for this group alone, for the library's bootstrap.
-        """
+        """Return a `vendor_backend` group; the store is its own. Collective over its ranks."""
         raise NotImplementedError
 
     def leave_losses_to_caller(self) -> list[str]:

@@ -45,10 +45,7 @@ class Kinds:
     """For each built-in kind whose plug-in is not installed: what to install."""
 
     def accelerators(self) -> dict[str, tuple[str, ...]]:
-        """Return the accelerators that this process sees: physical ids by kind and index.
-
-        In order of preference, without kinds that have none. Initializes them in this process.
-        """
+        """Return the physical ids that this process sees, by kind and index; initializes them."""
         return {
             kind: tuple(device.physical_id(index) for index in range(self.counts[kind]))
             for kind, device in self.devices.items()

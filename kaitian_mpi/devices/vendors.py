@@ -24,10 +24,8 @@ _REDUCED_BY_HCCL = frozenset(
 class NpuDevice(Accelerator):
     """An Ascend NPU: the plug-in torch_npu, and HCCL.
 
-    Sources: Ascend/pytorch's `torch_npu/_init/registry/distributed.py` (the backend `hccl`),
-    `torch_npu/csrc/distributed/ProcessGroupHCCL.cpp` and `HCCLUtils.cpp` (dtypes, reductions,
-    futures), `torch_npu/npu/__init__.py` and `memory.py`; the CANN documentation's "HcclAllReduce"
-    and "HcclReduce" (what HCCL reduces).
+    Sources: Ascend/pytorch's `ProcessGroupHCCL.cpp`, `HCCLUtils.cpp`, `registry/distributed.py`;
+    CANN's documentation, "HcclAllReduce" (what HCCL reduces).
     """
 
     kind = torch_type = "npu"
@@ -53,9 +51,7 @@ class NpuDevice(Accelerator):
 class MluDevice(Accelerator):
     """A Cambricon MLU: the plug-in torch_mlu, and CNCL.
 
-    Sources: Cambricon/torch_mlu's `torch_mlu/mlu/cncl.py` (the backend `cncl`),
-    `torch_mlu/csrc/framework/distributed/process_group_cncl.cpp` (dtypes, reductions, futures),
-    `torch_mlu/mlu/device.py`, `memory.py` and `streams.py`.
+    Sources: Cambricon/torch_mlu's `process_group_cncl.cpp`, `torch_mlu/mlu/cncl.py`, `device.py`.
     """
 
     kind = torch_type = "mlu"
@@ -71,9 +67,7 @@ class MluDevice(Accelerator):
 class MusaDevice(Accelerator):
     """A Moore Threads GPU: the plug-in torch_musa, and MCCL.
 
-    Sources: MooreThreads/torch_musa's `torch_musa/csrc/distributed/Register.cpp` (the backend
-    `mccl`), `ProcessGroupMCCL.cpp` (dtypes, reductions, futures), `torch_musa/core/device.py`,
-    `memory.py` and `stream.py`; its guide, chapter "Quick start" (variables).
+    Sources: MooreThreads/torch_musa's `ProcessGroupMCCL.cpp`, `Register.cpp`, `core/device.py`.
     """
 
     kind = torch_type = "musa"
@@ -88,11 +82,9 @@ class MusaDevice(Accelerator):
 
 
 class XpuDevice(Accelerator):
-    """An Intel GPU, or a tile of it: `torch.xpu`, and XCCL, which is torch's name for oneCCL there.
+    """An Intel GPU, or a tile of it: `torch.xpu`, and XCCL, torch's name for oneCCL there.
 
-    Sources: intel/torch-xpu-ops' `src/xccl/xccl.h` and `ProcessGroupXCCL.cpp` (dtypes, reductions,
-    futures); PyTorch's `torch/distributed/distributed_c10d.py` (how the group is made),
-    `torch/xpu/__init__.py`, `memory.py` and `streams.py`.
+    Sources: intel/torch-xpu-ops' `ProcessGroupXCCL.cpp`; PyTorch's `torch/xpu/__init__.py`.
     """
 
     kind = torch_type = "xpu"

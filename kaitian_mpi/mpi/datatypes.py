@@ -63,10 +63,7 @@ class Reduction:
     is_average: bool = False
 
     def mpi_supports(self, dtype: torch.dtype) -> bool:
-        """Return whether MPI reduces this dtype correctly; if not, `pairwise` does.
-
-        It has no 16-bit floats, and Open MPI's sums of short integers fail (open-mpi/ompi#8045).
-        """
+        """Return whether MPI reduces this dtype correctly (open-mpi/ompi#8045)."""
         if dtype not in ACCUMULATION_DTYPES:
             return True
         return dtype in _TYPES and self.mpi_op != MPI.SUM

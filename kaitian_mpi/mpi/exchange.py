@@ -104,10 +104,7 @@ def join_errors(faults: list[str]) -> str:
 
 
 def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
-    """Raise the same `AgreedError` everywhere if a value differs between the ranks that have it.
-
-    Collective.
-    """
+    """Raise the same `AgreedError` everywhere if a value differs between ranks. Collective."""
     by_rank = gather_values(comm, dict(values))
     faults = []
     for name in dict.fromkeys(name for each in by_rank for name in each):

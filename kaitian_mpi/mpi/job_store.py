@@ -1,7 +1,4 @@
-"""The job's store: which rank has arrived where and which has left, whatever store a script has.
-
-From when the ranks have joined until the last one has departed. `mpi://` uses a part of it.
-"""
+"""The job's store, from when the ranks have joined until the last one has departed."""
 
 from __future__ import annotations
 

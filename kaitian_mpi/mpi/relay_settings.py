@@ -47,10 +47,7 @@ class RelaySettings:
 
 
 def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
-    """Return the settings with which a job starts, the same on every rank. Collective.
-
-    A rank without the variable takes the others' value: mpirun does not pass it to other hosts.
-    """
+    """Return the settings with which a job starts, some ranks' variable or none. Collective."""
     own = group_by if group_by != "auto" else os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
     values = gather_values(comm, own)
     given = sorted({value for value in values if value != "auto"})

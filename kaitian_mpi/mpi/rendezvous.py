@@ -20,19 +20,13 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-def get_or_join_world() -> World:
-    """Return this process's world; the first call joins it, and is collective."""
+def world_with_size_check(size: int | None) -> World:
+    """Return the world after checking its size against the script's. Collective the first time."""
+    check_world_size(size)
     world = current_world()
     if world is None:
         install_abort_hook()
         world = set_current_world(join_world(initialize_mpi()))
-    return world
-
-
-def world_with_size_check(size: int | None) -> World:
-    """Return the world after checking its size against the script's. Collective the first time."""
-    check_world_size(size)
-    world = get_or_join_world()
     check_world_size(size, world.size)
     return world
 

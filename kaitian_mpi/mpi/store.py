@@ -142,10 +142,7 @@ class MPIStore(dist.Store):
         timeout: timedelta = DEFAULT_TIMEOUT,
         prefix: str = "",
     ) -> None:
-        """Start the server on rank 0 of `comm`. Collective, unless given another store's link.
-
-        `prefix` is prepended to the keys on the server, and hidden from callers.
-        """
+        """Start the server on rank 0 of `comm`. Collective, unless given another's link."""
         super().__init__()
         self._timeout = timeout
         self._prefix = prefix

@@ -207,10 +207,7 @@ def translate_ranks(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
 def split_into_groups(
     world: MPI.Intracomm, kinds: Sequence[str], nodes: Sequence[int], group_by: str
 ) -> GroupComms:
-    """Split `world`, which is theirs alone from then on, into groups and lanes. Collective.
-
-    With `--group-by auto`, those by kind, and those by kind and host if they may be faster.
-    """
+    """Split `world`, theirs alone from then on, into groups and lanes. Collective."""
     messages = world.Dup()
     for comm in (world, messages):
         track_comm(comm)

@@ -156,10 +156,7 @@ def join_world(
 def _take_device(
     comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation
 ) -> tuple[Device, int, RankInfo, bool]:
-    """Choose this rank's device, and make it the process's current one. Collective.
-
-    Returns its kind and index, what this rank reports, and whether any rank may share a device.
-    """
+    """Choose this rank's device, and make it the process's current one. Collective."""
     host, launch = _host_name(), read_launch(os.environ)
     share = share or os.environ.get(SHARE_VARIABLE, "") == "1"
     with agree_on_errors(comm):
@@ -288,10 +285,7 @@ def survivors_of(world: World) -> World:
 
 
 def share_cores(comm: MPI.Comm) -> int:
-    """Return how many threads each rank of this host should compute with. Collective.
-
-    The cores counted are all that its ranks may use, however the launcher has bound them.
-    """
+    """Return how many threads each rank of this host should compute with. Collective."""
     from mpi4py import MPI
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)

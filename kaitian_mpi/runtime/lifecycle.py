@@ -36,10 +36,7 @@ os.register_at_fork(after_in_child=_closers_of_work.clear)
 
 
 def initialize_mpi() -> MPI.Intracomm:
-    """Initialize MPI if it is not running yet and return `COMM_WORLD`.
-
-    Sets the environment that MPI reads at start-up. The first call is collective over all ranks.
-    """
+    """Initialize MPI, with its environment, once; return `COMM_WORLD`. Collective at first."""
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise UserError(
             "the script was imported again by a data-loading process, and started to train there; "

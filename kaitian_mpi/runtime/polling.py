@@ -42,10 +42,7 @@ def wait_until(
     yield_sec: float = _YIELD_SEC,
     min_nap_sec: float = _MIN_NAP_SEC,
 ) -> bool:
-    """Wait for a condition without spinning; return whether it became true within the limit.
-
-    Yields the core for `yield_sec`; then naps that grow with the time waited.
-    """
+    """Wait for a condition without spinning; return whether it came true within the limit."""
     if condition():
         return True
     began = time.perf_counter()

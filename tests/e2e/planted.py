@@ -194,9 +194,8 @@ class HangingInBenchmark(Exact):
     """Hangs on rank 0 in the first step of the benchmark."""
 
     def forward(self, x):
-        if (
-            self.training and self.rank == 0 and len(x) > 2
-        ):  # the trial of the smallest batch takes at most 2 samples
+        # The trial of the smallest batch takes at most 2 samples.
+        if self.training and self.rank == 0 and len(x) > 2:
             time.sleep(10_000)
         return super().forward(x)
 

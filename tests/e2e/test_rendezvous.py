@@ -71,10 +71,7 @@ def test_a_wrong_rank_or_world_size_raises_on_every_rank_and_can_be_corrected(pl
     ("name", "found"),
     [
         ("too_few", "the world size is 2, but mpirun started 3"),
-        (
-            "subgroup_first",
-            "the first group over kaitian has 2 of 3 ranks",
-        ),
+        ("subgroup_first", "the first group over kaitian has 2 of 3 ranks"),
     ],
 )
 def test_ranks_that_never_arrive_are_not_waited_for(planted, tmp_path, name, found):

@@ -104,15 +104,6 @@ def test_remaining_ranks_know_which_ranks_have_departed(store, world):
         assert world.rank not in departed
 
 
-def test_prefix_store(store, world):
-    prefixed = dist.PrefixStore("p", store)
-    prefixed.set(f"k{world.rank}", "v")
-    prefixed.wait([f"k{rank}" for rank in range(world.size)])
-    assert prefixed.get(f"k{world.size - 1}") == b"v"
-    assert store.get(f"p/k{world.rank}") == b"v"
-    assert prefixed.add("n", 1) >= 1
-
-
 def test_large_values_and_many_threads(store, world):
     large = bytes(range(256)) * 4_000
     wrong = []
