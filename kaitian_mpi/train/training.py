@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -145,7 +146,11 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or isinstance(error, GeneratorExit):  # of a generator that has the loop
+        # sys.exit() leaves a loop as well, and so does closing the generator that it is in.
+        is_left = isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and not error.code and not _is_raised_inside(trace)
+        )
+        if error is None or is_left:
             self.close()
         else:
             self._end(error)
@@ -566,6 +571,16 @@ def _watch_process(config: TrainingConfig) -> bool:
     if current_watchdog() is not None:
         return False
     return start_watchdog(setup_limit(config.step_timeout)) is not None
+
+
+def _is_raised_inside(trace: TracebackType | None) -> bool:
+    """Return whether an exception comes from what the training calls, such as the model.
+
+    Then the loop was not left: the other ranks may know nothing of it.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(trace)][1:]
+    package = __name__.partition(".")[0] + "."
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
 
 
 def _as_task(task: Task | Callable[[], Task]) -> Task:

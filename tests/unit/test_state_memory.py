@@ -28,6 +28,7 @@ from torch import nn
 from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.train.state import State
+from kaitian_mpi.train.task import Computation, Task
 from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.observe.tensor_files import map_tensors
