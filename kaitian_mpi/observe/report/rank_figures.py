@@ -192,14 +192,14 @@ def _add(sums: dict[str, float], interval: Interval, place: int) -> None:
 def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     """Return the times with the first plan and with the last one, by a title."""
     if len(run.plans) < 2:
-        found = {"all steps": step_times(run)}
-    else:
-        first, last = run.plans[0], run.plans[-1]
-        found = {
-            f"steps {first.step + 1} to {run.plans[1].step}": step_times(run, first),
-            f"steps {last.step + 1} to {run.steps}": step_times(run, last),
-        }
-    return {title: times for title, times in found.items() if times}
+        times = step_times(run)
+        return {"all steps": times} if times else {}
+    found = []
+    for place, plan in enumerate(run.plans):
+        end = run.plans[place + 1].step if place + 1 < len(run.plans) else run.steps
+        if times := step_times(run, plan):
+            found.append((f"steps {plan.step + 1} to {end}", times))
+    return dict([*found[:1], *found[-1:]])
 
 
 def draw_step_times(run: Run) -> Figure | None:
@@ -211,8 +211,11 @@ def draw_step_times(run: Run) -> Figure | None:
     height = 1.5 + 0.3 * sum(heights) + 0.4 * len(periods)
     figure = new_figure("What a step's time is spent on", emulated=run.emulated, height=height)
     panels = figure.subplots(len(periods), 1, sharex=True, squeeze=False, height_ratios=heights)
+    longest = max(
+        1e3 * sum(parts.values()) for times in periods.values() for parts in times.values()
+    )
     for axes, (title, times) in zip(panels[:, 0], periods.items(), strict=True):
-        _draw_bars(axes, times)
+        _draw_bars(axes, times, longest)
         axes.set_title(title, loc="left")
     panels[-1, 0].set_xlabel("mean time per step (ms)")
     handles, labels = panels[0, 0].get_legend_handles_labels()
@@ -220,10 +223,9 @@ def draw_step_times(run: Run) -> Figure | None:
     return figure
 
 
-def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
+def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: float) -> None:
     """Draw a bar for each label, made of a part for each phase."""
     left = [0.0] * len(times)
-    longest = 1e3 * max(sum(parts.values()) for parts in times.values())
     for name, fill in FILLS.items():
         widths = [1e3 * parts.get(name, 0.0) for parts in times.values()]
         if not any(widths):
