@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.devices.choice import VISIBILITY
 from kaitian_mpi.devices.plugin import KindError, import_plugin
-from kaitian_mpi.devices.protocol import Device, HostMark, Mark
+from kaitian_mpi.devices.protocol import Device, Mark
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch's allocators for CUDA, HIP, XPU, MPS, NPU, MLU and MUSA, and drivers
@@ -186,7 +186,7 @@ class Accelerator(Device):
 
     def mark(self) -> Mark:
         streams = self.streams()
-        return EventMark(event_to_wait_for(streams, enable_timing=True)) if streams else HostMark()
+        return EventMark(event_to_wait_for(streams, enable_timing=True)) if streams else Mark()
 
     def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
         try:
@@ -300,7 +300,7 @@ def event_to_wait_for(streams: Any, **options: Any) -> Any:
         return streams.Event(**options)
 
 
-class EventMark:
+class EventMark(Mark):
     """An event, recorded on the current stream, with the device's own time."""
 
     def __init__(self, event: Any) -> None:

@@ -45,11 +45,7 @@ class _Computing(threading.local):
 
 
 class CallPace:
-    """The pace of a script whose loop is its own: slows it by sleeping before it communicates.
-
-    Before each call, the thread sleeps `factor - 1` times the CPU time since its last one. A
-    `Training` has the pace of its steps, so this one pauses meanwhile.
-    """
+    """The pace of a script's own loop: each call sleeps for the CPU time since the last one."""
 
     def __init__(self, schedule: Schedule = ()) -> None:
         self._factor = Pace(schedule).factor

@@ -44,10 +44,7 @@ def import_for_optimizers() -> None:
 
 
 def import_torch() -> None:
-    """Import torch, and all plug-ins but those of the built-in kinds, for commands.
-
-    `import torch` alone fails if any plug-in does; `import_plugin` reports a faulty one.
-    """
+    """Import torch and the plug-ins of other kinds, for commands; `import_plugin` imports ours."""
     if "torch" in sys.modules or os.environ.get(AUTOLOAD, "1") == "0":
         return
     given = os.environ.get(AUTOLOAD)

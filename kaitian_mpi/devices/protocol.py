@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.devices.pace import CallPace, Pace
 
@@ -19,36 +19,22 @@ _OUT_OF_HOST_MEMORY = (
 )
 
 
-class Mark(Protocol):
-    """A point in a device's work, with the time at which the device reaches it."""
-
-    def is_reached(self) -> bool:
-        """Return whether the device has done all work submitted before the mark."""
-        ...
-
-    def wait(self) -> None:
-        """Block until the device has done it."""
-        ...
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Return the seconds from an earlier mark to this one; both have been reached."""
-        ...
-
-
-class HostMark:
-    """The time of a call, when all earlier calls were done."""
+class Mark:
+    """A point in a device's work; here that of a device whose calls wait for theirs."""
 
     def __init__(self) -> None:
         self._sec = time.perf_counter()
 
     def is_reached(self) -> bool:
+        """Return whether the device has done all work submitted before the mark."""
         return True
 
     def wait(self) -> None:
-        return
+        """Block until the device has done it."""
 
-    def seconds_since(self, earlier: HostMark) -> float:
-        return self._sec - earlier._sec
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the seconds from an earlier mark to this one; both have been reached."""
+        return float(self._sec - earlier._sec)
 
 
 class Device:
@@ -179,7 +165,7 @@ class Device:
 
     def mark(self) -> Mark:
         """Mark this point of the calling thread's current stream."""
-        return HostMark()
+        return Mark()
 
     def random_state(self, index: int) -> torch.Tensor | None:
         """Return the state of the device's random number generator; None if it has none."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 _MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
-_MAX_FAULTS = 4
 SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
 """The advice for settings that differ between ranks."""
 
@@ -112,8 +111,7 @@ def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
         if len(set(held.values())) > 1:
             faults.append(f"{name} differs between ranks: {by_value(held)}")
     if faults:
-        more = f"; {len(faults) - _MAX_FAULTS} more differ" if len(faults) > _MAX_FAULTS else ""
-        raise AgreedError(f"{'; '.join(faults[:_MAX_FAULTS])}{more}; {advice}")
+        raise AgreedError(f"{'; '.join(faults)}; {advice}")
 
 
 def _ranks(values: list[str], value: str) -> str:

@@ -34,10 +34,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None
 
 
 def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split a flat tensor, on any device, into the chunks that are reduced one after the other.
-
-    By length, dtype and number of ranks alone: other ranks may have theirs on other devices.
-    """
+    """Split a flat tensor into chunks by its length and dtype and the number of ranks alone."""
     if tensor.dtype in ACCUMULATION_DTYPES:
         return tensor.split(pairwise.elements_per_round(comm, tensor))
     if tensor.nbytes <= _LONG_BYTES:

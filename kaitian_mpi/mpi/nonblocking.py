@@ -1,7 +1,4 @@
-"""Nonblocking collectives and messages of tensors in host memory; they need no barrier.
-
-All ranks of `comm` call them. Tensors are contiguous, on the CPU, and stay until the request ends.
-"""
+"""Nonblocking collectives and messages of contiguous tensors in host memory."""
 
 from __future__ import annotations
 
@@ -76,10 +73,7 @@ def all_to_all(
 def _by_rank(
     tensor: torch.Tensor, counts: Sequence[int]
 ) -> tuple[MPI.buffer | MPI.BottomType, list[int], list[int], list[MPI.Datatype]]:
-    """Return a tensor's pieces as arguments of `Ialltoallw`: memory, counts, offsets and types.
-
-    These are C ints: in a larger tensor each piece is one element of a datatype with its address.
-    """
+    """Return a tensor's pieces as arguments of `Ialltoallw`, whose counts are C ints."""
     offsets = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
     if tensor.nbytes <= MAX_COUNT:
         memory, kind = as_unit_buffer(tensor, tensor.element_size())

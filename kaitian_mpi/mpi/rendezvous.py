@@ -52,11 +52,7 @@ def check_world_size(size: int | None, ranks: int = 0) -> None:
 def rendezvous(
     rank: int | None = None, size: int | None = None, timeout: timedelta | None = None
 ) -> Iterator[tuple[MPIStore, int, int]]:
-    """Yield a store, the rank and the world size, as torch requires of a rendezvous handler.
-
-    The first call is collective. Later ones do not block; every rank makes equally many, and
-    each gives a new store.
-    """
+    """Yield a new store, the rank and the world size, as torch requires. Collective at first."""
     if size is None and read_launch(os.environ).world_size == 1:
         # By e.g. torchrun, under which each rank would be a job of one.
         given = os.environ.get("WORLD_SIZE", "")

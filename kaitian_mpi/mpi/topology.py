@@ -238,11 +238,7 @@ def _split(
 
 
 def free_when_unused(comms: GroupComms) -> None:
-    """Free communicators once every rank has called this for them. Does not block.
-
-    By a nonblocking barrier, tested when a rank next creates or destroys a group: ranks may destroy
-    their groups in any order.
-    """
+    """Free communicators once every rank has called this, by a nonblocking barrier."""
     from mpi4py import MPI
 
     free_unused_comms()

@@ -98,10 +98,7 @@ class Command:
         return next((pair[-1] for pair in reversed(pairs) if pair[0] in names), "")
 
     def variable(self, name: str, environ: Mapping[str, str]) -> str:
-        """Return an environment variable's value on the ranks; empty if it is not set.
-
-        `-x NAME=value`, `-genv NAME value` and `env NAME=value` in the command take precedence.
-        """
+        """Return a variable's value on the ranks, as the command sets it or else `environ`."""
         value = environ.get(name, "")
         for part in self.parts:
             for word, following in zip(part.words, (*part.words[1:], ""), strict=True):

@@ -72,10 +72,7 @@ def initialize_mpi() -> MPI.Intracomm:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end this process inside the block, under MPICH.
-
-    While MPI starts, no handler in Python runs, and MPICH's mpirun only passes signals on.
-    """
+    """Let SIGINT and SIGTERM end this process while MPI starts under MPICH, which waits."""
     library = launched_by(os.environ)
     handlers: dict[signal.Signals, Any] = {}
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -136,10 +136,7 @@ def is_listening() -> bool:
 
 
 def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
-    """Exit this process as soon as another rank ends the job; return what stops that. Collective.
-
-    With fault tolerance, `MPI_Abort` ends only the rank that calls it.
-    """
+    """Exit as soon as another rank ends the job; return what stops that. Collective."""
     global _endings
     _endings = world.Dup()
     stop = threading.Event()

@@ -1,7 +1,4 @@
-"""A watchdog for each rank: MPI does not notice a rank that is stopped or computes forever.
-
-A small process, `watchdog_process.py`, gets phases and heartbeats by a pipe, and kills the rank.
-"""
+"""A watchdog for each rank: a process that kills it when it is stopped or computes forever."""
 
 from __future__ import annotations
 
