@@ -23,10 +23,9 @@ from kaitian_mpi.runtime.command import FOLDERS, parse_command, read_hosts
 from kaitian_mpi.runtime.command import PROGRAM as TRAIN
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.supervise.environments import read_environments
-from kaitian_mpi.supervise.host_check import SECONDS as ANSWER_SEC
-from kaitian_mpi.supervise.host_check import PendingAnswer
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
-from kaitian_mpi.supervise.probe import find_agent, is_local, is_own_name
+from kaitian_mpi.supervise.probe import SECONDS as ANSWER_SEC
+from kaitian_mpi.supervise.probe import PendingAnswer, find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.process import Machine
 from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise

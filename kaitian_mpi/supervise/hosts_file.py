@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
-from kaitian_mpi.supervise.host_check import PendingAnswer
+from kaitian_mpi.supervise.probe import PendingAnswer
 
 _MAX_BYTES = 1 << 20
 _MAX_BACKOFF_SEC = 3600.0

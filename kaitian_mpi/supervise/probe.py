@@ -1,21 +1,160 @@
-"""Runs commands on hosts by the same remote agent that mpirun uses, all at once."""
+"""Asks each host, before mpirun does, whether it can be reached and has what is to be started.
+
+mpirun waits as long as ssh does if a host does not answer, which may be minutes, and its message
+for a missing command does not say what to do. All hosts are asked at once, by the remote agent that
+mpirun uses.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
-from kaitian_mpi.preflight.process import LimitedProcess
-from kaitian_mpi.runtime.command import Command
-from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.mpi_libraries import AGENT_OPTIONS, AGENT_PARAMETERS, AGENT_VARIABLES
+from kaitian_mpi import __version__
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.process import NOT_EXECUTABLE, NOT_FOUND, Ended, LimitedProcess
+from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, problem_from, warning
+from kaitian_mpi.runtime.command import Command, read_hostfile
+from kaitian_mpi.runtime.hosts import Host, parse_hostfile
+from kaitian_mpi.runtime.mpi_libraries import (
+    AGENT_OPTIONS,
+    AGENT_PARAMETERS,
+    AGENT_VARIABLES,
+    MAPPING_POLICIES,
+)
 
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""
+SECONDS = 8.0
+"""How long all of it may take: users are promised an answer within 10 s."""
+_SHOW_VERSION = 'from importlib.metadata import version; print(version("kaitian-mpi"))'
+_LOGIN = "ssh logs in without a password: ssh -o BatchMode=yes"
+
+
+class HostAnswer(NamedTuple):
+    """What a host has answered."""
+
+    version: str
+    """This package's version there; empty if unknown."""
+    fault: str = ""
+    """Why ranks cannot be started there, and what to do; empty if they can."""
+
+
+class PendingAnswer:
+    """A host that has been asked for this package's version."""
+
+    def __init__(
+        self, agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool = False
+    ) -> None:
+        self._place = (host.name, python, seconds, is_local)
+        words = [python, "-c", _SHOW_VERSION]
+        if not is_local:  # the remote shell splits the words again
+            words = probe_command(agent, host, seconds, [shlex.join(words)])
+        self._process = LimitedProcess(words, seconds)
+
+    def poll(self) -> HostAnswer | None:
+        """Return the answer; None until there is one. Does not block."""
+        ended = self._process.poll()
+        return None if ended is None else judge(ended, *self._place)
+
+    def wait(self) -> HostAnswer:
+        """Wait for the answer, at most for the seconds given."""
+        return judge(self._process.wait(), *self._place)
+
+    def cancel(self) -> None:
+        """Stop asking."""
+        self._process.kill()
+
+
+def ask_hosts(
+    agent: Sequence[str],
+    hosts: Sequence[Host],
+    pythons: Mapping[str, str],
+    local: Collection[str],
+    seconds: float = SECONDS,
+) -> dict[str, HostAnswer]:
+    """Ask all hosts whether they answer, and have this package for their interpreter."""
+    asked = {
+        host.name: PendingAnswer(agent, host, pythons[host.name], seconds, host.name in local)
+        for host in hosts
+    }
+    return {name: answer.wait() for name, answer in asked.items()}
+
+
+def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
+    """Return what the end of a host's command means."""
+    said = (ended.err.strip().splitlines() or [""])[-1].strip()
+    login = f"check that it is up and that {_LOGIN} {host} true"
+    version = (ended.out.split() or [""])[-1]  # a login script may print something before it
+    fault = ""
+    if ended.code is None:
+        fault = f"{host} does not answer within {seconds:g} s; {login}"
+    elif ended.code == NO_ANSWER and not is_local:
+        fault = f"{host} cannot be reached ({said or 'ssh says nothing'}); {login}"
+    elif ended.code in (NOT_EXECUTABLE, NOT_FOUND):
+        fault = (
+            f"{host} has no {python}; install the same environment at that path there, or name "
+            "the host's own in a file for kaitian-env (docs/install.md)"
+        )
+    elif ended.code and "PackageNotFoundError" in ended.err:
+        fault = f"{host}: {python} has no kaitian-mpi; install it there with pip"
+    elif ended.code:
+        fault = f"{host}: {python} fails ({said or f'exit code {ended.code}'}); run it there"
+    elif version != __version__:
+        fault = (
+            f"{host} has kaitian-mpi {version}, and this host {__version__}; install the same "
+            "version on every host"
+        )
+    return HostAnswer("" if ended.code else version, fault)
+
+
+def examine_hosts(
+    hostfile: str, pythons: Mapping[str, str], python: str
+) -> list[tuple[str, Verdict]]:
+    """Ask the hosts of a hostfile whether mpirun can start ranks there; within about 8 s."""
+    hosts = parse_hostfile(read_hostfile(hostfile), hostfile)
+    names = [host.name for host in hosts]
+    if not hosts:
+        raise UserError(f"--hostfile {hostfile} is empty; add a line for each host")
+    if unknown := [name for name in pythons if name not in names]:
+        raise UserError(
+            f"--env names {', '.join(unknown)}, but {hostfile} has {', '.join(names)}; correct "
+            "either"
+        )
+    interpreters = {name: pythons.get(name, python) for name in names}
+    agent = find_agent(Command(parts=(), arguments=()), os.environ)
+    answers = ask_hosts(agent, hosts, interpreters, set(filter(is_local, names)))
+    verdicts = [("hostfile", verdict) for verdict in judge_hostfile(hosts, os.environ)]
+    for name, answer in answers.items():
+        shown = f"{name}: kaitian-mpi {answer.version}, {interpreters[name]}"
+        verdicts.append(("host", problem_from(answer.fault) if answer.fault else ok(shown)))
+    return verdicts
+
+
+def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
+    """Judge whether mpirun will put ranks on all of these hosts."""
+    for name in MAPPING_POLICIES:
+        if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:
+            yield problem(
+                f"{name}={environ[name]} puts every rank on {hosts[0].name}",
+                "unset it: with a hostfile, as many slots as ranks are enough",
+            )
+    slots = [host.slots for host in hosts if host.slots is not None]
+    if len(slots) == len(hosts):
+        yield ok(f"{count_text(len(hosts), 'host')} with {count_text(sum(slots), 'slot')}")
+    elif len(hosts) > 1:
+        without = ", ".join(host.name for host in hosts if host.slots is None)
+        yield warning(
+            f"no slots for {without}: mpirun takes as many as there are cores, and may fill the "
+            "first host alone",
+            "write slots=N, one for each device",
+        )
 
 
 def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:

@@ -31,13 +31,6 @@ def number_after(words, out):
     return float(out.partition(words)[2].split()[0])
 
 
-def test_own_loop_learns_the_digits_on_one_rank(mpirun):
-    """With two: test_own_training.py."""
-    out = run_example(mpirun, 1, "own_loop.py")
-    assert out.count("accuracy") == 1
-    assert number_after("held-out accuracy", out) > 0.88
-
-
 def test_gpt_learns_and_writes_text(mpirun):
     small = "--steps 20 --layers 2 --emulate-kinds gpu,gpu,mlu".split()
     out = run_example(mpirun, 3, "gpt.py", *small)

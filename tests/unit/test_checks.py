@@ -33,6 +33,11 @@ def two(host="b", **parts):
     return job(rank_facts(0, "a"), rank_facts(1, host, **parts))
 
 
+def pair(**parts):
+    """Two ranks on one host."""
+    return job(*(rank_facts(rank, local_size=2, **parts) for rank in range(2)))
+
+
 def alone(**launcher):
     return job(launcher=Launcher(**{**vars(LAUNCHER), **launcher}))
 
@@ -70,10 +75,7 @@ PROBLEMS = {
     ),
     "unknown ranks": (job(rank_facts(mpi={"launched": 1})), "start the job with mpirun"),
     "all ranks on the first host": (
-        job(
-            rank_facts(0, local_size=2, given_hosts={"a": 1, "b": 1}),
-            rank_facts(1, local_size=2, machine={"cores": 8}),
-        ),
+        pair(given_hosts={"a": 1, "b": 1}),
         "all 2 ranks are on a; mpirun was given (slots) a (1), b (1); unset PRTE_MCA_rmaps",
     ),
     "no threads": (
@@ -103,16 +105,11 @@ PROBLEMS = {
         "rank 1: asks for acme:7, but b has none; name another",
     ),
     "more ranks than devices": (
-        job(*(rank_facts(r, local_size=2, devices={**ACME, "seen": ONE}) for r in range(2))),
+        pair(devices={**ACME, "seen": ONE}),
         "2 ranks on a, but a has 1 acme; start 1 ranks there",
     ),
     "one device for two ranks": (
-        job(
-            *(
-                rank_facts(r, local_size=2, devices={**ACME, **NAMED, "physical_id": "02:00"})
-                for r in range(2)
-            )
-        ),
+        pair(devices={**ACME, **NAMED, "physical_id": "02:00"}),
         "ranks 0, 1 share the device acme 02:00, which its library refuses; start fewer",
     ),
     "no memory": (
@@ -138,16 +135,10 @@ WARNINGS = {
         "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1",
     ),
     "hosts without a rank": (
-        job(
-            rank_facts(0, local_size=2, given_hosts={"a": 4, "b": None}),
-            rank_facts(1, local_size=2),
-        ),
+        pair(given_hosts={"a": 4, "b": None}),
         "all 2 ranks are on a; mpirun was given (slots) a (4), b (?); start more ranks",
     ),
-    "too many ranks": (
-        job(*(rank_facts(r, local_size=2, machine={"cores": 1}) for r in range(2))),
-        "1 core for 2 ranks; fewer ranks",
-    ),
+    "too many ranks": (pair(machine={"cores": 1}), "1 core for 2 ranks; fewer ranks"),
     "little memory": (job(rank_facts(devices={"ram_free_bytes": 500 << 20})), "500 MiB of"),
     "little shared memory": (
         two(machine={"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}),
@@ -216,14 +207,7 @@ UNKNOWN = RankFacts.from_json({**rank_facts().to_json(), "mpi": None, "devices":
                 for r in range(2)
             )
         ),
-        job(
-            *(
-                rank_facts(
-                    r, local_size=2, devices={**ACME, **NAMED, "physical_id": "02", "shares": True}
-                )
-                for r in range(2)
-            )
-        ),
+        pair(devices={**ACME, **NAMED, "physical_id": "02", "shares": True}),
         job(*(rank_facts(r, devices={**ACME, "seen": ONE}) for r in range(2))),  # of one name
         alone(),
         job(links=(link((0, 1), 900.0),)),

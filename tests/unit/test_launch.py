@@ -18,7 +18,7 @@ from kaitian_mpi.supervise.environments import (
     read_device_map,
     read_environments,
 )
-from kaitian_mpi.supervise.host_check import ask_hosts, judge, judge_hostfile
+from kaitian_mpi.supervise.probe import ask_hosts, judge, judge_hostfile
 
 HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
 TRAIN = "kaitian_mpi.cli.train --lr 1"
@@ -139,13 +139,6 @@ def test_this_machine_is_asked_without_ssh():
     assert not found["a"].fault
     assert "b has no /nowhere/python" in found["b"].fault
     assert "c has no /proc/version" in found["c"].fault
-
-
-def test_a_host_that_hangs_is_given_up():
-    began = time.monotonic()
-    found = ask_hosts(["sh", "-c", "sleep 60"], [Host(name="9")], {"9": "/p"}, set(), 0.2)
-    assert "does not answer within 0.2 s" in found["9"].fault
-    assert time.monotonic() - began < 50  # less than the 60 s of its sleep
 
 
 def test_hosts_of_a_launcher_are_found_by_its_command_line(tmp_path):

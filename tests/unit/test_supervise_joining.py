@@ -14,8 +14,8 @@ from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.supervise.host_check import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile, parse_hosts, read_hosts_file
+from kaitian_mpi.supervise.probe import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.starts import interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
 from kaitian_mpi.train.restart_request import RestartRequest, request_restart, withdraw_request
