@@ -86,14 +86,9 @@ def finish(process: subprocess.Popen[str], started_at: float) -> Ended:
 
 
 def run_ranks(ranks: int, *command: str, cwd: Path, fresh: bool = False, **env: str) -> Ended:
-    """Run a command under mpirun; the models planted in tests/e2e can be imported.
+    """Run a command under mpirun, whose options may come first; see `PLANTED` for models.
 
-    Args:
-        ranks: their number.
-        command: the program and its arguments; mpirun's options may come first.
-        cwd: where it runs.
-        fresh: whether each rank is a fresh process; else it is forked, see `fork_server.py`.
-        env: additional environment variables.
+    Each rank is a fresh process, or else forked, see `fork_server.py`.
     """
     words = ["mpirun", "-np", str(ranks), *map(str, command)]
     return run_alone(*words, cwd=cwd, fresh=fresh, **env)
@@ -150,12 +145,10 @@ def _fork_server() -> str:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return `summary.json` of the run in a folder of jobs."""
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -172,17 +165,14 @@ def weights_in(folder: Path) -> dict[str, Any]:
 
 
 def steps_saved(folder: Path) -> set[str]:
-    """Return the names of the run's checkpoints."""
     return {path.stem for path in (folder / "run" / "checkpoints").glob("step-*.json")}
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the run's newest checkpoint."""
     return folder / "run" / "checkpoints" / f"{max(steps_saved(folder))}.pt"
 
 
 def steps_shown(ended: Ended) -> list[int]:
-    """Return the steps whose progress was shown, in that order."""
     return [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
 
 

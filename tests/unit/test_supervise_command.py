@@ -70,11 +70,6 @@ def test_the_training_program_is_found(line, arguments):
     assert command.words == line.split()
 
 
-def test_options_before_mpirun_belong_to_the_wrapper():
-    assert parse_command("nice -n 5 mpirun kaitian-train".split()).ranks is None
-    assert parse_command("kaitian-train -n 5".split()).ranks is None
-
-
 @pytest.mark.parametrize(
     "line",
     [

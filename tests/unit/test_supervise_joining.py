@@ -59,8 +59,6 @@ class Cluster:
 
         return Pending()
 
-    # The supervisor's effects.
-
     def run(self, words, watch=None):
         """Train until the job is asked to end, a planned event ends it, or it has finished."""
         hostfile = words[words.index("--hostfile") + 1]
@@ -339,9 +337,6 @@ def test_each_host_has_an_interpreter_of_its_own_in_every_start(cluster):
     flags = ["--run-dir", str(cluster.folder), f"--run-dir={cluster.folder}", "--resume=auto"]
     module = ["/c/python", "-m", "kaitian_mpi.cli.train"]
     assert second[at:] == [":", "--host", "c:1", "-np", "1", *module, *flags]
-
-
-# The request to the running job.
 
 
 def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):

@@ -253,15 +253,9 @@ def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
 
 
 def test_an_unwritable_run_folder_is_an_error(tmp_path):
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    job = Job(
-        command=parse_command("mpirun --hostfile hf kaitian-train".split()),
-        hosts=parse_host_list("a,b"),
-        hostfiles={"hf": "a\nb\n"},
-        config=TrainConfig(run_dir="x", snapshots="beef"),
-        folder=in_the_way / "run",
-    )
+    (tmp_path / "file").touch()
+    command = parse_command("mpirun --hostfile hf kaitian-train".split())
+    job = replace(make_job(tmp_path / "file/run"), command=command, hostfiles={"hf": "a\nb\nc\n"})
     with pytest.raises(UserError, match=r"hostfile-start-2: .*; name a --run-dir that can be"):
         supervise(job, World(tmp_path / "other", Run(lost="b")), 3)
 
@@ -276,9 +270,6 @@ def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
     world = World(folder, Run(1), Run(1, step=5), Run(0, step=9, finished=True))
     assert supervise(job, world, 3) == 0
     assert ["--resume=auto" in words for words in world.commands] == [False, False, True]
-
-
-# The run folder.
 
 
 @pytest.mark.parametrize(
