@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.devices.choice import hide_accelerators, visibility_variables
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
@@ -17,6 +18,7 @@ from kaitian_mpi.preflight.collect import collect
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 from kaitian_mpi.supervise.environments import devices_for, read_device_map
 from kaitian_mpi.supervise.probe import is_local
@@ -30,6 +32,16 @@ def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
     given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
     emulation = read_emulation(gather_values(comm, given))
     return replace(config, emulate_kinds=emulation.kinds, emulate_slowdown=emulation.slowdown)
+
+
+def hide_unused_devices(environ: Any, devices: str) -> None:
+    """Hide accelerators from the user's code in a rank that is to use the CPU.
+
+    Before MPI is started, if possible, since it may start the vendors' drivers.
+    """
+    launch = read_launch(environ)
+    ranks = launch.local_rank, launch.local_size
+    environ.update(hide_accelerators(devices, *ranks, visibility_variables()))
 
 
 def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import devices_of_host
-from kaitian_mpi.devices.choice import SHARE_VARIABLE, hide_accelerators, visibility_variables
+from kaitian_mpi.cli.preflight import devices_of_host, hide_unused_devices
+from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
@@ -51,10 +51,10 @@ def main() -> None:
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         check_script(chosen.script, chosen.module)
-        show_own_devices(os.environ, chosen.devices)  # MPI may start the vendors' drivers
+        hide_unused_devices(os.environ, chosen.devices)
         comm = initialize_mpi_on(chosen.network_interface)
         devices = devices_of_host(chosen.devices, chosen.device_map, comm)
-        show_own_devices(os.environ, devices)
+        hide_unused_devices(os.environ, devices)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
@@ -132,12 +132,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def show_own_devices(environ: Any, devices: str) -> None:
-    """Hide all devices from this rank if it uses the CPU by `--devices` of its host."""
-    launch, names = read_launch(environ), visibility_variables()
-    environ.update(hide_accelerators(devices, launch.local_rank, launch.local_size, names))
 
 
 def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> int:

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.cli.flags import make_parser, parse_settings
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import check_before_loading, devices_of_host, with_emulation
+from kaitian_mpi.cli.preflight import (
+    check_before_loading,
+    devices_of_host,
+    hide_unused_devices,
+    with_emulation,
+)
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.choice import hide_accelerators, visibility_variables
 from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
@@ -63,14 +67,14 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | Non
     configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
     watchdog = start_watchdog(setup_limit(config.step_timeout))
     launch = read_launch(os.environ)
-    hide_unused_devices(config.devices, launch)
+    hide_unused_devices(os.environ, config.devices)
     if launch.local_size < launch.world_size:
         load_torch(launch)  # while the other hosts' ranks are started
     startup_clock.begin("MPI")
     comm = initialize_mpi_on(config.network_interface)
     config = with_emulation(config, comm)
     devices = devices_of_host(config.devices, config.device_map, comm)
-    hide_unused_devices(devices, launch)
+    hide_unused_devices(os.environ, devices)
     check_before_loading(config, comm)
     load_torch(launch)  # late: it takes seconds
 
@@ -82,15 +86,6 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | Non
     startup_clock.begin("imports")
     import_for_optimizers()
     return config, world, watchdog
-
-
-def hide_unused_devices(devices: str, launch: Launch) -> None:
-    """Hide accelerators from the user's code in a rank that is to use the CPU.
-
-    Before MPI is started, if possible, since it may start the vendors' drivers.
-    """
-    ranks = launch.local_rank, launch.local_size
-    os.environ.update(hide_accelerators(devices, *ranks, visibility_variables()))
 
 
 def load_torch(launch: Launch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.verdict import count_text
 from kaitian_mpi.runtime.command import (
     HOST_LISTS,
     HOSTFILES,
@@ -146,7 +147,7 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     if job.pythons:
         pythons = {host.name: job.pythons[host.name] for host in left if host.name in job.pythons}
         words, _ = expand(parse_launcher(words), left, pythons)
-    count = "" if ranks is None else f"{ranks} rank{'' if ranks == 1 else 's'}"
+    count = "" if ranks is None else count_text(ranks, "rank")
     names = list_names([host.name for host in left])
     shape = " on ".join(filter(None, [count, names])) or "as mpirun chooses"
     return Start(words=words, hostfile=hostfile, shape=shape)

@@ -11,6 +11,7 @@ from pathlib import Path
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.observe.files import read_json
 from kaitian_mpi.observe.folders import SHM
+from kaitian_mpi.preflight.verdict import count_text
 from kaitian_mpi.supervise.hosts_file import HostChanges
 from kaitian_mpi.supervise.process import Machine
 from kaitian_mpi.supervise.starts import Job, Start, list_names, plan_start
@@ -108,7 +109,7 @@ class _Supervisor:
             if machine.stopped:
                 return self._end_by_signal()
             if state.has_finished_since(before):
-                machine.report(f"finished after {_starts(number)}")
+                machine.report(f"finished after {count_text(number, 'start')}")
                 return 0
             has_trained = state.is_beyond(before)
             if code == UserError.exit_code and not has_trained and not self._joined:
@@ -257,7 +258,8 @@ class _Supervisor:
         is_quick = self._quick == _MAX_QUICK
         reason = " (the last two failed immediately, on the same hosts)" if is_quick else ""
         self._machine.report(
-            f"gave up after {_starts(number)}{reason}; mpirun's last exit code was {code}"
+            f"gave up after {count_text(number, 'start')}{reason}; "
+            f"mpirun's last exit code was {code}"
         )
         return code or 1
 
@@ -265,7 +267,3 @@ class _Supervisor:
         number = self._machine.stopped
         self._machine.report(f"ended by {signal.Signals(number).name}; not started again")
         return 128 + number
-
-
-def _starts(number: int) -> str:
-    return f"{number} start" + ("" if number == 1 else "s")

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kaitian_mpi.cli.run import local_rank_of, show_own_devices
+from kaitian_mpi.cli.preflight import hide_unused_devices
+from kaitian_mpi.cli.run import local_rank_of
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.choice import VISIBILITY, choose_device, visibility_variables
 from kaitian_mpi.devices.registry import load_built_in
@@ -55,7 +56,7 @@ def taken(hosts, environs=({},)):
             environ = dict(environs[min(local, len(environs) - 1)])
             launch = {"RANK": len(infos), "SIZE": 9, "LOCAL_RANK": local, "LOCAL_SIZE": size}
             environ |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in launch.items()}
-            show_own_devices(environ, devices)
+            hide_unused_devices(environ, devices)
             on_host.append(Cuda(environ, gpus))
         seen = [{"cuda": tuple(driver.gpus)} for driver in on_host]
         for local, driver in enumerate(on_host):
@@ -136,7 +137,7 @@ def test_each_vendor_has_its_variable():
         of_kind = load_built_in(kind).visibility
         assert set(names) <= set(of_kind)
         hidden = dict(os.environ) | {"OMPI_COMM_WORLD_RANK": "0"}
-        show_own_devices(hidden, "cpu")
+        hide_unused_devices(hidden, "cpu")
         assert [hidden[name] for name in names] == ["-1"] * len(names)
     assert set(VISIBILITY) == set(known_kinds().counts | known_kinds().unusable) - {"cpu", "mps"}
 
