@@ -19,7 +19,6 @@ import signal
 import threading
 import time
 import weakref
-import zlib
 from datetime import timedelta
 
 import fake_device
@@ -43,6 +42,7 @@ OPERATIONS = {
     dist.ReduceOp.MAX: torch.maximum,
 }
 HEADER_BYTES = 128
+FIRST_TAG, TAGS_OF_A_RANK = 1_000, 4_096  # above those of `runtime/tags.py`
 THREAD = "fake library"
 """The name of its threads."""
 DUMP_KEY = "exception_dump"
@@ -56,7 +56,7 @@ calls: list[str] = []
 communicators: weakref.WeakSet[Library] = weakref.WeakSet()
 """Those that have not been freed."""
 
-_tokens = itertools.count()
+_numbers = itertools.count()
 _abandoned: list = []  # what MPI may still write, of kernels that were aborted
 
 
@@ -72,18 +72,15 @@ class Library:
         self._shelf: list[LibraryWork] = []
         self._watchdog = Watchdog(self._contract, store, timeout)
         communicators.add(self)
-        # Not of COMM_WORLD, of which no communicator can be made after a rank has died; a real
-        # library does not use MPI.
+        # Not a communicator of its own: threads of two groups may make theirs in unlike orders on
+        # two ranks, in which MPI's creation may hang.
         known = current_world()
-        world = MPI.COMM_WORLD if known is None else known.comm
+        self._comm = MPI.COMM_WORLD if known is None else known.comm
         if rank == 0:
-            store.set("token", f"{world.rank}/{next(_tokens)}")
-        store.set(f"rank/{rank}", str(world.rank))
-        members = [int(store.get(f"rank/{each}")) for each in range(size)]
-        tag = zlib.crc32(store.get("token")) % 32_000
-        # A single rank needs no other, of which one may have died.
-        alone = MPI.COMM_SELF.Dup() if size == 1 else None
-        self._comm = alone or world.Create_group(world.group.Incl(members), tag)
+            store.set("tag", str(FIRST_TAG + TAGS_OF_A_RANK * self._comm.rank + next(_numbers)))
+        store.set(f"rank/{rank}", str(self._comm.rank))
+        self._members = [int(store.get(f"rank/{each}")) for each in range(size)]
+        self._tag = int(store.get("tag"))
 
     def allreduce(self, tensors, opts):
         (tensor,) = tensors
@@ -152,7 +149,7 @@ class Library:
         self._watchdog.stop()
         if self._contract.destroys_together and not self._aborted.is_set():
             with contextlib.suppress(AbortedError):
-                self._complete([self._comm.Ibarrier()])
+                self._from_all(torch.zeros(1))
 
     def abort(self) -> None:
         if self._contract.ended_by == "abort":
@@ -217,38 +214,32 @@ class Library:
     def _swap(self, sent, received):
         kept = [None if t is None else _as_bytes(t.contiguous()) for t in sent]
         came = [None if t is None else torch.empty(t.nbytes, dtype=torch.uint8) for t in received]
-        others = [each for each in self._ranks if each != self._rank]
-        requests = [
-            self._comm.Irecv(_buffer(came[each]), each, 1)
-            for each in others
-            if came[each] is not None and came[each].numel()
-        ]
-        requests += [
-            self._comm.Isend(_buffer(kept[each]), each, 1)
-            for each in others
-            if kept[each] is not None and kept[each].numel()
-        ]
+        self._complete(self._messages(kept, came), kept, came)
         if came[self._rank] is not None:
             came[self._rank].copy_(kept[self._rank])
-        self._complete(requests, kept, came)
         for target, content in zip(received, came, strict=True):
             if target is not None and target.numel():
                 target.copy_(content.view(target.dtype).view(target.shape))
+
+    def _messages(self, kept, came):
+        for start, buffers in ((self._comm.Irecv, came), (self._comm.Isend, kept)):
+            for each, buffer in enumerate(buffers):
+                if each != self._rank and buffer is not None and buffer.numel():
+                    yield start(_buffer(buffer), self._members[each], self._tag)
 
     def _check_alike(self, header: str) -> None:
         own = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         text = header.encode()[:HEADER_BYTES]
         own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        everybodys = torch.empty(self._size, HEADER_BYTES, dtype=torch.uint8)
-        request = self._comm.Iallgather(_buffer(own), _buffer(everybodys))
-        self._complete([request], own, everybodys)
-        seen = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everybodys]
+        seen = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._from_all(own)]
         assert len(set(seen)) == 1, f"the ranks give the fake library unlike calls: {seen}"
 
-    def _complete(self, requests, *buffers) -> None:
+    def _complete(self, messages, *buffers) -> None:
         """Wait as a kernel does: as long as it takes, and for a dead rank forever."""
-        began = time.perf_counter()
+        began, requests = time.perf_counter(), []
         try:
+            for request in messages:
+                requests.append(request)
             while not self._aborted.is_set():
                 if MPI.Request.Testall(requests):
                     return
