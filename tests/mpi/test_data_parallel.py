@@ -192,24 +192,18 @@ def test_a_forward_does_not_wait_for_a_slower_rank(world):
 
 
 @pytest.mark.sizes(3)
-def test_samples_are_counted_in_any_argument(world):
+def test_samples_are_counted_in_any_argument_or_by_the_script(world):
     data, alone = Data(world), Network()
     loss_of(alone, data.whole(0)).backward()
     inputs, labels = data.own(0)
-    for arguments in ({"x": inputs}, {"x": None, "nested": {"t": [], "deep": (inputs,)}}):
-        model = data_parallel(Network())
+    for arguments, samples_of in (
+        ({"x": inputs}, None),
+        ({"x": None, "nested": {"t": [], "deep": (inputs,)}}, None),
+        ({"x": torch.ones(1), "columns": inputs.T}, lambda _, given: given["columns"].size(1)),
+    ):
+        model = data_parallel(Network(), samples_of=samples_of)
         cross_entropy(model(**arguments), labels).backward()
         assert_equal_gradients(model, alone)
-
-
-@pytest.mark.sizes(3)
-def test_samples_of_counts_the_samples(world):
-    data, alone = Data(world), Network()
-    loss_of(alone, data.whole(0)).backward()
-    inputs, labels = data.own(0)
-    model = data_parallel(Network(), samples_of=lambda args, kwargs: kwargs["columns"].size(1))
-    cross_entropy(model(torch.ones(1), columns=inputs.T), labels).backward()
-    assert_equal_gradients(model, alone)
 
 
 class Branches(nn.Module):
