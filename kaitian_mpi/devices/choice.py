@@ -84,10 +84,11 @@ def assign_devices(
 ) -> list[Choice | None]:
     """Give each rank of a host a device of its own, or share; None to one that sees none."""
     seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
-    owners: dict[tuple[str, str], int] = {}
-    for rank in range(len(seen)):
-        _place(rank, seen, owners, set())
-    given = {rank: device for device, rank in owners.items()}
+    given: dict[int, tuple[str, str]] = {}
+    for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank])):
+        free = [device for device in seen[rank] if device not in given.values()]
+        if free:
+            given[rank] = free[0]
     without = [rank for rank, devices in enumerate(seen) if devices and rank not in given]
     if without and not share:
         raise _too_few(inventories, _choices(given, inventories), host)
@@ -96,26 +97,6 @@ def assign_devices(
         given[rank] = min(seen[rank], key=lambda device: users[device])
         users[given[rank]] += 1
     return _choices(given, inventories)
-
-
-def _place(
-    rank: int,
-    seen: Sequence[Sequence[tuple[str, str]]],
-    owners: dict[tuple[str, str], int],
-    tried: set[tuple[str, str]],
-) -> bool:
-    """Give a rank a free device, or that of a rank that can take another one."""
-    for device in seen[rank]:
-        if device not in owners:
-            owners[device] = rank
-            return True
-    for device in seen[rank]:
-        if device not in tried:
-            tried.add(device)
-            if _place(owners[device], seen, owners, tried):
-                owners[device] = rank
-                return True
-    return False
 
 
 def _choices(

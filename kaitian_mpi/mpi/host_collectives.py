@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,6 @@ from kaitian_mpi.mpi.datatypes import (
     as_raw_buffer,
     separate,
 )
-from kaitian_mpi.runtime.mpi_libraries import loaded_library, reduces_in_place
 
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
 _LONG_BYTES = 8 << 20
@@ -83,18 +81,14 @@ def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> N
     for piece in tensor.split(max(1, _PIECE_BYTES // tensor.element_size())):
         if comm.rank != root:
             comm.Reduce(as_buffer(piece), None, op.mpi_op, root)
-        elif root == 0 or _in_place_at_any_root():
+        elif root == 0:
             comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
         else:
+            # MPICH before 4.2.1 is in place at rank 0 only (pmodels/mpich#6540, #6893).
             own = piece.clone()  # as_buffer keeps no tensor alive
             comm.Reduce(as_buffer(own), as_buffer(piece), op.mpi_op, root)
     if comm.rank == root:
         op.divide_average(tensor, comm.size)
-
-
-@functools.cache
-def _in_place_at_any_root() -> bool:
-    return reduces_in_place(loaded_library())
 
 
 def reduce_scatter(

@@ -116,7 +116,6 @@ _SURVIVES = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 _ANSWER_SEC, _LONGEST_ANSWER, _KILLED_WITHIN_SEC = 5.0, 1024, 1.0
 _INT_BYTES = 4
-_MPICH_REDUCES_SINCE = (4, 3)  # 4.2.1 has not been tried
 _MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
 
 EAGER_BYTES = 264 << 10
@@ -184,14 +183,6 @@ def survival_advice(library: str) -> str:
     if known and known.survives_since and numbers >= known.survives_since:
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
-
-
-def reduces_in_place(library: str) -> bool:
-    """Return whether `MPI_Reduce` may be in place at any root (pmodels/mpich#6540, #6893)."""
-    name, numbers = _name_and_release(library)
-    if name == MPICH.name:
-        return numbers >= _MPICH_REDUCES_SINCE
-    return name == OPEN_MPI.name  # Intel MPI is made from MPICH
 
 
 def _name_and_release(library: str) -> tuple[str, tuple[int, ...]]:

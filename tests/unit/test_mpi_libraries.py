@@ -15,7 +15,6 @@ from kaitian_mpi.runtime.mpi_libraries import (
     MPICH,
     OPEN_MPI,
     launched_by,
-    reduces_in_place,
     report_to_launcher,
     survival_advice,
     survival_requested,
@@ -78,21 +77,6 @@ def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says(
 )
 def test_advice_on_the_loss_of_a_rank_fits_the_library(library, advice):
     assert survival_advice(library).startswith(advice)
-
-
-@pytest.mark.parametrize(
-    ("library", "works"),
-    [
-        ("MPICH 4.0.2", False),
-        ("MPICH 4.2.0", False),
-        ("MPICH 4.3.2", True),
-        ("MPICH 5.0.2", True),
-        ("Open MPI 4.1.4", True),
-        ("Intel MPI 2021.13.0", False),
-    ],
-)
-def test_whether_every_rank_may_be_the_root_in_place(library, works):
-    assert reduces_in_place(library) == works
 
 
 def test_the_agent_of_mpichs_launcher_is_found():
