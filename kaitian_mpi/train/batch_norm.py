@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kaitian_mpi.distributed.sync_batch_norm import SyncBatchNorm, is_local
 
 _MIN_WEIGHT = 1e-30  # so that the mean is defined even if no rank has seen a sample
+_TIME_CONSTANTS = 5.0  # until a momentum has forgotten the statistics of earlier weights
 
 
 class RunningStatistics:
@@ -47,6 +48,20 @@ class RunningStatistics:
     def restore(self) -> None:
         """Restore what `save` saved."""
         self.fractions = self._saved_fractions
+
+    def lag(self, step_in_epoch: int) -> bool:
+        """Return whether the statistics may lag behind the weights.
+
+        They do in a short epoch: its first steps count as much as its last, and while the weights
+        move fast even the step before is far off.
+
+        Args:
+            step_in_epoch: the number of steps done of the epoch.
+        """
+        if any(isinstance(norm, nn.SyncBatchNorm) for norm in self._norms):
+            return False  # ranks that compute it must do so together
+        momentum = min((momentum for momentum in self._momenta if momentum), default=0.0)
+        return momentum > 0 and 0 < step_in_epoch < _TIME_CONSTANTS / momentum
 
     def before_step(self, step_in_epoch: int, own_samples: int, samples: int) -> None:
         """Restart the statistics of an epoch, as the mean of its steps so far.

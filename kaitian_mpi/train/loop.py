@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.buckets import ReadyMark
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.distributed.sync_batch_norm import participate
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
 from kaitian_mpi.train.clock import StepClock, StepTimes
@@ -34,6 +35,7 @@ from kaitian_mpi.train.step import (
 )
 from kaitian_mpi.train.task import Task
 
+_SAMPLES_OF_STATISTICS = 256
 _WARM_UP_STEPS = 3  # kernels may still be compiled in them
 
 
@@ -299,9 +301,15 @@ class Loop:
                 parameter.grad.zero_()
 
     def evaluate(self) -> Evaluation:
-        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any."""
+        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
+
+        Statistics that lag behind the weights are recomputed first; not so in the open form,
+        in which only the script knows how to compute a batch.
+        """
         shares = self.sampler.batch_sizes
         self.state.save()
+        if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
+            self._recompute_statistics()
         enter_phase("the statistics of batch norm", waits=True)
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         result = Evaluation({})
@@ -323,9 +331,33 @@ class Loop:
         self._commit_unit()
         return result
 
-    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
+    @torch.no_grad()
+    @local_statistics()
+    def _recompute_statistics(self) -> None:
+        """Recompute batch norm's statistics from the epoch's first samples and current weights.
+
+        As the training computes them, dropout included; its random numbers are not used up.
+        """
+        self._set_epoch()
+        count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
+        shares = list(self.sampler.first_shares(count))
+        statistics, device = self.state.statistics, self._computation.device
+        statistics.before_step(0, sum(map(len, shares)), count)
+        devices = [] if device_of(device).is_host else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            for indices in filter(None, shares):
+                enter_phase("getting a batch")
+                for part in self._loader.data[self._share(indices)]:
+                    batch = self.place(part)
+                    enter_phase("forward")
+                    self._computation.loss(self._task, self.state.model, batch)
+
+    def _set_epoch(self) -> None:
         set_epoch_of(self._setup.train, self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
+
+    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
+        self._set_epoch()
         self.sampler.position = self.progress.position
         return self._loader.load(self._share(indices) for indices in self.sampler)
 

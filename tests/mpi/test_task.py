@@ -749,7 +749,7 @@ def leave_by(error, training):
                 raise error
 
 
-@pytest.mark.parametrize("error", [GeneratorExit(), ZeroDivisionError()])
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), ZeroDivisionError()])
 def test_an_exit_from_the_loop_saves_as_a_return_does(world, folder, error):
     training = Training(language(), **QUIET, run_dir=str(folder))
     with pytest.raises(type(error)):

@@ -284,6 +284,22 @@ def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
     assert (found - expected).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_an_evaluation_uses_statistics_of_the_current_weights(world, micro_batch_size):
+    shares = [BATCH - 4] + [0] * (world.size - 2) + [4] if world.size > 1 else [BATCH]
+    norm = nn.BatchNorm1d(16)
+    layers = (norm, nn.Dropout())
+    loop = make_loop(world, shares, micro_batch_size, layers=layers, min_batch=2)
+    for _ in steps_of(loop):
+        pass
+    random_state = torch.get_rng_state()
+    loop.evaluate()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    inputs, _ = Points()[list(range(LENGTH))]
+    expected = loop.state.model[0](inputs).mean(0)
+    assert (norm.running_mean - expected).abs().max() < 1e-12
+
+
 @pytest.mark.ranks(2)
 def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

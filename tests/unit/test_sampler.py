@@ -239,3 +239,13 @@ def test_an_invalid_plan_changes_nothing(plan: list[int]) -> None:
     with pytest.raises(ValueError, match=r"batch_sizes (has|must)"):
         sampler.set_plan(plan)
     assert sampler.batch_sizes == [1, 2]
+
+
+def test_first_shares_are_the_first_samples_and_move_nothing() -> None:
+    samplers = make_ranks(50, [4, 0, 6])
+    for sampler in samplers:
+        sampler.position = 20
+    shares = [list(step) for step in zip(*(s.first_shares(25) for s in samplers), strict=True)]
+    assert [[len(own) for own in step] for step in shares] == [[4, 0, 6], [4, 0, 6], [2, 0, 3]]
+    assert flat(shares) == samplers[0].indices(0, 25)
+    assert [sampler.position for sampler in samplers] == [20, 20, 20]

@@ -163,6 +163,16 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             yield own
         self._ran_to_end = True
 
+    def first_shares(self, count: int) -> Iterator[list[int]]:
+        """Yield this rank's indices of the steps of the epoch's first `count` samples.
+
+        The position neither matters nor changes.
+        """
+        order, position = self._permutation()[:count], 0
+        while position < len(order):
+            own, position = self._share_at(order, position)
+            yield own
+
     def indices(self, position: int, count: int) -> list[int]:
         """Return the `count` sample indices of the epoch from `position` on, of all ranks."""
         return self._permutation()[position : position + count].tolist()
