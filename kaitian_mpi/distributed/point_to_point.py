@@ -24,7 +24,7 @@ from kaitian_mpi.distributed.collectives.staging import (
 )
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
-from kaitian_mpi.errors import CollectiveError, UnsupportedError, format_ranks
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
 from kaitian_mpi.mpi.nonblocking import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
@@ -33,10 +33,13 @@ from kaitian_mpi.runtime.system import CommunicationThread
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
+
 ENDED = "this process group has been destroyed"
 """Why an operation on a destroyed group fails."""
 
 _CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
+_LEFT_INTERVAL_SEC = 1.0
 
 
 @not_compiled
@@ -62,6 +65,7 @@ class Message(Queued):
         """The sender's rank, once the message has been received."""
         self.awaited_since = float("inf")
         """When the first wait for it started, by `time.perf_counter`."""
+        self.peer_left = False
 
     def _source_rank(self) -> int:
         return self.source
@@ -101,6 +105,7 @@ class Mailbox:
         self,
         comm: MPI.Comm,
         name: str,
+        arrivals: ArrivalTracker,
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
     ) -> None:
@@ -108,6 +113,7 @@ class Mailbox:
         self._comm = comm
         self._name = name
         self._streams = SideStreams()
+        self._arrivals = arrivals
         self._timeout_sec = timeout.total_seconds()
         self._on_failure = on_failure
         self._closed_reason = ""
@@ -115,6 +121,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed_at = float("inf")
+        self._left_checked_at = float("-inf")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of messages, including pending ones. Not collective."""
@@ -216,13 +223,35 @@ class Mailbox:
         item.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
 
     def _fail_overdue(self, waiting: list[Message], now: float) -> None:
-        """Fail a message that has timed out."""
+        """Fail a message that has timed out, or whose other rank has left the group."""
         for item in waiting:
             if now - item.awaited_since > self._timeout_sec:
                 operation = "recv" if item.transfer.is_receive else "send"
                 text = f"timed out after {self._timeout_sec:g} s in {operation}: waiting for "
                 self._fail(item, text + item.describe(self._comm.size))
                 return
+        awaited = [item for item in waiting if now - item.awaited_since > _LEFT_INTERVAL_SEC]
+        if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
+            return
+        self._left_checked_at = now
+
+        def is_needed() -> bool:
+            # Whether this thread has something else to do than to wait for the store.
+            is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
+            return is_changed or any(item.transfer.done() for item in waiting)
+
+        try:
+            left = self._arrivals.ranks_left(until=is_needed)
+        except RankLostError:  # a thread that waits in MPI gets the error there
+            return
+        for item in awaited:
+            all_left = len(left) >= self._comm.size - 1
+            has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
+            if has_left and item.peer_left:  # what it sent before leaving has arrived by now
+                text = item.describe(self._comm.size)
+                self._fail(item, f"waiting for {text}, which has ended the group")
+                return
+            item.peer_left = has_left
 
     def _fail(self, item: Message, text: str) -> None:
         if item.transfer.is_receive:

@@ -87,7 +87,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         router = Router(*carriers, label, check_devices)
         self._check_devices = check_devices
         self._mailbox = Mailbox(
-            comms.messages, f"kaitian-messages-{name}", timeout, self._worker.fail
+            comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
         )
         # Usually these are the methods themselves.
         pace = own.kind.calls

@@ -81,6 +81,7 @@ def test_destroying_a_group_does_not_wait_for_other_ranks(world):
 def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world, monkeypatch):
     monkeypatch.setattr(arrivals, "_RECORD_AFTER_SEC", 0.1)
     monkeypatch.setattr(arrivals, "_EVENTS_INTERVAL_SEC", 0.1)
+    monkeypatch.setattr(point_to_point, "_LEFT_INTERVAL_SEC", 0.1)
     group, comm = dist.new_group([1, 2]), world.comm.Dup()
     add()  # the group is made
     if world.rank > 0:
@@ -193,6 +194,24 @@ def test_a_receive_may_be_posted_long_before_the_wait(world, last, one_second_gr
         add()
         if world.rank == 0:
             dist.send(torch.full((3,), 7.0), last, group=one_second_group)
+
+
+def test_a_receive_from_a_rank_that_has_destroyed_the_group_raises(world, last):
+    group = dist.new_group(timeout=LONG)
+    if world.rank == 0:
+        dist.send(torch.ones(1), last, group=group)
+        dist.destroy_process_group(group)
+    elif world.rank == last:
+        time.sleep(0.5)
+        dist.recv(torch.zeros(1), 0, group=group)  # sent before the group was destroyed
+        took = seconds_until_error(
+            lambda: dist.recv(torch.zeros(1), 0, group=group),
+            rf"^waiting for a message from rank 0 of {world.size}, which has ended the group$",
+        )
+        assert took < SOON_SEC
+    if world.rank != 0:
+        dist.destroy_process_group(group)
+    assert add() == world.size
 
 
 def test_a_receive_cancelled_by_destroying_its_group_fails(world, monkeypatch):

@@ -102,6 +102,11 @@ class ArrivalTracker(_Limits):
             if not _is_loss(error):
                 raise
 
+    def ranks_left(self, until: Callable[[], bool]) -> list[int]:
+        """Return the ranks that have ended the group; none if `until` comes before the answer."""
+        ended = self._store.items(_ENDED, until)
+        return [rank for rank in range(self._comm.size) if str(rank) in ended]
+
     def _wait_recorded(self, request: MPI.Request) -> None:
         self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
         deadline = time.monotonic() + self._timeout_sec - self._record_after_sec
