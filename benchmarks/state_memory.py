@@ -144,7 +144,8 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
 
     import kaitian_mpi
     from kaitian_mpi.observe.run_folder import DiskFolder
-    from kaitian_mpi.train import begin_loop, start
+    from kaitian_mpi.train import begin_loop
+    from kaitian_mpi.train import run as runs
     from kaitian_mpi.train.checkpoint import policy
     from kaitian_mpi.train.checkpoint.policy import Checkpointing
     from kaitian_mpi.train.run import Run
@@ -176,7 +177,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
             meter.record(job, peak=meter.peak(before))
 
     begin_loop._restore_state = restore_state
-    resume = start.resume
+    resume = runs.resume
 
     def resume_run(*arguments: Any) -> Any:
         result = resume(*arguments)
@@ -184,7 +185,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
             meter.record(job, peak=meter.peak(None))
         return result
 
-    start.resume = resume_run
+    runs.resume = resume_run
     if job == "save":
         meter.watch(Checkpointing, "save", lambda: "checkpoint", wait_for_writers)
         meter.watch(DiskFolder, "save_model", lambda: "model.pt")
