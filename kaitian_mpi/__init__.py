@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +57,12 @@ _MODULES = {
 }
 
 
-# multiprocessing imports the script once more, in a process that loads data, where MPI would take
-# that process for its rank. Only a rank of ours sets the variable: torch imports this package in
-# every process, also in those of other programs.
+# multiprocessing imports the script once more, in a process that loads data. Only a rank of ours
+# sets the variable: torch imports this package in every process, also in those of other programs.
 if RANK_VARIABLE in os.environ and getattr(
     multiprocessing.process.current_process(), "_inheriting", False
 ):
-    with suppress(ImportError):
-        import mpi4py
-
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    import_module("kaitian_mpi.train.data.worker_process")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser
@@ -142,7 +143,10 @@ def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
     try:
         while True:
             files = [file for folder in paths for file in folder.glob("*.json*")]
-            found = {(file, file.stat().st_mtime_ns) for file in files if file.exists()}
+            found = set()
+            for file in files:
+                with suppress(FileNotFoundError):  # it has just been replaced
+                    found.add((file, file.stat().st_mtime_ns))
             if found != seen:
                 runs, seen = [read_run(path) for path in paths], found
                 if all(run.state != "unfinished" for run in runs):

@@ -76,7 +76,10 @@ class LimitedProcess:
         if self._ended is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # nothing ends one that waits for a dead device
+                self._process.wait(1.0)
             self._finish(None)
 
     def _finish(self, code: int | None, fault: str = "") -> None:

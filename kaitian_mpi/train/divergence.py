@@ -17,6 +17,8 @@ from kaitian_mpi.train.state_transfer import broadcast_state
 
 # What rounding may do. In 200 steps, CPUs of unlike vector instructions differ by up to 4e-7 in the
 # norm, and by 5e-5 in an element that RMSprop once divided by almost nothing.
+_COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
+_MAX_ROWS = 1 << 16  # 32 MB
 _UNITS_PER_STEP = 4.0
 _MOST = 0.2
 _MOST_OF_ELEMENT = 0.02
@@ -148,9 +150,23 @@ def by_frequency(values: Sequence[object]) -> list[int]:
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a checksum of some tensors, for bitwise comparison."""
+    """Return a checksum of some tensors, for bitwise comparison.
+
+    Their bits are summed as integers on their device, so that little is copied to the host.
+    """
     checksum = 0
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().flatten()
-        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
+        checksum = zlib.crc32(_sums_of_bits(tensor.detach()).cpu().numpy().tobytes(), checksum)
     return checksum
+
+
+def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.contiguous().flatten()
+    size = flat.element_size()
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(size, 8)]
+    bits = flat.view(whole)
+    body = bits[: bits.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    rest = bits[body.numel() :].to(torch.int64)
+    # In pieces, for on CPUs each is copied as integers of 64 bits.
+    sums = (piece.sum(0, dtype=torch.int64) for piece in body.split(_MAX_ROWS))
+    return torch.cat([sum(sums, bits.new_zeros(_COLUMNS, dtype=torch.int64)), rest])

@@ -14,10 +14,12 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, set_phase_limit
+from kaitian_mpi.train.data.batches import Batches
 from kaitian_mpi.train.data.loader import evaluation_indices
 from kaitian_mpi.train.task import Computation, Task
 
 _MAX_BATCH = 64
+_MAX_READ_SEC = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def evaluate(
     model.eval()
     totals: dict[str, list[float]] = {}
     batch_size = min(_MAX_BATCH, micro_batch_size or _MAX_BATCH)
+    reader = _Reader(data)
     for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
-        enter_phase("loading samples to evaluate")
-        batch = data[indices]
+        batch = reader.read(indices)
         began = time.perf_counter()
         enter_phase("evaluation")
         for name, (value, count) in _measure(task, model, batch, computation, indices).items():
@@ -115,3 +117,29 @@ def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]
             total, count = total + of_rank[0], count + of_rank[1]
         means[name] = total / count if count else float("nan")
     return means
+
+
+class _Reader:
+    """Loads batches in pieces that take a moment each, however slow a dataset is.
+
+    Each is a phase to the watchdog, so that only a sample that hangs is taken for a hang.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._samples = 1  # per piece
+
+    def read(self, indices: list[int]) -> Any:
+        """Return the batch of these samples."""
+        if not isinstance(self._data, Batches):  # batches in memory
+            enter_phase("loading samples to evaluate")
+            return self._data[indices]
+        samples: list[Any] = []
+        while len(samples) < len(indices):
+            enter_phase("loading samples to evaluate")
+            began = time.perf_counter()
+            first = len(samples)
+            samples += self._data.samples(indices[first : first + self._samples])
+            is_fast = time.perf_counter() - began < _MAX_READ_SEC
+            self._samples = 2 * self._samples if is_fast else max(1, self._samples // 2)
+        return self._data.collate(samples)

@@ -593,8 +593,12 @@ def _as_task(task: Task | Callable[[], Task]) -> Task:
 
 
 def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:
-    try:
-        return TrainingConfig(**settings) if config is None else replace(config, **settings)
-    except TypeError as error:
-        names = ", ".join(sorted(field.name for field in fields(TrainingConfig)))
-        raise UserError(f"Training: {error}; the settings are {names}") from error
+    names = sorted(field.name for field in fields(TrainingConfig))
+    for name in settings.keys() - set(names):
+        raise UserError(f"Training has no setting {name!r}; it has {', '.join(names)}")
+    if config is not None and not isinstance(config, TrainingConfig):
+        raise UserError(
+            f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
+            "settings by name, such as Training(task, epochs=3)"
+        )
+    return TrainingConfig(**settings) if config is None else replace(config, **settings)

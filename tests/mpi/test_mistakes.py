@@ -157,7 +157,7 @@ MISTAKES = {
     ),
     "an unknown setting": (
         lambda: set_to(globalbatch=4),
-        "unexpected keyword argument 'globalbatch'; the settings are allreduce,",
+        "Training has no setting 'globalbatch'; it has allreduce, balance,",
     ),
     "a setting out of range": (lambda: set_to(epochs=0), "--epochs"),
     "two trainings at once": (two_trainings, "another Training is open; call close() first"),
@@ -196,10 +196,7 @@ MISTAKES = {
         lambda: train(optimizer=lambda model: torch.optim.LBFGS(model.parameters())),
         "LBFGS computes the loss several times a step",
     ),
-    "a dict for the settings": (
-        lambda: set_to(config={}),
-        "Training: replace() should",
-    ),
+    "a dict for the settings": (lambda: set_to(config={}), "config is a dict and must be a"),
     "a figure that is none": (logs_text, "takes numbers or tensors of one element"),
 }
 

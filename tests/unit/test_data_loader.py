@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 from collections.abc import Iterator
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.datasets.images import Augmented, ImageArrays
 from kaitian_mpi.train.data.batches import Batches, Share, split_share
 from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
+from kaitian_mpi.train.data.shared_tensors import SharedTensors
 
 
 def make_data() -> Augmented:
@@ -128,21 +130,29 @@ def test_evaluation_covers_each_sample_once() -> None:
             assert abs(count - length * share / sum(shares)) <= 1
 
 
-def test_a_dataset_is_sent_to_a_process_by_value(monkeypatch) -> None:
+def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch) -> None:
     def refuse(storage: torch.UntypedStorage) -> None:
         raise AssertionError("a file in /dev/shm")
 
-    shared = torch.zeros(2).share_memory_()
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
-    tensors = [torch.arange(12.0).reshape(3, 4)[:, 1], torch.zeros(0, 3), torch.tensor(3), "text"]
-    (sent,) = ShareLoader(tensors, 1, pin_memory=False)._make_loader().dataset.__reduce__()[1]
-    got = pickle.loads(sent)._batches
-    assert all(map(torch.equal, got[:-1], tensors[:-1]))
-    assert got[-1] == "text"
-    # What the user shares stays shared.
-    monkeypatch.undo()
-    (sent,) = ShareLoader([shared], 1, pin_memory=False)._make_loader().dataset.__reduce__()[1]
-    assert pickle.loads(sent)._batches[0].is_shared()
+    whole = torch.arange(12.0).reshape(3, 4)
+    sent = [
+        whole,
+        whole[:, 1],
+        torch.zeros(0, 3),
+        torch.ones(1, 5).expand(4, 5),
+        torch.tensor(3),
+        torch.ones(2, dtype=torch.bfloat16),
+        {"text": "x", "number": 7},
+    ]
+    got = pickle.loads(reduction.ForkingPickler.dumps(SharedTensors(sent)))
+    for one, other in zip(got[:-1], sent[:-1], strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+    assert got[-1] == sent[-1]
+    got[1] += 1  # a view of the whole there as well, and no view of what is here
+    assert torch.equal(got[0][:, 1], whole[:, 1] + 1)
+    assert pickle.loads(reduction.ForkingPickler.dumps(SharedTensors("nothing"))) == "nothing"
 
 
 LOAD = """
@@ -153,9 +163,9 @@ from kaitian_mpi.recipes.datasets.sources import batches_of_pairs
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":
-    images = torch.arange(64.0).reshape(64, 1).expand(64, 200_000).clone()
+    images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()
     data = batches_of_pairs(TensorDataset(images, torch.arange(64)))
-    shares = (Share(0, 0, [(1, [index])]) for index in range(64))
+    shares = (Share(0, 0, [(8, list(range(first, first + 8)))]) for first in range(0, 64, 8))
     for [(_, (inputs, labels))] in ShareLoader(data, 1, pin_memory=False).load(shares):
         assert torch.equal(inputs[:, -1], labels.float())
     print("loaded")
@@ -164,9 +174,9 @@ if __name__ == "__main__":
 
 @pytest.mark.linux("a small /dev/shm is mounted")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, as root")
-def test_a_dataset_in_memory_needs_no_dev_shm(tmp_path) -> None:
+def test_workers_need_only_a_small_dev_shm(tmp_path) -> None:
     (tmp_path / "load.py").write_text(LOAD)
-    mount = 'mount -t tmpfs -o size=16m none /dev/shm && exec "$0" "$@"'
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
     words = ["unshare", "-m", "sh", "-c", mount, *forked([PYTHON, str(tmp_path / "load.py")])]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.stdout == "loaded\n", ended.stderr

@@ -208,7 +208,7 @@ class TimelineFile:
 
     def append(self, lines: bytes) -> None:
         """Append encoded events."""
-        before = 0
+        before = None
         try:
             with self._path.open("ab") as file:
                 before = file.tell()
@@ -217,8 +217,9 @@ class TimelineFile:
                     lines = _BEGIN + encode([header, *process_events(RUN_PID, "run", -1)]) + lines
                 file.write(lines)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, before)
+            if before is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self._path, before)
             self._warn(error)
         else:
             self._is_faulty = False

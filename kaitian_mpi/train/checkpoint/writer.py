@@ -29,6 +29,7 @@ class BackgroundWriter:
         self._files = files
         self._pool = ThreadPoolExecutor(1, "checkpoint-writer")
         self._last: Future[None] | None = None
+        self._bug: BaseException | None = None
         self._submitted: tuple[dict[str, Any], int] = {}, 0
         self._spare: dict[str, Any] | None = None
 
@@ -52,8 +53,7 @@ class BackgroundWriter:
                 "%d is next",
                 *(skipped, step),
             )
-        elif last is not None and last.done():
-            last.result()
+        self._raise_bug()
         self._submitted = state, step
         self._last = self._pool.submit(self._work, state, description)
 
@@ -72,6 +72,7 @@ class BackgroundWriter:
         last, self._last = self._last, None
         if last is not None:
             last.result()
+        self._raise_bug()
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory kept for reuse."""
@@ -83,8 +84,15 @@ class BackgroundWriter:
     def _work(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         try:
             self._write(state, description)
+        except BaseException as error:
+            self._bug = error  # a later call raises it
         finally:
             self._spare = state
+
+    def _raise_bug(self) -> None:
+        error, self._bug = self._bug, None
+        if error is not None:
+            raise error
 
     def _write(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         step = description["step"]

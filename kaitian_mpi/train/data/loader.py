@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import select
@@ -11,17 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing import reduction
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import mpi4py
 import psutil
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches
+from kaitian_mpi.train.data.shared_tensors import SharedTensorDataset
 
 _BATCHES_PER_WORKER = 2
 _POLL_SEC = 0.5
@@ -57,7 +55,7 @@ class ShareLoader:
     def _make_loader(self) -> DataLoader[list[MicroBatch]]:
         workers = self._workers
         return DataLoader(
-            _Sent(self.data) if workers else self.data,
+            SharedTensorDataset(self.data) if workers else self.data,
             sampler=self._shares,
             batch_size=None,
             num_workers=workers,
@@ -84,40 +82,8 @@ def _fork_server() -> BaseContext:
     # A process forked after MPI has started can crash: pytorch/pytorch#13787.
     context = multiprocessing.get_context("forkserver")
     # Otherwise each worker would import torch again, which takes seconds.
-    context.set_forkserver_preload(["__main__", "torch"])
+    context.set_forkserver_preload(["__main__", "kaitian_mpi.train.data.worker_process", "torch"])
     return context
-
-
-class _Sent(Dataset[list[MicroBatch]]):
-    """A dataset to be sent to another process, with its tensors by value.
-
-    torch would put them in /dev/shm, which many containers keep at 64 MB.
-    """
-
-    def __init__(self, data: StepBatches) -> None:
-        self._data = data
-
-    def __getitem__(self, share: Share) -> list[MicroBatch]:
-        return self._data[share]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        stream = io.BytesIO()
-        _ByValue(stream).dump(self._data)
-        return _receive, (stream.getvalue(),)
-
-
-class _ByValue(reduction.ForkingPickler):
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and not (value.is_cuda or value.is_shared()):
-            with suppress(TypeError, RuntimeError):  # not every tensor can be an array
-                return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
-
-
-def _receive(data: bytes) -> Any:
-    # Its module may import MPI, which would take this process for its rank.
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    return reduction.ForkingPickler.loads(data)
 
 
 def _exit_with_rank(_: int) -> None:
