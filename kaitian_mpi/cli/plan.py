@@ -152,9 +152,8 @@ def report(measured: Measurements, parsed: Parsed) -> None:
         save_json(Path(chosen.json), planned_to_json(job))
     show(job)
     if chosen.save is not None:
-        print(
-            f"written to {chosen.save}; try {PROGRAM} {chosen.save} --world 8x{measured.ranks[0].kind}"
-        )
+        world = f"8x{measured.ranks[0].kind}"
+        print(f"written to {chosen.save}; try {PROGRAM} {chosen.save} --world {world}")
 
 
 def show(job: PlannedJob) -> None:

@@ -76,9 +76,7 @@ class LimitedProcess:
         if self._ended is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # nothing ends one that waits for a dead device
+            with suppress(subprocess.TimeoutExpired):  # nothing ends one that a device blocks
                 self._process.wait(1.0)
             self._finish(None)
 
