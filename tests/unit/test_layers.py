@@ -25,8 +25,8 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 12
-MAX_LINES = 42_400
-MAX_FILES = 282
+MAX_LINES = 32_700
+MAX_FILES = 214
 
 
 @functools.cache
