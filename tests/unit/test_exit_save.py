@@ -86,4 +86,4 @@ def test_an_update_in_progress_completes_before_the_save(tmp_path):
 def test_a_failed_update_is_not_saved(tmp_path):
     saved, err = end(tmp_path, "inside", "fails")
     assert saved is None
-    assert err.splitlines()[-1:] == ["program: nothing could be saved: planted"]
+    assert "program: nothing could be saved: planted" in err.splitlines()
