@@ -144,10 +144,9 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
 
     import kaitian_mpi
     from kaitian_mpi.observe.run_folder import DiskFolder
-    from kaitian_mpi.train import begin_loop
+    from kaitian_mpi.train import begin_loop, saving
     from kaitian_mpi.train import run as runs
-    from kaitian_mpi.train.checkpoint import policy
-    from kaitian_mpi.train.checkpoint.policy import Checkpointing
+    from kaitian_mpi.train.checkpoint.writer import Checkpoints
     from kaitian_mpi.train.run import Run
 
     world = kaitian_mpi.init()
@@ -187,14 +186,14 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
 
     runs.resume = resume_run
     if job == "save":
-        meter.watch(Checkpointing, "save", lambda: "checkpoint", wait_for_writers)
+        meter.watch(Checkpoints, "save", lambda: "checkpoint", Checkpoints.wait)
         meter.watch(DiskFolder, "save_model", lambda: "model.pt")
-        policy._SNAPSHOT_SHARE = float("inf")
+        saving._SNAPSHOT_SHARE = float("inf")
         due = iter(range(100))
         meter.watch(
-            *(Checkpointing, "snapshot"),
+            *(saving.Saving, "_snapshot"),
             lambda: "snapshot" if next(due) in (0, 3) else "",
-            wait_for_writers,
+            lambda saver: saver._checkpoints.wait(),
         )
     options: dict[str, Any] = {
         "save": {"snapshots": SNAPSHOTS, "snapshot_every": 4},
@@ -218,13 +217,6 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if job == "save":
                 meter.record("training", peak=meter.peak())
-
-
-def wait_for_writers(checkpoints: Any) -> None:
-    """Wait until what is written in the background is written."""
-    checkpoints.wait()
-    if checkpoints._snapshots is not None:
-        checkpoints._snapshots.wait()
 
 
 def run(job: str, state_bytes: int, folder: Path) -> None:

@@ -24,7 +24,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import profile_unmeasured
 
@@ -39,16 +39,18 @@ def metadata_of(config: TrainConfig, loop: Loop) -> RunMetadata:
     return RunMetadata(config, profiles, [], "direct", places, shares, [], "")
 
 
-def is_writing(world: World, checkpoints: Checkpointing) -> bool:
+def is_writing(world: World, checkpoints: Checkpoints) -> bool:
     """Return whether any rank is writing. Collective."""
-    return any(gather_values(world.comm, checkpoints._writer.is_writing))
+    return any(
+        gather_values(world.comm, bool(checkpoints.on_disk and checkpoints.on_disk.is_writing))
+    )
 
 
 def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Save every few steps and return the times. Collective."""
     config = make_config(options.model, options.batch)
     loop = make_loop(config, world)
-    metadata, checkpoints = metadata_of(config, loop), Checkpointing(config, folder)
+    metadata, checkpoints = metadata_of(config, loop), Checkpoints(config, folder)
     steps = endless(loop)
     timed(world, steps, WARM_UP)
     saves, written, normal, after = [], [], [], []

@@ -39,7 +39,6 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     _choose_allreduce_again(run, world)
     plan = _plan(run, world)
     _restore_state(run, world, plan)
-    run.checkpoints.restart_timer()
     commit = run.membership.commit if run.membership.survives else None
     loop = Loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
     try:

@@ -28,13 +28,13 @@ from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.resume import (
     EarlierJob,
     find_earlier_job,
     load_finished,
     resume,
 )
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
@@ -51,9 +51,8 @@ from kaitian_mpi.train.setup import (
 )
 from kaitian_mpi.train.sinks import check_sinks
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.summary import NAME, describe_losses
+from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.task import Computation
-from kaitian_mpi.train.weight_files import check_export, check_initial_file
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Run:
         pins_memory = self.membership.all_ranks.device_kind.pins_memory
         # Its processes stay over the epochs and the losses.
         self.loader = ShareLoader(self.setup.train, self.config.workers, pins_memory)
-        self.checkpoints = Checkpointing(self.config, self.setup.path)
+        self.checkpoints = Checkpoints(self.config, self.setup.path)
         self.summary = self.earlier.summary
 
     @property
@@ -121,9 +120,14 @@ class Run:
             self.setup.dataset_size,
         )
 
+    def current_summary(self, **changes: Any) -> Summary:
+        """Return the summary as of now, with some fields changed."""
+        fault = self.checkpoints.fault
+        return replace(self.summary, failures=self.failures(), checkpoint_fault=fault, **changes)
+
     def write_summary(self, **changes: Any) -> None:
         """Change fields of the summary, and write it."""
-        self.summary = replace(self.summary, failures=self.failures(), **changes)
+        self.summary = self.current_summary(**changes)
         self.setup.folder.write(NAME, self.summary.to_json())
 
     def close(self) -> None:
@@ -189,8 +193,6 @@ def check_profile(config: TrainingConfig, world: World) -> None:
 _CHECKS = (
     check_settings,
     check_run_folder,
-    check_initial_file,
-    check_export,
     check_profile,
     check_sinks,
 )
@@ -272,11 +274,13 @@ def select_ranks(
     known = metadata.allreduce_algorithm if metadata is not None and is_same else ""
     algorithm, seconds = choose_allreduce(known or config.allreduce, world, buckets)
     record_allreduce(setup, seconds)
-    metadata = earlier.remembered_exclusion(world)
+    metadata = earlier.remembered(Invalidated.EXCLUSION)
     costs = profiles.costs(world.infos)
     wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
     excluded: dict[int, str] = {}
-    if metadata is not None and profiles.are_remembered:
+    # It was compared with the ranks that trained, so all of those must be present again.
+    is_known = metadata is not None and {*places}.issuperset(metadata.active_places)
+    if metadata is not None and is_known and profiles.are_remembered:
         aside = metadata.excluded_places
         excluded = {n: "as in the earlier job" for n, place in enumerate(places) if place in aside}
     elif costs is not None and wanted and config.balance != "off" and world.size > 1:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.errors import AgreedError, StorageError
+from kaitian_mpi.errors import AgreedError, StorageError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
+from kaitian_mpi.observe.folders import snapshots_name
 from kaitian_mpi.observe.outcome import resume_line
 from kaitian_mpi.observe.reading import Event
 from kaitian_mpi.observe.run_folder import RunFolderSink
@@ -22,17 +26,21 @@ from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.checkpoint.exit_save import ExitSave
+from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, describe
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.restart_request import RestartRequest
 from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.state_transfer import copy_state
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 from kaitian_mpi.train.summary import NAME
 from kaitian_mpi.train.weight_files import export_weights
 
 _MODEL = "checkpoints/model.pt"
+_SNAPSHOT_SHARE = 0.05
 
 
 class Saving(StepObserver):
@@ -43,33 +51,44 @@ class Saving(StepObserver):
         self._run, self._world, self._sampler = run, world, sampler
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
+        self._is_to_restart = False
+        self._saved_at = time.monotonic()
+        self._requested = self._has_reported = False
+        self._snapshot_sec = self._snapshot_at = 0.0
+        self._exit_copy: dict[str, Any] | None = None
         self._signals = ExitStack()
         self._signals.enter_context(self._saved_at_signals())
-        self._is_to_restart = False
-        self._is_idle = run.checkpoints.is_idle
 
     def wants_checkpoint(self) -> bool:
-        """Return whether a checkpoint is due by time, or requested by a signal or a supervisor."""
-        if self._is_idle:
+        """Return whether a checkpoint is due by time, or requested by a signal or a supervisor.
+
+        Not collective. True once per checkpoint, except for a supervisor.
+        """
+        if not self._checkpoints.writers:
             return False
-        return self._checkpoints.wants_checkpoint() or self._restart.is_made()
+        due_sec = 60 * self._run.config.checkpoint_minutes
+        is_due = self._requested or 0 < due_sec <= time.monotonic() - self._saved_at
+        if is_due and not self._has_reported and self._checkpoints.on_disk is not None:
+            self._has_reported = True
+            return True
+        return self._restart.is_made()
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Save a checkpoint and a snapshot, if they are due."""
-        if self._is_idle:
+        if not self._checkpoints.writers:
             return
         requested = reports is not None and bool(reports.wants_checkpoint.any())
         self._is_to_restart = requested and self._is_restart_due()
         if not self._is_to_restart:
-            if self._checkpoints.is_due(step.number, requested):
-                enter_phase("saving a checkpoint", waits=True, limited=False)
-                self._checkpoints.save(self._world, self._run.state, self._metadata())
-            self._checkpoints.snapshot(self._world, self._run.state, self._metadata)
+            every = self._run.config.checkpoint_every
+            if requested or (every > 0 and step.number % every == 0):
+                self._save()
+            self._snapshot()
         self._report_written()
 
     def evaluated(self, result: Evaluation, epoch: int) -> None:
         """Save a checkpoint at the end of an epoch."""
-        self._checkpoints.save(self._world, self._run.state, self._metadata(), result.quality)
+        self._save(result.quality)
 
     def close(self, together: bool) -> None:
         """Leave signals alone."""
@@ -77,8 +96,7 @@ class Saving(StepObserver):
 
     def save_and_stop(self) -> None:
         """Save a checkpoint between two steps, with which another job continues."""
-        enter_phase("saving a checkpoint", waits=True, limited=False)
-        self._checkpoints.save(self._world, self._run.state, self._metadata())
+        self._save()
         self._checkpoints.wait()
         self._report_written()
         progress, path = self._progress, self._run.setup.path
@@ -93,10 +111,13 @@ class Saving(StepObserver):
         """Save the state between two steps, on disk and in every host's memory, if asked to end."""
         if not self._is_to_restart:
             return False
-        enter_phase("saving a checkpoint", waits=True, limited=False)
         self._is_to_restart = False
         step = self._progress.step
-        if self._checkpoints.save_for_restart(self._world, self._run.state, self._metadata()):
+        self._save()
+        self._snapshot(always=True)
+        self._checkpoints.wait()
+        is_saved = any(each.last_written == step for each in self._checkpoints.writers)
+        if any(gather_values(self._world.comm, is_saved)):
             self._restart.fulfil()
             text = f"step {step} is saved; ending, to be started again"
             print_rank_0(self._world, text)
@@ -136,23 +157,53 @@ class Saving(StepObserver):
         folder.require(_MODEL)
         if run.config.export:
             export_weights(run.config.export, run.state.model)
-        summary = replace(run.summary, failures=run.failures(), finished=True)
-        folder.write(NAME, summary.to_json())
+        folder.write(NAME, run.current_summary(finished=True).to_json())
         folder.require(NAME)
 
     def _keep(self) -> str:
         """Keep the state in memory, if there is room; return what the user should do."""
-        step, path = self._progress.step, self._run.setup.path
+        step, path, checkpoints = self._progress.step, self._run.setup.path, self._checkpoints
         again = f"run the same command with --run-dir {path or 'FOLDER'} --resume auto"
-        if self._checkpoints.is_on_disk(step):
+        if checkpoints.on_disk is not None and checkpoints.on_disk.last_written == step:
             return f"step {step} is in its checkpoint: make room, and {again}"
-        name = self._checkpoints.keep_in_memory(self._run.state, self._metadata())
-        if name:
+        name = snapshots_name(self._run.config.snapshots, os.environ) or secrets.token_hex(8)
+        writer = checkpoints.in_memory or BackgroundWriter(snapshot_files(name))
+        checkpoints.write(writer, self._run.state, self._metadata())
+        writer.wait()
+        if writer.last_written == step:
             return (
                 f"step {step} is kept in this host's memory: make room, and {again} --snapshots "
                 f"{name}"
             )
         return f"the memory is full as well: make room, and {again}, from the last checkpoint"
+
+    def _save(self, score: float | None = None) -> None:
+        """Save a checkpoint, if there is a run folder; `--checkpoint-minutes` begin again."""
+        self._saved_at = time.monotonic()
+        self._requested = self._has_reported = False
+        if self._checkpoints.on_disk is not None:
+            enter_phase("saving a checkpoint", waits=True, limited=False)
+            self._checkpoints.save(self._world, self._run.state, self._metadata(), score)
+
+    def _snapshot(self, always: bool = False) -> None:
+        """Save a snapshot in each host's memory, if it is due. Collective if the state is large.
+
+        Also due after the first step, so that a restarted job needs no benchmark. If training
+        waits for it, it is left out if it would take more than 5% of the time.
+        """
+        writer, step, world = self._checkpoints.in_memory, self._progress.step, self._world
+        is_wanted = always or step == 1
+        if writer is None or not (is_wanted or step % self._run.config.snapshot_every == 0):
+            return
+        begin = time.monotonic()
+        between_sec = begin - self._snapshot_at + self._snapshot_sec
+        is_wanted = is_wanted or self._snapshot_sec <= _SNAPSHOT_SHARE * between_sec
+        hosts = [info.host for info in world.infos]
+        if hosts.index(world.info.host) == world.rank and is_wanted:
+            has_waited = self._checkpoints.write(writer, self._run.state, self._metadata())
+            self._snapshot_at = time.monotonic()
+            self._snapshot_sec = (self._snapshot_at - begin) * has_waited
+        self._checkpoints.wait_if_large(world, self._run.state)
 
     def _report_finish(self) -> None:
         run, progress, epochs = self._run, self._progress, self._progress.epoch
@@ -184,33 +235,60 @@ class Saving(StepObserver):
 
     def _report_written(self) -> None:
         """Report the checkpoint written in the background since the last call, if any."""
-        step = self._checkpoints.newly_written()
-        if step is not None:
+        writer = self._checkpoints.on_disk
+        if writer is not None and (step := writer.newly_written()) is not None:
             self._run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
+
+    def _request(self) -> None:
+        """Request a checkpoint after the current step; from any thread, on any rank."""
+        self._requested = True
 
     @contextmanager
     def _saved_at_signals(self) -> Iterator[None]:
         """Save the state when a signal ends the job or requests it in the block. Not collective."""
-        state, checkpoints = self._run.state, self._checkpoints
+        state = self._run.state
         exit_save = ExitSave(
             state.lock,
             self._save_at_exit,
-            None
-            if device_of(state.computation.device).is_host
-            else partial(checkpoints.prepare_exit, state),
+            None if device_of(state.computation.device).is_host else self._copy_for_exit,
             after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
         )
         callbacks = (exit_save.run, exit_save.interrupt) if self._run.owns_files else (lambda: "",)
         with (
             on_exit_signal(*callbacks, reports=self._world.rank == 0),
-            on_checkpoint_request(checkpoints.request),
+            on_checkpoint_request(self._request),
         ):
             yield
 
+    def _copy_for_exit(self) -> None:
+        """Copy the state to the host, for a forked process, which cannot use the device."""
+        writer = self._checkpoints.on_disk
+        assert writer is not None  # this rank owns the files
+        self._exit_copy = copy_state(self._run.state.shared(), writer.take_spare())
+
     def _save_at_exit(self) -> str:
-        """Save the state, in a forked process that outlives this one; return what was saved."""
-        text = self._checkpoints.save_at_exit(self._run.state, self._metadata())
+        """Save the last complete step, in a forked process that outlives this one.
+
+        The state that differs between ranks is not saved. Returns a line that reports what was.
+        """
+        text = self._write_at_exit()
         # Only to the run folder: the other sinks belong to the parent process.
         event = Event(step=self._progress.step, time=time.time(), kind="stop", text=text)
         RunFolderSink(self._run.setup.folder).on_event(event)
         return text
+
+    def _write_at_exit(self) -> str:
+        state, step, writer = self._run.state, self._progress.step, self._checkpoints.on_disk
+        if step == 0:
+            return "no step has completed yet: nothing is saved"
+        assert writer is not None
+        content = self._exit_copy or copy_state(state.shared(), share=True)
+        content |= {"rank_states": [], "metadata": self._metadata().to_json()}
+        try:
+            # A checkpoint of this step, with its score, may still be being written.
+            writer.files.write(content, describe(state), only_new=step == writer.last_submitted)
+        except (OSError, UserError) as error:
+            text = f"step {step} could not be saved: {getattr(error, 'strerror', None) or error}"
+            kept = writer.files.newest_step()
+            return text if kept is None else f"{text}; the checkpoint of step {kept} is kept"
+        return f"step {step} is saved: --resume auto resumes from it"

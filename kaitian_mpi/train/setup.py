@@ -26,7 +26,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_lim
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.task import Task
-from kaitian_mpi.train.weight_files import check_exportable, load_initial_weights
+from kaitian_mpi.train.weight_files import check_export, load_initial_weights
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World)
     if not config.resume:  # else it is not known yet whether there is a checkpoint
         start_from_file(config, setup.task.model, world)
     with agree_on_errors(world.comm):
-        check_exportable(config, setup.task.model)
+        check_export(config, setup.task.model, world.rank)
         # Last, so that a run that cannot start does not leave a folder behind.
         folder = open_run_folder(config, world.rank)
         folder.begin(config, job)

@@ -60,6 +60,8 @@ class Summary:
     """The model's number of parameters."""
     torch_version: str | None = None
 
+    checkpoint_fault: str | None = None
+    """Why the last checkpoint could not be written; None if it was."""
     startup_sec: dict[str, float] | None = None
     """The phases from mpirun's start to the end of this job's first step, of the first rank."""
     steps: int | None = None

@@ -16,7 +16,7 @@ from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.files import describe_failure, replacing
-from kaitian_mpi.observe.tensor_files import UnusableError, load_tensors
+from kaitian_mpi.observe.tensor_files import load_tensors
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.state_transfer import is_whole
 
@@ -26,19 +26,6 @@ _WRAPPERS = ("model", "state_dict", "model_state_dict")
 _OF_DDP = "module."
 _OF_COMPILED = "_orig_mod."  # torch.compile wraps a module and gives its weights this prefix
 _MAX_REASON = 400
-
-
-def check_initial_file(config: TrainingConfig, world: World) -> None:
-    """Check that the file of `--init` is there, before anything is made. Collective.
-
-    A run that is resumed does not need it.
-    """
-    with agree_on_errors(world.comm):
-        if world.rank == 0 and config.init and not config.resume:
-            if not os.path.isfile(config.init):  # unlike Path.is_file, it never raises
-                raise _unreadable(config.init, os.strerror(errno.ENOENT))
-            if config.init.endswith(_SAFETENSORS):
-                _check_safetensors("--init", config.init)
 
 
 def load_initial_weights(config: TrainingConfig, model: nn.Module, world: World) -> None:
@@ -56,9 +43,8 @@ def load_weights(model: nn.Module, path: str) -> None:
     A weight that shares another one's memory may be missing in the file, and a prefix of DDP or
     torch.compile in its names does not matter.
     """
-    own = model.state_dict()
+    own, content = model.state_dict(), _weights_in(path, _read(path))
     names = dict(zip(_plain_names(own), own, strict=True))
-    content = _weights_in(path, _read(path))
     plain = zip(_plain_names(content), content.values(), strict=True)
     given = {names.get(name, name): value for name, value in plain}
     repeated = repeated_names(own, given)
@@ -74,8 +60,7 @@ def load_weights(model: nn.Module, path: str) -> None:
         faults = [str(error)]
     if faults:
         reason = " ".join("; ".join(faults).split())
-        if len(reason) > _MAX_REASON:
-            reason = f"{reason[:_MAX_REASON]} …"
+        reason = f"{reason[:_MAX_REASON]} …" if len(reason) > _MAX_REASON else reason
         raise UserError(
             f"--init {path}: the weights do not fit: {reason}; give weights of this very model, or "
             "load those that fit in your own code"
@@ -85,24 +70,18 @@ def load_weights(model: nn.Module, path: str) -> None:
 def _read(path: str) -> Any:
     try:
         if path.endswith(_SAFETENSORS):
-            _check_safetensors("--init", path)
-            return _load_safetensors(path)
+            return _safetensors(f"--init {path}").load_file(path)
         with open(path, "rb") as file:
             return load_tensors(file)
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
-    except UnusableError as error:
-        raise _without_weights(path, str(error)) from error
-
-
-def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UnusableError(str(error).partition("\n")[0]) from error
+        reason = error.strerror or str(error).partition(":")[0]  # of safetensors
+        raise UserError(
+            f"--init {path}: {reason}; name a file that can be read on rank 0's host"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # UnusableError, or of safetensors
+        raise _without_weights(path, str(error).partition("\n")[0]) from error
 
 
 def _weights_in(path: str, content: Any) -> dict[str, Any]:
@@ -118,10 +97,6 @@ def _weights_in(path: str, content: Any) -> dict[str, Any]:
     raise _without_weights(path, f"it holds a {type(content).__name__} without tensors by name")
 
 
-def _unreadable(path: str, reason: str) -> UserError:
-    return UserError(f"--init {path}: {reason}; name a file that can be read on rank 0's host")
-
-
 def _without_weights(path: str, reason: str) -> UserError:
     return UserError(
         f"--init {path}: it has no weights ({reason}); give what torch.save(model.state_dict(), "
@@ -129,31 +104,39 @@ def _without_weights(path: str, reason: str) -> UserError:
     )
 
 
-def _check_safetensors(flag: str, path: str) -> None:
-    """Raise a `UserError` that names this flag and its file if safetensors is not installed."""
+def _safetensors(what: str) -> Any:
+    """Return the module `safetensors.torch`, or raise a `UserError` about a flag and its file."""
     try:
-        import safetensors.torch  # noqa: F401
+        import safetensors.torch
     except ImportError as error:
         raise UserError(
-            f"{flag} {path}: the package safetensors is not installed; "
-            "pip install 'kaitian-mpi[export]'"
+            f"{what}: the package safetensors is not installed; pip install 'kaitian-mpi[export]'"
+        ) from error
+    return safetensors.torch
+
+
+def check_export(config: TrainingConfig, model: nn.Module, rank: int) -> None:
+    """Check that `--export` can hold a model's weights, and that rank 0 can write it.
+
+    Not collective. Any rank may be the one that writes it, should others be lost.
+    """
+    if not config.export:
+        return
+    what = f"--export {config.export}"
+    save = _safetensors(what).save
+    if rank == 0:
+        _check_target(what, Path(os.path.realpath(config.export)), config.run_dir)
+    try:
+        save({name: value.new_empty(0) for name, value in _tensors_of(model).items()})
+    except Exception as error:  # safetensors raises several types
+        raise UserError(
+            f"{what}: a .safetensors file cannot hold the model's weights "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); leave --export out: the "
+            "run folder has checkpoints/model.pt"
         ) from error
 
 
-def check_export(config: TrainingConfig, world: World) -> None:
-    """Check that the file of `--export` can be written, before anything is made. Collective.
-
-    Any rank may be the one that writes it, should others be lost; the folder is checked on rank 0.
-    """
-    with agree_on_errors(world.comm):
-        if config.export and world.rank == 0:
-            _check_target(config.export, config.run_dir)
-        if config.export:
-            _check_safetensors("--export", config.export)
-
-
-def _check_target(path: str, run_dir: str) -> None:
-    target = Path(os.path.realpath(path))
+def _check_target(what: str, target: Path, run_dir: str) -> None:
     if run_dir and target.is_relative_to(os.path.realpath(run_dir)):
         return  # the run folder is made, and checked, later
     try:
@@ -161,26 +144,10 @@ def _check_target(path: str, run_dir: str) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         partial = target.with_name(f"{target.name}.partial")  # as when it is written
         partial.open("ab").close()
-        os.unlink(partial)
+        partial.unlink()
     except OSError as error:
         raise UserError(
-            f"--export {path}: {error.strerror}; name a file in a folder that can be written"
-        ) from error
-
-
-def check_exportable(config: TrainingConfig, model: nn.Module) -> None:
-    """Check that the format of `--export` can hold this model's weights. Not collective."""
-    if not config.export:
-        return
-    from safetensors.torch import save
-
-    try:
-        save({name: value.new_empty(0) for name, value in _tensors_of(model).items()})
-    except Exception as error:  # safetensors raises several types
-        raise UserError(
-            f"--export {config.export}: a .safetensors file cannot hold the model's weights "
-            f"({type(error).__name__}: {' '.join(str(error).split())}); leave --export out: the "
-            "run folder has checkpoints/model.pt"
+            f"{what}: {error.strerror}; name a file in a folder that can be written"
         ) from error
 
 
@@ -189,8 +156,6 @@ def export_weights(path: str, model: nn.Module) -> None:
 
     `safetensors.torch.load_model` loads them into such a model: tied weights are written once.
     """
-    from safetensors.torch import save
-
     state = _tensors_of(model)
     repeated = repeated_names(state)
     tensors = {
@@ -199,7 +164,7 @@ def export_weights(path: str, model: nn.Module) -> None:
         if name not in repeated
     }
     # The names left out are there for a reader, as in safetensors' own files of models.
-    content = save(tensors, {**repeated, "format": "pt"})
+    content = _safetensors(path).save(tensors, {**repeated, "format": "pt"})
     target = Path(os.path.realpath(path))  # keeps a symbolic link
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

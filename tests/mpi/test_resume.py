@@ -22,11 +22,11 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes.image_classification import make_rate, make_task
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.measure.plan import Profile, find_profiles
 from kaitian_mpi.train.restart_request import request_restart, withdraw_request
+from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.setup import prepare_without_folder
 from kaitian_mpi.train.training import Training
 
@@ -302,7 +302,7 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
 def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
     world, folder, monkeypatch, capsys
 ):
-    save = Checkpointing.save_for_restart
+    save = Saving.save_for_restart
 
     def fail(*args):
         with monkeypatch.context() as patch:
@@ -313,7 +313,7 @@ def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv(SUPERVISED, "id")
-    monkeypatch.setattr(Checkpointing, "save_for_restart", fail)
+    monkeypatch.setattr(Saving, "save_for_restart", fail)
     if world.rank == 0:
         folder.mkdir()
         request_restart(folder, "id")

@@ -535,7 +535,7 @@ def test_an_unexpected_error_is_raised_once(tmp_path, monkeypatch):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
     for call in (writer.wait, writer.close, lambda: writer.submit(small(2), {"step": 2})):
         with monkeypatch.context() as context:
-            context.setattr(writer._files, "write", None)
+            context.setattr(writer.files, "write", None)
             writer.submit(small(1), {"step": 1})
             while writer.is_writing:
                 time.sleep(0.01)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.folder_lock import check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.observe.run_folder import DiskFolder, check_run_folder, open_run_folder
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.summary import Summary
@@ -75,13 +76,13 @@ def begin_run(config, job="job"):
 
 def run_in(folder, **flags):
     config = TrainConfig(run_dir=str(folder), **flags)
-    return begin_run(config), Checkpointing(config, folder)
+    return begin_run(config), Checkpoints(config, folder)
 
 
-def finish(folder, checkpoints):
+def finish(folder, checkpoints, **flags):
     setup = SimpleNamespace(folder=folder, path=folder.path)
     run = SimpleNamespace(setup=setup, checkpoints=checkpoints, state=State(), fault=None)
-    run.config, run.summary, run.failures = TrainConfig(), Summary(steps=26), lambda: None
+    run.config, run.current_summary = TrainConfig(**flags), partial(Summary, steps=26)
     saving = Saving.__new__(Saving)
     saving._run, saving._checkpoints = run, checkpoints
     saving._metadata = lambda: SimpleNamespace(to_json=lambda: {"config": {}})
@@ -111,7 +112,7 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full
     full("model.pt")
     folder.save_model(WEIGHTS)
     with pytest.raises(StorageError) as caught:
-        finish(folder, checkpoints)
+        finish(folder, checkpoints, snapshots=given)
     text = str(caught.value)
     assert f"{tmp_path}/run/{MODEL} could not be written: No space" in text
     assert "bytes needed, " in text
@@ -124,7 +125,7 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full
     name = text.rpartition("--snapshots ")[2]
     assert name == (given or name)
     assert snapshots.name.startswith(f"kaitian-{name}-")
-    kept = Checkpointing(TrainConfig(snapshots=name), tmp_path)._snapshot_files.newest_good()
+    kept = Checkpoints(TrainConfig(snapshots=name), tmp_path).in_memory.files.newest_good()
     assert kept.step == 26
     assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
 
@@ -196,6 +197,7 @@ def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
 
 HOLDER = """
 import sys
+from functools import partial
 from pathlib import Path
 from kaitian_mpi.observe.folder_lock import Claim
 

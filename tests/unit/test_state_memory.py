@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.observe import folders
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
+from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation, Task
 
@@ -25,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from torch import nn
-from kaitian_mpi.train.checkpoint.policy import Checkpointing
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation, Task
@@ -54,7 +57,7 @@ def train(state):
     state.zero_gradients()
     state.progress.step_done(1)
 
-checkpoints = Checkpointing(TrainConfig(snapshots="job", checkpoint_copy_mb=256), None)
+checkpoints = Checkpoints(TrainConfig(snapshots="job", checkpoint_copy_mb=256), None)
 torch.save(torch.ones(9), folder / "first.pt")  # has torch load what it needs
 torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()  # the same
 copy_state(map_tensors(folder / "first.pt").content, is_mapped=True)
@@ -71,7 +74,8 @@ def show(operation):
 state = make_state()
 train(state)
 begin()
-checkpoints.keep_in_memory(state, SimpleNamespace(to_json=dict))
+checkpoints.write(checkpoints.in_memory, state, SimpleNamespace(to_json=dict))
+checkpoints.wait()
 show("snapshot")
 begin()
 DiskFolder(folder / "run").save_model(state.weights())
@@ -81,7 +85,7 @@ gc.collect()  # torch 2.8's optimizers are part of a cycle
 
 state = make_state()
 begin()
-state.load_file(checkpoints._snapshot_files.newest_good().file)
+state.load_file(checkpoints.in_memory.files.newest_good().file)
 assert state.progress.step == 1
 assert len(state.optimizers[0].state) == LAYERS
 show("load")
@@ -107,19 +111,10 @@ def make_state():
     return State(task, Computation(torch.device("cpu"), "fp32", "contiguous"), 9)
 
 
-def change(state):
-    with torch.no_grad():
-        for parameter in state.model.parameters():
-            parameter.add_(1)
-
-
 @pytest.fixture
-def held(monkeypatch):
-    """Return a function that makes writers wait until it is called, and lists what they write."""
-    from threading import Event
-
-    from kaitian_mpi.train.checkpoint.files import CheckpointFiles
-
+def held(tmp_path, monkeypatch):
+    """A function that makes writers wait until it is called, and a list of what they write."""
+    monkeypatch.setattr(folders, "SHM", tmp_path)
     may_write, states, write = Event(), [], CheckpointFiles.write
 
     def write_later(files, state, description, only_new=False):
@@ -132,34 +127,36 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("copy_mb", [0, 1])
-def test_a_checkpoint_has_the_values_of_its_step(tmp_path, monkeypatch, held, copy_mb):
-    monkeypatch.setattr(folders, "SHM", tmp_path)
-    checkpoints = Checkpointing(TrainConfig(checkpoint_copy_mb=copy_mb), tmp_path)
-    state = make_state()
+def test_a_checkpoint_has_the_values_of_its_step(tmp_path, held, copy_mb):
+    checkpoints, state = (
+        Checkpoints(TrainConfig(checkpoint_copy_mb=copy_mb), tmp_path),
+        make_state(),
+    )
     before = state.model.weight.detach().clone()
     if copy_mb == 0:  # it is on disk when training goes on
         held.go()
-    waited = checkpoints._submit(checkpoints._writer, state, METADATA)
+    writer = checkpoints.on_disk
+    waited = checkpoints.write(writer, state, METADATA)
     assert waited == (copy_mb == 0)
-    assert checkpoints.is_on_disk(0) == waited
-    change(state)
+    assert (writer.last_written == 0) == waited
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
     held.go()
     checkpoints.wait()
-    saved = checkpoints._files.newest_good().state
-    assert torch.equal(saved["model"]["weight"], before)
+    assert torch.equal(writer.files.newest_good().state["model"]["weight"], before)
     is_shared = held.states[0]["model"]["weight"].data_ptr() == state.model.weight.data_ptr()
     assert is_shared == waited
-    assert (checkpoints._writer.take_spare() is None) == waited  # never reused as a buffer
+    assert (writer.take_spare() is None) == waited  # never reused as a buffer
 
 
 def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypatch, held):
-    monkeypatch.setattr(folders, "SHM", tmp_path)
     config = TrainConfig(checkpoint_copy_mb=0, snapshots="job")
-    checkpoints, state = Checkpointing(config, tmp_path), make_state()
+    checkpoints, state = Checkpoints(config, tmp_path), make_state()
     monkeypatch.setattr(checkpoints, "_is_large", lambda shared, on_host=False: not on_host)
     held.go()
-    for writer in (checkpoints._writer, checkpoints._snapshots, checkpoints._writer):
-        assert checkpoints._submit(writer, state, METADATA)
+    for writer in (checkpoints.on_disk, checkpoints.in_memory, checkpoints.on_disk):
+        assert checkpoints.write(writer, state, METADATA)
     checkpoints.wait()
     copies = {written["model"]["weight"].data_ptr() for written in held.states}
     assert len(held.states) == 3
@@ -168,21 +165,25 @@ def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypat
 
 
 def test_large_snapshots_take_at_most_a_twentieth_of_the_time(tmp_path, monkeypatch):
-    now = [100.0]
+    now, made = [100.0], []
     config = TrainConfig(snapshots="job", snapshot_every=1)
-    checkpoints, state, made = Checkpointing(config, tmp_path), make_state(), []
+    checkpoints = Checkpoints(config, tmp_path)
     world = SimpleNamespace(rank=0, infos=[SimpleNamespace(host="a")], comm=None)
     world.info = world.infos[0]
+    saving = Saving.__new__(Saving)
+    saving._run, saving._world = SimpleNamespace(config=config, state=make_state()), world
+    saving._checkpoints, saving._metadata = checkpoints, lambda: METADATA
+    saving._snapshot_sec = saving._snapshot_at = 0.0
 
-    def submit(*arguments):
+    def write(*arguments):
         made.append(now[0])
         now[0] += 3.0
         return True
 
-    monkeypatch.setattr(checkpoints, "_submit", submit)
-    monkeypatch.setattr("kaitian_mpi.train.checkpoint.policy.time.monotonic", lambda: now[0])
-    state.progress.step = 2
+    monkeypatch.setattr(checkpoints, "write", write)
+    monkeypatch.setattr("kaitian_mpi.train.saving.time.monotonic", lambda: now[0])
+    saving._run.state.progress.step = 2
     for seconds in (100, 103, 159, 160.1, 161, 1000):
         now[0] = max(now[0], seconds)
-        checkpoints.snapshot(world, state, lambda: METADATA)
+        saving._snapshot()
     assert made == [100, 160.1, 1000]

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from kaitian_mpi.errors import RankLostError, StorageError, UserError
 from kaitian_mpi.train import setup
 from kaitian_mpi.train.weight_files import (
     check_export,
-    check_exportable,
     export_weights,
     load_weights,
 )
@@ -241,8 +239,7 @@ def test_the_users_own_model_loads_the_file(tmp_path, name):
     own = getattr(own, "_orig_mod", own)
     if name == "one part compiled":
         own[0] = own[0]._orig_mod
-    config = TrainConfig(export=path)
-    check_exportable(config, model)
+    check_export(TrainConfig(export=path), model, 0)
     export_weights(path, model)
     assert os.listdir(tmp_path) == ["model.safetensors"]
     with torch.no_grad():
@@ -289,16 +286,9 @@ def test_a_model_that_does_not_fit_the_format_is_rejected_before_training(make, 
     with pytest.raises(
         UserError, match=f"--export m.safetensors: a .*cannot hold.*{message}"
     ) as caught:
-        check_exportable(TrainConfig(export="m.safetensors"), make())
+        check_export(TrainConfig(export="m.safetensors"), make(), 1)
     assert "\n" not in str(caught.value)
-    check_exportable(TrainConfig(), make())
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """A world of one rank, without MPI."""
-    monkeypatch.setattr("kaitian_mpi.mpi.exchange.gather_values", lambda comm, value: [value])
-    return SimpleNamespace(rank=0, comm=None)
+    check_export(TrainConfig(), make(), 0)
 
 
 @pytest.mark.parametrize(
@@ -310,19 +300,20 @@ def alone(monkeypatch):
         (f"{'m' * 300}.safetensors", "File name too long; name a file"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_rejected_before_training(tmp_path, alone, path, why):
+def test_a_file_that_cannot_be_written_is_rejected_before_training(tmp_path, path, why):
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=f"^--export .*: .*{why}") as caught:
-        check_export(TrainConfig(export=str(tmp_path / path)), alone)
+        check_export(TrainConfig(export=str(tmp_path / path)), nn.Linear(2, 2), 0)
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_file_in_the_run_folder_may_be_named_before_there_is_one(tmp_path, alone):
+def test_a_file_in_the_run_folder_may_be_named_before_there_is_one(tmp_path):
     run = tmp_path / "run"
-    check_export(TrainConfig(run_dir=str(run), export=str(run / "m.safetensors")), alone)
+    config = TrainConfig(run_dir=str(run), export=str(run / "m.safetensors"))
+    check_export(config, nn.Linear(2, 2), 0)
     assert not run.exists()
 
 
@@ -332,10 +323,10 @@ def test_other_formats_are_rejected(path):
         TrainConfig(export=path)
 
 
-def test_a_missing_package_is_named_with_what_to_install(tmp_path, alone, monkeypatch):
+def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
     with pytest.raises(UserError, match=r"safetensors is not installed; pip install 'kaitian"):
-        check_export(TrainConfig(export=str(tmp_path / "m.safetensors")), alone)
+        check_export(TrainConfig(export=str(tmp_path / "m.safetensors")), nn.Linear(2, 2), 1)
 
 
 def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):

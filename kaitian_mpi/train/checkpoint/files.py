@@ -18,7 +18,7 @@ import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import json_bytes, replacing
@@ -36,7 +36,7 @@ from kaitian_mpi.train.state_transfer import check_loadable
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4
-_FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)(\.partial)?")
+_FILE_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.(pt|json)")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class Checkpoint:
         return self.description["step"]
 
 
-@dataclass(frozen=True, order=True)
-class _Name:
+class _Name(NamedTuple):
     """The name of a checkpoint's files; names sort by age.
 
     A step that is written again gets the next number and so a new name: a pair of files is never
@@ -119,7 +118,9 @@ class CheckpointFiles:
             return self._write(name, state, description)
 
     def _write(self, name: _Name, state: dict[str, Any], description: dict[str, Any]) -> Path:
-        self._remove_partial_files()
+        with contextlib.suppress(OSError):
+            for partial in self.folder.glob("step-*.partial"):
+                partial.unlink(missing_ok=True)
         try:
             with replacing(self._path(name), sync=True) as file:
                 size, sha256 = write_tensors(file, state)
@@ -171,50 +172,51 @@ class CheckpointFiles:
                 ):
                     shutil.copyfileobj(file, copy)
 
-    def newest(self) -> Path | None:
-        """Return the .pt file of the newest checkpoint, intact or not; None if there is none."""
-        names = self._names("json")
-        return self._path(names[-1]) if names else None
+    def is_newest(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint, of any folder, has the content of the newest one here."""
+        with contextlib.suppress(UnusableError, UserError, IndexError):
+            newest = _read_description(self._path(self._names("json")[-1], "json"))
+            return newest["sha256"] == checkpoint.description["sha256"]
+        return False
 
     def steps(self) -> list[int]:
         """Return the steps that have checkpoints, intact or not, oldest first."""
         return sorted({name.step for name in self._names("json")})
 
+    def newest_step(self) -> int | None:
+        """Return the last of `steps`; None if there is none, or on a faulty disk."""
+        with contextlib.suppress(OSError):
+            return max(self.steps(), default=None)
+        return None
+
     def _path(self, name: _Name, suffix: str = "pt") -> Path:
         return self.folder / f"{name}.{suffix}"
 
-    def _files(self) -> list[re.Match[str]]:
-        try:
-            entries = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
-        return [match for match in map(_FILE_NAME.fullmatch, entries) if match]
-
     def _names(self, *suffixes: str) -> list[_Name]:
         """Return the names of files with one of these suffixes, oldest first."""
-        complete = [m for m in self._files() if m[3] in suffixes and not m[4]]
-        return sorted({_name_of(m[0]) for m in complete})
+        try:
+            found = filter(None, map(_FILE_NAME.fullmatch, os.listdir(self.folder)))
+        except FileNotFoundError:
+            return []
+        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in found if m[3] in suffixes})
 
     def _remove_superseded(self, written: _Name) -> None:
+        """Keep of those up to this one the newest, and the best, which is the newest of equals."""
         with contextlib.suppress(OSError):  # the new one is intact; the next write tries again
             complete = set(self._names("json")) & set(self._names("pt"))
             past = [name for name in self._names("pt", "json") if name <= written]
-            newest_by_step = {name.step: name for name in past if name in complete}
-            newest = list(newest_by_step.values())
-            kept = {*newest[-self.keep :], *self._best(newest)}
+            newest = list({name.step: name for name in past if name in complete}.values())
+            best = max(newest, key=lambda name: (self._score(name), name))
             for name in past:
-                if name not in kept:
+                if name not in (best, *newest[-self.keep :]):
                     self._remove(name)
 
-    def _best(self, names: list[_Name]) -> list[_Name]:
-        """Return the name with the best score, the newest of equals; none if there is no score."""
-        scores = {}
-        for name in names:
-            with contextlib.suppress(UnusableError, UserError):
-                score = _read_description(self._path(name, "json")).get("score")
-                if isinstance(score, (int, float)) and math.isfinite(score):
-                    scores[name] = score
-        return [max(scores, key=lambda name: (scores[name], name))] if scores else []
+    def _score(self, name: _Name) -> float:
+        with contextlib.suppress(UnusableError, UserError):
+            score = _read_description(self._path(name, "json")).get("score")
+            if isinstance(score, (int, float)) and math.isfinite(score):
+                return score
+        return -math.inf
 
     def _remove(self, name: _Name) -> None:
         """Remove a checkpoint; files that cannot be removed stay."""
@@ -222,11 +224,10 @@ class CheckpointFiles:
             with contextlib.suppress(OSError):
                 self._path(name, suffix).unlink(missing_ok=True)
 
-    def _remove_partial_files(self) -> None:
-        with contextlib.suppress(OSError):
-            for match in self._files():
-                if match[4]:
-                    (self.folder / match[0]).unlink(missing_ok=True)
+
+def run_files(run_folder: Path, keep: int) -> CheckpointFiles:
+    """Return the checkpoints in a run folder."""
+    return CheckpointFiles(run_folder / "checkpoints", keep)
 
 
 def snapshot_files(name: str) -> CheckpointFiles:
@@ -236,7 +237,7 @@ def snapshot_files(name: str) -> CheckpointFiles:
 
 def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
     """Write this host's snapshot of this name to the run's checkpoints, if it is the newest."""
-    files = CheckpointFiles(run_folder / "checkpoints", keep_checkpoints)
+    files = run_files(run_folder, keep_checkpoints)
     for folder in SHM.glob(f"kaitian-{name}-*"):
         snapshot = CheckpointFiles(folder, keep=1, private=True).newest_good()
         if snapshot is not None and snapshot.step > max(files.steps(), default=-1):
@@ -249,12 +250,6 @@ def seal(description: dict[str, Any]) -> dict[str, Any]:
     content = {key: value for key, value in description.items() if key != "check"}
     text = json.dumps(content, sort_keys=True)
     return {**content, "check": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _name_of(file_name: str) -> _Name:
-    match = _FILE_NAME.fullmatch(file_name)
-    assert match is not None
-    return _Name(int(match[1]), int(match[2] or 0))
 
 
 def _read_description(path: Path) -> dict[str, Any]:

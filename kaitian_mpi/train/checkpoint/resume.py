@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,12 @@ from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.folder_lock import wait_for_save
 from kaitian_mpi.observe.folders import is_private, remove_private, snapshots_name
 from kaitian_mpi.observe.tensor_files import TensorFile
-from kaitian_mpi.train.checkpoint.files import Checkpoint, CheckpointFiles, snapshot_files
+from kaitian_mpi.train.checkpoint.files import (
+    Checkpoint,
+    CheckpointFiles,
+    run_files,
+    snapshot_files,
+)
 from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata, compare_flags
 from kaitian_mpi.train.membership import plan_standby
 from kaitian_mpi.train.setup import Setup, describe_start
@@ -57,21 +61,19 @@ class EarlierJob:
         """Return the earlier job's metadata, if its result for `what` is still valid."""
         return None if what in self.invalidated else self.metadata
 
-    def remembered_exclusion(self, world: World) -> RunMetadata | None:
-        """Return the earlier job's metadata, if its choice of excluded ranks is still valid.
-
-        They were compared with the ranks that trained, so all of those must be present again.
-        """
-        metadata = self.remembered(Invalidated.EXCLUSION)
-        places = {info.place for info in world.infos}
-        return metadata if metadata and places.issuperset(metadata.active_places) else None
-
 
 def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
     """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective."""
     earlier = find_checkpoint(config, world, setup.path, config.resume)
     if earlier.metadata is not None:
-        invalidated = check_resumable(config, world, earlier.metadata, setup.dataset_size)
+        lines, invalidated = compare_flags(earlier.metadata.config, config)
+        if earlier.metadata.dataset_size != setup.dataset_size:
+            raise AgreedError(
+                f"the dataset has {setup.dataset_size}, but the checkpoint was made with "
+                f"{earlier.metadata.dataset_size}; give the same data, or another --run-dir"
+            )
+        for line in lines:
+            print_rank_0(world, line)
         summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
         has_results = summary.finished and summary.steps == earlier.progress["step"]
         if config.resume == "auto" and has_results and is_over(config, earlier.progress):
@@ -93,52 +95,35 @@ def find_checkpoint(
     config: TrainingConfig, world: World, run_folder: Path | None, resume: str
 ) -> EarlierJob:
     """Find the newest checkpoint, on disk or in a host's memory. Collective."""
-    own = None
+    own, damaged, parts = None, 0, None
     with agree_on_errors(world.comm):
         if world.rank == 0 and resume:
-            own = _on_disk(config, run_folder, resume)
+            own, damaged = _on_disk(config, run_folder, resume)
         if resume == "auto":
             own = _in_memory(config, world, -1 if own is None else own.step) or own
-    steps = gather_values(world.comm, -1 if own is None else own.step)
-    source = steps.index(max(steps))
-    if steps[source] < 0:
-        with agree_on_errors(world.comm):
-            files = _files(config, run_folder) if world.rank == 0 and run_folder else None
-            if damaged := len(files.steps()) if files is not None and resume else 0:
-                raise UserError(
-                    f"--resume auto: none of the {damaged} checkpoints in {run_folder}/checkpoints "
-                    "is intact; restore one of them, or name another --run-dir to start from "
-                    "scratch"
-                )
+    found = gather_values(world.comm, (-1 if own is None else own.step, damaged))
+    source = max(range(world.size), key=lambda rank: found[rank][0])
+    if found[source][0] < 0:
+        if damaged := found[0][1]:
+            raise AgreedError(
+                f"--resume auto: none of the {damaged} checkpoints in {run_folder}/checkpoints is "
+                "intact; restore one of them, or name another --run-dir to start from scratch"
+            )
         if resume:
             where = "without a run folder" if run_folder is None else f"in {run_folder}"
             warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
         return EarlierJob()
-    parts = None
-    if own is not None and world.rank == source:
+    if world.rank != source:
+        own = None
+    if own is not None:
         parts = own.state["metadata"], own.state["progress"], own.path.name
     metadata, progress, name = gather_values(world.comm, parts)[source]
     return EarlierJob(
         RunMetadata.from_json(metadata),
         progress,
-        own.file if own is not None and world.rank == source else None,
+        None if own is None else own.file,
         f"{name} on {world.infos[source].host}",
     )
-
-
-def check_resumable(
-    config: TrainingConfig, world: World, metadata: RunMetadata, dataset_size: str
-) -> frozenset[Invalidated]:
-    """Compare a checkpoint's settings and dataset with this job's, and log changed flags."""
-    lines, invalidated = compare_flags(metadata.config, config)
-    if metadata.dataset_size != dataset_size:
-        raise AgreedError(
-            f"the dataset has {dataset_size}, but the checkpoint was made with "
-            f"{metadata.dataset_size}; give the same data, or another --run-dir"
-        )
-    for line in lines:
-        print_rank_0(world, line)
-    return invalidated
 
 
 def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
@@ -225,7 +210,7 @@ def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None,
     if name := snapshots_name(config.snapshots, os.environ):
         remove_private(snapshot_files(name).folder)
     if world.rank == 0 and run_folder is not None:
-        files = _files(config, run_folder)
+        files = run_files(run_folder, config.keep_checkpoints)
         try:
             if not files.steps():
                 files.adopt(Path(config.resume), step)
@@ -236,34 +221,34 @@ def _begin_branch(config: TrainingConfig, world: World, run_folder: Path | None,
             ) from error
 
 
-def _files(config: TrainingConfig, run_folder: Path) -> CheckpointFiles:
-    return CheckpointFiles(run_folder / "checkpoints", config.keep_checkpoints)
-
-
-def _on_disk(config: TrainingConfig, run_folder: Path | None, resume: str) -> Checkpoint | None:
-    """Return the checkpoint to resume from, if there is an intact one."""
-    files = None if run_folder is None else _files(config, run_folder)
-    if files is not None:
+def _on_disk(
+    config: TrainingConfig, run_folder: Path | None, resume: str
+) -> tuple[Checkpoint | None, int]:
+    """Return the checkpoint to resume from; None if none is intact, with how many there are."""
+    named = files = None
+    if run_folder is not None:  # else a rank was lost before the first step
+        files = run_files(run_folder, config.keep_checkpoints)
         wait_for_save(files.folder)  # of a job that has just ended
-    try:
-        if resume == "auto":  # without a folder, a rank was lost before the first step
-            return None if files is None else files.newest_good()
-        path = Path(resume)
-        if not os.path.isfile(path):  # unlike Path.is_file, it never raises
+    if resume != "auto":
+        if not os.path.isfile(resume):  # unlike Path.is_file, it never raises
             raise UserError(
-                f"--resume: there is no file {path}; give auto or a checkpoint's .pt file"
+                f"--resume: there is no file {resume}; give auto or a checkpoint's .pt file"
             )
-        newest = files.newest() if files is not None else None
-        if newest is not None and not filecmp.cmp(newest, path, shallow=False):
+        named = CheckpointFiles.load(Path(resume))
+    if files is None:
+        return named, 0
+    try:
+        steps = files.steps()
+        if named is not None and steps and not files.is_newest(named):
             raise UserError(
-                f"--resume {path}: {run_folder} has other checkpoints; name a new "
+                f"--resume {resume}: {run_folder} has other checkpoints; name a new "
                 "--run-dir, or give --resume auto to continue the run that is there"
             )
-        return CheckpointFiles.load(path)
+        return named or files.newest_good(), len(steps)
     except OSError as error:
         raise UserError(
-            f"--resume: {run_folder}/checkpoints cannot be read: {error.strerror}; make it "
-            "readable, or name another --run-dir"
+            f"--resume: {files.folder} cannot be read: {error.strerror}; make it readable, or "
+            "name another --run-dir"
         ) from error
 
 

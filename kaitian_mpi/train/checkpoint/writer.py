@@ -1,42 +1,156 @@
-"""Writes checkpoints in a background thread."""
+"""Writes a run's state, with its metadata, from a copy of it in a background thread."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.checkpoint.files import CheckpointFiles
+from kaitian_mpi.mpi.exchange import gather_bytes
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.folders import remove_private, snapshots_name
+from kaitian_mpi.observe.tensor_files import tensors_in
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles, run_files, snapshot_files
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.state_transfer import copy_state, from_bytes, to_bytes
 
 _log = logging.getLogger(__name__)
+
+_MIN_BYTES = 64  # releases of torch differ in an optimizer's small tensors, such as its step
+
+
+class Checkpoints:
+    """A run's checkpoints in its folder, and its snapshots in each host's memory.
+
+    World rank 0 of the active ranks writes the files; every rank contributes its own state.
+    Training waits only for a copy in memory, if the state is at most `--checkpoint-copy-mb`. A
+    larger one is written from where it is, without a copy, and training waits until it is written:
+    on accelerators from a single copy in host memory, in the background.
+
+    Attributes:
+        on_disk: writes to the run folder; None without one.
+        in_memory: writes to this host's memory; None without snapshots.
+        writers: these, without None.
+    """
+
+    def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
+        """Prepare; nothing is written yet."""
+        self._max_copied = config.checkpoint_copy_mb << 20
+        self.on_disk = self.in_memory = None
+        if run_folder is not None:
+            self.on_disk = BackgroundWriter(run_files(run_folder, config.keep_checkpoints))
+        if name := snapshots_name(config.snapshots, os.environ):
+            self.in_memory = BackgroundWriter(snapshot_files(name))
+        self.writers = [each for each in (self.on_disk, self.in_memory) if each is not None]
+
+    @property
+    def fault(self) -> str | None:
+        """Why the last checkpoint could not be written; None if it was, or on another rank."""
+        return (self.on_disk.fault if self.on_disk is not None else "") or None
+
+    def save(
+        self, world: World, state: State, metadata: RunMetadata, score: float | None = None
+    ) -> None:
+        """Save the state in the run folder, which there is. Collective."""
+        gathered = gather_bytes(world.comm, to_bytes(state.rank_state()), 0)
+        if world.rank == 0 and self.on_disk is not None:
+            rank_states = [from_bytes(content) for content in gathered]
+            self.write(self.on_disk, state, metadata, rank_states, score)
+        self.wait_if_large(world, state)
+
+    def write(
+        self,
+        writer: BackgroundWriter,
+        state: State,
+        metadata: RunMetadata,
+        rank_states: list[dict[str, Any]] | None = None,
+        score: float | None = None,
+    ) -> bool:
+        """Have the state written; return whether training has waited, because it is large."""
+        shared, description = state.shared(), describe(state, score)
+        more = {"rank_states": rank_states or [], "metadata": metadata.to_json()}
+        if not self._is_large(shared):
+            writer.submit(copy_state(shared, writer.take_spare()) | more, description)
+            return False
+        enter_phase("saving a large state", limited=False)
+        if self._is_large(shared, on_host=True):
+            writer.write_now(copy_state(shared, share=True) | more, description)
+        else:
+            self.wait()  # so that there is only one copy
+            spares = [each.take_spare() for each in self.writers]
+            spare = next((spare for spare in spares if spare is not None), None)
+            writer.submit(copy_state(shared, spare) | more, description)
+        return True
+
+    def wait_if_large(self, world: World, state: State) -> None:
+        """Wait for the ranks that write a large state, however long they take. Collective."""
+        shared = state.shared()
+        # These are certain to have the same size on every rank, or some ranks would not wait.
+        if self._is_large({name: shared[name] for name in ("model", "optimizers")}):
+            enter_phase("waiting for a large state to be saved", waits=True, limited=False)
+            sleeping_barrier(world.comm)
+
+    def wait(self) -> None:
+        """Wait until everything submitted is written or has failed."""
+        for writer in self.writers:
+            writer.wait()
+
+    def close(self) -> None:
+        """Remove the snapshots: the run is finished and on disk. To be called on every rank."""
+        for writer in self.writers:
+            writer.close()
+        if self.in_memory is not None:
+            remove_private(self.in_memory.files.folder)
+
+    def _is_large(self, state: dict[str, Any], on_host: bool = False) -> bool:
+        """Return whether a state, or the part of it in host memory, is too large to be copied."""
+        tensors = [each for each in tensors_in(state) if each.is_cpu or not on_host]
+        return sum(each.nbytes for each in tensors if each.nbytes >= _MIN_BYTES) > self._max_copied
+
+
+def describe(state: State, score: float | None = None) -> dict[str, Any]:
+    """Return a checkpoint's description; the score is higher for a better model."""
+    progress = state.progress
+    numbers = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
+    return {**numbers, "score": score}
 
 
 class BackgroundWriter:
     """Writes checkpoints in a thread; the caller waits only for its own copy of the state.
 
     A job that ends with an exception completes its last checkpoint. A write that fails with OSError
-    or UserError is logged. Any other exception is a bug, and a later call raises it.
+    or UserError is logged: a full disk each time, a state that cannot be saved once. Any other
+    exception is a bug, and a later call raises it.
 
     Attributes:
+        files: where to.
         last_written: the step of the last checkpoint that this object wrote; None before the first.
+        last_submitted: the step of the last checkpoint that it was given; -1 before the first.
+        fault: why the last one could not be written; "" if it was.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
-        """Start nothing yet; checkpoints will go to `files`."""
+        self.files = files
         self.last_written: int | None = None
-        self._files = files
+        self.last_submitted = -1
+        self.fault = ""
+        self._newly_written: int | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint-writer")
-        self._last: Future[None] | None = None
-        self._bug: BaseException | None = None
-        self._submitted: tuple[dict[str, Any], int] = {}, 0
+        self._pending: list[Future[None]] = []
+        self._submitted: dict[str, Any] = {}
         self._spare: dict[str, Any] | None = None
 
     @property
     def is_writing(self) -> bool:
         """Whether a submitted checkpoint is neither on disk nor has failed."""
-        return self._last is not None and not self._last.done()
+        return not all(each.done() for each in self._pending)
 
     def submit(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         """Write a checkpoint in the background; return at once.
@@ -45,21 +159,23 @@ class BackgroundWriter:
         logged and never written.
         """
         step = description["step"]
-        last, self._last = self._last, None
-        if last is not None and last.cancel():
-            self._spare, skipped = self._submitted
+        if self._pending and self._pending[-1].cancel():
+            self._pending.pop()
+            self._spare = self._submitted
             _log.warning(
                 "checkpoint of step %d is skipped: an earlier one is still being written, and step "
                 "%d is next",
-                *(skipped, step),
+                *(self.last_submitted, step),
             )
-        self._raise_bug()
-        self._submitted = state, step
-        self._last = self._pool.submit(self._work, state, description)
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+        self._submitted, self.last_submitted = state, step
+        self._pending.append(self._pool.submit(self._work, state, description))
 
     def write_now(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         """Write a checkpoint after those submitted before; return when it is written."""
         self.close()
+        self.last_submitted = description["step"]
         self._write(state, description)
 
     def take_spare(self) -> dict[str, Any] | None:
@@ -67,48 +183,45 @@ class BackgroundWriter:
         spare, self._spare = self._spare, None
         return spare
 
+    def newly_written(self) -> int | None:
+        """Return the step of the checkpoint written since the last call; None if none was."""
+        step, self._newly_written = self._newly_written, None
+        return step
+
     def wait(self) -> None:
         """Wait until every submitted checkpoint is on disk or has failed."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-        self._raise_bug()
+        while self._pending:
+            self._pending.pop(0).result()
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory kept for reuse."""
         try:
             self.wait()
         finally:
-            self._submitted, self._spare = ({}, 0), None
+            self._submitted, self._spare = {}, None
 
     def _work(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         try:
             self._write(state, description)
-        except BaseException as error:
-            self._bug = error  # a later call raises it
         finally:
             self._spare = state
-
-    def _raise_bug(self) -> None:
-        error, self._bug = self._bug, None
-        if error is not None:
-            raise error
 
     def _write(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         step = description["step"]
         try:
-            self._files.write(state, description)
+            self.files.write(state, description)
         except (OSError, UserError) as error:
-            _log.warning(
-                "checkpoint of step %d could not be written: %s; training continues, %s",
-                *(step, getattr(error, "strerror", None) or error, self._kept()),
-            )
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, OSError) or reason != self.fault:
+                kept = self.last_written
+                if kept is None:  # an earlier job may have written one
+                    kept = self.files.newest_step()
+                text = "there is none yet" if kept is None else f"the one of step {kept} is kept"
+                _log.warning(
+                    "checkpoint of step %d could not be written: %s; training continues, %s",
+                    *(step, reason, text),
+                )
+            self.fault = reason
         else:
-            self.last_written = step
-
-    def _kept(self) -> str:
-        step = self.last_written
-        if step is None:  # an earlier job may have written one
-            with contextlib.suppress(OSError):  # on a faulty disk, listing may fail as well
-                step = max(self._files.steps(), default=None)
-        return "there is none yet" if step is None else f"the one of step {step} is kept"
+            self.last_written = self._newly_written = step
+            self.fault = ""
