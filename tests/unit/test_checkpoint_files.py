@@ -531,6 +531,21 @@ def test_a_full_disk_logs_a_warning_each_time(tmp_path, monkeypatch, caplog):
     assert writer.last_written == 160
 
 
+def test_a_state_that_cannot_be_saved_is_logged_once(tmp_path, caplog):
+    writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
+    for step, value in ((1, 1), (2, {3}), (3, {4}), (4, object())):
+        writer.submit({"extra": value}, {"step": step})
+        writer.wait()
+        assert (writer.fault == "") == (step == 1)
+    second, fourth = caplog.messages
+    assert "step 2 could not be written: state['extra'] is a set" in second
+    assert "step 4 could not be written: state['extra'] is a object" in fourth
+    assert fourth.endswith("training continues, the one of step 1 is kept")
+    writer.submit({"extra": 5}, {"step": 5})
+    writer.close()
+    assert writer.fault == ""
+
+
 def test_an_unexpected_error_is_raised_once(tmp_path, monkeypatch):
     writer = BackgroundWriter(CheckpointFiles(tmp_path, keep=1))
     for call in (writer.wait, writer.close, lambda: writer.submit(small(2), {"step": 2})):
