@@ -29,14 +29,13 @@ from kaitian_mpi.recipes.datasets.sources import DataSource, load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.begin_loop import make_balancing
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan, make_plan, profile_of
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
 from kaitian_mpi.train.measure.rank_timer import Workload
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.rebalancing import Balancing
+from kaitian_mpi.train.rebalancing import Balancing, make_balancing
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation
@@ -126,7 +125,7 @@ class Bench:
         state = State(setup.task, self.computation(), steps)
         loader = ShareLoader(setup.train, config.workers, pin_memory=False)
         loop = Loop(config, world, setup, state, plan, loader)
-        return Run(loop, make_balancing(config, world, setup.folder, loop, plan))
+        return Run(loop, make_balancing(config, loop, setup.folder))
 
     def paced(self, schedules: tuple[Schedule, ...]) -> World:
         """Return the world with a device of this rank's schedule."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 
@@ -17,12 +18,12 @@ from kaitian_mpi.recipes.datasets.sources import load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.begin_loop import make_balancing
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.metrics import Metrics
+from kaitian_mpi.train.observers import Metrics
 from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.rebalancing import make_balancing
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step
@@ -57,8 +58,9 @@ def make_loop(
     state = State(task, computation, steps)
     loader = ShareLoader(setup.train, config.workers, pin_memory=False)
     loop = Loop(config, world, setup, state, plan, loader, commit)
-    metrics = Metrics(config, world, Sinks(), loop.clock, state, len(setup.train), {})
-    loop.observers += [make_balancing(config, world, setup.folder, loop, plan), metrics]
+    balancing = make_balancing(config, loop, setup.folder)
+    run = SimpleNamespace(config=config, setup=setup, state=state, sinks=Sinks())
+    loop.observers += [balancing, Metrics(run, loop, balancing, {})]
     return loop
 
 

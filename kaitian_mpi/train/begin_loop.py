@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import lost_line, print_rank_0, warn_rank_0
-from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolder
-from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
-from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.exclusion import excluded_line
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce
 from kaitian_mpi.train.membership import RankLoss
-from kaitian_mpi.train.metrics import Metrics
-from kaitian_mpi.train.observers import BadSteps, Milestones, Presence, RunRecord, WeightCheck
+from kaitian_mpi.train.observers import BadSteps, Metrics, Milestones, WeightCheck
+from kaitian_mpi.train.presence import Presence
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.rebalancing import Balancing
+from kaitian_mpi.train.rebalancing import make_balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.sinks import open_sinks
@@ -43,7 +40,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     loop = Loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
     try:
         _report_start(run, world, plan)
-        loop.observers += _observers(run, world, loop, plan, logged)
+        loop.observers += _observers(run, loop, logged)
         saving = Saving(run, world, loop.sampler)
         loop.observers.append(saving)
     except Exception:
@@ -52,17 +49,15 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     return loop, saving
 
 
-def _observers(
-    run: Run, world: World, loop: Loop, plan: Plan, logged: dict[str, float]
-) -> Iterator[StepObserver]:
+def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
     """Yield what follows each step, in this order, besides saving. Collective."""
-    config, state, sinks = run.config, run.state, run.sinks
+    config, world, state = run.config, loop.world, run.state
     yield BadSteps(run, world, loop.sampler)
-    yield (balancing := make_balancing(config, world, run.setup.folder, loop, plan, sinks))
-    metrics = Metrics(config, world, sinks, loop.clock, state, len(run.setup.train), logged)
-    yield metrics
+    yield (balancing := make_balancing(config, loop, run.setup.folder, run.sinks))
+    yield Metrics(run, loop, balancing, logged)
     yield Milestones(run, world)
-    yield WeightCheck(run, world)
+    if config.check_every:
+        yield WeightCheck(run, world)
     if config.profile:
         from kaitian_mpi.train.profiling import ProfiledSteps
 
@@ -71,35 +66,9 @@ def _observers(
         from kaitian_mpi.train.timeline import Timeline
 
         yield Timeline(world, run.setup.path, recorder.current, state)
-    yield RunRecord(run, world, loop.sampler, metrics, balancing)
     watchdog = current_watchdog()
     if watchdog is not None and world.size > 1:
         yield Presence(world.comm, watchdog, setup_limit(config.step_timeout))
-
-
-def make_balancing(
-    config: TrainingConfig,
-    world: World,
-    folder: RunFolder,
-    loop: Loop,
-    plan: Plan,
-    sinks: Sinks | None = None,
-) -> Balancing:
-    """Return what balances a loop that has begun with this plan. Collective."""
-    most_workers = max(gather_values(world.comm, config.workers))
-    return Balancing(
-        world,
-        folder,
-        plan.batch_sizes,
-        plan.costs,
-        config.balance == "adaptive",
-        set_plan=loop.sampler.set_plan,
-        own_steps_ahead=steps_ahead(config.workers),
-        steps_ahead=steps_ahead(most_workers),
-        min_batch=plan.min_batch,
-        has_micro_batches=loop.has_micro_batches,
-        sinks=sinks,
-    )
 
 
 def _assign_files(run: Run, world: World) -> None:
@@ -155,7 +124,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         found = find_checkpoint(run.config, world, run.setup.path, "auto")
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)
-            run.earlier = replace(found, file=None, was_on_standby=run.earlier.was_on_standby)
+            run.earlier = replace(found, file=None)
     state.sync_to_latest(world)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
@@ -177,7 +146,7 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
     """Report the plan, the ranks that train, and those that were lost; write the summary."""
     step = run.state.progress.step
     losses = run.membership.begin_step(step + 1)
-    if not (run.has_started or run.earlier.was_on_standby):
+    if not (run.has_started or run.was_on_standby):
         _report_first_start(run, world)
     run.has_started = True
     if losses:

@@ -17,7 +17,6 @@ from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
-from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
@@ -28,10 +27,11 @@ from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import (
     Step,
+    StepClock,
     StepExchange,
     StepInProgress,
     StepObserver,
-    StepParticipation,
+    StepTimes,
 )
 from kaitian_mpi.train.task import Task
 
@@ -63,16 +63,14 @@ class Loop:
         it; it raises if some rank has not.
         """
         self._exchange = StepExchange(world.comm)
-        self.world, self.state = world, state
+        self.world, self.state, self.plan = world, state, plan
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._pace = state.computation, world.device_kind.pace
-        self._commit = commit
+        self._commit, self._loader = commit, loader
         state.restore()
         self.sampler = LoadAdaptiveSampler(
             setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
         )
-        self._micro_batch = plan.micro_batch_size
-        self._loader = loader
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._ready = ReadyMark(world.device_kind.mark, self._pace.catch_up)
         self._gradients = self._reducer()
@@ -81,15 +79,14 @@ class Loop:
         self._group = cast("Any", dist.group.WORLD)
         if commit is not None:
             self._group.record_losses()
-        self.clock = StepClock(world.device_kind)
         self._limit = StepLimit(config.step_timeout)
         self._evaluation_limit = StepLimit(
             config.step_timeout, first_step_limit(config.step_timeout)
         )
         self._steps_seen = 0
-        self._step = StepInProgress()
-        self._sync_bn = StepParticipation(self.clock, self._pace, lambda: self._step)
-        participate(state.model, self._sync_bn)
+        self._step = StepInProgress(world.device_kind)
+        self.clock = self._step.clock
+        participate(state.model, self._step)
         self.observers: list[StepObserver] = []
         self._is_in_epoch = False
 
@@ -185,7 +182,7 @@ class Loop:
         parts = next(self._loading, None)
         if parts is None:
             self._loading = None
-        self._step = StepInProgress(data_sec=time.perf_counter() - waiting_since)
+        self._step.data_sec = time.perf_counter() - waiting_since
         return parts
 
     def train(self, parts: Sequence[MicroBatch]) -> Step:
@@ -209,22 +206,20 @@ class Loop:
 
     def begin(self, parts: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's share of the global batch."""
-        step = self._step
-        step.begin(self._task, parts, self.sampler.shares_at(self.progress.position))
+        step, number = self._step, self.progress.step + 1
+        step.begin(number, self._task, parts, self.sampler.shares_at(self.progress.position))
         samples = step.samples
-        self._sync_bn.begin_step(self.progress.step + 1)
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
             self.state.save()
-        step_in_epoch = self.progress.step_in_epoch
-        self.state.statistics.before_step(step_in_epoch, step.own_samples, samples)
+        self.state.statistics.before_step(self.progress.step_in_epoch, step.own_samples, samples)
         if self._task.weight is not None:
             step.sum_weights()
-        self._pace.go_to(self.progress.step + 1)
-        self._ready.step = self.progress.step + 1
+        self._pace.go_to(number)
+        self._ready.step = number
         self.clock.start()
         self._pace.start()
-        enter_phase("forward", step=self.progress.step + 1)
+        enter_phase("forward", step=number)
 
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""
@@ -235,7 +230,7 @@ class Loop:
     @property
     def counts(self) -> bool:
         """Whether anything of this rank's share of the step counts."""
-        return self._step.own_weight > 0
+        return self._step.counts
 
     def place(self, part: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
@@ -246,7 +241,7 @@ class Loop:
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
         """Add a micro-batch's gradient to the share's; with the last, sum over the ranks."""
         self._pace.catch_up()
-        self.clock.backward_begins()
+        self.clock.enter(StepClock.BACKWARD)
         step = self._step
         loss = step.weigh(loss, index)
         if is_last:
@@ -259,10 +254,10 @@ class Loop:
         if scaled.requires_grad:  # it may not if nothing of the share counts
             scaled.backward()
         else:
-            self._sync_bn.take_part_in_backward()
+            step.take_part_in_backward()
         if not is_last:
             self._pace.catch_up()
-            self.clock.forward_begins()
+            self.clock.enter(StepClock.FORWARD)
 
     def finish(self) -> Step:
         """End the step: all ranks do with their state what the sum of the gradients says."""
@@ -321,7 +316,7 @@ class Loop:
                 self._computation,
                 self.world,
                 shares,
-                self._micro_batch,
+                self.plan.micro_batch_size,
                 self._evaluation_limit,
             )
         is_warm = self._steps_seen >= _WARM_UP_STEPS
@@ -363,7 +358,7 @@ class Loop:
 
     def _share(self, indices: list[int]) -> Share:
         """Return what to load for the step with these samples, which the sampler is at."""
-        limit = self._micro_batch if self.has_micro_batches else None
+        limit = self.plan.micro_batch_size if self.has_micro_batches else None
         place = self.sampler.position * self.world.size + self.world.rank
         seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
         return Share(self.sampler.epoch, seed, split_share(indices, limit, self.sampler.min_batch))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from kaitian_mpi.distributed.startup import close_process_group, open_process_group
 from kaitian_mpi.errors import CollectiveError, UserError
@@ -21,8 +21,6 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World, keep_ranks, survivors_of
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.polling import WakeUp, wait_until, wake_up
-
-Result = TypeVar("Result")
 
 _MAX_NAP_SEC = 0.05
 _DETECTION_SEC = 0.5
@@ -143,17 +141,18 @@ class Membership:
         """Whether any surviving rank is, or was until the end, on standby; the same on each."""
         return self._standby != Standby()
 
-    def attempt(self, work: Callable[[World], Result]) -> Result | None:
+    def attempt(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do work that is collective over the active ranks; repeat it after a loss, on those left.
 
-        Units that it has committed stay done. None on a rank that was on standby until the end.
+        Its last argument is these. Units that it has committed stay done. None on a rank that was
+        on standby until the end.
         """
         while True:
             try:
                 world = self.wait_until_active()
                 if world is None:
                     return None
-                result = work(world)
+                result = work(*arguments, world)
                 self.commit()
                 return result
             except Exception as error:

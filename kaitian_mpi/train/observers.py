@@ -1,30 +1,26 @@
-"""Small observers of a run: skipped steps, unequal weights, milestones, and results."""
+"""What follows each step: figures and results, skipped steps, unequal weights, milestones."""
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
-from kaitian_mpi.observe.reading import Figures
-from kaitian_mpi.runtime import startup_clock, tags
-from kaitian_mpi.runtime.abort import write_labelled
-from kaitian_mpi.runtime.watchdog import Phase, Watchdog
+from kaitian_mpi.observe.reading import Figures, Reading
+from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.evaluation import Evaluation
-from kaitian_mpi.train.metrics import Metrics
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
-from kaitian_mpi.train.step import Step, StepObserver, StepReports
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from kaitian_mpi.train.step import Step, StepObserver, StepReports, StepTimes
 
 
 class BadSteps(StepObserver):
@@ -68,7 +64,7 @@ class WeightCheck(StepObserver):
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Compare, if that is due after this step."""
         every = self._run.config.check_every
-        if every and step.number % every == 0:
+        if step.number % every == 0:
             from kaitian_mpi.train.divergence import repair_divergence
 
             repair_divergence(self._world, self._run.state, self._run.sinks)
@@ -105,19 +101,101 @@ class Milestones(StepObserver):
             self._run.summary = replace(self._run.summary, startup_sec=seconds)
 
 
-class RunRecord(StepObserver):
-    """Records the results of each epoch, and what the ranks' steps cost, for later loops."""
+class Metrics(StepObserver):
+    """Sums this rank's losses and times, and gathers those of all ranks every few steps.
+
+    From each reading all ranks derive the step of the next one, so that the steps in between need
+    no communication. After each epoch it records the results.
+    """
 
     def __init__(
-        self,
-        run: Run,
-        world: World,
-        sampler: LoadAdaptiveSampler,
-        metrics: Metrics,
-        balancing: Balancing,
+        self, run: Run, loop: Loop, balancing: Balancing, logged: dict[str, float]
     ) -> None:
-        self._run, self._world, self._sampler = run, world, sampler
-        self._metrics, self._balancing = metrics, balancing
+        self._run, self._loop, self._world = run, loop, loop.world
+        self._balancing, self._logged = balancing, logged
+        self._compute_sec = [0.0] * self._world.size
+        self._wait_sec = [0.0] * self._world.size
+        self._all_steps = 0  # in these sums; both restart at 0 after a recovery
+        self._batch_sizes: list[int] = []
+        self._next_reading = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        # Summed on the losses' device, so that a step does not wait for it.
+        self._loss_sum = torch.zeros((), device=self._world.device)
+        self._times, self._data_sec = StepTimes(), 0.0
+        self._samples = self._steps = 0
+        self._since = time.perf_counter()
+
+    def epoch_begins(self) -> None:
+        """Exclude the time since the last reading, which was not spent training."""
+        self._since = time.perf_counter()
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        """Add a step, and read if that is due."""
+        self._loss_sum = self._loss_sum + step.mean_loss * step.samples
+        self._times = self._times.plus(step.times)
+        self._data_sec += step.data_sec
+        self._samples += step.samples
+        self._steps += 1
+        self._batch_sizes = step.batch_sizes
+        if step.number >= self._next_reading:
+            self.epoch_ends()
+
+    def epoch_ends(self) -> None:
+        """Gather the ranks' sums, and give them to the sinks."""
+        if self._steps == 0:
+            return
+        progress, sinks = self._run.state.progress, self._run.sinks
+        loss = self._loss_sum.item() / self._samples  # the same on all ranks
+        times = self._times.plus(self._loop.clock.take(wait=True))
+        own = {
+            "compute": times.computed,
+            "wait": times.waited,
+            "data": self._data_sec,
+            "forward": times.forward,
+            "backward": times.backward,
+            "optimizer": times.optimizer,
+        }
+        elapsed_sec = time.perf_counter() - self._since
+        sleeping_barrier(self._world.comm)
+        gathered = gather_values(self._world.comm, (own, elapsed_sec))
+        sums, elapsed = [each for each, _ in gathered], max(sec for _, sec in gathered)
+        self._all_steps += self._steps
+        for rank, each in enumerate(sums):
+            self._compute_sec[rank] += each["compute"]
+            self._wait_sec[rank] += each["wait"]
+        progress.training_sec += elapsed
+        if sinks:
+            sinks.on_reading(self._reading(loss, sums, elapsed))
+        steps_between = round(self._run.config.log_interval * self._steps / elapsed)
+        self._next_reading = progress.step + max(1, steps_between)
+        self._logged.clear()
+        self._reset()
+
+    def _reading(self, loss: float, sums: list[dict[str, float]], elapsed: float) -> Reading:
+        progress, step_sec = self._run.state.progress, elapsed / self._steps
+        phases = {
+            f"{name}_time_sec": [each[name] / self._steps for each in sums] for name in sums[0]
+        }
+        return Reading(
+            step=progress.step,
+            total_steps=progress.total_steps,
+            epoch=progress.epoch,
+            epochs=self._run.config.epochs,
+            epoch_fraction=min(1.0, progress.position / len(self._run.setup.train)),
+            steps=self._steps,
+            time=time.time(),
+            loss=loss,
+            learning_rate=progress.learning_rate,
+            samples_per_sec=self._samples / elapsed,
+            step_time_sec=step_sec,
+            seconds_left=(progress.total_steps - progress.step) * step_sec,
+            ranks=[info.world_rank for info in self._world.infos],
+            batch_sizes=self._batch_sizes,
+            logged=dict(self._logged),
+            **phases,
+        )
 
     def evaluated(self, result: Evaluation, epoch: int) -> None:
         """Record the results of an epoch."""
@@ -125,23 +203,21 @@ class RunRecord(StepObserver):
         where = (progress.epoch, progress.position, progress.step)
         print_rank_0(self._world, result_line(*where, result.means))
         if result.means:
-            now, step = time.time(), progress.step
-            evaluated = Figures(step=step, epoch=epoch, time=now, values=result.means)
-            run.sinks.on_evaluation(evaluated)
+            run.sinks.on_evaluation(_figures(run, epoch, result.means))
         run.setup.folder.save_model(run.state.weights())
-        steps = max(1, self._metrics.steps)
+        steps = max(1, self._all_steps)
         run.write_summary(
             relay=self._world.relay.describe() if run.summary.relay else None,
             steps=progress.step,
             epochs=progress.epoch,
             bad_steps=progress.bad_steps,
-            batch_sizes=self._sampler.batch_sizes,
+            batch_sizes=self._loop.sampler.batch_sizes,
             plans=self._balancing.plans,
             slow_ranks=self._balancing.slow_ranks(),
             samples_per_sec=progress.samples / progress.training_sec,
             step_time_sec=progress.training_sec / progress.step,
-            compute_time_sec=[seconds / steps for seconds in self._metrics.compute_sec],
-            wait_time_sec=[seconds / steps for seconds in self._metrics.wait_sec],
+            compute_time_sec=[seconds / steps for seconds in self._compute_sec],
+            wait_time_sec=[seconds / steps for seconds in self._wait_sec],
             training_time_sec=progress.training_sec,
             validation=dict(result.means) or None,
             val_loss=result.means.get("loss"),
@@ -149,82 +225,16 @@ class RunRecord(StepObserver):
         )
 
     def close(self, together: bool) -> None:
-        """Keep the costs that were estimated on these ranks."""
-        costs = self._balancing.costs()
+        """Give the sinks what no reading has taken; keep the costs estimated on these ranks."""
+        run, costs = self._run, self._balancing.costs()
+        if self._logged:
+            run.sinks.on_logged(_figures(run, run.state.progress.epoch, self._logged))
+            self._logged.clear()
         if costs is not None:
             places = [info.place for info in self._world.infos]
-            self._run.costs = dict(zip(places, costs, strict=True))
+            run.costs = dict(zip(places, costs, strict=True))
 
 
-class Presence(StepObserver):
-    """Exchanges signs of life with the other ranks, in a thread. Not collective.
-
-    A script may evaluate or save on one rank alone, and MPI does not say whether it is alive.
-
-    A rank that has been in a phase without a limit for half a step's limit sends each other rank a
-    sign of life at every heartbeat. Where such a rank waits, its own wait begins again, and it
-    answers. From the first answer on, the phase of the rank that is waited for has a limit, too: if
-    that hangs, its own watchdog ends it, and names it.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, patience_sec: float) -> None:
-        self._comm, self._watchdog, self._patience_sec = comm, watchdog, patience_sec
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kaitian-presence", daemon=True)
-        self._thread.start()
-
-    def close(self, together: bool) -> None:
-        """End the exchange; waits for this rank's own thread only."""
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        from mpi4py import MPI
-
-        while not self._end.wait(self._watchdog.interval_sec):
-            try:
-                self._exchange()
-            except MPI.Exception:  # a rank is lost: its communicator is given up
-                return
-
-    def _exchange(self) -> None:
-        is_awaited = bool(self._receive(tags.AWAITED))
-        phase = self._watchdog.phase
-        lasted = time.monotonic() - phase.since
-        if phase.waits or phase.allowed_sec is None:
-            is_long = False
-        else:
-            is_long = phase.allowed_sec < math.inf or lasted > self._watchdog.limit_sec / 2
-        if is_long:
-            self._send(tags.ALIVE, self._others)
-            if is_awaited and phase.allowed_sec == math.inf:
-                self._limit(phase, lasted)
-        living = self._receive(tags.ALIVE)
-        phase = self._watchdog.phase
-        if living and phase.waits:
-            self._watchdog.renew(phase, phase.allowed_sec)
-            self._send(tags.AWAITED, living)
-
-    def _limit(self, phase: Phase, lasted: float) -> None:
-        self._watchdog.renew(phase, self._patience_sec)
-        write_labelled(
-            f"{lasted:.0f} s in {phase}: the other ranks wait for this one, whose watchdog ends it "
-            f"after {self._patience_sec:.0f} s more (20 times --step-timeout, or half an hour)"
-        )
-
-    def _send(self, tag: int, ranks: Iterable[int]) -> None:
-        from mpi4py import MPI
-
-        for rank in ranks:
-            self._comm.Isend([b"", MPI.BYTE], rank, tag).Free()  # it has no buffer to keep
-
-    def _receive(self, tag: int) -> set[int]:
-        """Return the ranks of which messages have arrived."""
-        from mpi4py import MPI
-
-        ranks, status = set(), MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
-            self._comm.Recv([bytearray(), MPI.BYTE], status.Get_source(), tag)
-            ranks.add(status.Get_source())
-        return ranks
+def _figures(run: Run, epoch: int, values: Mapping[str, float]) -> Figures:
+    step = run.state.progress.step
+    return Figures(step=step, epoch=epoch, time=time.time(), values=dict(values))

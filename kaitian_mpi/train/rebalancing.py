@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from kaitian_mpi.balance.cost_learner import MAX_GROWTH, CostLearner
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.monitor import RankSteps
 from kaitian_mpi.balance.rebalancer import Rebalancer
 from kaitian_mpi.balance.stragglers import SlowPeriod, StragglerDetector
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.train.data.loader import steps_ahead
+from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 
 
@@ -29,31 +32,32 @@ class Balancing(StepObserver):
         self,
         world: World,
         folder: RunFolder,
-        batch_sizes: list[int],
-        costs: list[RankCost] | None,
-        adaptive: bool,
-        *,
+        sinks: Sinks,
+        plan: Plan,
         set_plan: Callable[[list[int]], None],
-        own_steps_ahead: int = 0,
-        steps_ahead: int = 0,
-        min_batch: int = 1,
+        *,
+        adaptive: bool,
+        workers: Sequence[int],
         has_micro_batches: bool = True,
-        sinks: Sinks | None = None,
     ) -> None:
-        """Start with a plan. All ranks apply a new one at the same step, `steps_ahead` later.
+        """Start with a plan. All ranks apply a new one at the same step.
 
-        Without costs they are learned first. `own_steps_ahead` are the steps for which this rank
-        fetches batches in advance; without micro-batches, batches grow only step by step.
+        Without costs they are learned first. Plans wait until every rank has trained the batches
+        that its `workers` have fetched; without micro-batches, batches grow only step by step.
         """
-        self._sinks = sinks or Sinks()
-        self._world, self._folder, self._steps_ahead = world, folder, steps_ahead
-        self._min_batch, learns = min_batch, adaptive and not costs
-        self._learner = CostLearner(batch_sizes, min_batch, steps_ahead) if learns else None
+        self._world, self._folder, self._sinks = world, folder, sinks
+        self._steps_ahead = steps_ahead(max(workers))
+        self._set_plan, self._delay = set_plan, self._steps_ahead - steps_ahead(workers[world.rank])
+        self._min_batch, costs = plan.min_batch, plan.costs
         self._max_growth = math.inf if has_micro_batches else MAX_GROWTH
-        self._rebalancer = self._make_rebalancer(costs, batch_sizes) if adaptive and costs else None
+        self._learner: CostLearner | None = None
+        self._rebalancer: Rebalancer | None = None
+        if adaptive and costs:
+            self._follow(costs, plan.batch_sizes)
+        elif adaptive:
+            self._learner = CostLearner(plan.batch_sizes, plan.min_batch, self._steps_ahead)
         self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
-        self._set_plan, self._delay = set_plan, steps_ahead - own_steps_ahead
         self._waiting: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
@@ -73,12 +77,11 @@ class Balancing(StepObserver):
 
     def observe(self, step: int, reports: StepReports) -> list[int] | None:
         """Add the reports of the step before; return new batch sizes if they are worth it."""
-        steps = _rank_steps(reports)
         if self._learner is not None:
-            return self._learn(step, self._learner, steps)
-        for change in self._stragglers.observe(step - 1, steps, reports.data_sec):
+            return self._learn(step, self._learner, reports.times)
+        for change in self._stragglers.observe(step - 1, reports.times, reports.data_sec):
             self._report_slow(step, change)
-        plan = self._rebalancer.observe(steps) if self._rebalancer else None
+        plan = self._rebalancer.observe(reports.times) if self._rebalancer else None
         if plan is None:
             return None
         reason = f"{self._world.infos[plan.rank]} {plan.reason}"
@@ -98,20 +101,20 @@ class Balancing(StepObserver):
         """Return each rank's cost as estimated from its steps; None if unknown."""
         return self._rebalancer.costs if self._rebalancer else None
 
-    def _learn(self, step: int, learner: CostLearner, steps: RankSteps) -> list[int] | None:
+    def _learn(self, step: int, learner: CostLearner, times: RankSteps) -> list[int] | None:
         """Learn the costs; rebalancing and straggler detection start when they are known."""
-        batch_sizes, reason = learner.observe(steps), "learning what a step costs"
+        batch_sizes, reason = learner.observe(times), "learning what a step costs"
         if learner.costs is not None:
             reason = f"from what the first {learner.steps} steps cost"
-            self._rebalancer = self._make_rebalancer(learner.costs, learner.batch_sizes)
+            self._follow(learner.costs, learner.batch_sizes)
             self._stragglers = StragglerDetector(self._world.size, learner.costs)
             self._learner = None
         if batch_sizes is not None:
             self._record(step, batch_sizes, reason, learner.gain, [1.0] * self._world.size)
         return batch_sizes
 
-    def _make_rebalancer(self, costs: list[RankCost], batch_sizes: list[int]) -> Rebalancer:
-        return Rebalancer(costs, batch_sizes, self._min_batch, self._max_growth)
+    def _follow(self, costs: list[RankCost], batch_sizes: list[int]) -> None:
+        self._rebalancer = Rebalancer(costs, batch_sizes, self._min_batch, self._max_growth)
 
     def _record(
         self, step: int, batch_sizes: list[int], reason: str, gain: float, factors: list[float]
@@ -134,7 +137,7 @@ class Balancing(StepObserver):
         self._sinks.event("plan", step, text, ranks, **plan)
 
     def _report_slow(self, step: int, slow: SlowPeriod) -> None:
-        """Log that a rank has become slow, or is not any more."""
+        """Report that a rank has become slow, or is not any more."""
         info = self._world.infos[slow.rank]
         if slow.until_step is None:
             kind, show = "slow", warn_rank_0
@@ -148,12 +151,13 @@ class Balancing(StepObserver):
         self._sinks.event(kind, step, text, [info.world_rank], cause=slow.kind, **since)
 
 
-def _rank_steps(reports: StepReports) -> RankSteps:
-    """Convert reports; getting the batch counts as the rank's own work, like computing."""
-    counts = np.maximum(reports.timed_steps, 1)
-    return RankSteps(
-        reports.timed_steps,
-        reports.samples,
-        reports.computed_sec / counts + reports.data_sec,
-        reports.waited_sec / counts,
+def make_balancing(
+    config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks | None = None
+) -> Balancing:
+    """Return what balances a loop. Collective."""
+    return Balancing(
+        *(loop.world, folder, sinks or Sinks(), loop.plan, loop.sampler.set_plan),
+        adaptive=config.balance == "adaptive",
+        workers=gather_values(loop.world.comm, config.workers),
+        has_micro_batches=loop.has_micro_batches,
     )

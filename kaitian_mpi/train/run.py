@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.profile import parse_profile
-from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -81,6 +80,8 @@ class Run:
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
     """Whether any loop has begun on this rank."""
+    was_on_standby: bool = field(init=False)
+    """Whether this rank was on standby at first."""
     fault: AgreedError | None = None
     """The error by which all ranks end the run, if any."""
 
@@ -90,6 +91,7 @@ class Run:
         self.loader = ShareLoader(self.setup.train, self.config.workers, pins_memory)
         self.checkpoints = Checkpoints(self.config, self.setup.path)
         self.summary = self.earlier.summary
+        self.was_on_standby = self.membership.active is None
 
     @property
     def owns_files(self) -> bool:
@@ -150,9 +152,9 @@ def start(
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
-    on_all = partial(_on_all, membership)
-    for check in _CHECKS:  # these need neither device, data nor model
-        on_all(check, config)
+    on_all = membership.attempt  # all surviving ranks, for none is on standby yet
+    for check in (check_settings, check_run_folder, check_sinks):
+        on_all(check, config)  # these need neither device, data nor model
     startup_clock.begin("data and model")
     job = on_all(_agree_on_job)  # before any rank that knows it may be lost
     with ExitStack() as unless_started:
@@ -171,31 +173,12 @@ def start(
     return run
 
 
-def _on_all(membership: Membership, stage: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a stage on all surviving ranks, while none is on standby; its last argument is these."""
-    return membership.attempt(partial(stage, *arguments))
-
-
 def check_settings(config: TrainingConfig, world: World) -> None:
-    """Check that every rank has the same settings, except those that may differ. Collective."""
+    """Check that all ranks have the same settings, except those that may differ. Collective."""
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
-
-
-def check_profile(config: TrainingConfig, world: World) -> None:
-    """Check that the job has the ranks that `--profile` names; raises the same on every rank."""
     if config.profile:
-        try:
+        with agree_on_errors(world.comm):
             parse_profile(config.profile).check_ranks(world.size)
-        except UserError as error:
-            raise AgreedError(str(error)) from error
-
-
-_CHECKS = (
-    check_settings,
-    check_run_folder,
-    check_profile,
-    check_sinks,
-)
 
 
 def _agree_on_job(world: World) -> str:
@@ -208,9 +191,11 @@ def _new_run(
     config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
 ) -> Run:
     """Find out what each rank can do, and choose those that train. Collective."""
-    on_all, world = partial(_on_all, membership), membership.all_ranks
+    on_all, world = membership.attempt, membership.all_ranks
     startup_clock.begin("benchmark")
-    profiles = on_all(profile_ranks, config, setup, earlier)
+    remembered = earlier.remembered(Invalidated.COSTS)
+    known = {} if remembered is None else remembered.profiles
+    profiles = on_all(lambda world: find_profiles(config, world, setup, known))
     algorithm, excluded = on_all(select_ranks, config, setup, earlier, profiles)
     ranks = [info.world_rank for info in excluded]
     agrees = on_all(compare_kinds, config, setup, profiles, ranks)
@@ -220,23 +205,17 @@ def _new_run(
     membership.put_on_standby(config.spares, ranks)
     if membership.active is None:
         state.is_begun = False  # it is that of the start, however far the active ranks get
-    reasons = [{"rank": info.world_rank, "reason": why} for info, why in excluded.items()]
-    return Run(
-        config,
-        membership,
-        setup,
-        replace(
-            earlier,
-            was_on_standby=membership.active is None,
-            summary=replace(
-                earlier.summary, emulated=is_emulated(world), excluded=reasons, parity=agrees
-            ),
-        ),
-        state,
-        profiles=profiles,
-        allreduce_algorithm=algorithm,
+    run = Run(
+        *(config, membership, setup, earlier, state, profiles, algorithm),
         excluded_places=[info.place for info in excluded],
     )
+    run.summary = replace(
+        run.summary,
+        emulated=is_emulated(world),
+        excluded=[{"rank": info.world_rank, "reason": why} for info, why in excluded.items()],
+        parity=agrees,
+    )
+    return run
 
 
 def compare_kinds(
@@ -253,14 +232,6 @@ def compare_kinds(
     from kaitian_mpi.train.measure.parity import check_parity
 
     return check_parity(config, setup, profiles, excluded, world)
-
-
-def profile_ranks(
-    config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World
-) -> Profiles:
-    """Benchmark the ranks, unless their costs are known or no benchmark is wanted."""
-    metadata = earlier.remembered(Invalidated.COSTS)
-    return find_profiles(config, world, setup, {} if metadata is None else metadata.profiles)
 
 
 def select_ranks(

@@ -1,24 +1,29 @@
-"""A global step: in progress, done, what the ranks report of it, and what observes it."""
+"""A global step: in progress, timed, done, what the ranks report of it, and what observes it."""
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.devices.pace import Pace
+from kaitian_mpi.balance.monitor import RankSteps
+from kaitian_mpi.devices import Device
+from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.sums import Fraction
 from kaitian_mpi.distributed.sync_batch_norm import Participation
+from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
 from kaitian_mpi.runtime.ulfm import is_revoked, track_comm
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.clock import StepClock, StepTimes
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.task import Task
@@ -27,36 +32,95 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class StepReport(NamedTuple):
-    """What a rank reports to all others about a step. Each field is sent as one float64."""
+class StepTimes(NamedTuple):
+    """The summed times of some steps, in seconds."""
 
-    samples: int
-    """The rank's samples in the step."""
-    timed_steps: int
-    """The number of steps that its device has finished since the last report."""
-    computed_sec: float
-    """Compute time of these steps, without waiting."""
-    waited_sec: float
-    """Time these steps spent waiting for communication."""
-    data_sec: float
-    """Time spent getting the step's batch."""
-    wants_checkpoint: bool = False
-    """Whether the rank requests a checkpoint."""
+    steps: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    waited: float = 0.0
+    """Time spent only waiting for communication, which is in none of the other three."""
+
+    @property
+    def computed(self) -> float:
+        """Time without waiting for other ranks."""
+        return self.forward + self.backward + self.optimizer
+
+    def plus(self, other: StepTimes) -> StepTimes:
+        """Return the times of these steps and the others."""
+        return StepTimes(*map(operator.add, self, other))
 
 
-class StepReports:
+class StepClock:
+    """Splits steps into computing and waiting for communication, by timestamps of the device.
+
+    Per step, call `start`, `enter` with each phase that follows, `gradients_summed` and `stop`.
+    """
+
+    FORWARD, BACKWARD, WAIT = "forward", "backward", "the sum of gradients"
+    _OPTIMIZER = "the optimizer"
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._steps: deque[list[tuple[str, Mark]]] = deque()
+        self._phases: list[tuple[str, Mark]] = []  # of the current step, with their beginnings
+
+    def start(self) -> None:
+        """Mark the start of a step, with a forward."""
+        self._phases = [(self.FORWARD, self._device.mark())]
+
+    def enter(self, phase: str) -> str:
+        """Mark the start of a phase, if there is a step; return the phase before."""
+        before = ""
+        if self._phases:  # or a script has called the model between two steps
+            before = self._phases[-1][0]
+            self._phases.append((phase, self._device.mark()))
+        return before
+
+    def gradients_summed(self, ready: Mark | None = None) -> None:
+        """Mark the sum of the gradients; `ready` marks where their last bucket was computed.
+
+        From there on nothing is left to compute. If no bucket was, all until now is waiting.
+        """
+        if ready is None:
+            self._phases = [(self.WAIT, self._phases[0][1])]
+        else:
+            self._phases.append((self.WAIT, ready))
+        self.enter(self._OPTIMIZER)
+
+    def stop(self) -> None:
+        """Mark the end of the step."""
+        self.enter("")
+        self._steps.append(self._phases)
+        current = recorder.current
+        if current is not None and current.is_recording and not self._device.is_host:
+            for (phase, since), (_, to) in pairwise(self._phases):
+                current.add_device_span(recorder.DEVICE, phase, since, to)
+        self._phases = []
+
+    def take(self, wait: bool = False) -> StepTimes:
+        """Return the times of the steps that the device has finished since the last call."""
+        if wait and self._steps:
+            self._steps[-1][-1][1].wait()
+        steps = 0
+        seconds = dict.fromkeys((self.FORWARD, self.BACKWARD, self._OPTIMIZER, self.WAIT), 0.0)
+        while self._steps and self._steps[0][-1][1].is_reached():
+            steps += 1
+            for (phase, since), (_, to) in pairwise(self._steps.popleft()):
+                seconds[phase] += to.seconds_since(since)
+        return StepTimes(steps, *seconds.values())
+
+
+class StepReports(NamedTuple):
     """All ranks' reports about a step, as arrays with one entry per rank."""
 
-    def __init__(self, rows: np.ndarray) -> None:
-        """Take the reports of ranks 0, 1, … as numbers, [ranks, fields]."""
-        self.samples, self.timed_steps = rows[:, :2].astype(int).T
-        self.computed_sec, self.waited_sec, self.data_sec = rows[:, 2:5].T
-        self.wants_checkpoint = rows[:, 5].astype(bool)
-
-    @classmethod
-    def of(cls, reports: Sequence[StepReport]) -> StepReports:
-        """Return the reports of ranks 0, 1, … as arrays."""
-        return cls(np.array(reports, dtype=float))
+    times: RankSteps
+    """Getting the batch counts as the rank's own work, like computing."""
+    data_sec: np.ndarray
+    """Time spent getting the step's batch."""
+    wants_checkpoint: np.ndarray
+    """Which ranks request a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +151,12 @@ class Step:
         """The mean loss over the global batch; reading it waits for the device."""
         return float(self.mean_loss)
 
-    def report(self, wants_checkpoint: bool = False) -> StepReport:
-        """Return the report of this step for the other ranks."""
-        steps, computed, waited = self.times
-        return StepReport(
-            self.own_samples, steps, computed, waited, self.data_sec, wants_checkpoint
-        )
+    def report(self, wants_checkpoint: bool = False) -> tuple[float, ...]:
+        """Return what this rank reports of the step to the others."""
+        times, count = self.times, max(1, self.times.steps)
+        work_sec = times.computed / count + self.data_sec
+        wait_sec = times.waited / count
+        return times.steps, self.own_samples, work_sec, wait_sec, self.data_sec, wants_checkpoint
 
 
 class StepObserver:
@@ -127,24 +191,32 @@ class StepObserver:
         """Handle the end of the run, after `close`."""
 
 
-class StepInProgress:
-    """What is known of a step while it is made."""
+class StepInProgress(Participation):
+    """The step that is being made: this rank's share of it, and its part in batch norms' sums."""
 
-    def __init__(self, data_sec: float = 0.0) -> None:
-        self.data_sec = data_sec
-        self.samples = 0
-        """All ranks' samples."""
+    def __init__(self, device: Device) -> None:
+        super().__init__(lambda: self.own_weight)
+        self.clock = StepClock(device)
+        self._pace = device.pace
+        self.data_sec = 0.0
+        """Time spent getting this rank's batch."""
+        self.number = 0
         self.batch_sizes: list[int] = []
         """Samples of each rank."""
-        self.own_samples = 0
+        self.samples = self.own_samples = 0
+        """All ranks' samples, and this rank's."""
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
         self.own_weight = 0.0
         self._fraction = Fraction(0.0, 0.0)
         self._losses: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
 
-    def begin(self, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]) -> None:
-        """Begin with this rank's share."""
+    def begin(
+        self, number: int, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]
+    ) -> None:
+        """Begin a step, counted from 1, with this rank's share."""
+        self.number, self._losses, self._outputs = number, [], []
         self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
         self.own_samples = sum(part.samples for part in parts)
         self.weights = [
@@ -188,19 +260,48 @@ class StepInProgress:
         dist.all_reduce(total)
         return total
 
+    @property
+    def counts(self) -> bool:
+        """Whether anything of this rank's share counts."""
+        return self.own_weight > 0
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Return the context of a batch norm's sum, which may wait for other ranks."""
+        self._pace.catch_up()
+        before = self.clock.enter(StepClock.WAIT)
+        enter_phase("the sums of a batch norm", step=self.number, waits=True)
+        yield
+        enter_phase("forward or backward", step=self.number)
+        self.clock.enter(before)
+        self._pace.start()
+
+    def computed(self, output: torch.Tensor) -> None:
+        """Remember an output of a share that does not count: its loss may have no gradient."""
+        if not self.counts and output.requires_grad:
+            self._outputs.append(output)
+
+    def take_part_in_backward(self) -> None:
+        """Join the other ranks' backward, if this rank's loss has no gradient. Collective."""
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+
 
 class StepExchange:
     """Gathers every rank's report of a step while the next step is computed."""
 
+    _FIELDS = 6
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Duplicate the communicator. Collective over `comm`, as is every method."""
         self._comm = track_comm(comm.Dup())
-        self._own = np.empty(len(StepReport._fields))
-        self._gathered = np.empty((comm.size, len(StepReport._fields)))
+        self._own = np.empty(self._FIELDS)
+        self._gathered = np.empty((comm.size, self._FIELDS))
         self._request: MPI.Request | None = None
         register_close(self.close)
 
-    def swap(self, report: StepReport) -> StepReports | None:
+    def swap(self, report: Sequence[float]) -> StepReports | None:
         """Start sending this step's report; return all of the step before, or None in the first."""
         previous = self._receive()
         self._own[:] = report
@@ -221,45 +322,6 @@ class StepExchange:
             return None
         wait_request(self._request)
         self._request = None
-        return StepReports(self._gathered.copy())
-
-
-class StepParticipation(Participation):
-    """Takes part with what counts of the step's share, and counts waiting as waiting."""
-
-    def __init__(self, clock: StepClock, pace: Pace, step: Callable[[], StepInProgress]) -> None:
-        super().__init__(lambda: step().own_weight)
-        self._clock, self._pace, self._step = clock, pace, step
-        self._number = 0
-        self._outputs: list[torch.Tensor] = []
-
-    @property
-    def counts(self) -> bool:
-        """Whether anything of this rank's share counts."""
-        return self._step().own_weight > 0
-
-    def begin_step(self, number: int) -> None:
-        """Begin a step, counted from 1."""
-        self._number, self._outputs = number, []
-
-    @contextmanager
-    def waits(self) -> Iterator[None]:
-        """Return the context of a collective, which may wait for other ranks."""
-        self._pace.catch_up()
-        began = self._clock.wait_begins()
-        enter_phase("the sums of a batch norm", step=self._number, waits=True)
-        yield
-        enter_phase("forward or backward", step=self._number)
-        self._clock.wait_ends(began)
-        self._pace.start()
-
-    def computed(self, output: torch.Tensor) -> None:
-        """Remember an output of a share that does not count: its loss may have no gradient."""
-        if not self.counts and output.requires_grad:
-            self._outputs.append(output)
-
-    def take_part_in_backward(self) -> None:
-        """Join the other ranks' backward, if this rank's loss has no gradient. Collective."""
-        outputs, self._outputs = self._outputs, []
-        if outputs:
-            torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+        steps, samples, work_sec, wait_sec, data_sec, wants = self._gathered.T.copy()
+        times = RankSteps(steps.astype(int), samples.astype(int), work_sec, wait_sec)
+        return StepReports(times, data_sec, wants.astype(bool))

@@ -18,15 +18,15 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets.sources import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.batch_norm import RunningStatistics
-from kaitian_mpi.train.begin_loop import make_balancing
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
+from kaitian_mpi.train.rebalancing import make_balancing
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import StepExchange, StepObserver, StepReport
+from kaitian_mpi.train.step import StepExchange, StepObserver
 from kaitian_mpi.train.task import Computation
 
 pytestmark = pytest.mark.sizes(1, 3)
@@ -204,17 +204,17 @@ def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_siz
 def test_reports_arrive_on_all_ranks_a_step_later(world):
     def report(rank, step):
         wants_one = rank == world.size - 1 and step == 2
-        return StepReport(rank + 7, step, 0.25 * rank, 1 / 3, step / 7, wants_checkpoint=wants_one)
+        return step, rank + 7, 0.25 * rank, 1 / 3, step / 7, wants_one
 
     exchange = StepExchange(world.comm)
     assert exchange.swap(report(world.rank, 1)) is None
     for step in (2, 3, 4):
-        expected = [report(rank, step - 1) for rank in range(world.size)]
+        expected = zip(*(report(rank, step - 1) for rank in range(world.size)), strict=True)
         found = exchange.swap(report(world.rank, step))
-        for name in StepReport._fields:
-            values = getattr(found, name).tolist()
-            assert values == [getattr(each, name) for each in expected]
-            assert type(values[0]) is type(getattr(expected[0], name))
+        times = found.times.steps, found.times.samples, found.times.work_sec, found.times.wait_sec
+        for values, own in zip((*times, *found[1:]), expected, strict=True):
+            assert values.tolist() == list(own)
+            assert type(values.tolist()[0]) is type(own[0])
     exchange.close()
 
 
@@ -244,8 +244,7 @@ def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
     plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
     taken = []
     note_samples(loop, taken)
-    plan = make_plan(world, uneven(world))
-    balancing = make_balancing(config, world, NoFolder(), loop, plan)
+    balancing = make_balancing(config, loop, NoFolder())
     balancing.observe = lambda number, reports: plans.get(number)
     loop.observers.append(balancing)
     for _ in range(2):

@@ -6,6 +6,7 @@ from collections import deque
 from statistics import mean, median
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rank_steps import rank_steps
 
@@ -14,8 +15,10 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.shares import plan_equal, plan_fastest
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.run_folder import DiskFolder
+from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step import StepReport, StepReports
+from kaitian_mpi.train.step import StepReports
 
 SEEDS = range(25)
 NEVER = 1000
@@ -245,7 +248,13 @@ def balancing(tmp_path, costs=None, adaptive=True):
     infos = [RankInfo(rank, rank, "node", "cpu", "cpu", "", 0, "2.8") for rank in range(2)]
     world = SimpleNamespace(size=2, rank=0, infos=infos)
     folder = DiskFolder(tmp_path)
-    return Balancing(world, folder, [32, 32], costs, adaptive, set_plan=list)
+    plan = Plan([32, 32], [1.0, 1.0], costs, "contiguous", "fp32", None)
+    return Balancing(world, folder, Sinks(), plan, list, adaptive=adaptive, workers=[0, 0])
+
+
+def reported(*rows):
+    """Take (steps, samples, work_sec, wait_sec) of each rank."""
+    return StepReports(rank_steps(*rows), np.zeros(2), np.zeros(2, dtype=bool))
 
 
 def train(balance, steps, slowness=(1, 3), sizes=(32, 32), alpha=0.0):
@@ -253,11 +262,8 @@ def train(balance, steps, slowness=(1, 3), sizes=(32, 32), alpha=0.0):
     reports, changes = None, []
     for step in range(1, steps + 1):
         times = [(alpha + 0.01 * b) * s for b, s in zip(sizes, slowness, strict=True)]
-        new = balance.observe(step, StepReports.of(reports)) if reports else None
-        reports = [
-            StepReport(b, 1, sec, max(times) - sec, 0.0)
-            for b, sec in zip(sizes, times, strict=True)
-        ]
+        new = balance.observe(step, reports) if reports else None
+        reports = reported(*((1, b, t, max(times) - t) for b, t in zip(sizes, times, strict=True)))
         if new is not None:
             changes.append((step, new))
             sizes = new
@@ -300,5 +306,5 @@ def test_stragglers_are_judged_by_the_learned_costs(tmp_path):
     balance = balancing(tmp_path)
     train(balance, 40, slowness=(1, 1), alpha=0.3)
     for step in range(41, 81):  # for a rank, half the samples take three quarters of the time
-        balance.observe(step, StepReports.of([StepReport(16, 1, 0.46, 0.0, 0.0)] * 2))
+        balance.observe(step, reported(*[(1, 16, 0.46, 0.0)] * 2))
     assert balance.slow_ranks() == []

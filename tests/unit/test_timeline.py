@@ -44,7 +44,7 @@ from kaitian_mpi.observe.timeline.trace_file import (
     status_events,
 )
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.clock import StepClock
+from kaitian_mpi.train.step import StepClock
 
 GROUP = GroupLabel("0", "a1b2")
 
@@ -226,13 +226,13 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
     try:
         for step in (1, 2):
             enter_phase("forward", step=step)
-            clock = StepClock(Accelerator())
+            device = Accelerator()
+            clock = StepClock(device)
             clock.start()
-            clock.backward_begins()
-            clock.forward_begins()
-            clock.backward_begins()
-            clock.wait_begins()  # a mark, as of a bucket
-            clock.gradients_summed(clock.wait_begins())
+            for phase in (clock.BACKWARD, clock.FORWARD, clock.BACKWARD):
+                clock.enter(phase)
+            device.mark()  # as of a bucket
+            clock.gradients_summed(device.mark())
             clock.stop()
     finally:
         stop_recording()

@@ -15,7 +15,7 @@ from kaitian_mpi.observe.console import table_lines
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, open_run_folder
 from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
 from kaitian_mpi.recipes.models import build_model
-from kaitian_mpi.train.clock import StepClock
+from kaitian_mpi.train.step import StepClock
 from kaitian_mpi.train.task import Computation
 
 
@@ -67,58 +67,44 @@ def test_a_step_in_every_precision_and_layout_lowers_the_loss(precision, memory_
     assert computation.loss(task, model, batch).item() < before.item()
 
 
-def test_the_step_clock(monkeypatch):
-    times = iter([10.0, 11.0, 13.0, 13.5, 14.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = StepClock(CpuDevice())
-    clock.start()
-    clock.wait_begins()  # a mark, as of a bucket
-    clock.gradients_summed(clock.wait_begins())
-    clock.stop()
-    assert clock.take() == (1, 3.5, 0.5)
-    assert clock.take() == (0, 0.0, 0.0)
-    assert clock.take_phases() == (3.0, 0.0, 0.5)
-    assert clock.take_phases() == (0.0, 0.0, 0.0)
+BUCKET, SUMMED = "bucket", "summed"
+FORWARD, BACKWARD, WAIT = StepClock.FORWARD, StepClock.BACKWARD, StepClock.WAIT
 
 
-def test_the_step_clock_tells_forward_from_backward(monkeypatch):
-    at = 0.0
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        # Seconds of the forward, and then of what follows it.
+        ((1.0, BACKWARD, 2.0, BUCKET, 0.5, SUMMED, 4.0), (1.0, 2.0, 4.0, 0.5)),
+        ((1.0, BACKWARD, 2.0, SUMMED, 4.0), (0.0, 0.0, 4.0, 3.0)),  # no bucket: all is waiting
+        (
+            (*(0.75, WAIT, 0.25, FORWARD, 0.25, BACKWARD, 2.0, FORWARD, 1.0, BACKWARD, 0.5),
+             *(WAIT, 0.5, BACKWARD, 4.0, BUCKET, 8.0, SUMMED, 16.0)),
+            (2.0, 6.5, 16.0, 8.75),
+        ),
+    ],
+)  # fmt: skip
+def test_the_step_clock_tells_phases_from_waiting(monkeypatch, parts, expected):
+    at, device = 0.0, CpuDevice()
     monkeypatch.setattr("time.perf_counter", lambda: at)
-    clock = StepClock(CpuDevice())
+    clock = StepClock(device)
+    assert clock.enter(WAIT) == ""  # a script calls the model before the first step
     for _ in range(2):
+        ready, phase = None, FORWARD
         clock.start()
-        at += 1.0  # a forward, of which 0.25 s are waiting
-        began = clock.wait_begins()
-        at += 0.25
-        clock.wait_ends(began)
-        clock.backward_begins()
-        at += 2.0
-        clock.forward_begins()
-        at += 1.0
-        clock.backward_begins()
-        began = clock.wait_begins()
-        at += 0.5
-        clock.wait_ends(began)
-        at += 4.0
-        ready = clock.wait_begins()
-        at += 8.0
-        clock.gradients_summed(ready)
-        at += 16.0
+        for part in parts:
+            if isinstance(part, float):
+                at += part
+            elif part == BUCKET:
+                ready = device.mark()
+            elif part == SUMMED:
+                clock.gradients_summed(ready)
+            else:
+                assert clock.enter(part) == phase
+                phase = part
         clock.stop()
-    assert clock.take() == (2, 2 * 24.0, 2 * 8.75)
-    assert clock.take_phases() == (2 * 2.0, 2 * 6.0, 2 * 16.0)
-
-
-def test_a_step_without_a_bucket_only_waits(monkeypatch):
-    times = iter([10.0, 11.0, 13.5, 14.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = StepClock(CpuDevice())
-    clock.start()
-    clock.backward_begins()
-    clock.gradients_summed()
-    clock.stop()
-    assert clock.take() == (1, 0.5, 3.5)
-    assert clock.take_phases() == (0.0, 0.0, 0.5)
+    assert clock.take() == (2, *(2 * seconds for seconds in expected))
+    assert clock.take() == (0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_table_is_aligned_text():

@@ -54,8 +54,6 @@ class EarlierJob:
     """Its summary up to that checkpoint."""
     is_finished: bool = False
     """Whether the run is finished, so that nothing is left to do."""
-    was_on_standby: bool = False
-    """Whether this rank of the present job was on standby at first."""
 
     def remembered(self, what: Invalidated) -> RunMetadata | None:
         """Return the earlier job's metadata, if its result for `what` is still valid."""
