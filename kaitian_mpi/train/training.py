@@ -62,11 +62,9 @@ class _OpenStep:
     """A step of the open form, from its batch on."""
 
     loop: Loop
-    batch: Any
+    """Not the training's any more if a rank was lost: then the step is as well."""
     has_gradient: bool = False
     is_finished: bool = False
-    failure: Exception | None = None
-    """The loss of a rank, after which nothing more is done until the next batch."""
 
 
 class Training:
@@ -169,11 +167,8 @@ class Training:
                 "training.batches()"
             )
         while (share := self._next_share()) is not None:
-            step = self._guarded(self._current_loop.train, share)
+            step = self._follow(self._guarded(self._current_loop.train, share))
             if step is not None:
-                self._last_step = step
-                # All ranks have done it, also if one is lost in what follows.
-                self._guarded(self._current_loop.step_done, step)
                 self._enter_script()
                 yield step
 
@@ -194,17 +189,16 @@ class Training:
             )
         self._end_open_step()
         while (share := self._next_share()) is not None:
-            step = self._guarded(self._begin_open_step, share)
+            batch, step = self._guarded(self._begin_open_step, share), self._open_step
             if step is None:
                 continue
-            self._open_step = step
             self._enter_script()
             try:
-                yield step.batch
+                yield batch
             except GeneratorExit:  # the loop was left; another one may be open by now
                 if self._open_step is step:
                     self._open_step = None
-                if not step.is_finished and self._loop is step.loop:
+                if self._is_current(step) and not step.is_finished:
                     step.loop.undo()
                 raise
             try:
@@ -251,7 +245,7 @@ class Training:
             )
         checked = check_loss(loss, step.loop.counts)
         step.has_gradient = True
-        self._try(step, step.loop.backward, checked)
+        self._guarded(step.loop.backward, checked)
         self._enter_script()
 
     def step(self) -> bool:
@@ -269,11 +263,10 @@ class Training:
         if not step.has_gradient:
             raise UserError("call training.backward(loss) before training.step()")
         step.is_finished = True
-        enter_phase("the sum of gradients", waits=True)
-        done = self._try(step, step.loop.finish)
-        if done is not None:
-            self._last_step = done
-            self._try(step, step.loop.step_done, done)
+        done = None
+        if self._is_current(step):
+            enter_phase("the sum of gradients", waits=True)
+            done = self._follow(self._guarded(step.loop.finish))
         self._enter_script()
         return done is not None
 
@@ -326,8 +319,6 @@ class Training:
 
         Does nothing after the first call.
         """
-        if not self._is_closed:
-            self._recover_open_step()
         while not (self._is_closed or self._is_done or self._run is None):
             self._guarded(self._stop)
         self._end()
@@ -387,6 +378,13 @@ class Training:
             if world is not None:
                 self._loop, self._saving = begin_loop(self._prepared(), world, self._logged)
         return self._loop
+
+    def _follow(self, step: Step | None) -> Step | None:
+        """Do what follows a step that all ranks have done, also if one is lost meanwhile."""
+        if step is not None:
+            self._last_step = step
+            self._guarded(self._current_loop.step_done, step)
+        return step
 
     def _evaluate(self) -> dict[str, float] | None:
         loop = self._ready_loop()
@@ -524,44 +522,25 @@ class Training:
             )
         return self._open_step
 
-    def _begin_open_step(self, share: Sequence[MicroBatch]) -> _OpenStep:
+    def _begin_open_step(self, share: Sequence[MicroBatch]) -> Any:
         loop = self._current_loop
         loop.begin(share)
-        return _OpenStep(loop, loop.place(share[0]))
+        batch = loop.place(share[0])
+        self._open_step = _OpenStep(loop)
+        return batch
 
-    def _try(
-        self, step: _OpenStep, work: Callable[..., Result], *arguments: object
-    ) -> Result | None:
-        """Do something collective in a step of the open form; after a loss, return None.
-
-        The ranks regroup once the script has asked for the next batch.
-        """
-        if step.failure is not None:
-            return None
-        try:
-            return work(*arguments)
-        except Exception as error:
-            if not self._membership.may_be_loss(error):
-                self._fail(error)
-                raise
-            step.failure = error
-            return None
-
-    def _recover_open_step(self) -> None:
-        """Regroup if a rank was lost in a step of the open form."""
-        step, self._open_step = self._open_step, None
-        if step is not None and step.failure is not None:
-            self._recover(step.failure)
+    def _is_current(self, step: _OpenStep) -> bool:
+        """Return whether no rank has been lost in a step of the open form."""
+        return self._loop is step.loop
 
     def _end_open_step(self) -> None:
-        """Regroup if a rank was lost in a step of the open form, before what comes next."""
+        """Check that a step of the open form is finished, before what comes next."""
         step = self._open_step
-        if step is not None and step.failure is None and not step.is_finished:
+        if step is not None and self._is_current(step) and not step.is_finished:
             raise UserError(
                 "call training.backward(loss) and training.step() for each batch before what comes "
                 "next"
             )
-        self._recover_open_step()
 
 
 def _watch_process(config: TrainingConfig) -> bool:
