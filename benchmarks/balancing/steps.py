@@ -153,7 +153,7 @@ class Alone:
     def __init__(self, bench: Bench, share: int, schedule: Schedule) -> None:
         self._computation = bench.computation()
         self._task = bench.setup(bench.config(share)).task
-        self._model = self._computation.place_model(self._task.model).train()
+        self._model = self._task.model.to(bench.world.device).train()
         (self._optimizer,) = self._task.make_optimizers(self._model)
         self._slowdown = Pace(schedule)
         self._data, self._share, self._next = bench.data, share, 0

@@ -269,6 +269,11 @@ class TrainingConfig:
         """Return the folder for results; None if nothing is to be written."""
         return Path(self.run_dir) if self.run_dir else None
 
+    @property
+    def has_trackers(self) -> bool:
+        """Whether other programs receive the metrics."""
+        return bool(self.tensorboard or self.wandb or self.mlflow)
+
     def shared_values(self) -> dict[str, str]:
         """Return the settings that must be the same on every rank, as texts by flag.
 

@@ -1,4 +1,4 @@
-"""Folders for a single job: the default run folder, and the folder for snapshots.
+"""Folders for a single job: the run folder, with requests to the job, and that for snapshots.
 
 The latter is in the host's memory and keeps a job's snapshots between starts. `/dev/shm` is shared
 with the host's other users, and training resumes from a snapshot without confirmation. So the
@@ -12,17 +12,22 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.files import replacing
+from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpi_libraries import FORWARDED_PREFIX
 
 SNAPSHOTS_VARIABLE = f"{FORWARDED_PREFIX}KAITIAN_SNAPSHOTS"
 """The variable with the snapshots' name, kept secret, unlike a flag."""
 SHM = Path("/dev/shm")  # noqa: S108  # every use is checked, see `is_private`
 _PRIVATE = 0o700
+_REQUEST = "restart-request"  # a file with the job's ID, which only its supervisor knows
+_LOOK_EVERY_SEC = 0.5
 
 
 def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
@@ -95,3 +100,52 @@ def make_new_folder(wanted: Path) -> Path:
         raise UserError(
             f"{wanted}: {error.strerror}; name a folder that can be written by --run-dir"
         ) from error
+
+
+def request_restart(folder: Path, job_id: str) -> None:
+    """Ask a job to save and to end between two steps; may raise `OSError`."""
+    with replacing(folder / _REQUEST) as file:
+        file.write(job_id.encode())
+
+
+def withdraw_request(folder: Path) -> bool:
+    """Remove a request; return whether there was one, which the job has not fulfilled then."""
+    try:
+        (folder / _REQUEST).unlink()
+    except OSError:
+        return False
+    return True
+
+
+class RestartRequest:
+    """Whether the job is asked to save and end, on the rank that writes the run folder."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without looking."""
+        self._folder, self._job_id, self._clock = folder, environ.get(SUPERVISED, ""), clock
+        self._next = 0.0
+        self._is_made = False
+
+    def is_made(self) -> bool:
+        """Return whether the request has been made; looks for it every half second."""
+        if self._folder is not None and self._job_id and self._clock() >= self._next:
+            self._next = self._clock() + _LOOK_EVERY_SEC
+            with suppress(OSError):
+                file = self._folder / _REQUEST
+                is_file = stat.S_ISREG(file.lstat().st_mode)  # a pipe would be waited for
+                self._is_made = self._is_made or (is_file and file.read_text() == self._job_id)
+        return self._is_made
+
+    def fulfil(self) -> None:
+        """Remove the request: the state is saved, and the job ends."""
+        if self._folder is not None and self._is_made:
+            withdraw_request(self._folder)
+
+    def refuse(self) -> None:
+        """Ignore the request from now on: the state could not be saved."""
+        self._folder, self._is_made = None, False

@@ -10,14 +10,20 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.reading import Event, Figures, Reading, of_logged, of_reading
-from kaitian_mpi.observe.sink import MetricsSink
+from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink
 
 if TYPE_CHECKING:
     from kaitian_mpi.observe.run_folder import RunFolder
@@ -35,6 +41,57 @@ _SETTINGS: dict[str, Any] = {
 }
 _MAX_METRICS, _MAX_PARAMS = 1000, 100  # in one request to MLflow
 _MAX_PARAM = 500  # characters
+
+
+def check_trackers(config: TrainingConfig, world: World) -> None:
+    """Check that the programs to log to can be used, before anything is created. Collective.
+
+    Their packages are imported on rank 0 now, which writes the files: later it would slow down the
+    first steps. A rank that takes its place may do without.
+
+    Raises:
+        AgreedError: a package is missing, or the user is not logged in to Weights & Biases.
+    """
+    with agree_on_errors(world.comm):
+        if world.rank != 0:
+            return
+        if config.tensorboard:
+            import_tracker("--tensorboard", "tensorboard", "torch.utils.tensorboard")
+        if config.wandb:
+            import_tracker("--wandb", "wandb", "wandb")
+            check_wandb_login()
+        if config.mlflow:
+            prepare_mlflow()
+            import_tracker("--mlflow", "mlflow", "mlflow")
+
+
+def import_tracker(flag: str, extra: str, module: str) -> None:
+    """Import a package, which may take seconds.
+
+    Raises:
+        UserError: it is not installed, or cannot be imported.
+    """
+    try:
+        import_module(module)
+    except Exception as error:  # a broken installation raises anything
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{flag}: the package {extra} is not installed, or cannot be imported: "
+            f"{type(error).__name__}: {reason}; pip install 'kaitian-mpi[{extra}]', or leave out "
+            f"{flag}"
+        ) from error
+
+
+def open_trackers(config: TrainingConfig, folder: RunFolder) -> Iterator[MetricsSink]:
+    """Yield the sinks of the programs to log to, each in a thread that does not delay training."""
+    settings = asdict(config)
+    if config.tensorboard:
+        yield BackgroundSink("TensorBoard", partial(TensorBoardSink, folder.path))
+    if config.wandb:
+        make = partial(WandbSink, config.wandb, settings, folder)
+        yield BackgroundSink("Weights & Biases", make)
+    if config.mlflow:
+        yield BackgroundSink("MLflow", partial(MlflowSink, config.mlflow, settings, folder))
 
 
 class _Tracker(MetricsSink):

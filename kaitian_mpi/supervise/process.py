@@ -16,7 +16,13 @@ import psutil
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folder_lock import wait_for_save
-from kaitian_mpi.observe.folders import SHM, SNAPSHOTS_VARIABLE, remove_private
+from kaitian_mpi.observe.folders import (
+    SHM,
+    SNAPSHOTS_VARIABLE,
+    remove_private,
+    request_restart,
+    withdraw_request,
+)
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
@@ -24,7 +30,6 @@ from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import prctl
 from kaitian_mpi.supervise.probe import NO_ANSWER, run_on
 from kaitian_mpi.supervise.starts import Job, list_names
-from kaitian_mpi.train.restart_request import request_restart, withdraw_request
 
 _log = logging.getLogger(__name__)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import lost_line, print_rank_0, warn_rank_0
-from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder
+from kaitian_mpi.observe.outcome import Outcome
+from kaitian_mpi.observe.progress import open_progress
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
+from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
@@ -20,13 +26,11 @@ from kaitian_mpi.train.measure.exclusion import excluded_line
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce
 from kaitian_mpi.train.membership import RankLoss
-from kaitian_mpi.train.observers import BadSteps, Metrics, Milestones, WeightCheck
-from kaitian_mpi.train.presence import Presence
+from kaitian_mpi.train.observers import BadSteps, Metrics, Milestones, Presence, WeightCheck
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import make_balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.saving import Saving
-from kaitian_mpi.train.sinks import open_sinks
 from kaitian_mpi.train.step import StepObserver
 
 
@@ -77,17 +81,39 @@ def _assign_files(run: Run, world: World) -> None:
         run.setup.folder.close()
         run.setup = replace(run.setup, folder=NoFolder())
         run.sinks.close(finished=False)
-        run.writes_metrics = False
         return
     if not run.owns_files and run.setup.path is not None:
         folder = DiskFolder(run.setup.path)
         folder.claim(run.setup.job)
         run.setup = replace(run.setup, folder=folder)
         print_rank_0(world, f"{world.info} now writes the files")
-    if not run.writes_metrics:
-        infos, emulated = run.membership.all_ranks.infos, bool(run.summary.emulated)
-        run.sinks = open_sinks(run.config, run.setup.folder, infos, emulated, run.own_sinks)
-        run.writes_metrics = True
+    if not run.sinks:
+        run.sinks = Sinks(_open_sinks(run))
+
+
+def _open_sinks(run: Run) -> Iterator[MetricsSink]:
+    """Yield what receives the metrics, on the rank that writes the files."""
+    config, folder, emulated = run.config, run.setup.folder, bool(run.summary.emulated)
+    path = "" if isinstance(folder, NoFolder) else str(folder.path)
+    title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
+    yield RunFolderSink(folder)
+    # The live view ends before the outcome is printed.
+    yield open_progress(config, run.membership.all_ranks.infos, title)
+    yield Outcome(path, emulated)
+    if recorder.current is not None:
+        from kaitian_mpi.observe.timeline.trace_file import TimelineSink
+
+        yield TimelineSink(recorder.current)
+    if config.has_trackers:
+        from kaitian_mpi.observe.trackers import open_trackers
+
+        yield from open_trackers(config, folder)
+    for sink in run.own_sinks:
+        yield BackgroundSink(type(sink).__name__, partial(_itself, sink))
+
+
+def _itself(sink: MetricsSink) -> MetricsSink:
+    return sink
 
 
 def _choose_allreduce_again(run: Run, world: World) -> None:

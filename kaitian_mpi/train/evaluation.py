@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +21,11 @@ _MAX_BATCH = 64
 _MAX_READ_SEC = 0.1
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The means of an evaluation over a whole dataset, by name."""
-
-    means: Mapping[str, float]
-
-    @property
-    def quality(self) -> float | None:
-        """A score of the model, higher is better: its accuracy, or else minus its loss."""
-        if "accuracy" in self.means:
-            return self.means["accuracy"]
-        return -self.means["loss"] if "loss" in self.means else None
+def quality(means: Mapping[str, float]) -> float | None:
+    """Return a score of a model, higher is better: its accuracy, or else minus its loss."""
+    if "accuracy" in means:
+        return means["accuracy"]
+    return -means["loss"] if "loss" in means else None
 
 
 @torch.no_grad()
@@ -46,10 +38,11 @@ def evaluate(
     shares: Sequence[float],
     micro_batch_size: int | None = None,
     limit: StepLimit | None = None,
-) -> Evaluation:
-    """Evaluate the model on all samples of `data`; the same result on every rank. Collective.
+) -> dict[str, float]:
+    """Return the means of the metrics over all samples of `data`, by name. Collective.
 
-    `shares` are the proportions of the ranks' work, and `limit` the watchdog's for a batch.
+    They are the same on every rank. `shares` are the proportions of the ranks' work, and `limit`
+    the watchdog's for a batch.
     """
     if limit is not None:
         set_phase_limit(limit.limit_sec)
@@ -73,7 +66,7 @@ def evaluate(
         module.training = was_training
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
-    return Evaluation(_means(gather_values(world.comm, totals)))
+    return _means(gather_values(world.comm, totals))
 
 
 def _measure(

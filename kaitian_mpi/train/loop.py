@@ -20,7 +20,7 @@ from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limi
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
-from kaitian_mpi.train.evaluation import Evaluation, evaluate
+from kaitian_mpi.train.evaluation import evaluate
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.setup import Setup
@@ -161,17 +161,17 @@ class Loop:
         self._is_in_epoch = False
         for observer in self.observers:
             observer.epoch_ends()
-        result, epoch = self.evaluate(), self.progress.epoch
+        means, epoch = self.evaluate(), self.progress.epoch
         if self.progress.position >= len(self._setup.train):
             self.progress.epoch_done(self._config.epochs)
         else:
-            self.progress.stopped()
+            self.progress.is_done = True  # with more steps it could continue
         for observer in self.observers:
-            observer.evaluated(result, epoch)
+            observer.evaluated(means, epoch)
 
     def fetch(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next global batch; None if the epoch or the run ends."""
-        if self.progress.step >= self.progress.total_steps:
+        if self.progress.has_all_steps:
             self._loading = None
             return None
         waiting_since = time.perf_counter()
@@ -295,8 +295,8 @@ class Loop:
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def evaluate(self) -> Evaluation:
-        """Pool the ranks' batch norm statistics, then evaluate on the validation data, if any.
+    def evaluate(self) -> dict[str, float]:
+        """Pool the ranks' batch norm statistics; return the means over the validation data, if any.
 
         Statistics that lag behind the weights are recomputed first; not so in the open form,
         in which only the script knows how to compute a batch.
@@ -307,9 +307,9 @@ class Loop:
             self._recompute_statistics()
         enter_phase("the statistics of batch norm", waits=True)
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
-        result = Evaluation({})
+        means: dict[str, float] = {}
         if self._setup.validation is not None:
-            result = evaluate(
+            means = evaluate(
                 self._task,
                 self.state.model,
                 self._setup.validation,
@@ -324,7 +324,7 @@ class Loop:
             self._limit.limit_sec if is_warm else first_step_limit(self._config.step_timeout)
         )
         self._commit_unit()
-        return result
+        return means
 
     @torch.no_grad()
     @local_statistics()

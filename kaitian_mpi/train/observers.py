@@ -1,10 +1,13 @@
-"""What follows each step: figures and results, skipped steps, unequal weights, milestones."""
+"""What follows steps: figures and results, reports, repairs, and signs of life between ranks."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,14 +16,18 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.observe.reading import Figures, Reading
-from kaitian_mpi.runtime import startup_clock
+from kaitian_mpi.runtime import startup_clock, tags
+from kaitian_mpi.runtime.abort import write_labelled
 from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.watchdog import Watchdog
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.step import Step, StepObserver, StepReports, StepTimes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class BadSteps(StepObserver):
@@ -197,13 +204,13 @@ class Metrics(StepObserver):
             **phases,
         )
 
-    def evaluated(self, result: Evaluation, epoch: int) -> None:
+    def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
         """Record the results of an epoch."""
         run, progress = self._run, self._run.state.progress
         where = (progress.epoch, progress.position, progress.step)
-        print_rank_0(self._world, result_line(*where, result.means))
-        if result.means:
-            run.sinks.on_evaluation(_figures(run, epoch, result.means))
+        print_rank_0(self._world, result_line(*where, means))
+        if means:
+            run.sinks.on_evaluation(_figures(run, epoch, means))
         run.setup.folder.save_model(run.state.weights())
         steps = max(1, self._all_steps)
         run.write_summary(
@@ -219,9 +226,9 @@ class Metrics(StepObserver):
             compute_time_sec=[seconds / steps for seconds in self._compute_sec],
             wait_time_sec=[seconds / steps for seconds in self._wait_sec],
             training_time_sec=progress.training_sec,
-            validation=dict(result.means) or None,
-            val_loss=result.means.get("loss"),
-            val_accuracy=result.means.get("accuracy"),
+            validation=dict(means) or None,
+            val_loss=means.get("loss"),
+            val_accuracy=means.get("accuracy"),
         )
 
     def close(self, together: bool) -> None:
@@ -238,3 +245,73 @@ class Metrics(StepObserver):
 def _figures(run: Run, epoch: int, values: Mapping[str, float]) -> Figures:
     step = run.state.progress.step
     return Figures(step=step, epoch=epoch, time=time.time(), values=dict(values))
+
+
+class Presence(StepObserver):
+    """Exchanges signs of life with the other ranks, in a thread. Not collective.
+
+    A script may evaluate or save on one rank alone, and MPI does not say whether it is alive.
+
+    A rank that has been in a phase without a limit for half a step's limit sends each other rank a
+    sign of life at every heartbeat. Where such a rank waits, its own wait begins again, and it
+    answers. From the first answer on, the phase of the rank that is waited for has a limit, too: if
+    that hangs, its own watchdog ends it, and names it.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, patience_sec: float) -> None:
+        self._comm, self._watchdog, self._patience_sec = comm, watchdog, patience_sec
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kaitian-presence", daemon=True)
+        self._thread.start()
+
+    def close(self, together: bool) -> None:
+        """End the exchange; waits for this rank's own thread only."""
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        from mpi4py import MPI
+
+        while not self._end.wait(self._watchdog.interval_sec):
+            try:
+                self._exchange()
+            except MPI.Exception:  # a rank is lost: its communicator is given up
+                return
+
+    def _exchange(self) -> None:
+        is_awaited, watchdog = bool(self._receive(tags.AWAITED)), self._watchdog
+        phase, is_long = watchdog.phase, False
+        lasted = time.monotonic() - phase.since
+        if not (phase.waits or phase.allowed_sec is None):
+            is_long = phase.allowed_sec < math.inf or lasted > watchdog.limit_sec / 2
+        if is_long:
+            self._send(tags.ALIVE, self._others)
+        if is_long and is_awaited and phase.allowed_sec == math.inf:
+            watchdog.renew(phase, self._patience_sec)
+            write_labelled(
+                f"{lasted:.0f} s in {phase}: the other ranks wait for this one, whose watchdog "
+                f"ends it after {self._patience_sec:.0f} s more (20 times --step-timeout, or half "
+                "an hour)"
+            )
+        living = self._receive(tags.ALIVE)
+        phase = watchdog.phase
+        if living and phase.waits:
+            watchdog.renew(phase, phase.allowed_sec)
+            self._send(tags.AWAITED, living)
+
+    def _send(self, tag: int, ranks: Iterable[int]) -> None:
+        from mpi4py import MPI
+
+        for rank in ranks:
+            self._comm.Isend([b"", MPI.BYTE], rank, tag).Free()  # it has no buffer to keep
+
+    def _receive(self, tag: int) -> set[int]:
+        """Return the ranks of which messages have arrived."""
+        from mpi4py import MPI
+
+        ranks, status = set(), MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+            self._comm.Recv([bytearray(), MPI.BYTE], status.Get_source(), tag)
+            ranks.add(status.Get_source())
+        return ranks

@@ -1,11 +1,22 @@
-"""The progress of a run, and its number of steps."""
+"""The progress of a run, its number of steps, and its learning rate schedules."""
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.sampler import steps_per_epoch
+from kaitian_mpi.train.state_transfer import plain
+from kaitian_mpi.train.task import Task
 
 
 @dataclass
@@ -55,11 +66,7 @@ class Progress:
         """Count an epoch, which is trained and evaluated."""
         self.epoch += 1
         self.step_in_epoch = self.position = 0
-        self.is_done = self.epoch >= epochs or self.step >= self.total_steps
-
-    def stopped(self) -> None:
-        """Record that the run stops in mid-epoch; with more steps it could continue."""
-        self.is_done = True
+        self.is_done = self.epoch >= epochs or self.has_all_steps
 
     def fraction_done(self, config: TrainingConfig, samples: int, epoch_samples: int) -> float:
         """Return how much of the run is done in the middle of the next step, from 0 to 1.
@@ -92,3 +99,99 @@ def count_steps(
     if config.max_steps:
         left = min(left, max(0, config.max_steps - done.step))
     return done.step + left
+
+
+class Schedules:
+    """The schedulers of a task's optimizers.
+
+    Attributes:
+        schedulers: as the task's function returned them.
+        begun_with: the settings that they began with, as text.
+    """
+
+    def __init__(self, task: Task, optimizers: Sequence[Optimizer], total_steps: int) -> None:
+        self._task, self._optimizers = task, list(optimizers)
+        self._own_settings = self.settings()
+        self._make(total_steps)
+
+    def depends_on(self, total_steps: int) -> bool:
+        """Return whether the schedules change if the run has this many steps."""
+        return self._told_steps not in (None, total_steps)
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the settings of each of the optimizers' groups, without its parameters."""
+        return [_settings(group) for group in self._groups]
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the schedulers' states; {} for one that has none."""
+        return [
+            plain(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else {}
+            for scheduler in self.schedulers
+        ]
+
+    def resume(
+        self,
+        states: Sequence[dict[str, Any]],
+        begun_with: str,
+        settings: Sequence[dict[str, Any]],
+        total_steps: int,
+        steps: int,
+    ) -> None:
+        """Continue another job's schedules, from what `states` and `begun_with` were there.
+
+        `settings` are this job's, before the optimizers were loaded; they are kept, unless
+        schedulers with a state of their own change them.
+        """
+        if not any(self.states()):
+            for group, own in zip(self._groups, settings, strict=True):
+                group.update(own)
+        elif begun_with == self.begun_with:
+            for scheduler, content in zip(self.schedulers, states, strict=False):
+                if content and hasattr(scheduler, "load_state_dict"):
+                    scheduler.load_state_dict(content)
+        else:
+            self.restart(total_steps, steps)
+
+    def restart(self, total_steps: int, steps: int) -> None:
+        """Begin again with this job's settings, and make this many steps of `total_steps`."""
+        for group, own in zip(self._groups, self._own_settings, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **_settings(own)})
+        self._make(total_steps)
+        stepped = [scheduler for scheduler in self.schedulers if hasattr(scheduler, "step")]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's: the optimizer has made no step yet
+                for _ in range(steps):
+                    for scheduler in stepped:
+                        scheduler.step()
+        except Exception as error:  # of the user's objects, which may raise anything
+            raise UserError(
+                f"Task: the scheduler cannot continue at step {steps} of {total_steps} "
+                f"({type(error).__name__}: {error}); make it for the steps that it is given"
+            ) from error
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _make(self, total_steps: int) -> None:
+        self.schedulers = self._task.make_schedulers(self._optimizers, total_steps)
+        self._told_steps = total_steps if self._task.tells_steps else None
+        begun_with = self._own_settings, self.states(), self._told_steps
+        self.begun_with = json.dumps(begun_with, default=_as_json, skipkeys=True)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value  # changed in place
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, torch.Tensor | np.generic):
+        return value.tolist()
+    return type(value).__qualname__

@@ -15,7 +15,6 @@ from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.config.profile import parse_profile
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
@@ -48,7 +47,6 @@ from kaitian_mpi.train.setup import (
     prepare,
     start_from_file,
 )
-from kaitian_mpi.train.sinks import check_sinks
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.task import Computation
@@ -74,8 +72,6 @@ class Run:
     """The script's own."""
     sinks: Sinks = field(default_factory=Sinks)
     """Take the metrics; empty on a rank that does not write the files."""
-    writes_metrics: bool = False
-    """Whether this rank has opened its sinks."""
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
@@ -97,11 +93,6 @@ class Run:
     def owns_files(self) -> bool:
         """Whether this rank writes the run folder."""
         return not isinstance(self.setup.folder, NoFolder)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether an earlier job has finished the run."""
-        return self.earlier.is_finished
 
     def failures(self) -> list[dict[str, Any]]:
         """Return the losses that the run has survived, in this job and earlier ones."""
@@ -147,14 +138,18 @@ def start(
 ) -> Run:
     """Do everything that comes before the first step. Collective.
 
-    If an earlier job has finished the run (`run.is_finished`), the model has its weights.
+    If an earlier job has finished the run (`run.earlier.is_finished`), the model has its weights.
     """
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
     on_all = membership.attempt  # all surviving ranks, for none is on standby yet
-    for check in (check_settings, check_run_folder, check_sinks):
+    for check in (check_settings, check_run_folder):
         on_all(check, config)  # these need neither device, data nor model
+    if config.has_trackers:
+        from kaitian_mpi.observe.trackers import check_trackers
+
+        on_all(check_trackers, config)
     startup_clock.begin("data and model")
     job = on_all(_agree_on_job)  # before any rank that knows it may be lost
     with ExitStack() as unless_started:
@@ -177,6 +172,8 @@ def check_settings(config: TrainingConfig, world: World) -> None:
     """Check that all ranks have the same settings, except those that may differ. Collective."""
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
     if config.profile:
+        from kaitian_mpi.config.profile import parse_profile
+
         with agree_on_errors(world.comm):
             parse_profile(config.profile).check_ranks(world.size)
 

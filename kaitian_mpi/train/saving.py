@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from kaitian_mpi.errors import AgreedError, StorageError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
-from kaitian_mpi.observe.folders import snapshots_name
+from kaitian_mpi.observe.folders import RestartRequest, snapshots_name
 from kaitian_mpi.observe.outcome import resume_line
 from kaitian_mpi.observe.reading import Event
 from kaitian_mpi.observe.run_folder import RunFolderSink
@@ -30,9 +30,8 @@ from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, describe
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.evaluation import Evaluation
+from kaitian_mpi.train.evaluation import quality
 from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.restart_request import RestartRequest
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state_transfer import copy_state
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
@@ -86,9 +85,9 @@ class Saving(StepObserver):
             self._snapshot()
         self._report_written()
 
-    def evaluated(self, result: Evaluation, epoch: int) -> None:
+    def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
         """Save a checkpoint at the end of an epoch."""
-        self._save(result.quality)
+        self._save(quality(means))
 
     def close(self, together: bool) -> None:
         """Leave signals alone."""

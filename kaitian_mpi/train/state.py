@@ -18,8 +18,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.checkpoint.exit_save import StateLock
-from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.schedules import Schedules
+from kaitian_mpi.train.progress import Progress, Schedules
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,
     check_loadable,
@@ -51,7 +50,9 @@ class State:
     ) -> None:
         """Begin at step 0 of `total_steps`, with the task's model on this rank's device."""
         self.computation = computation
-        self.model: nn.Module = computation.place_model(task.model)
+        # Its weights keep the plain layout, which must be the same on every rank: by the layout of
+        # the images alone, convolutions run at the same speed.
+        self.model: nn.Module = task.model.to(computation.device)
         self.optimizers = task.make_optimizers(self.model)
         self._schedules = Schedules(task, self.optimizers, total_steps)
         self.extra = task.extra_objects()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +25,6 @@ from kaitian_mpi.runtime.polling import keep_alive, wait_request
 from kaitian_mpi.runtime.ulfm import is_revoked, track_comm
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.evaluation import Evaluation
 from kaitian_mpi.train.task import Task
 
 if TYPE_CHECKING:
@@ -181,8 +180,8 @@ class StepObserver:
     def epoch_ends(self) -> None:
         """Handle the end of an epoch, before its evaluation."""
 
-    def evaluated(self, result: Evaluation, epoch: int) -> None:
-        """Handle the evaluation at the end of an epoch, counted from 0."""
+    def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
+        """Handle the evaluation at the end of an epoch, counted from 0: its means by name."""
 
     def close(self, together: bool) -> None:
         """End with the loop; if not `together`, no rank may be waited for: one may be lost."""

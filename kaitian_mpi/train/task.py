@@ -214,14 +214,6 @@ class Computation:
     def __post_init__(self) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
-    def place_model(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device.
-
-        Its weights keep the plain layout, which must be the same on every rank; the layout of the
-        images alone decides by which kernels a convolution runs, at the same speed.
-        """
-        return model.to(self.device)
-
     def place(self, batch: Any) -> Any:
         """Move a batch to the device, images in the memory format."""
         return place(batch, self.device, MEMORY_FORMATS[self.memory_format])

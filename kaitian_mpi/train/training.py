@@ -43,7 +43,6 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
-from kaitian_mpi.train.sinks import check_own_sinks
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task, check_loss
@@ -118,7 +117,7 @@ class Training:
         if isinstance(task, nn.Module) or not (isinstance(task, Task) or callable(task)):
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
         config = _make_config(config, settings)
-        check_own_sinks(sinks)
+        _check_sinks(sinks)
         world = slowed_as(current_world() or init(), config.emulate_slowdown)
         self._config = replace(config, emulate_slowdown=world.emulation.slowdown)
         self._make_task, self._own_sinks = partial(_as_task, task), sinks
@@ -344,7 +343,7 @@ class Training:
         except BaseException:
             self._end()
             raise
-        self._is_done = self._run.is_finished
+        self._is_done = self._run.earlier.is_finished
         return self._run
 
     @property
@@ -362,20 +361,27 @@ class Training:
 
     def _advance(self) -> Sequence[MicroBatch] | None:
         loop = self._ready_loop()
-        if loop is not None and self._saving.save_for_restart():
+        if loop is None:
+            return None
+        if self._saving.save_for_restart():
             loop.close()
             self._end_standby(is_active=True)
             return None
-        share = None if loop is None else loop.next_share()
-        if share is None:
-            self._finish(loop)
+        share = loop.next_share()
+        if share is None:  # write the results
+            loop.close()
+            self._saving.write_results()
+            loop.run_finished()
+            self._end_standby(is_active=True)
         return share
 
     def _ready_loop(self) -> Loop | None:
-        """Return the loop of the active ranks; None if the work is done without this rank."""
+        """Return the loop of the active ranks; None if the work was done without this rank."""
         if self._loop is None:
             world = self._membership.wait_until_active()
-            if world is not None:
+            if world is None:
+                self._end_standby(is_active=False)
+            else:
                 self._loop, self._saving = begin_loop(self._prepared(), world, self._logged)
         return self._loop
 
@@ -389,18 +395,9 @@ class Training:
     def _evaluate(self) -> dict[str, float] | None:
         loop = self._ready_loop()
         if loop is None:
-            self._finish(None)
             return None
-        self._evaluated = dict(loop.evaluate().means)
+        self._evaluated = loop.evaluate()
         return self._evaluated
-
-    def _finish(self, loop: Loop | None) -> None:
-        """Write the results, and release the ranks on standby."""
-        if loop is not None:
-            loop.close()
-            self._saving.write_results()
-            loop.run_finished()
-        self._end_standby(is_active=loop is not None)
 
     def _stop(self) -> None:
         """Save the run as it stands, for another job; finish it if its last step is done."""
@@ -444,16 +441,15 @@ class Training:
         run.summary = Summary.from_json(next(finished, summaries[world.rank]))
 
     def _guarded(self, work: Callable[..., Result], *arguments: object) -> Result | None:
-        """Do something collective; after a loss, regroup and return None."""
+        """Do something collective; after a loss, regroup and return None.
+
+        If no rank is lost, the training is closed because of the error.
+        """
         try:
             return work(*arguments)
         except Exception as error:
             failure = error
-        self._recover(failure)  # outside the handler, which would keep what the error refers to
-        return None
-
-    def _recover(self, failure: Exception) -> None:
-        """Close the loop, and regroup with the surviving ranks."""
+        # Outside the handler, which would keep what the error refers to.
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close(together=False)
@@ -462,19 +458,14 @@ class Training:
         try:
             self._membership.recover(failure)
         except Exception:
-            self._fail(failure)
+            if isinstance(failure, AgreedError) and self._run is not None:
+                # Ranks on standby raise it as well: they would wait forever.
+                self._run.fault = self._run.fault or failure
+                while not self._is_done:
+                    self._guarded(self._end_standby, False)
+            self._end(failure)
             raise
-
-    def _fail(self, error: Exception) -> None:
-        """Close the training because of an error; collective only for an `AgreedError`.
-
-        Ranks on standby raise that as well: they would wait forever.
-        """
-        if isinstance(error, AgreedError) and self._run is not None:
-            self._run.fault = self._run.fault or error
-            while not self._is_done:
-                self._guarded(self._end_standby, False)
-        self._end(error)
+        return None
 
     def _end(self, error: BaseException | None = None) -> None:
         """Release all resources. Not collective: no rank is waited for."""
@@ -569,6 +560,16 @@ def _as_task(task: Task | Callable[[], Task]) -> Task:
             f"Training: the function returned a {type(made).__name__}; it must return a Task"
         )
     return made
+
+
+def _check_sinks(sinks: Sequence[MetricsSink]) -> None:
+    for sink in sinks:
+        if not isinstance(sink, MetricsSink):
+            found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
+            raise UserError(
+                "Training(sinks=...) takes instances of subclasses of kaitian_mpi.MetricsSink, not "
+                f"{found}"
+            )
 
 
 def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:

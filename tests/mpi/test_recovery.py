@@ -137,11 +137,9 @@ def assert_same(run, other):
     ours, theirs = (copy.copy(vars(r.state.progress)) for r in (run, other))
     del ours["training_sec"], theirs["training_sec"]
     assert ours == theirs
-    assert [r.means["accuracy"] for r in run.results] == [
-        r.means["accuracy"] for r in other.results
-    ]
+    assert [r["accuracy"] for r in run.results] == [r["accuracy"] for r in other.results]
     for one, another in zip(run.results, other.results, strict=True):
-        assert one.means["loss"] == pytest.approx(another.means["loss"], abs=1e-12)
+        assert one["loss"] == pytest.approx(another["loss"], abs=1e-12)
 
 
 PLACES = {

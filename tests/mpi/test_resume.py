@@ -19,13 +19,13 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.observe.folders import request_restart, withdraw_request
 from kaitian_mpi.recipes.image_classification import make_rate, make_task
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.measure.plan import Profile, find_profiles
-from kaitian_mpi.train.restart_request import request_restart, withdraw_request
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.setup import prepare_without_folder
 from kaitian_mpi.train.training import Training

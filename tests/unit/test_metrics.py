@@ -12,7 +12,8 @@ from kaitian_mpi.observe.progress import PlainProgress
 from kaitian_mpi.observe.reading import Event, Figures, Reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks
-from kaitian_mpi.train.sinks import check_own_sinks, import_tracker
+from kaitian_mpi.observe.trackers import import_tracker
+from kaitian_mpi.train.training import _check_sinks
 
 
 def reading(step=7, **others):
@@ -202,8 +203,8 @@ def test_an_invalid_project_name_is_rejected(name):
 
 
 def test_only_sinks_are_accepted_as_sinks():
-    check_own_sinks([Collecting(), MetricsSink()])
+    _check_sinks([Collecting(), MetricsSink()])
     with pytest.raises(UserError, match=r"not the class Collecting"):
-        check_own_sinks([Collecting])
+        _check_sinks([Collecting])
     with pytest.raises(UserError, match="not object"):
-        check_own_sinks([object()])
+        _check_sinks([object()])

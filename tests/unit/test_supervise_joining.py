@@ -10,6 +10,7 @@ import pytest
 
 from kaitian_mpi.cli import supervise as command
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.folders import RestartRequest, request_restart, withdraw_request
 from kaitian_mpi.runtime.command import parse_command
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
@@ -18,7 +19,6 @@ from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile, parse_hosts
 from kaitian_mpi.supervise.probe import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.starts import interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
-from kaitian_mpi.train.restart_request import RestartRequest, request_restart, withdraw_request
 
 TWO = "a slots=2\nb slots=1\n"
 THREE = TWO + "c slots=1\n"

@@ -53,7 +53,7 @@ def test_the_optimizer_is_the_one_asked_for_and_decays_no_biases_and_norms():
 def test_a_step_in_every_precision_and_layout_lowers_the_loss(precision, memory_format):
     torch.manual_seed(0)
     computation = Computation(torch.device("cpu"), precision, memory_format)
-    model = computation.place_model(build_model("cnn", 10))
+    model = build_model("cnn", 10)
     optimizer = make_optimizer(TrainConfig(lr=0.1), model)
     batch = computation.place((torch.randn(16, 3, 16, 16), torch.arange(16) % 10))
     task = SimpleNamespace(loss=partial(cross_entropy, label_smoothing=0.1))
