@@ -185,8 +185,24 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
     else:
         reason = "equal shares"
     record_plan(world, run.setup, plan, step, reason, run.sinks)
-    run.summary = run.summary.with_ranks(world, run.state, plan, run.allreduce_algorithm)
-    run.write_summary()
+    groups: dict[str, list[int]] = {}
+    for info in world.infos:
+        groups.setdefault(info.kind, []).append(info.world_rank)
+    run.write_summary(
+        finished=False,
+        allreduce=run.allreduce_algorithm,
+        relay=world.relay.describe() if len(world.groups) > 1 else None,
+        wire=run.state.residuals.wire,
+        world_size=world.size,
+        ranks=[info.world_rank for info in world.infos],
+        device_kinds=list(groups),
+        groups=groups,
+        global_batch_size=sum(plan.batch_sizes),
+        batch_sizes=plan.batch_sizes,
+        scores=plan.scores,
+        parameters=sum(p.numel() for p in run.state.model.parameters()),
+        torch_version=world.info.torch_version,
+    )
 
 
 def _report_first_start(run: Run, world: World) -> None:

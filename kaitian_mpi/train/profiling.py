@@ -8,16 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import profiler
 
 from kaitian_mpi.config.profile import ProfileWindow, parse_profile
-from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.exchange import gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.files import replacing
-from kaitian_mpi.runtime import tags
-from kaitian_mpi.runtime.polling import wait_request
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
@@ -104,24 +101,19 @@ class ProfiledSteps(StepObserver):
             return b""
 
     def _gather(self, own: bytes, steps: str) -> int:
-        """Send the traces to rank 0, one after the other, which writes them. Collective.
+        """Send the traces to rank 0, which writes them, one after the other. Collective.
 
         Returns:
             How many there are.
         """
         world = self._world
-        sizes = gather_values(world.comm, len(own))
-        for rank, size in enumerate(sizes):
-            content = np.frombuffer(own, dtype=np.uint8)
-            if size and rank and world.rank == rank:
-                wait_request(world.comm.Isend(content, 0, tags.PROFILE))
-            elif size and world.rank == 0:
-                if rank:
-                    content = np.empty(size, dtype=np.uint8)
-                    wait_request(world.comm.Irecv(content, rank, tags.PROFILE))
-                name = f"rank-{world.infos[rank].world_rank}-{steps}.json.gz"
-                self._write(name, content.tobytes())
-        return sum(size > 0 for size in sizes)
+        are_there = gather_values(world.comm, bool(own))
+        for info, is_there in zip(world.infos, are_there, strict=True):
+            if is_there:
+                trace = gather_bytes(world.comm, own if info == world.info else b"", root=0)
+                if world.rank == 0:
+                    self._write(f"rank-{info.world_rank}-{steps}.json.gz", b"".join(trace))
+        return sum(are_there)
 
     def _write(self, name: str, content: bytes) -> None:
         assert self._folder is not None

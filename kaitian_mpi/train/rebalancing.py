@@ -23,6 +23,7 @@ from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
+from kaitian_mpi.train.summary import describe_rank
 
 
 class Balancing(StepObserver):
@@ -90,12 +91,10 @@ class Balancing(StepObserver):
 
     def slow_ranks(self) -> list[dict[str, Any]]:
         """Return which ranks were slow and why, for the summary."""
-        found = []
-        for slow in self._stragglers.found:
-            info = self._world.infos[slow.rank]
-            where = {"host": info.host, "device": info.device, "device_kind": info.kind}
-            found.append({**dataclasses.asdict(slow), "rank": info.world_rank, **where})
-        return found
+        return [
+            {**dataclasses.asdict(slow), **describe_rank(self._world.infos[slow.rank])}
+            for slow in self._stragglers.found
+        ]
 
     def costs(self) -> list[RankCost] | None:
         """Return each rank's cost as estimated from its steps; None if unknown."""

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kaitian_mpi.mpi.world import World
-    from kaitian_mpi.train.measure.plan import Plan
+    from kaitian_mpi.mpi.topology import RankInfo
     from kaitian_mpi.train.membership import RankLoss
-    from kaitian_mpi.train.state import State
 
 NAME = "summary.json"
 
@@ -90,33 +87,15 @@ class Summary:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
-        """Return a file's content as a summary; values of a wrong type are ignored."""
-        types = get_type_hints(cls)
-        names = [field.name for field in fields(cls) if field.name in content]
-        return cls(**{name: content[name] for name in names if _fits(content[name], types[name])})
+        """Return a file's content as a summary, without fields of other releases."""
+        names = {field.name for field in fields(cls)} & content.keys()
+        return cls(**{name: content[name] for name in names})
 
-    def with_ranks(self, world: World, state: State, plan: Plan, allreduce: str) -> Summary:
-        """Return this with the fields that are known when some ranks start to train."""
-        names = [info.world_rank for info in world.infos]
-        by_kind: dict[str, list[int]] = {}
-        for info in world.infos:
-            by_kind.setdefault(info.kind, []).append(info.world_rank)
-        return replace(
-            self,
-            finished=False,
-            allreduce=allreduce,
-            relay=world.relay.describe() if len(world.groups) > 1 else None,
-            wire=state.residuals.wire,
-            world_size=world.size,
-            ranks=names,
-            device_kinds=list(dict.fromkeys(world.kinds)),
-            groups=by_kind,
-            global_batch_size=sum(plan.batch_sizes),
-            batch_sizes=plan.batch_sizes,
-            scores=plan.scores,
-            parameters=sum(p.numel() for p in state.model.parameters()),
-            torch_version=world.info.torch_version,
-        )
+
+def describe_rank(info: RankInfo) -> dict[str, Any]:
+    """Return where a rank is."""
+    where = {"host": info.host, "device": info.device, "device_kind": info.kind}
+    return {"rank": info.world_rank, **where}
 
 
 def describe_losses(losses: Sequence[RankLoss]) -> list[dict[str, Any]]:
@@ -124,27 +103,9 @@ def describe_losses(losses: Sequence[RankLoss]) -> list[dict[str, Any]]:
     return [
         {
             "at": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(loss.noticed_at)),
-            "ranks": [
-                {
-                    "rank": info.world_rank,
-                    "host": info.host,
-                    "device": info.device,
-                    "device_kind": info.kind,
-                }
-                for info in loss.lost
-            ],
+            "ranks": [describe_rank(info) for info in loss.lost],
             "step": loss.step,
             "seconds_to_recover": loss.recovery_sec,
         }
         for loss in losses
     ]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from JSON has a field's type; only the outermost type is checked."""
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is (origin or hint)
