@@ -118,8 +118,8 @@ def _itself(sink: MetricsSink) -> MetricsSink:
 
 def _choose_allreduce_again(run: Run, world: World) -> None:
     """Set the allreduce algorithm for these ranks, if possible the one chosen before."""
-    if not run.membership.has_changed:
-        return
+    if not (run.membership.losses or run.membership.has_standby):
+        return  # they are those that were started
     chosen = run.allreduce_algorithm
     request = run.config.allreduce if chosen == "direct" else chosen
     algorithm, seconds = choose_allreduce(request, world, gradient_buckets(run.setup.task.model))
@@ -171,7 +171,9 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
 def _report_start(run: Run, world: World, plan: Plan) -> None:
     """Report the plan, the ranks that train, and those that were lost; write the summary."""
     step = run.state.progress.step
-    losses = run.membership.begin_step(step + 1)
+    losses = [loss for loss in run.membership.losses if loss.step is None]
+    for loss in losses:
+        loss.step = step + 1
     if not (run.has_started or run.was_on_standby):
         _report_first_start(run, world)
     run.has_started = True
@@ -210,18 +212,16 @@ def _report_first_start(run: Run, world: World) -> None:
     step = run.state.progress.step
     since = {"start_time": startup_clock.started_at(), "emulated": run.summary.emulated}
     ranks = [info.world_rank for info in world.infos]
+    text, found = "starting from scratch", {}
     if step:
-        name = run.earlier.name
-        text = f"resuming from step {step} ({name})"
-        run.sinks.event("resume", step, text, ranks, checkpoint=name, **since)
-    else:
-        run.sinks.event("start", step, "starting from scratch", ranks, **since)
-    infos = {info.world_rank: info for info in run.membership.all_ranks.infos}
-    for entry in run.summary.excluded or ():
-        rank, reason = entry["rank"], entry["reason"]
-        if rank in infos:
-            text = excluded_line(infos[rank], reason)
-            run.sinks.event("exclusion", step, text, [rank], reason=reason)
+        text = f"resuming from step {step} ({run.earlier.name})"
+        found = {"checkpoint": run.earlier.name}
+    run.sinks.event("resume" if step else "start", step, text, ranks, **found, **since)
+    reasons = {entry["rank"]: entry["reason"] for entry in run.summary.excluded or ()}
+    for info in run.membership.all_ranks.infos:
+        if reason := reasons.get(info.world_rank):
+            text = excluded_line(info, reason)
+            run.sinks.event("exclusion", step, text, [info.world_rank], reason=reason)
 
 
 def _report_losses(run: Run, world: World, losses: list[RankLoss]) -> str:

@@ -67,6 +67,7 @@ class Loop:
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._pace = state.computation, world.device_kind.pace
         self._commit, self._loader = commit, loader
+        self._rank, self._ranks = world.rank, world.size
         state.restore()
         self.sampler = LoadAdaptiveSampler(
             setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
@@ -80,9 +81,8 @@ class Loop:
         if commit is not None:
             self._group.record_losses()
         self._limit = StepLimit(config.step_timeout)
-        self._evaluation_limit = StepLimit(
-            config.step_timeout, first_step_limit(config.step_timeout)
-        )
+        self._first_limit_sec = first_step_limit(config.step_timeout)
+        self._evaluation_limit = StepLimit(config.step_timeout, self._first_limit_sec)
         self._steps_seen = 0
         self._step = StepInProgress(world.device_kind)
         self.clock = self._step.clock
@@ -176,7 +176,9 @@ class Loop:
             return None
         waiting_since = time.perf_counter()
         if self._loading is None:
-            self._loading = self._load_epoch()
+            self._set_epoch()
+            self.sampler.position = self.progress.position
+            self._loading = self._loader.load(self._share(indices) for indices in self.sampler)
             self.state.model.train()
         enter_phase("getting a batch", step=self.progress.step + 1)
         parts = next(self._loading, None)
@@ -200,8 +202,10 @@ class Loop:
             loss = self._computation.loss(self._task, self.state.model, batch, counts)
             enter_phase("backward", step=self.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
-            if not counts and index != order[-1]:
-                self._zero_gradients()
+            if not counts and index != order[-1]:  # leave nothing but that there are gradients
+                for parameter in self.state.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()
         return self.finish()
 
     def begin(self, parts: Sequence[MicroBatch]) -> None:
@@ -216,7 +220,7 @@ class Loop:
         if self._task.weight is not None:
             step.sum_weights()
         self._pace.go_to(number)
-        self._ready.step = number
+        self._ready.step, self._ready.last = number, None
         self.clock.start()
         self._pace.start()
         enter_phase("forward", step=number)
@@ -289,12 +293,6 @@ class Loop:
             data_sec=step.data_sec,
         )
 
-    def _zero_gradients(self) -> None:
-        """Leave nothing of the gradients but that there are some."""
-        for parameter in self.state.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-
     def evaluate(self) -> dict[str, float]:
         """Pool the ranks' batch norm statistics; return the means over the validation data, if any.
 
@@ -306,7 +304,7 @@ class Loop:
         if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
             self._recompute_statistics()
         enter_phase("the statistics of batch norm", waits=True)
-        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
+        self.state.statistics.pool(shares[self._rank] / sum(shares))
         means: dict[str, float] = {}
         if self._setup.validation is not None:
             means = evaluate(
@@ -320,9 +318,7 @@ class Loop:
                 self._evaluation_limit,
             )
         is_warm = self._steps_seen >= _WARM_UP_STEPS
-        set_phase_limit(
-            self._limit.limit_sec if is_warm else first_step_limit(self._config.step_timeout)
-        )
+        set_phase_limit(self._limit.limit_sec if is_warm else self._first_limit_sec)
         self._commit_unit()
         return means
 
@@ -351,15 +347,10 @@ class Loop:
         set_epoch_of(self._setup.train, self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
 
-    def _load_epoch(self) -> Iterator[list[MicroBatch]]:
-        self._set_epoch()
-        self.sampler.position = self.progress.position
-        return self._loader.load(self._share(indices) for indices in self.sampler)
-
     def _share(self, indices: list[int]) -> Share:
         """Return what to load for the step with these samples, which the sampler is at."""
         limit = self.plan.micro_batch_size if self.has_micro_batches else None
-        place = self.sampler.position * self.world.size + self.world.rank
+        place = self.sampler.position * self._ranks + self._rank
         seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
         return Share(self.sampler.epoch, seed, split_share(indices, limit, self.sampler.min_batch))
 
@@ -405,7 +396,8 @@ def apply_step(task: Task, state: State, is_finite: bool, samples: int) -> None:
                 torch.nn.utils.clip_grad_norm_(state.model.parameters(), task.clip_norm)
             for optimizer in optimizers:
                 scaler.step(optimizer)
-            state.residuals.keep()
+            if state.residuals.wire != "fp32":
+                state.residuals.keep()
             for scheduler in state.schedulers:
                 if hasattr(scheduler, "step"):
                     scheduler.step()

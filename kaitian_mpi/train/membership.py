@@ -132,11 +132,6 @@ class Membership:
         return ulfm.is_enabled()
 
     @property
-    def has_changed(self) -> bool:
-        """Whether the active ranks differ from all ranks that were started."""
-        return bool(self.losses) or self.has_standby
-
-    @property
     def has_standby(self) -> bool:
         """Whether any surviving rank is, or was until the end, on standby; the same on each."""
         return self._standby != Standby()
@@ -222,13 +217,6 @@ class Membership:
             ok, noticed = False, error
         if self.survives and not ulfm.agree(self.all_ranks.comm, ok):
             self._regroup(noticed or NotCommittedError("a rank is lost"))
-
-    def begin_step(self, step: int) -> list[RankLoss]:
-        """Return the losses since the last call; `step` is the first step after them."""
-        since = [loss for loss in self.losses if loss.step is None]
-        for loss in since:
-            loss.step = step
-        return since
 
     def share_history(self, world: World) -> None:
         """Share the losses' times with ranks that were on standby. Collective over `world`."""

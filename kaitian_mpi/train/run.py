@@ -151,7 +151,9 @@ def start(
 
         on_all(check_trackers, config)
     startup_clock.begin("data and model")
-    job = on_all(_agree_on_job)  # before any rank that knows it may be lost
+    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
+    # Before any rank that knows it may be lost.
+    job = on_all(lambda world: gather_values(world.comm, own)[0])
     with ExitStack() as unless_started:
         setup = on_all(prepare, make_task, config, job)
         unless_started.callback(setup.folder.close)
@@ -176,12 +178,6 @@ def check_settings(config: TrainingConfig, world: World) -> None:
 
         with agree_on_errors(world.comm):
             parse_profile(config.profile).check_ranks(world.size)
-
-
-def _agree_on_job(world: World) -> str:
-    """Return an ID of the job, the same on every rank. Collective."""
-    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
-    return gather_values(world.comm, own)[0]
 
 
 def _new_run(

@@ -111,7 +111,8 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
             except UnsupportedError as error:
                 raise UserError(f"--sync-bn: {error}") from error
         enter_phase("waiting for the other ranks' data and models", waits=True, limited=False)
-    setup = Setup(task, NoFolder(), dataset_size=_describe_length(task))
+    lengths = [len(data) for data in (task.data, task.validation) if data is not None]
+    setup = Setup(task, NoFolder(), dataset_size=f"{' + '.join(map(str, lengths))} samples")
     check_same(world.comm, {"the dataset": setup.dataset_size}, "give every host the same files")
     for name, part in (("training", setup.train), ("validation", setup.validation)):
         if part is not None:
@@ -122,12 +123,6 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
     # From here on random numbers differ between ranks: dropout must not be the same everywhere.
     torch.manual_seed(config.seed * world.size + world.rank)
     return setup
-
-
-def _describe_length(task: Task) -> str:
-    if task.validation is None:
-        return f"{len(task.data)} samples"
-    return f"{len(task.data)} + {len(task.validation)} samples"
 
 
 def check_same_samples(world: World, name: str, data: Any) -> None:
