@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -26,7 +27,7 @@ from kaitian_mpi.train.measure.exclusion import excluded_line
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_plan
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce
 from kaitian_mpi.train.membership import RankLoss
-from kaitian_mpi.train.observers import BadSteps, Metrics, Milestones, Presence, WeightCheck
+from kaitian_mpi.train.observers import Events, Metrics, Presence
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import make_balancing
 from kaitian_mpi.train.run import Run
@@ -56,12 +57,9 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
 def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
     """Yield what follows each step, in this order, besides saving. Collective."""
     config, world, state = run.config, loop.world, run.state
-    yield BadSteps(run, world, loop.sampler)
     yield (balancing := make_balancing(config, loop, run.setup.folder, run.sinks))
     yield Metrics(run, loop, balancing, logged)
-    yield Milestones(run, world)
-    if config.check_every:
-        yield WeightCheck(run, world)
+    yield Events(run, loop)
     if config.profile:
         from kaitian_mpi.train.profiling import ProfiledSteps
 
@@ -212,7 +210,7 @@ def _report_first_start(run: Run, world: World) -> None:
     step = run.state.progress.step
     since = {"start_time": startup_clock.started_at(), "emulated": run.summary.emulated}
     ranks = [info.world_rank for info in world.infos]
-    text, found = "starting from scratch", {}
+    text, found = "starting from scratch", dict[str, Any]()
     if step:
         text = f"resuming from step {step} ({run.earlier.name})"
         found = {"checkpoint": run.earlier.name}

@@ -13,14 +13,12 @@ import torch
 
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.runtime import startup_clock, tags
 from kaitian_mpi.runtime.abort import write_labelled
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import Watchdog
-from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
@@ -30,21 +28,39 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class BadSteps(StepObserver):
-    """Records skipped steps, whose gradient is not finite; too many in a row end the run."""
+class Events(StepObserver):
+    """Reports skipped steps and the ends of the start-up and of recoveries; compares weights."""
 
-    def __init__(self, run: Run, world: World, sampler: LoadAdaptiveSampler) -> None:
-        self._run, self._world, self._sampler = run, world, sampler
+    def __init__(self, run: Run, loop: Loop) -> None:
+        self._run, self._loop, self._world = run, loop, loop.world
+        self._has_reported_start = False
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Count a step that is skipped."""
-        run, progress = self._run, self._run.state.progress
+        """Report what has happened with this step, and repair weights if that is due."""
+        run = self._run
         if step.is_finite:
-            progress.consecutive_bad_steps = 0
-            return
+            run.state.progress.consecutive_bad_steps = 0
+        else:
+            self._report_skipped(step)
+        if not self._has_reported_start:
+            self._has_reported_start = True
+            if seconds := startup_clock.finish():  # at the job's first step
+                print_rank_0(self._world, startup_clock.describe(seconds))
+                run.summary = replace(run.summary, startup_sec=seconds)
+        self._report_recovered(step)
+        every = run.config.check_every
+        if every and step.number % every == 0:
+            from kaitian_mpi.train.divergence import repair_divergence
+
+            repair_divergence(self._world, run.state, run.sinks)
+
+    def _report_skipped(self, step: Step) -> None:
+        """Record a step whose gradient is not finite; too many in a row end the run."""
+        run, progress = self._run, self._run.state.progress
         progress.bad_steps += 1
         progress.consecutive_bad_steps += 1
-        samples = self._sampler.indices(progress.position - step.samples, step.samples)
+        first = progress.position - step.samples
+        samples = self._loop.sampler.indices(first, step.samples)
         line = {"step": step.number, "epoch": progress.epoch, "samples": samples}
         run.setup.folder.append("bad_steps.jsonl", line)
         text = (
@@ -61,51 +77,17 @@ class BadSteps(StepObserver):
                 "--max-bad-steps"
             )
 
-
-class WeightCheck(StepObserver):
-    """Repairs weights that differ between the ranks, every `--check-every` steps."""
-
-    def __init__(self, run: Run, world: World) -> None:
-        self._run, self._world = run, world
-
-    def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Compare, if that is due after this step."""
-        every = self._run.config.check_every
-        if step.number % every == 0:
-            from kaitian_mpi.train.divergence import repair_divergence
-
-            repair_divergence(self._world, self._run.state, self._run.sinks)
-
-
-class Milestones(StepObserver):
-    """Reports, once each, the end of the start-up and of a recovery."""
-
-    def __init__(self, run: Run, world: World) -> None:
-        self._run, self._world, self._has_reported_start = run, world, False
-
-    def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Report what has ended with this step."""
-        run = self._run
-        if not self._has_reported_start:
-            self._report_start()
-        losses = run.membership.losses
+    def _report_recovered(self, step: Step) -> None:
+        losses = self._run.membership.losses
         recovered = [loss for loss in losses if loss.recovery_sec and not loss.is_logged]
         for loss in recovered:
-            loss.is_logged = True
-            after = f"{loss.recovery_sec:.2f} s after the loss was noticed"
-            text = f"step {step.number} is done, {after}"
+            loss.is_logged, seconds = True, loss.recovery_sec
+            text = f"step {step.number} is done, {seconds:.2f} s after the loss was noticed"
             print_rank_0(self._world, text)
             ranks = [info.world_rank for info in loss.lost]
-            run.sinks.event("recovery", step.number, text, ranks, recovery_sec=loss.recovery_sec)
+            self._run.sinks.event("recovery", step.number, text, ranks, recovery_sec=seconds)
         if recovered:
-            run.write_summary()
-
-    def _report_start(self) -> None:
-        self._has_reported_start = True
-        seconds = startup_clock.finish()
-        if seconds is not None:  # at the job's first step
-            print_rank_0(self._world, startup_clock.describe(seconds))
-            self._run.summary = replace(self._run.summary, startup_sec=seconds)
+            self._run.write_summary()
 
 
 class Metrics(StepObserver):

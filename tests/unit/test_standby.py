@@ -67,31 +67,24 @@ def test_at_least_one_rank_always_trains():
         lost = [rank for rank in range(5) if dead >> rank & 1]
         alive = [info for info in ALIKE if info.world_rank not in lost]
         gone = [ALIKE[rank] for rank in lost]
-        for before in (
-            standby(),
-            standby([4]),
-            standby([3, 4]),
-            standby([4], [3]),
-            standby([], [0, 1, 2]),
-        ):
-            after = replace_lost(before, alive, gone)
+        for spares, excluded in (([], []), ([4], []), ([3, 4], []), ([4], [3]), ([], [0, 1, 2])):
+            after = replace_lost(standby(spares, excluded), alive, gone)
             assert after.active(alive)
             assert after.spares | after.excluded <= {info.world_rank for info in alive}
 
 
-def test_active_returns_positions_among_the_surviving_ranks():
-    alive = [ALIKE[rank] for rank in (1, 3, 4)]
-    assert standby([4]).active(alive) == [0, 1]
-    assert standby([4], [1]).active(alive) == [1]
-    assert standby().active(alive) == [0, 1, 2]
-
-
-def test_the_last_ranks_are_spares():
-    assert plan_standby(ALIKE, 0) == standby()
-    assert plan_standby(ALIKE, 2) == standby([3, 4])
-
-
-def test_ranks_that_are_lost_before_others_go_on_standby_leave_a_rank_to_train():
-    assert plan_standby(ALIKE, 1, [2]) == standby([4], [2])
-    assert plan_standby(ALIKE[1:], 0, [0, 2]) == standby([], [2])
-    assert plan_standby(ALIKE[2:3], 0, [2]) == standby()
+@pytest.mark.parametrize(
+    ("infos", "spares", "excluded", "expected", "active"),
+    [
+        (ALIKE, 0, [], standby(), [0, 1, 2, 3, 4]),
+        (ALIKE, 2, [], standby([3, 4]), [0, 1, 2]),
+        (ALIKE, 1, [2], standby([4], [2]), [0, 1, 3]),
+        # Some are lost before others go on standby.
+        ([ALIKE[rank] for rank in (1, 3, 4)], 1, [1], standby([4], [1]), [1]),
+        (ALIKE[1:], 0, [0, 2], standby([], [2]), [0, 2, 3]),
+        (ALIKE[2:3], 0, [2], standby(), [0]),
+    ],
+)
+def test_the_last_ranks_are_spares(infos, spares, excluded, expected, active):
+    assert plan_standby(infos, spares, excluded) == expected
+    assert expected.active(infos) == active

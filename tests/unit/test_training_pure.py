@@ -1,6 +1,5 @@
 """The parts of training that need no other ranks."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,9 +9,8 @@ import torch
 from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
-from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.console import table_lines
-from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, open_run_folder
+from kaitian_mpi.observe.run_folder import open_run_folder
 from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train.step import StepClock
@@ -119,17 +117,21 @@ def test_a_table_is_aligned_text():
     ]
 
 
-def test_rank_0_writes_complete_files(tmp_path):
-    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=0)
-    assert isinstance(folder, DiskFolder)
-    folder.write("summary.json", {"finished": False})
-    folder.write("summary.json", {"finished": True})
-    folder.append("plan.jsonl", {"step": 0})
-    folder.append("plan.jsonl", {"step": 5})
-    folder.save_model({"weight": torch.ones(2)})
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"finished": True}
-    assert (tmp_path / "run" / "plan.jsonl").read_text().count("\n") == 2
-    assert not list((tmp_path / "run").rglob("*.partial"))
+def test_only_rank_0_writes_and_it_writes_complete_files(tmp_path):
+    path = tmp_path / "run"
+    config = TrainConfig(run_dir=str(path))
+    other, folder = (open_run_folder(config, rank) for rank in (1, 0))
+    for each in (other, folder):
+        each.write("summary.json", {"finished": False})
+        each.write("summary.json", {"finished": True})
+        each.append("plan.jsonl", {"step": 0})
+        each.save_model({"weight": torch.ones(2)})
+        assert path.exists() == (each is folder)
+        assert each.read("summary.json") == ({"finished": True} if each is folder else {})
+    assert not list(path.rglob("*.partial"))
+    for text in ("{", "[1]", "\0"):
+        (path / "summary.json").write_text(text)
+        assert folder.read("summary.json") == {}
 
 
 def test_lines_of_repeated_steps_are_removed(tmp_path):
@@ -145,29 +147,3 @@ def test_lines_of_repeated_steps_are_removed(tmp_path):
     assert (folder.path / "events.jsonl").read_text().count("\n") == 4  # what happened, happened
     folder.cut_after(-1)
     assert (folder.path / "plan.jsonl").read_text() == ""
-
-
-def test_an_unreadable_file_counts_as_empty(tmp_path):
-    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=0)
-    assert folder.read("summary.json") == {}
-    for text in ("{", "[1]", "\0"):
-        (folder.path / "summary.json").write_text(text)
-        assert folder.read("summary.json") == {}
-    folder.write("summary.json", {"steps": 3})
-    assert folder.read("summary.json") == {"steps": 3}
-    assert NoFolder().read("summary.json") == {}
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    folder = open_run_folder(TrainConfig(run_dir=str(tmp_path / "run")), rank=1)
-    assert isinstance(folder, NoFolder)
-    folder.write("summary.json", {})
-    folder.append("plan.jsonl", {})
-    folder.save_model({})
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--run-dir .*file/run: Not a directory; name a folder"):
-        open_run_folder(TrainConfig(run_dir=str(tmp_path / "file" / "run")), rank=0)

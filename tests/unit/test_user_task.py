@@ -45,15 +45,11 @@ def build(function, seed=0, **settings):
     return build_task(f"my_tasks:{function}", settings, seed)
 
 
-def test_the_function_gets_the_settings():
+def test_the_function_gets_the_settings_and_the_seed():
     task = build("build", width=3, name="narrow")
     assert isinstance(task, Task)
-    assert task.model.out_features == 3
-    assert task.name == "narrow"
+    assert (task.model.out_features, task.name) == (3, "narrow")
     assert build("anything", width=5).model.out_features == 5
-
-
-def test_the_weights_depend_on_the_seed_alone():
     first, again, other = (build("task", seed).model.weight for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -107,13 +103,10 @@ def test_settings_are_read_as_toml_or_else_as_text(text, value):
     assert type(config.set["key"]) is type(value)
 
 
-def test_the_run_folder_is_named_after_the_task():
-    folder = parse("--task", "package.module:build").choose_folder()
-    assert folder.name.startswith("package.module-build-2")
-
-
-def test_a_task_keeps_the_layout_of_its_tensors_unless_asked():
-    assert parse("--task", "a:b").memory_format == "contiguous"
+def test_a_task_names_the_run_folder_and_keeps_the_layout_of_its_tensors_unless_asked():
+    config = parse("--task", "package.module:build")
+    assert config.choose_folder().name.startswith("package.module-build-2")
+    assert config.memory_format == "contiguous"
     assert parse("--task", "a:b", "--memory-format", "auto").memory_format == "auto"
     assert parse().memory_format == "auto"
 

@@ -75,7 +75,8 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
         summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
         has_results = summary.finished and summary.steps == earlier.progress["step"]
         if config.resume == "auto" and has_results and is_over(config, earlier.progress):
-            done = f"{summary.epochs} epochs, {summary.steps} steps"
+            epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
+            done = f"{epochs}, {summary.steps} steps"
             warn_rank_0(
                 world,
                 f"{setup.path} is finished ({done}): nothing left to train; to continue it, raise "
