@@ -137,17 +137,13 @@ class Membership:
         return self._standby != Standby()
 
     def attempt(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do work that is collective over the active ranks; repeat it after a loss, on those left.
+        """Do work that is collective over all ranks; repeat it after a loss, on those left.
 
-        Its last argument is these. Units that it has committed stay done. None on a rank that was
-        on standby until the end.
+        Its last argument is these. To be called before any is on standby.
         """
         while True:
             try:
-                world = self.wait_until_active()
-                if world is None:
-                    return None
-                result = work(*arguments, world)
+                result = work(*arguments, self.all_ranks)
                 self.commit()
                 return result
             except Exception as error:
@@ -203,20 +199,13 @@ class Membership:
 
     def put_on_standby(self, spares: int, excluded: Collection[int]) -> None:
         """Put some ranks on standby. Collective over all ranks."""
-        standby = plan_standby(self.all_ranks.infos, spares, excluded)
-        if standby == Standby():
-            return
-        self._standby = standby
-        try:
-            self.active = _activate(self.all_ranks, standby)
-            ok, noticed = True, None
-        except Exception as error:
-            if not self.may_be_loss(error, self.all_ranks):
-                raise
-            ulfm.revoke_all()
-            ok, noticed = False, error
-        if self.survives and not ulfm.agree(self.all_ranks.comm, ok):
-            self._regroup(noticed or NotCommittedError("a rank is lost"))
+
+        def activate(world: World) -> tuple[Standby, World | None]:
+            standby = plan_standby(world.infos, spares, excluded)
+            return standby, _activate(world, standby)
+
+        if plan_standby(self.all_ranks.infos, spares, excluded) != Standby():
+            self._standby, self.active = self.attempt(activate)
 
     def share_history(self, world: World) -> None:
         """Share the losses' times with ranks that were on standby. Collective over `world`."""
