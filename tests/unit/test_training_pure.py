@@ -120,14 +120,14 @@ def test_a_table_is_aligned_text():
 def test_only_rank_0_writes_and_it_writes_complete_files(tmp_path):
     path = tmp_path / "run"
     config = TrainConfig(run_dir=str(path))
-    other, folder = (open_run_folder(config, rank) for rank in (1, 0))
-    for each in (other, folder):
-        each.write("summary.json", {"finished": False})
-        each.write("summary.json", {"finished": True})
-        each.append("plan.jsonl", {"step": 0})
-        each.save_model({"weight": torch.ones(2)})
-        assert path.exists() == (each is folder)
-        assert each.read("summary.json") == ({"finished": True} if each is folder else {})
+    for rank in (1, 0):
+        folder = open_run_folder(config, rank)
+        folder.write("summary.json", {"finished": False})
+        folder.write("summary.json", {"finished": True})
+        folder.append("plan.jsonl", {"step": 0})
+        folder.save_model({"weight": torch.ones(2)})
+        assert path.exists() == (rank == 0)
+        assert folder.read("summary.json") == ({} if rank else {"finished": True})
     assert not list(path.rglob("*.partial"))
     for text in ("{", "[1]", "\0"):
         (path / "summary.json").write_text(text)
