@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kaitian_mpi.balance.measurements import plan_job, read_measurements
+
 SETTLED = 15  # earlier steps are warm-up, and the plan may still change in them
 
 
@@ -65,19 +67,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         emulated = ["--emulate-kinds", options.kinds, *slowdown(list(factors.values()))]
-        command = ["kaitian-plan", *common, *emulated, "--json", "forecast.json"]
+        command = ["kaitian-plan", *common, *emulated, "--save", "measured.json"]
         launch([core[kind] for kind in kinds], command, folder)
-        saved = json.loads((folder / "forecast.json").read_text())
+        planned = plan_job(read_measurements(folder / "measured.json"), None)
         settings = ["--keep-all", "--max-steps", str(options.steps), "--log-interval", "0"]
-        for number, cast in enumerate(saved["subsets"]):
-            taken, run = cast["kinds"], f"run{number}"
+        for number, (taken, cast) in enumerate(planned.subsets.forecasts.items()):
+            run = f"run{number}"
             emulated = ["--emulate-kinds", ",".join(taken)]
             emulated += slowdown([factors[kind] for kind in taken])
             command = ["kaitian-train", *common, *settings, *emulated, "--run-dir", run]
             launch([core[kind] for kind in taken], command, folder)
             rate = measured_rate(folder / run)
-            off = cast["samples_per_sec"] / rate - 1
-            found.append([taken, round(cast["samples_per_sec"], 1), round(rate, 1), round(off, 4)])
+            off = cast.samples_per_sec / rate - 1
+            found.append([taken, round(cast.samples_per_sec, 1), round(rate, 1), round(off, 4)])
             print(f"{' + '.join(taken):20} forecast {found[-1][1]}, measured {found[-1][2]}")
     worst = max(abs(row[3]) for row in found)
     print(f"worst error {worst:.1%} (kinds and their speed emulated)")

@@ -11,7 +11,6 @@ from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce, 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.forecast import (
     Cohort,
-    Forecast,
     SubsetForecasts,
     forecast_subsets,
     ranks_per_kind,
@@ -145,31 +144,3 @@ def plan_job(
     return PlannedJob(
         measured=measured, world=counts, global_batch_size=global_batch_size, subsets=subsets
     )
-
-
-def planned_to_json(job: PlannedJob) -> dict[str, Any]:
-    """Return the forecast as the content of the --json file."""
-    subsets = job.subsets
-    return {
-        "version": _VERSION,
-        "model": job.measured.model,
-        "emulated": job.measured.emulated,
-        "world": job.world,
-        "global_batch_size": job.global_batch_size,
-        "forecast": _forecast_to_json(subsets.whole),
-        "gains": {kind: subsets.gain(kind) for kind in subsets.kinds},
-        "plan": [
-            {"kind": share.cohort.kind, "ranks": share.ranks, "samples_per_step": share.samples}
-            for share in subsets.whole.shares
-        ],
-        "subsets": [
-            {"kinds": list(kinds), **_forecast_to_json(forecast)}
-            for kinds, forecast in subsets.forecasts.items()
-        ],
-        "best": list(subsets.best),
-    }
-
-
-def _forecast_to_json(forecast: Forecast) -> dict[str, Any]:
-    names = "samples_per_sec step_sec compute_sec exposed_sec efficiency"
-    return {name: getattr(forecast, name) for name in names.split()}

@@ -17,7 +17,7 @@ from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.checks import judge
-from kaitian_mpi.preflight.examination import Examination, Options, examine_machine
+from kaitian_mpi.preflight.examination import Examination, examine_machine
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job import Job, NoAnswerError
 from kaitian_mpi.preflight.report import Report, to_json, to_text
@@ -43,7 +43,6 @@ _START_EXTRA_SEC = 10.0
 _WATCHDOG_EXTRA_SEC = 12.0
 _FIRST_RANK_SEC = 20.0
 
-Verdicts = Sequence[tuple[str, Verdict]]
 Show = Callable[[JobFacts], int]
 """Prints the report on the facts, and returns the exit code."""
 
@@ -57,9 +56,8 @@ def main() -> None:
     tasks = read_tasks(os.environ)
     handle_signals(PROGRAM)
 
-    def show(job: JobFacts, verdicts: Verdicts | None = None, subject: str = "") -> int:
-        verdicts = list(judge(job)) if verdicts is None else verdicts
-        report = Report(job, verdicts, time.monotonic() - began, subject)
+    def show(job: JobFacts, verdicts: Sequence[tuple[str, Verdict]] = (), subject: str = "") -> int:
+        report = Report(job, verdicts or list(judge(job)), time.monotonic() - began, subject)
         if chosen.json:
             date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             print_text(json.dumps(to_json(report, __version__, date), indent=2))
@@ -70,39 +68,33 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         with report_once():
             chosen = read_options(arguments)
-        options = Options(
-            devices=chosen.devices,
-            share_device=chosen.share_device or os.environ.get(SHARE_VARIABLE) == "1",
-            run_dir=chosen.run_dir,
-            timeout=chosen.timeout,
-        )
         if chosen.hostfile:
             pythons = read_environments(chosen.env) if chosen.env else {}
             verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
             code = show(JobFacts(ranks=()), verdicts, f"hosts of {chosen.hostfile}")
         elif tasks is None:
-            code = show(examine_machine(options))
+            code = show(examine_machine(chosen))
         else:
-            code = examine_rank(options, show, tasks)
+            code = examine_rank(chosen, show, tasks[0])
     sys.exit(code)
 
 
-def examine_rank(options: Options, show: Show, tasks: tuple[int, int]) -> int:
+def examine_rank(chosen: argparse.Namespace, show: Show, rank: int) -> int:
     """Examine this rank of a job; return its exit code."""
     # Works while a call holds the GIL, as the start of MPI does, and names it. Not the watchdog's
     # SIGKILL: if all ranks die of signals, mpirun --with-ft ulfm exits with code 0.
-    faulthandler.dump_traceback_later(options.timeout + _START_EXTRA_SEC, exit=True)
-    watchdog = start_watchdog(options.timeout + _WATCHDOG_EXTRA_SEC)
+    faulthandler.dump_traceback_later(chosen.timeout + _START_EXTRA_SEC, exit=True)
+    watchdog = start_watchdog(chosen.timeout + _WATCHDOG_EXTRA_SEC)
     enter_phase("the start of MPI, which needs all ranks", limited=False)
-    examination = Examination(options, tasks[0])
+    examination = Examination(chosen, rank)
     try:
         comm = initialize_mpi()
     except UserError as error:
-        return examine_without_mpi(examination, str(error), show, tasks[0])
+        return examine_without_mpi(examination, str(error), show, rank)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    enter_phase("kaitian-doctor", limited=False)
-    job = Job(comm, examination, options.timeout)
+    enter_phase(PROGRAM, limited=False)
+    job = Job(comm, examination, chosen.timeout)
     try:
         if comm.rank == 0:
             code = show(job.examine())
@@ -188,6 +180,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError("--env requires --hostfile")
     if chosen.hostfile and read_tasks(os.environ) is not None:
         raise UserError("--hostfile cannot be used under mpirun; run it before mpirun")
+    chosen.share_device |= os.environ.get(SHARE_VARIABLE) == "1"
     if not chosen.run_dir:
         raise UserError("--run-dir must not be empty; name a folder")
     return chosen

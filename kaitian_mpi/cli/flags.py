@@ -8,8 +8,8 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
@@ -101,8 +101,7 @@ def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
     return TrainConfig(**parse_settings(make_parser(program), arguments).settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parsed:
+class Parsed(NamedTuple):
     """What a command line says."""
 
     settings: dict[str, Any]
@@ -122,7 +121,7 @@ def parse_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     others = argparse.Namespace(**{name: chosen[name] for name in chosen.keys() - FIELDS.keys()})
     in_file = read_config_file(given["config"]) if given.get("config") else {}
     task = given.get("task", in_file.get("task"))
-    by_set, table = _sort_set(given.pop("set", {}), bool(task))
+    by_set, table = _sort_set(given.pop("set", []), bool(task))
     if twice := sorted(by_set.keys() & given.keys()):
         raise UserError(f"--set and {flag_name(twice[0])} set the same; give only one of them")
     settings = {**in_file, **given, **by_set}
@@ -150,9 +149,7 @@ def read_config_file(path: str) -> dict[str, Any]:
             )
         if name in settings:
             raise UserError(f"--config {path}: {key} is set twice; keep one of them")
-        if needed := wrong_type(FIELDS[name], value):
-            raise UserError(f"--config {path}: {key} must be {needed}, not {value!r}")
-        settings[name] = value
+        settings[name] = _of_its_type(f"--config {path}: {key}", name, value)
     for key, value in settings.get("set", {}).items():
         if not key.isidentifier():
             raise UserError(f"--config {path}: set: {key!r} cannot be the name of an argument")
@@ -162,6 +159,13 @@ def read_config_file(path: str) -> dict[str, Any]:
                 "hold; put it in quotes"
             )
     return settings
+
+
+def _of_its_type(place: str, name: str, value: Any) -> Any:
+    """Return a field's value if it is of the field's type."""
+    if needed := wrong_type(FIELDS[name], value):
+        raise UserError(f"{place} must be {needed}, not {value!r}")
+    return value
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -177,21 +181,23 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _sort_set(given: Mapping[str, str], has_task: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide the names and values of --set into settings and arguments of the task's function.
+def _sort_set(given: Sequence[str], has_task: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide what --set was given into settings and arguments of the task's function.
 
     With --task, a name is a setting only if --help has no flag for it.
     """
     of_config = HIDDEN - OF_IMAGES if has_task else FIELDS.keys() - {"config", "task", "set"}
     settings: dict[str, Any] = {}
     table: dict[str, Any] = {}
-    for key, text in given.items():
+    for each in given:
+        key, equals, text = each.partition("=")
         name = key.replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise UserError(f"--set {each!r} is not name=value; write it like --set lr=3e-4")
         if name in of_config:
             is_text = isinstance(FIELDS[name].default, str)
-            settings[name] = text if is_text else read_value(f"--set {name}", text)
-            if needed := wrong_type(FIELDS[name], settings[name]):
-                raise UserError(f"--set {name} must be {needed}, not {text!r}")
+            value = text if is_text else read_value(f"--set {name}", text)
+            settings[name] = _of_its_type(f"--set {name}", name, value)
         elif has_task and key.isidentifier():
             table[key] = read_value(f"--set {key}", text)
         else:
@@ -204,31 +210,22 @@ def _sort_set(given: Mapping[str, str], has_task: bool) -> tuple[dict[str, Any],
 
 def _check_combinations(given: Mapping[str, Any]) -> None:
     """Check that the flags given are those of one form, a task or a model, and of the optimizer."""
-    of_images = ", ".join(flag_name(name) for name in given if name in OF_IMAGES)
-    if given.get("task") and of_images:
+
+    def named(fields: Container[str]) -> str:
+        return ", ".join(flag_name(name) for name in given if name in fields)
+
+    if given.get("task") and (of_images := named(OF_IMAGES)):
         raise UserError(
             f"{of_images} cannot be combined with --task; set it in the task's own code, "
             "with --set for its arguments"
         )
     if not given.get("task") and given.get("set"):
         raise UserError("set in --config holds the arguments of a task's function; add task")
-    of_sgd = ", ".join(flag_name(name) for name in ("momentum", "nesterov") if name in given)
-    if given.get("optimizer") == "adamw" and of_sgd:
+    if given.get("optimizer") == "adamw" and (of_sgd := named(("momentum", "nesterov"))):
         raise UserError(
             f"{of_sgd} cannot be combined with --optimizer adamw, which has no momentum "
             "of this kind; remove one of them"
         )
-
-
-class _AddSetting(argparse.Action):
-    """Adds a `key=value` to a table of texts."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
-        """Add what a flag was given."""
-        key, equals, text = str(values).partition("=")
-        if not equals or not key.replace("-", "_").isidentifier():
-            raise UserError(f"{flag} {values!r} is not name=value; write it like {flag} lr=3e-4")
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), key: text})
 
 
 def read_value(name: str, text: str) -> Any:
@@ -254,8 +251,7 @@ def _add_flag(group: argparse._ActionsContainer, field: dataclasses.Field[Any]) 
         "help": (about["help"] + ("" if has_own else shown)).replace("%", "%%"),
     }
     if default is dataclasses.MISSING:
-        options = {"action": _AddSetting, "default": {}, "help": about["help"]}
-        options["metavar"] = about["metavar"]
+        options = {"action": "append", "help": about["help"], "metavar": about["metavar"]}
     elif isinstance(default, bool):
         options["action"] = argparse.BooleanOptionalAction
     else:

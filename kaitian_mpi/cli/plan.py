@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.balance.communication import guessed_kinds
-from kaitian_mpi.balance.forecast import Forecast
 from kaitian_mpi.balance.measurements import (
     MAX_SAMPLES,
     Measurements,
     PlannedJob,
     plan_job,
-    planned_to_json,
     read_measurements,
 )
 from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
-from kaitian_mpi.cli.preflight import check_file_can_be_written
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
@@ -63,9 +60,8 @@ def measure(parsed: Parsed) -> None:
     from kaitian_mpi.train.measure.job import measure_job
 
     with agree_on_errors(world.comm):
-        for flag in ("json", "save") if world.rank == 0 else ():
-            if path := getattr(parsed.others, flag):
-                check_file_can_be_written(f"--{flag}", path)
+        if world.rank == 0 and parsed.others.save is not None:
+            check_can_be_written(parsed.others.save)
     world.relay.adopt(config)
     measured = measure_job(task_maker(config, parsed.by_set), config, world)
     with agree_on_errors(world.comm):
@@ -100,7 +96,6 @@ def make_parser() -> OneLineParser:
         "LIST",
         None,
     )
-    parser.add("--json", "write the forecast to this file too", "FILE", None)
     parser.add("--save", "write the measurements to this file", "FILE", None)
     shown = {name for names in SECTIONS.values() for name in names.split()}
     add_flags(parser, SECTIONS, FIELDS.keys() - shown)
@@ -129,6 +124,19 @@ def read_options(arguments: Sequence[str]) -> Parsed:
     return parsed
 
 
+def check_can_be_written(path: str) -> None:
+    """Check that a file can be written, before the work whose result it will contain."""
+    is_new = not os.path.lexists(path)
+    try:
+        open(path, "ab").close()
+        if is_new:
+            os.unlink(path)
+    except OSError as error:
+        raise UserError(
+            f"--save {path}: {error.strerror}; name a file that can be written"
+        ) from error
+
+
 def parse_world(text: str) -> dict[str, int]:
     """Parse `8xcuda,32xcpu` into the number of ranks of each kind."""
     parts = re.findall(r"(?:^|,)0*([1-9][0-9]{0,8})x([^\s,]+)(?=,|$)", text)
@@ -142,14 +150,12 @@ def parse_world(text: str) -> dict[str, int]:
 
 
 def report(measured: Measurements, parsed: Parsed) -> None:
-    """Forecast the job, write the files that are asked for, and print the result."""
+    """Forecast the job and print the result; write the measurements if that is asked for."""
     chosen = parsed.others
     if chosen.save is not None:
         save_json(Path(chosen.save), measured.to_json())
     size = parsed.settings.get("global_batch_size") if chosen.file is not None else None
     job = plan_job(measured, chosen.world, size)
-    if chosen.json is not None:
-        save_json(Path(chosen.json), planned_to_json(job))
     show(job)
     if chosen.save is not None:
         world = f"8x{measured.ranks[0].kind}"
@@ -162,9 +168,16 @@ def show(job: PlannedJob) -> None:
     emulated = " (devices or their speed emulated)" if measured.emulated else ""
     print(f"forecast for {measured.model}, from {len(measured.ranks):,} measured ranks{emulated}")
     print(f"global batch: {job.global_batch_size:,} samples")
-    _show(f"world: {sum(job.world.values()):,} ranks", [_kind_row(job, kind) for kind in job.world])
+    print(f"world: {sum(job.world.values()):,} ranks")
+    heads = "kind", "ranks", "samples/step per rank", "ms computing", "without samples"
+    _show(heads, [_kind_row(job, kind) for kind in job.world])
     if 1 < len(subsets.forecasts) <= _MAX_SUBSETS:
-        _show("with these kinds alone", [_subset_row(*each) for each in subsets.forecasts.items()])
+        print("with these kinds alone")
+        rows = []
+        for kinds, cast in subsets.forecasts.items():
+            figures = _rate(cast.samples_per_sec), _ms(cast.step_sec), f"{cast.efficiency:.0%}"
+            rows.append((" + ".join(kinds), *figures))
+        _show(("kinds", "samples/s", "step ms", "efficiency"), rows)
     rate = whole.samples_per_sec
     print(f"forecast: {_rate(rate)} samples/s, efficiency {whole.efficiency:.0%}")
     print(
@@ -185,35 +198,19 @@ def show(job: PlannedJob) -> None:
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
 
 
-def _show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table of rows with the same keys."""
-    print(title)
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
+def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
         print("  ".join(["", *map(str.rjust, row, widths)]))
 
 
-def _kind_row(job: PlannedJob, kind: str) -> dict[str, str]:
+def _kind_row(job: PlannedJob, kind: str) -> tuple[str, ...]:
     shares = [share for share in job.subsets.whole.shares if share.cohort.kind == kind]
     least, most = (pick(share.samples for share in shares) for pick in (min, max))
+    samples = f"{least:,}" + (f" to {most:,}" if most > least else "")
     idle = sum(share.ranks for share in shares if share.samples == 0)
-    return {
-        "kind": kind,
-        "ranks": f"{job.world[kind]:,}",
-        "samples/step per rank": f"{least:,}" + (f" to {most:,}" if most > least else ""),
-        "ms computing": _ms(max(share.seconds for share in shares)),
-        "without samples": f"{idle:,}",
-    }
-
-
-def _subset_row(kinds: tuple[str, ...], cast: Forecast) -> dict[str, str]:
-    return {
-        "kinds": " + ".join(kinds),
-        "samples/s": _rate(cast.samples_per_sec),
-        "step ms": _ms(cast.step_sec),
-        "efficiency": f"{cast.efficiency:.0%}",
-    }
+    slowest = _ms(max(share.seconds for share in shares))
+    return kind, f"{job.world[kind]:,}", samples, slowest, f"{idle:,}"
 
 
 def _rate(rate: float) -> str:

@@ -11,6 +11,7 @@ from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.choice import hide_accelerators, visibility_variables
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
+from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.preflight.checks import judge_placement
@@ -44,17 +45,30 @@ def hide_unused_devices(environ: Any, devices: str) -> None:
     environ.update(hide_accelerators(devices, *ranks, visibility_variables()))
 
 
-def devices_of_host(devices: str, device_map: str, comm: MPI.Intracomm) -> str:
-    """Return the devices of this host's ranks, as `--devices` takes them. Collective."""
-    if not any(gather_values(comm, device_map)):
-        return devices
+def start_mpi(chosen: Any) -> tuple[MPI.Intracomm, str]:
+    """Start MPI as the flags say. Collective.
+
+    Returns:
+        `COMM_WORLD`, and the devices of this host's ranks, as `--devices` takes them.
+    """
+    hide_unused_devices(os.environ, chosen.devices)
+    comm = initialize_mpi_on(chosen.network_interface)
+    devices = chosen.devices
+    if any(gather_values(comm, chosen.device_map)):
+        devices = _devices_in_map(chosen.device_map, devices, comm)
+    hide_unused_devices(os.environ, devices)
+    return comm, devices
+
+
+def _devices_in_map(path: str, devices: str, comm: MPI.Intracomm) -> str:
+    """Return this host's devices in the device map that rank 0 reads. Collective."""
     known: dict[str, str] = {}
     with agree_on_errors(comm):
         if devices != "auto":
             raise UserError("--devices cannot be combined with --device-map; remove one of them")
         if comm.rank == 0:
-            known = read_device_map(device_map)
-    path, known = gather_values(comm, (device_map, known))[0]
+            known = read_device_map(path)
+    path, known = gather_values(comm, (path, known))[0]
     with agree_on_errors(comm):
         devices = devices_for(known, socket.gethostname(), is_local, path)
     return devices
@@ -88,17 +102,3 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
                     f"--data-dir {config.data_dir}: {error.strerror}; name the folder that holds "
                     f"the files of --dataset {config.dataset} on this host"
                 ) from error
-
-
-def check_file_can_be_written(flag: str, path: str) -> None:
-    """Check that a file can be written, before the work whose result it will contain."""
-    is_new = not os.path.lexists(path)
-    try:
-        with open(path, "ab"):
-            pass
-        if is_new:
-            os.unlink(path)
-    except OSError as error:
-        raise UserError(
-            f"{flag} {path}: {error.strerror}; name a file that can be written"
-        ) from error

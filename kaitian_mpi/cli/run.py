@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import devices_of_host, hide_unused_devices
+from kaitian_mpi.cli.preflight import start_mpi
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
-from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE
@@ -51,10 +50,7 @@ def main() -> None:
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         check_script(chosen.script, chosen.module)
-        hide_unused_devices(os.environ, chosen.devices)
-        comm = initialize_mpi_on(chosen.network_interface)
-        devices = devices_of_host(chosen.devices, chosen.device_map, comm)
-        hide_unused_devices(os.environ, devices)
+        comm, devices = start_mpi(chosen)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)

@@ -13,13 +13,12 @@ from kaitian_mpi.cli.flags import make_parser, parse_settings
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.preflight import (
     check_before_loading,
-    devices_of_host,
     hide_unused_devices,
+    start_mpi,
     with_emulation,
 )
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
-from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
@@ -63,18 +62,16 @@ def main() -> None:
 
 def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | None]:
     """Start MPI, import torch, and choose this rank's device. Collective."""
-    level = "warning" if config.quiet and config.log_level == "info" else config.log_level
-    configure_logging(level, rank_prefix(), read_launch(os.environ).world_rank)
-    watchdog = start_watchdog(setup_limit(config.step_timeout))
     launch = read_launch(os.environ)
-    hide_unused_devices(os.environ, config.devices)
+    level = "warning" if config.quiet and config.log_level == "info" else config.log_level
+    configure_logging(level, rank_prefix(), launch.world_rank)
+    watchdog = start_watchdog(setup_limit(config.step_timeout))
     if launch.local_size < launch.world_size:
+        hide_unused_devices(os.environ, config.devices)
         load_torch(launch)  # while the other hosts' ranks are started
     startup_clock.begin("MPI")
-    comm = initialize_mpi_on(config.network_interface)
+    comm, devices = start_mpi(config)
     config = with_emulation(config, comm)
-    devices = devices_of_host(config.devices, config.device_map, comm)
-    hide_unused_devices(os.environ, devices)
     check_before_loading(config, comm)
     load_torch(launch)  # late: it takes seconds
 

@@ -12,8 +12,9 @@ import shutil
 import signal
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kaitian_mpi.preflight.collect import collect
@@ -30,24 +31,10 @@ _VERSION_SEC = 10.0
 _FIELDS = {"run folder": "storage"}  # of `RankFacts`, if named unlike the examination
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `kaitian-doctor`."""
-
-    devices: str
-    """As `--devices`."""
-    share_device: bool
-    """As `--share-device`."""
-    run_dir: str
-    """The folder whose file system is examined."""
-    timeout: float
-    """Seconds that an examination may take."""
-
-
 class Examination:
-    """The examinations of one rank, which run in the background."""
+    """The examinations of one rank, which run in the background, by the doctor's `options`."""
 
-    def __init__(self, options: Options, rank: int, *, with_mpi: bool = False) -> None:
+    def __init__(self, options: Namespace, rank: int, *, with_mpi: bool = False) -> None:
         self.first_facts = facts = collect(socket.gethostname(), rank)
         """The facts that are known at once."""
         self._stages = {
@@ -112,7 +99,7 @@ def _outside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_JOINING)}
 
 
-def examine_machine(options: Options) -> JobFacts:
+def examine_machine(options: Namespace) -> JobFacts:
     """Examine this machine, without a launcher: also where MPI or torch cannot be loaded."""
     examination = Examination(options, 0, with_mpi=True)
     launcher = examine_launcher(options.timeout)
@@ -126,11 +113,11 @@ def examine_launcher(seconds: float) -> Launcher:
         return Launcher(path="", library="", started=None, error="")
     version = LimitedProcess([path, "--version"], _VERSION_SEC).wait()
     library = parse_launcher_version(version.out + version.err)
-    command = [path, "-np", "2", *COMMAND, "count", "{}"]
+    command = [path, "-np", "2", *COMMAND, "mpi", "{}"]
     # Two ranks even where there is one core.
     code, out, err = LimitedProcess(command, seconds, {**OVERSUBSCRIBE, **os.environ}).wait()
     if code == 0:
-        sizes = [json.loads(found)["size"] for found in re.findall(r'\{"size": \d+\}', out)]
+        sizes = [int(size) for size in re.findall(r'"size": (\d+)', out)]
         return Launcher(path=path, library=library, started=min(sizes, default=0), error="")
     how = f"no answer within {seconds:g} s" if code is None else f"exit code {code}"
     said = " ".join(re.sub(r"-{4,}", " ", (err or out).replace("\0", "")).split())

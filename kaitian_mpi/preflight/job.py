@@ -29,7 +29,9 @@ _PROBE_SEC = 10.0
 _ORDERS_SEC = 60.0
 _SETTLE_SEC = 2.0
 _MAX_NAP_SEC = 5e-3
-_TRIPS, _TRANSFERS, _BYTES = 20, 4, 4 << 20
+_TRIPS, _TRANSFERS = 20, 4
+_SMALL_BYTES, _LARGE_BYTES = 64 << 10, 4 << 20
+_QUICK_SEC = 0.02  # for the small transfer: the large one then takes 1.3 s at most
 _MAX_HOSTS, _MAX_LOCAL_RANKS = 8, 4
 
 
@@ -97,19 +99,20 @@ class Job:
     def _probe_links(self, hosts: Sequence[str]) -> tuple[Link, ...]:
         """Have pairs of ranks probe the links between them, up to the first that fails."""
         links: list[Link] = []
-        for pair in choose_pairs(hosts):
-            others = [rank for rank in pair if rank != 0]
-            for rank in others:
+        for pairs in choose_pairs(hosts):
+            probes = [(pair, rank) for pair in pairs for rank in pair if rank != 0]
+            for pair, rank in probes:
                 self._post.send(rank, {"pair": pair})
-            found = self._probe(*pair) if 0 in pair else {}
-            for rank in others:
+            found = {pair: self._probe(*pair) if 0 in pair else {} for pair in pairs}
+            for pair, rank in probes:
                 try:
                     answer = self._post.receive(rank, 2 * self._probe_sec + _EXTRA_SEC)
                 except NoAnswerError as error:
                     answer = {"error": f"rank {rank} {error}"}
-                found = {**answer, **found}
-            links.append(Link(ranks=pair, hosts=(hosts[pair[0]], hosts[pair[1]]), **found))
-            if links[-1].error:  # messages may be left over
+                found[pair] = {**answer, **found[pair]}
+            for (a, b), facts in found.items():
+                links.append(Link(ranks=(a, b), hosts=(hosts[a], hosts[b]), **facts))
+            if any(link.error for link in links):  # messages may be left over
                 break
         return tuple(links)
 
@@ -122,38 +125,43 @@ class Job:
             return {"error": f"rank {other} {error}"}
 
 
-def choose_pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return which ranks probe the links between them, given each rank's host.
+def choose_pairs(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """Return which ranks probe the links between them, in turns, given each rank's host.
 
-    The first ranks of the hosts: all pairs of up to eight, else each with the next one. On one
-    host, its first four ranks.
+    The first ranks of the hosts: all pairs of up to eight, one after another; else each with the
+    next one, in three turns in which no rank has two links. On one host, its first four ranks.
     """
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(firsts) == 1:
         firsts = list(range(len(hosts)))[:_MAX_LOCAL_RANKS]
     if len(firsts) <= _MAX_HOSTS:
-        return list(combinations(firsts, 2))
-    return [*pairwise(firsts), (firsts[0], firsts[-1])]
+        return [[pair] for pair in combinations(firsts, 2)]
+    links = list(pairwise(firsts))
+    return [links[::2], links[1::2], [(firsts[0], firsts[-1])]]
 
 
 def _time_link(post: Post, other: int) -> dict[str, Any]:
     def trip(content: bytes) -> float:
         start = time.perf_counter()
         post.push(other, content)
-        post.pull(other, 1)
+        post.pull(other)
         return time.perf_counter() - start
 
     trip(b"\0")  # may open the connection
     latency = median(trip(b"\0") for _ in range(_TRIPS)) / 2
-    took = min(trip(bytes(_BYTES)) for _ in range(_TRANSFERS))
-    speed = _BYTES / max(took - latency, took / 10)
+    size = _SMALL_BYTES
+    took = min(trip(bytes(size)) for _ in range(_TRANSFERS))
+    if took < _QUICK_SEC:
+        size = _LARGE_BYTES
+        took = min(trip(bytes(size)) for _ in range(_TRANSFERS))
+    post.push(other, b"")
+    speed = size / max(took - latency, took / 10)
     return {"latency_us": 1e6 * latency, "mb_per_sec": speed / 1e6}
 
 
 def _answer(post: Post, other: int) -> dict[str, Any]:
-    """Answer the messages of `_time_link`."""
-    for size in [1] * (1 + _TRIPS) + [_BYTES] * _TRANSFERS:
-        post.pull(other, size)
+    """Answer the messages of `_time_link`, up to the empty one."""
+    while post.pull(other):
         post.push(other, b"\1")
     return {}
 
@@ -175,37 +183,36 @@ class Post:
 
     def send(self, target: int, value: Any) -> None:
         """Send a value without waiting."""
-        from mpi4py import MPI
-
         content = json.dumps(value).encode()
-        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR_VALUES)
-        self._sent.append((request, content))
+        self._sent.append((self._start_sending(target, content, tags.DOCTOR_VALUES), content))
 
     def receive(self, source: int, limit_sec: float) -> Any:
         """Return the next value of this rank."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        self._wait(lambda: bool(self._comm.Iprobe(source, tags.DOCTOR_VALUES, status)), limit_sec)
-        content = bytearray(status.Get_count(MPI.BYTE))
-        request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR_VALUES)
-        self._wait(request.Test, limit_sec, request, content)
-        return json.loads(content)
+        return json.loads(self._take(source, tags.DOCTOR_VALUES, limit_sec, _MAX_NAP_SEC))
 
     def push(self, target: int, content: bytes) -> None:
         """Send bytes, and wait until they are sent."""
+        request = self._start_sending(target, content, tags.DOCTOR_PROBE)
+        self._wait(request.Test, self._limit_sec, _MAX_NAP_SEC, request, content)
+
+    def pull(self, source: int) -> bytearray:
+        """Return the next bytes of this rank."""
+        return self._take(source, tags.DOCTOR_PROBE, self._limit_sec, 1e-3)
+
+    def _start_sending(self, target: int, content: bytes, tag: int) -> MPI.Request:
         from mpi4py import MPI
 
-        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR_PROBE)
-        self._wait(request.Test, self._limit_sec, request, content)
+        return self._comm.Isend([content, MPI.BYTE], target, tag)
 
-    def pull(self, source: int, size: int) -> None:
-        """Receive this many bytes."""
+    def _take(self, source: int, tag: int, limit_sec: float, max_nap_sec: float) -> bytearray:
         from mpi4py import MPI
 
-        content = bytearray(size)
-        request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR_PROBE)
-        self._wait(request.Test, self._limit_sec, request, content, max_nap_sec=1e-3)
+        status = MPI.Status()
+        self._wait(lambda: bool(self._comm.Iprobe(source, tag, status)), limit_sec, max_nap_sec)
+        content = bytearray(status.Get_count(MPI.BYTE))
+        request = self._comm.Irecv([content, MPI.BYTE], source, tag)
+        self._wait(request.Test, limit_sec, max_nap_sec, request, content)
+        return content
 
     def settle(self, limit_sec: float) -> bool:
         """Wait until everything sent has arrived, so that MPI can be finalized; or return False."""
@@ -216,11 +223,7 @@ class Post:
         return wait_until(is_clean, limit_sec, _MAX_NAP_SEC)
 
     def _wait(
-        self,
-        condition: Callable[[], bool],
-        limit_sec: float,
-        *kept: object,
-        max_nap_sec: float = _MAX_NAP_SEC,
+        self, condition: Callable[[], bool], limit_sec: float, max_nap_sec: float, *kept: object
     ) -> None:
         from mpi4py import MPI
 

@@ -13,6 +13,8 @@ from typing import IO, NamedTuple
 from kaitian_mpi.runtime.system import anonymous_file
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of a shell
+MAX_AT_ONCE = 256
+"""How many processes may run at once: each has two files open, of perhaps 1,024 (`ulimit -n`)."""
 _MAX_BYTES = 1 << 24
 
 
@@ -83,6 +85,17 @@ class LimitedProcess:
     def _finish(self, code: int | None, fault: str = "") -> None:
         out, err = (_content(file) for file in self._files)
         self._ended = Ended(code, out, err + fault)
+
+
+def run_all(commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Ended]:
+    """Run named commands, up to 256 at once, each for at most these seconds."""
+    ended: dict[str, Ended] = {}
+    names = list(commands)
+    for first in range(0, len(names), MAX_AT_ONCE):
+        batch = names[first : first + MAX_AT_ONCE]
+        running = {name: LimitedProcess(commands[name], seconds) for name in batch}
+        ended |= {name: process.wait() for name, process in running.items()}
+    return ended
 
 
 def _content(file: IO[bytes]) -> str:

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.process import MAX_AT_ONCE
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
 from kaitian_mpi.supervise.probe import PendingAnswer
 
@@ -172,7 +173,8 @@ class HostChanges:
         self._forget_removed()
         for host in self.hosts:
             is_due = now >= self._ask_at.get(host.name, now)
-            if host.name not in self._ready | self._pending.keys() and is_due:
+            is_free = len(self._pending) < MAX_AT_ONCE
+            if host.name not in self._ready | self._pending.keys() and is_due and is_free:
                 self._pending[host.name] = self._ask(host)
         self._read_answers(now)
         # Hosts that are added together join together.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kaitian_mpi import __version__
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.process import NOT_EXECUTABLE, NOT_FOUND, Ended, LimitedProcess
+from kaitian_mpi.preflight.process import NOT_EXECUTABLE, NOT_FOUND, Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, problem_from, warning
 from kaitian_mpi.runtime.command import Command, read_hostfile
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
@@ -53,23 +53,25 @@ class PendingAnswer:
         self, agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool = False
     ) -> None:
         self._place = (host.name, python, seconds, is_local)
-        words = [python, "-c", _SHOW_VERSION]
-        if not is_local:  # the remote shell splits the words again
-            words = probe_command(agent, host, seconds, [shlex.join(words)])
-        self._process = LimitedProcess(words, seconds)
+        self._process = LimitedProcess(version_command(agent, host, *self._place[1:]), seconds)
 
     def poll(self) -> HostAnswer | None:
         """Return the answer; None until there is one. Does not block."""
         ended = self._process.poll()
         return None if ended is None else judge(ended, *self._place)
 
-    def wait(self) -> HostAnswer:
-        """Wait for the answer, at most for the seconds given."""
-        return judge(self._process.wait(), *self._place)
-
     def cancel(self) -> None:
         """Stop asking."""
         self._process.kill()
+
+
+def version_command(
+    agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool
+) -> list[str]:
+    """Return the command that prints this package's version for an interpreter of a host."""
+    words = [python, "-c", _SHOW_VERSION]
+    # The remote shell splits the words again.
+    return words if is_local else probe_command(agent, host, seconds, [shlex.join(words)])
 
 
 def ask_hosts(
@@ -80,11 +82,10 @@ def ask_hosts(
     seconds: float = SECONDS,
 ) -> dict[str, HostAnswer]:
     """Ask all hosts whether they answer, and have this package for their interpreter."""
-    asked = {
-        host.name: PendingAnswer(agent, host, pythons[host.name], seconds, host.name in local)
-        for host in hosts
-    }
-    return {name: answer.wait() for name, answer in asked.items()}
+    places = {host.name: (pythons[host.name], seconds, host.name in local) for host in hosts}
+    commands = {host.name: version_command(agent, host, *places[host.name]) for host in hosts}
+    answers = run_all(commands, seconds)
+    return {name: judge(ended, name, *places[name]) for name, ended in answers.items()}
 
 
 def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
@@ -189,11 +190,8 @@ def run_on(
     """
     if not hosts or shutil.which(agent[0]) is None:
         return {}
-    running = {
-        host.name: LimitedProcess(probe_command(agent, host, seconds, words), seconds)
-        for host in hosts
-    }
-    codes = {name: process.wait().code for name, process in running.items()}
+    commands = {host.name: probe_command(agent, host, seconds, words) for host in hosts}
+    codes = {name: ended.code for name, ended in run_all(commands, seconds).items()}
     return {name: NO_ANSWER if code is None else code for name, code in codes.items()}
 
 

@@ -118,6 +118,7 @@ def test_documented_commands_parse(path):
                 inner = arguments[arguments.index(train.PROGRAM) + 1 :]
                 options = vars(PARSERS[train.PROGRAM].parse_args(inner))
             if program in (train.PROGRAM, supervise.PROGRAM, env.PROGRAM):
+                del options["set"]
                 TrainConfig(**options)
         except (SystemExit, ValueError) as error:  # a parser exits when it rejects its arguments
             rejection = error

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import resource
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,15 +14,22 @@ from facts import rank_facts
 
 from kaitian_mpi.cli.doctor import read_options
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight import examination
+from kaitian_mpi.preflight import examination, job, process
 from kaitian_mpi.preflight.checks import judge
 from kaitian_mpi.preflight.examination import examine_launcher, result_of, start_stage
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.job import choose_pairs
 from kaitian_mpi.preflight.probe import examine_storage
-from kaitian_mpi.preflight.process import Ended, LimitedProcess
+from kaitian_mpi.preflight.process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.report import Report, to_json, to_text
 from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
+
+
+@contextmanager
+def limit(kind, value):
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    yield
+    resource.setrlimit(kind, before)
 
 
 @pytest.mark.parametrize(
@@ -31,47 +40,69 @@ from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
         ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build", "Intel MPI 2021.13"),
         ("srun-like 3", ""),
     ],
-)  # fmt: skip
+)
 def test_a_launcher_is_known_by_its_version(text, library):
     assert parse_launcher_version(text) == library
 
 
-def test_a_missing_mpirun_is_a_fact(monkeypatch, tmp_path):
+def test_an_mpirun_that_is_missing_or_fails_is_a_fact(monkeypatch, tmp_path):
+    search = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert examine_launcher(5).path == ""
+    (tmp_path / "mpirun").write_text(
+        "#!/bin/sh\necho '(Open MPI) 5.0.9'\n[ $1 = --version ] || exit 3\n"
+    )
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{search}")
+    found = examine_launcher(5)
+    assert (found.library, found.started) == ("Open MPI 5.0.9", None)
+    assert found.error.startswith("exit code 3")
 
 
 @pytest.mark.parametrize(
     ("hosts", "pairs"),
     [
         ("a", []),
-        ("aaaaaaaa", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
-        ("aabbcc", [(0, 2), (0, 4), (2, 4)]),
-        ("abcdefghi", [*((n, n + 1) for n in range(8)), (0, 8)]),
+        ("aaaaaaaa", [[(0, 1)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)], [(2, 3)]]),
+        ("aabbcc", [[(0, 2)], [(0, 4)], [(2, 4)]]),
+        ("abcdefghi", [[(n, n + 1) for n in range(at, 8, 2)] for at in (0, 1)] + [[(0, 8)]]),
     ],
 )
 def test_the_first_ranks_of_hosts_meet(hosts, pairs):
-    assert choose_pairs(hosts) == pairs
+    assert job.choose_pairs(hosts) == pairs
 
 
-def test_writing_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("bytes_per_sec", "largest"), [(1e5, 64 << 10), (1e9, 4 << 20)])
+def test_a_slow_link_carries_small_messages_only(monkeypatch, bytes_per_sec, largest):
+    clock, sizes = [0.0], []
+
+    class Post:
+        def push(self, target, content):
+            clock[0] += 1e-5 + len(content) / bytes_per_sec
+            sizes.append(len(content))
+
+        def pull(self, source):
+            clock[0] += 1e-5
+
+    monkeypatch.setattr(job.time, "perf_counter", lambda: clock[0])
+    found = job._time_link(Post(), 1)
+    assert found["mb_per_sec"] == pytest.approx(bytes_per_sec / 1e6, rel=0.01)
+    assert (max(sizes), sizes[-1]) == (largest, 0)
+    assert clock[0] < 20
+
+
+def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
     found = examine_storage(str(tmp_path / "runs" / "new"))
     assert found.folder == str(tmp_path)
     assert (found.error, list(tmp_path.iterdir())) == ("", [])
     assert found.free_bytes > 0
-
-
-@pytest.mark.parametrize("place", ["/proc/runs", "/dev/null/runs", "/dev/null"])
-def test_a_folder_that_cannot_be_written_is_named(place):
-    found = examine_storage(place)
-    assert found.error
-
-
-def test_a_dangling_link_is_no_folder(tmp_path):
-    (tmp_path / "runs").symlink_to(tmp_path / "gone")
-    found = examine_storage(str(tmp_path / "runs" / "new"))
-    assert found.folder == str(tmp_path / "runs")
-    assert found.error
+    with limit(resource.RLIMIT_FSIZE, 1 << 20):  # as on a disk that is nearly full
+        assert examine_storage(str(tmp_path)).error == "File too large"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for place in ("/proc/runs", "/dev/null/runs", "/dev/null", str(tmp_path / "link" / "new")):
+        assert examine_storage(place).error
+    assert examine_storage(place).folder == str(tmp_path / "link")
 
 
 @pytest.mark.parametrize(
@@ -120,19 +151,22 @@ def test_a_command_and_its_children_end_at_the_limit(tmp_path):
         pytest.fail("the child lives")
 
 
-def test_a_command_that_cannot_be_started_has_a_shells_exit_code(tmp_path):
-    assert LimitedProcess(["/nowhere/python"], 1.0).wait().code == 127
-    assert LimitedProcess([str(tmp_path)], 1.0).wait().code == 126
-    assert LimitedProcess(["sh", "-c", "echo a; echo b >&2"], 9.0).wait() == Ended(0, "a\n", "b\n")
-
-
-def make_report(job, seconds):
-    return Report(job, list(judge(job)), seconds)
+def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "MAX_AT_ONCE", 2)
+    commands = {f"{number}": ["sh", "-c", "echo a; echo b >&2"] for number in range(20)}
+    commands |= {"missing": ["/nowhere/python"], "folder": [str(tmp_path)]}
+    with limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 16):
+        ended = run_all(commands, 20.0)
+    assert list(ended) == list(commands)
+    assert ended.pop("missing").code == 127
+    assert ended.pop("folder").code == 126
+    assert set(ended.values()) == {Ended(0, "a\n", "b\n")}
 
 
 def report_of(**parts):
     ranks = tuple(rank_facts(rank, f"host-{rank // 4}", **parts) for rank in range(40))
-    return make_report(JobFacts(ranks=ranks, missing={40: "has died"}), 1.25)
+    facts = JobFacts(ranks=ranks, missing={40: "has died"})
+    return Report(facts, list(judge(facts)), 1.25)
 
 
 def test_the_report_fits_80_columns_and_names_the_worst():
@@ -171,13 +205,3 @@ def test_the_document_is_json_with_an_exit_code():
 def test_a_wrong_flag_is_one_line(words, reason):
     with pytest.raises(UserError, match=reason):
         read_options(words.split())
-
-
-def test_an_mpirun_that_fails_says_why(monkeypatch, tmp_path):
-    fake = tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\necho '(Open MPI) 5.0.9'\n[ $1 = --version ] || exit 3\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = examine_launcher(5)
-    assert (found.library, found.started) == ("Open MPI 5.0.9", None)
-    assert found.error.startswith("exit code 3")

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kaitian_mpi.cli import plan, run, supervise
+from kaitian_mpi.cli import plan, preflight, run, supervise
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi import exchange
 
 NUMBERS = [
     *("nan", "inf", "-inf", "-1", "-0.5", "0", "1e400", "1e30", "1e12", "1e-400", "", " ", "x"),
@@ -78,54 +79,37 @@ def test_a_tilde_expands_to_the_home_folder(name, monkeypatch):
     assert getattr(TrainConfig(**{name: "./~/x"}), name) == "./~/x"
 
 
-class Comm(SimpleNamespace):
-    """A communicator of one rank."""
-
-    rank, size = 0, 1
-
-
-def check_before_loading(monkeypatch, **flags):
-    from kaitian_mpi.cli import preflight
-    from kaitian_mpi.mpi import exchange
-
-    monkeypatch.setattr(exchange, "gather_values", lambda comm, value: [value])
-    preflight.check_before_loading(TrainConfig(**flags), Comm())
+def check_data_folder(path):
+    config = TrainConfig(dataset="cifar10", data_dir=path)
+    preflight.check_before_loading(config, SimpleNamespace(rank=0, size=1))
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("flag", "path", "why"),
     [
-        ("file", "--data-dir .*: Not a directory; name the folder that holds"),
-        ("none", "--data-dir .*: No such file or directory; name the folder that holds"),
-        ("n" * 300, "--data-dir .*: File name too long; name the folder"),
-        ("link", "--data-dir .*: Too many levels of symbolic links; name the folder"),
+        ("--data-dir", "file", "Not a directory; name the folder that holds"),
+        ("--data-dir", "none", "No such file or directory; name the folder that holds"),
+        ("--data-dir", "n" * 300, "File name too long; name the folder"),
+        ("--data-dir", "link", "Too many levels of symbolic links; name the folder"),
+        ("--save", ".", "Is a directory; name a file"),
+        ("--save", "file/result.json", "Not a directory; name a file"),
+        ("--save", "nowhere/result.json", "No such file or directory; name a file"),
+        ("--save", "n" * 300, "File name too long; name a file"),
     ],
 )
-def test_an_unreadable_data_folder_is_a_one_line_error(tmp_path, monkeypatch, path, message):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("link")
-    with pytest.raises(UserError, match=message) as caught:
-        check_before_loading(monkeypatch, dataset="cifar10", data_dir=str(tmp_path / path))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        (".", "Is a directory"),
-        ("file/result.json", "Not a directory"),
-        ("nowhere/result.json", "No such file or directory"),
-        ("n" * 300, "File name too long"),
-    ],
-)
-def test_an_unwritable_file_is_reported_before_the_work(tmp_path, path, why):
-    from kaitian_mpi.cli.preflight import check_file_can_be_written
-
+def test_a_path_is_checked_before_the_work(tmp_path, monkeypatch, flag, path, why):
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match=f"--json .*{why}; name a file") as caught:
-        check_file_can_be_written("--json", str(tmp_path / path))
+    (tmp_path / "link").symlink_to("link")
+    monkeypatch.setattr(exchange, "gather_values", lambda comm, value: [value])
+    check = {"--save": plan.check_can_be_written, "--data-dir": check_data_folder}[flag]
+    with pytest.raises(UserError, match=f"{flag} .*: {why}") as caught:
+        check(str(tmp_path / path))
     assert "\n" not in str(caught.value)
+
+
+def test_checking_that_a_file_can_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("kept")
     for name in ("file", "new"):
-        check_file_can_be_written("--json", str(tmp_path / name))
+        plan.check_can_be_written(str(tmp_path / name))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "kept"

@@ -9,7 +9,12 @@ import pytest
 
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, read_measurements
+from kaitian_mpi.balance.measurements import (
+    MeasuredRank,
+    Measurements,
+    plan_job,
+    read_measurements,
+)
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import save_json
@@ -62,19 +67,11 @@ def run(path, monkeypatch, capfd):
     return run_command
 
 
-# The file.
-
-
-def test_benchmark_file_round_trip(path):
+def test_a_file_is_read_as_it_was_written_or_named_in_an_error(path, tmp_path):
     assert read_measurements(path) == MEASURED
-    assert [c.kind for c in MEASURED.cohorts()] == ["gpu", "gpu", "mlu", "mlu"]
-
-
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"cannot be read .No such file.*name a file saved with"):
-        read_measurements(tmp_path / "none.json")
-    with pytest.raises(UserError, match="Is a directory"):
-        read_measurements(tmp_path)
+    for place, said in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=f"cannot be read .{said}.*name a file saved with"):
+            read_measurements(place)
 
 
 RANK, LINK = ("ranks", 2), ("allreduces", 2)
@@ -130,51 +127,41 @@ def test_another_file_is_an_error(tmp_path, content):
         read_measurements(path)
 
 
-# The command.
-
-
-def test_the_measured_world_is_forecast(run, tmp_path):
-    out = tmp_path / "out.json"
-    code, shown, errors = run("--world", "2xgpu,2xmlu", "--json", str(out))
+def test_the_measured_world_is_forecast(run):
+    code, shown, errors = run()
     assert (code, errors) == (0, "")
-    found = json.loads(out.read_text())
-    assert found["world"] == {"gpu": 2, "mlu": 2}
-    assert found["global_batch_size"] == 256
-    assert found["emulated"] is True
-    assert sum(p["ranks"] * p["samples_per_step"] for p in found["plan"]) == 256
-    top = found["forecast"]
-    assert top["step_sec"] == pytest.approx(top["compute_sec"] + top["exposed_sec"])
-    assert top["samples_per_sec"] == pytest.approx(256 / top["step_sec"])
-    assert [subset["kinds"] for subset in found["subsets"]] == [["gpu"], ["mlu"], ["gpu", "mlu"]]
-    assert found["best"] == ["gpu", "mlu"]
-    assert "global batch: 256 samples" in shown
-    assert "4 measured ranks (devices or their speed emulated)" in shown
-    assert f"{top['samples_per_sec']:,.0f} samples/s, efficiency {top['efficiency']:.0%}" in shown
-    assert "gpu: with gpu " in shown
-    assert "mlu: with mlu " in shown
-    assert "best: gpu + mlu, " in shown
+    subsets = plan_job(MEASURED, None).subsets
+    assert list(subsets.forecasts) == [("gpu",), ("mlu",), ("gpu", "mlu")]
+    whole = subsets.whole
+    assert sum(share.ranks * share.samples for share in whole.shares) == 256
+    assert whole.step_sec == pytest.approx(whole.compute_sec + whole.exposed_sec)
+    assert whole.samples_per_sec == pytest.approx(256 / whole.step_sec)
+    for text in (
+        "4 measured ranks (devices or their speed emulated)",
+        "global batch: 256 samples",
+        f"{whole.samples_per_sec:,.0f} samples/s, efficiency {whole.efficiency:.0%}",
+        *("gpu: with gpu ", "mlu: with mlu ", "best: gpu + mlu, "),
+    ):
+        assert text in shown
 
 
-def test_the_global_batch_grows_with_the_ranks(run, tmp_path):
-    out = tmp_path / "out.json"
-    assert run("--world", "8xgpu,16xmlu", "--json", str(out))[0] == 0
-    found = json.loads(out.read_text())
-    assert found["global_batch_size"] == 256 * 24 // 4
-    assert found["world"] == {"gpu": 8, "mlu": 16}
-
-
-def test_the_global_batch_can_be_set(run):
-    code, shown, _ = run("--world", "2xgpu", "--global-batch-size", "1000")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--world 8xgpu,16xmlu", ["global batch: 1,536 samples", "world: 24 ranks"]),  # it grows
+        ("--world 2xgpu --global-batch-size 1000", ["global batch: 1,000 samples"]),
+        (
+            "--world 8xgpu,16xmlu --global-batch-size 5",
+            ["gpu 8 0 to 1 4.80 3", "mlu 16 0 0.00 16"],  # with ranks without a sample
+        ),
+        ("--help", ["--world LIST"]),
+    ],
+)
+def test_another_world_and_batch(run, options, said):
+    code, shown, _ = run(*options.split())
     assert code == 0
-    assert "global batch: 1,000 samples" in shown
-
-
-def test_ranks_without_a_sample_are_counted_by_kind(run):
-    code, shown, _ = run("--world", "8xgpu,16xmlu", "--global-batch-size", "5")
-    assert code == 0
-    rows = [line.split() for line in shown.splitlines()]
-    assert "gpu 8 0 to 1 4.80 3".split() in rows
-    assert "mlu 16 0 0.00 16".split() in rows
+    lines = "\n".join(" ".join(line.split()) for line in shown.splitlines())
+    assert all(text in lines for text in said)
 
 
 WRONG_WORLDS = "", "gpu", "2gpu", "0xgpu", "2xgpu,", "٣xgpu", "9999999999xgpu", "2xgpu,3xgpu"
@@ -191,7 +178,6 @@ WRONG_WORLDS += ("90000xgpu,10001xmlu",)
         (["--set", "check_every=3"], "--check-every cannot be combined with"),
         (["--save", "again.json"], "--save cannot be combined with"),
         (["--world", "2xgpu", "--global-batch-size", "x"], "invalid int value: 'x'"),
-        (["--world", "2xgpu", "--json", "/proc/none/out"], "cannot be written"),
         (["--world", "2xgpu", "--wrold", "2xgpu"], "unrecognized arguments: --wrold"),
     ],
 )
@@ -202,12 +188,6 @@ def test_a_wrong_argument_is_a_one_line_error_with_code_2(run, options, said):
     assert errors.startswith("kaitian-plan: error: ")
     assert said in errors
     assert errors.count("\n") == 1
-
-
-def test_help_needs_no_file(run):
-    code, shown, _ = run("--help")
-    assert code == 0
-    assert "--world LIST" in shown
 
 
 @pytest.mark.serial
