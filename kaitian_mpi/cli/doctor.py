@@ -16,10 +16,11 @@ from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.checks import judge
+from kaitian_mpi.preflight.checks import CHECKS
 from kaitian_mpi.preflight.examination import Examination, examine_machine
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job import Job, NoAnswerError
+from kaitian_mpi.preflight.job_checks import judge
 from kaitian_mpi.preflight.report import Report, to_json, to_text
 from kaitian_mpi.preflight.verdict import Verdict
 from kaitian_mpi.runtime.abort import (
@@ -57,7 +58,9 @@ def main() -> None:
     handle_signals(PROGRAM)
 
     def show(job: JobFacts, verdicts: Sequence[tuple[str, Verdict]] = (), subject: str = "") -> int:
-        report = Report(job, verdicts or list(judge(job)), time.monotonic() - began, subject)
+        report = Report(
+            job, verdicts or list(judge(job, CHECKS)), time.monotonic() - began, subject
+        )
         if chosen.json:
             date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             print_text(json.dumps(to_json(report, __version__, date), indent=2))

@@ -27,11 +27,11 @@ def main() -> None:
             return
         os.execvp(words[0], words)  # noqa: S606 (no shell)
     except FileNotFoundError:
-        error = UserError(f"there is no {options.command[0]}; give the path of mpirun")
+        error = f"there is no {options.command[0]}; give the path of mpirun"
     except UserError as fault:
-        error = fault
+        error = str(fault)
     print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    sys.exit(2)
 
 
 def make_parser() -> OneLineParser:

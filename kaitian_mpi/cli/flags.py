@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name, wrong_type
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.supervise.environments import read_toml
 
 # The sections of --help, and their flags by the fields' names. A setting that is in none of them is
 # a flag, too, but --help leaves it out.
@@ -138,6 +137,8 @@ def read_config_file(path: str) -> dict[str, Any]:
 
     A key is a flag's name without `--`, with `-` or `_` between its words; `set` is a table.
     """
+    from kaitian_mpi.supervise.environments import read_toml
+
     known = FIELDS.keys() - {"config"}
     settings: dict[str, Any] = {}
     for key, value in read_toml("--config", path).items():

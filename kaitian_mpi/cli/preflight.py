@@ -14,15 +14,12 @@ from kaitian_mpi.devices.emulation import given_emulation, read_emulation
 from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
-from kaitian_mpi.preflight.checks import judge_placement
-from kaitian_mpi.preflight.collect import collect
-from kaitian_mpi.preflight.facts import JobFacts
+from kaitian_mpi.preflight.facts import JobFacts, collect
+from kaitian_mpi.preflight.job_checks import judge_placement
 from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
-from kaitian_mpi.supervise.environments import devices_for, read_device_map
-from kaitian_mpi.supervise.probe import is_local
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,6 +59,9 @@ def start_mpi(chosen: Any) -> tuple[MPI.Intracomm, str]:
 
 def _devices_in_map(path: str, devices: str, comm: MPI.Intracomm) -> str:
     """Return this host's devices in the device map that rank 0 reads. Collective."""
+    from kaitian_mpi.supervise.environments import devices_for, read_device_map
+    from kaitian_mpi.supervise.probe import is_local
+
     known: dict[str, str] = {}
     with agree_on_errors(comm):
         if devices != "auto":

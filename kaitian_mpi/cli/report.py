@@ -17,7 +17,6 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import replacing
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page, reloading
-from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.run_files import read_run
 from kaitian_mpi.observe.report.style import drawing, to_image
 from kaitian_mpi.observe.report.text import side_by_side
@@ -34,7 +33,11 @@ def main() -> None:
         if options.watch is not None and (options.text or options.images):
             raise UserError("--watch cannot be combined with --text or --images")
         if options.text:
-            show_text([read_run(path) for path in options.run_dirs])
+            # Names that the terminal's encoding lacks are replaced.
+            encoding = sys.stdout.encoding or "ascii"
+            has_blocks = "█▏".encode(encoding, "replace").decode(encoding) == "█▏"
+            text = side_by_side([read_run(path) for path in options.run_dirs], unicode=has_blocks)
+            print_text(text.encode(encoding, "replace").decode(encoding))
         else:
             make_report(options)
     except UserError as error:
@@ -96,14 +99,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def show_text(runs: Sequence[Run]) -> None:
-    """Print what a terminal shows of runs; names that its encoding lacks are replaced."""
-    encoding = sys.stdout.encoding or "ascii"
-    has_blocks = "█▏".encode(encoding, "replace").decode(encoding) == "█▏"
-    text = side_by_side(runs, unicode=has_blocks)
-    print_text(text.encode(encoding, "replace").decode(encoding))
-
-
 def make_report(options: argparse.Namespace) -> None:
     """Write the page, once or until the runs end, and the images."""
     with drawing():
@@ -122,8 +117,12 @@ def make_report(options: argparse.Namespace) -> None:
         print(f"report in {target}")
         return
     _write(target, make_page(runs))
-    if options.images:
-        _write_images(options.images, runs)
+    for number, run in enumerate(runs, 1) if options.images else ():
+        prefix = f"run{number}-" if len(runs) > 1 else ""
+        for spec in FIGURES:
+            if (figure := spec.draw(run)) is not None:
+                path = options.images / f"{prefix}{spec.name}.png"
+                _write(path, to_image(figure, "png"), "--images")
     for run in runs:
         for reason in run.missing:
             print(f"{run.path}: {reason}", file=sys.stderr)
@@ -142,9 +141,8 @@ def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
     seen: set[tuple[Path, int]] = set()
     try:
         while True:
-            files = [file for folder in paths for file in folder.glob("*.json*")]
             found = set()
-            for file in files:
+            for file in (file for folder in paths for file in folder.glob("*.json*")):
                 with suppress(FileNotFoundError):  # it has just been replaced
                     found.add((file, file.stat().st_mtime_ns))
             if found != seen:
@@ -156,16 +154,6 @@ def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
     except KeyboardInterrupt:
         pass
     _write(target, make_page([read_run(path) for path in paths]))
-
-
-def _write_images(folder: Path, runs: Sequence[Run]) -> None:
-    """Write each figure of each run to a folder."""
-    for number, run in enumerate(runs, 1):
-        prefix = f"run{number}-" if len(runs) > 1 else ""
-        for spec in FIGURES:
-            figure = spec.draw(run)
-            if figure is not None:
-                _write(folder / f"{prefix}{spec.name}.png", to_image(figure, "png"), "--images")
 
 
 def _write(path: Path, content: str | bytes, flag: str = "-o") -> None:

@@ -35,10 +35,6 @@ SECTIONS = {
     "devices and communication": "devices device_map share_device group_by network_interface",
     "emulation and output": "emulate_kinds emulate_slowdown log_level",
 }
-NO_MODULE = (
-    "-m {}: no module of this name, or a package without a __main__; start it from the folder in "
-    "which `python -m` finds it, or install it"
-)
 
 
 def main() -> None:
@@ -64,9 +60,10 @@ def main() -> None:
         set_current_world(world)
         os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
         os.environ[GROUP_VARIABLE] = world.relay.group_by
-        if chosen.share_device:  # also for a script that calls kaitian_mpi.init()
+        # Also for a script that calls kaitian_mpi.init().
+        if chosen.share_device:
             os.environ[SHARE_VARIABLE] = "1"
-        if world.emulation.describe():  # also for a script that calls kaitian_mpi.init()
+        if world.emulation.describe():
             os.environ[KINDS_VARIABLE] = world.emulation.kinds
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
@@ -149,7 +146,7 @@ def check_script(script: str, is_module: bool) -> None:
         search_first(os.getcwd())
         names = script.split(".")
         if not all(names) or importlib.util.find_spec(names[0]) is None:
-            raise UserError(NO_MODULE.format(script))
+            raise no_module(script)
     elif not os.path.isfile(script):
         raise UserError(f"there is no script {script}; name the file to run")
 
@@ -186,9 +183,17 @@ def find_module(name: str) -> None:
                 raise
             spec = None
         if spec is None:
-            raise UserError(NO_MODULE.format(name))
+            raise no_module(name)
         if spec.submodule_search_locations is None:
             return
+
+
+def no_module(name: str) -> UserError:
+    """Return the error for a module that is not found."""
+    return UserError(
+        f"-m {name}: no module of this name, or a package without a __main__; start it from the "
+        "folder in which `python -m` finds it, or install it"
+    )
 
 
 if __name__ == "__main__":

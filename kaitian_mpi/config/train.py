@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ OF_IMAGES = frozenset(
 """The fields of image classification, which a task has in its own code."""
 MODELS = ("mobilenetv2", "resnet18", "cnn")
 DATASETS = ("digits", "cifar10", "mnist", "synthetic")
-
-
-def _metadata_of(config: type, name: str) -> Mapping[str, Any]:
-    """Return the metadata of a field to which a subclass gives another default."""
-    return next(f.metadata for f in dataclasses.fields(config) if f.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +138,7 @@ class TrainConfig(TrainingConfig):
         "info", "lowest level of log messages to show; debug shows those of every rank", LOG_LEVELS
     )
     memory_format: str = dataclasses.field(
-        default="auto", metadata=_metadata_of(TrainingConfig, "memory_format")
+        default="auto", metadata=TrainingConfig.__dataclass_fields__["memory_format"].metadata
     )
     run_dir: str = setting(
         "", "folder for results; default runs/<model or task>-<date>-<time>", metavar="DIR"
@@ -152,10 +146,8 @@ class TrainConfig(TrainingConfig):
 
     def _check_names(self) -> None:
         super()._check_names()
-        for flag, name, known in (
-            ("model", self.model, MODELS),
-            ("dataset", self.dataset, DATASETS),
-        ):
+        known_names = ("model", self.model, MODELS), ("dataset", self.dataset, DATASETS)
+        for flag, name, known in known_names:
             if name not in known and ":" not in name:
                 raise UserError(
                     f"--{flag}: there is no {flag} {name!r}; give {', '.join(known)} or "

@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kaitian_mpi.config.profile import parse_profile
 from kaitian_mpi.config.values import (
     ABOVE_ZERO,
     MAY_DIFFER,
@@ -16,6 +15,7 @@ from kaitian_mpi.config.values import (
     flag_name,
     out_of_range,
     outside,
+    parse_profile,
     setting,
     wrong_type,
 )

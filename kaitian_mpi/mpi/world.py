@@ -27,9 +27,15 @@ from kaitian_mpi.mpi.topology import (
     plan_groups,
     translate_ranks,
 )
-from kaitian_mpi.preflight.checks import judge
-from kaitian_mpi.preflight.collect import collect, collect_mpi
-from kaitian_mpi.preflight.facts import JobFacts, OtherVersionError, RankFacts, version_in
+from kaitian_mpi.preflight.facts import (
+    JobFacts,
+    OtherVersionError,
+    RankFacts,
+    collect,
+    collect_mpi,
+    version_in,
+)
+from kaitian_mpi.preflight.job_checks import judge
 from kaitian_mpi.preflight.verdict import Level, by_value
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
@@ -139,7 +145,7 @@ def join_world(
     relay = agree_on_settings(own, group_by)
     device, index, info, shares = _take_device(own, devices, share_device, emulation)
     facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
-    gathered = gather_values(own, (asdict(info), facts.to_json()))
+    gathered = gather_values(own, (asdict(info), asdict(facts)))
     _check_before_job([each for _, each in gathered], own.rank)
     infos = tuple(RankInfo(**fields) for fields, _ in gathered)
     if not shares:
@@ -237,7 +243,7 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
             "every host"
         ) from None
     problems = []
-    for _, verdict in judge(JobFacts(ranks=ranks), before_job=True):
+    for _, verdict in judge(JobFacts(ranks=ranks)):
         if verdict.level is Level.PROBLEM:
             problems.append(str(verdict))
         elif verdict.level is Level.WARNING and rank == 0 and _current is None:

@@ -1,19 +1,20 @@
-"""The list of checks: all are made by `kaitian-doctor`, the cheap ones before every job.
+"""The checks of `kaitian-doctor`; here are those of ranks: software, MPI, and what is between them.
 
-Here are the verdicts on ranks: versions, MPI, and whether the ranks see each other.
+They are pure judgements of facts; there is no verdict if the facts that it needs are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from kaitian_mpi.preflight import host_checks as of_hosts
+from kaitian_mpi.preflight import job_checks
 from kaitian_mpi.preflight.facts import PACKAGES, JobFacts, Link
 from kaitian_mpi.preflight.verdict import (
     Verdict,
     by_value,
     count_text,
-    merge_hosts,
+    differ,
     ok,
     problem,
     problem_from,
@@ -24,13 +25,10 @@ from kaitian_mpi.preflight.verdict import (
 from kaitian_mpi.runtime.launcher import different_mpi
 from kaitian_mpi.runtime.mpi_libraries import (
     AS_ROOT_ADVICE,
-    MAPPING_POLICIES,
     OPEN_MPI,
     survival_advice,
 )
 
-BEFORE_JOBS = ("versions", "placement", "shared memory", "limits")
-"""The checks whose facts cost nothing, so that they are made before every job."""
 _LOOK = (
     "look at that rank's lines on stderr, and on its host; give --timeout more seconds if its "
     "disk is only slow"
@@ -41,13 +39,6 @@ _INSTALL = (
 )
 _NETWORK = "choose the network with mpirun --mca btl_tcp_if_include"
 _SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
-
-
-def judge(job: JobFacts, *, before_job: bool = False) -> Iterator[tuple[str, Verdict]]:
-    """Make the checks, in their order; return their names and verdicts."""
-    for name in BEFORE_JOBS if before_job else CHECKS:
-        for verdict in merge_hosts(CHECKS[name](job), len(job.hosts)):
-            yield name, verdict
 
 
 def _judge_presence(job: JobFacts) -> Iterator[Verdict]:
@@ -87,29 +78,8 @@ def _judge_software(job: JobFacts) -> Iterator[Verdict]:
     torch = {rank: packages.get("torch", "") for rank, packages in installed.items()}
     python = {facts.rank: facts.software.python for facts in job.ranks}
     for name, versions in (("torch", torch), ("Python", python)):
-        if _differ(versions):
+        if differ(versions):
             yield ok(f"{name}: {by_value(versions)}")
-
-
-def _judge_versions(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks have the same kaitian-mpi, messages and MPI."""
-    own = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
-    compared = {
-        "version": {rank: version for rank, version in own.items() if version},
-        "wire protocol": {facts.rank: str(facts.software.protocol) for facts in job.ranks},
-    }
-    for what, values in compared.items():
-        if _differ(values):
-            yield problem(
-                f"the {what} of kaitian-mpi differs between ranks: {by_value(values)}",
-                "install the same version on every host",
-            )
-    libraries = {facts.rank: facts.mpi.library for facts in job.ranks if facts.mpi is not None}
-    if _differ(libraries):
-        yield warning(
-            f"the MPI library differs between ranks: {by_value(libraries)}",
-            "install the same one on every host: two releases may not understand each other",
-        )
 
 
 def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
@@ -138,23 +108,6 @@ def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"{first.library}, {count_text(first.size, 'rank')}, thread level {first.threads}")
 
 
-def judge_placement(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks are on the hosts that mpirun was given."""
-    if not job.ranks or len(job.ranks[0].given_hosts) < 2:
-        return
-    first, given = job.ranks[0], job.ranks[0].given_hosts
-    count = first.local_size
-    shown = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
-    found = f"all {count} ranks are on {first.host}; mpirun was given (slots) {shown}"
-    if all(slots is not None and slots < count for slots in given.values()):
-        policy = MAPPING_POLICIES[0]
-        yield problem(
-            found, f"unset {policy}: its :oversubscribe puts every rank on the first host"
-        )
-    else:
-        yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
-
-
 def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
     """Fault tolerance is really on where it was asked for."""
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
@@ -167,7 +120,7 @@ def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
             f"fault tolerance was asked for, but MPI has none on {ranks_text(unreal)}",
             "use an Open MPI 5 built with ULFM (ompi_info: Fault Tolerance support: yes)",
         )
-    elif _differ(asked):
+    elif differ(asked):
         yield problem(
             f"fault tolerance differs between ranks: {by_value(asked)}",
             "give mpirun --with-ft ulfm in place of a variable that only some hosts have",
@@ -214,7 +167,7 @@ def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
             for name, version in {**facts.devices.packages, **facts.devices.drivers}.items():
                 found.setdefault((facts.devices.kind, name), {})[facts.rank] = version
     for (kind, name), versions in found.items():
-        if _differ(versions):
+        if differ(versions):
             yield warning(
                 f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
                 "install the same release: the vendor's libraries may not talk to each other",
@@ -252,17 +205,13 @@ def _range(values: list[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _differ(values: Mapping[int, str]) -> bool:
-    return len(set(values.values())) > 1
-
-
-CHECKS: Mapping[str, Callable[[JobFacts], Iterable[Verdict]]] = {
+CHECKS: Mapping[str, job_checks.Check] = {
     "ranks": _judge_presence,
     "examination": _judge_faults,
     "software": _judge_software,
-    "versions": _judge_versions,
+    "versions": job_checks.judge_versions,
     "mpi": _judge_mpi,
-    "placement": judge_placement,
+    "placement": job_checks.judge_placement,
     "mpirun": _judge_launcher,
     "survival": _judge_survival,
     "devices": of_hosts.judge_devices,
@@ -270,9 +219,8 @@ CHECKS: Mapping[str, Callable[[JobFacts], Iterable[Verdict]]] = {
     "vendor packages": _judge_vendor_packages,
     "cores": of_hosts.judge_cores,
     "memory": of_hosts.judge_ram,
-    "shared memory": of_hosts.judge_shared_memory,
-    "limits": of_hosts.judge_limits,
+    "shared memory": job_checks.judge_shared_memory,
+    "limits": job_checks.judge_limits,
     "run folder": of_hosts.judge_storage,
     "links": _judge_links,
 }
-"""Pure judgements of facts; no verdict if the facts it needs are missing."""

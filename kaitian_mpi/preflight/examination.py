@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kaitian_mpi.preflight.collect import collect
-from kaitian_mpi.preflight.facts import JobFacts, Launcher, RankFacts, part_from_json
+from kaitian_mpi.preflight.facts import JobFacts, Launcher, RankFacts, collect, part_from_json
 from kaitian_mpi.preflight.process import LimitedProcess
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, OVERSUBSCRIBE, parse_launcher_version
 
@@ -28,7 +27,6 @@ COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.preflight.probe")
 _JOINING = tuple(library.joining for library in LIBRARIES)
 _MAX_MESSAGE = 400
 _VERSION_SEC = 10.0
-_FIELDS = {"run folder": "storage"}  # of `RankFacts`, if named unlike the examination
 
 
 class Examination:
@@ -49,8 +47,8 @@ class Examination:
             )
         }
         if facts.local_rank == 0:
-            stage = start_stage("run folder", options.timeout, run_dir=options.run_dir)
-            self._stages["run folder"] = stage
+            stage = start_stage("storage", options.timeout, run_dir=options.run_dir)
+            self._stages["storage"] = stage
         if with_mpi:
             self._stages["mpi"] = start_stage("mpi", options.timeout)
 
@@ -62,8 +60,7 @@ class Examination:
             if fault:
                 faults[name] = fault
             else:
-                field = _FIELDS.get(name, name)
-                found[field] = part_from_json(field, result)
+                found[name] = part_from_json(name, result)
         return replace(self.first_facts, **found, faults=faults)
 
 

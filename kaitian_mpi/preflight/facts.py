@@ -1,18 +1,34 @@
 """Facts about the ranks and hosts of a job; a `Verdict` says what they mean.
 
 All can be written as JSON: `kaitian-doctor --json` prints these fields by their names, and ranks
-send them to rank 0. A fact that could not be found is None, and `RankFacts.faults` says why.
+send them to rank 0. A fact that could not be found is None, and `RankFacts.faults` says why. Those
+that cost nothing are gathered here, in milliseconds: neither a device nor a disk is used.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.command import hosts_of_launcher
+from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch
+from kaitian_mpi.runtime.mpi_libraries import loaded_library
+from kaitian_mpi.runtime.system import usable_cores
+from kaitian_mpi.runtime.tags import PROTOCOL
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SHM = "/dev/shm"  # noqa: S108  # nothing is written there
 PACKAGES = ("kaitian-mpi", "torch", "mpi4py", "numpy", "psutil", "rich")
 """The packages that every rank needs."""
+_THREADS = ("single", "funneled", "serialized", "multiple")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +150,9 @@ class RankFacts:
     faults: Mapping[str, str] = field(default_factory=dict)
     """The examinations that failed, by name, and why."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON can hold them."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
-        """Return the facts that `to_json` was called on; raise `OtherVersionError` for others."""
+        """Return the facts that `asdict` was called on; raise `OtherVersionError` for others."""
         found = dict(content)
         try:
             for name in _PARTS.keys() & found.keys():
@@ -226,3 +238,65 @@ class JobFacts:
         for facts in self.ranks:
             found.setdefault(facts.host, []).append(facts)
         return found
+
+
+def collect(host: str, rank: int) -> RankFacts:
+    """Return what is known of this process without MPI, torch and devices."""
+    launch = read_launch(os.environ)
+    shm = os.statvfs(SHM) if os.path.isdir(SHM) else None
+    return RankFacts(
+        rank=rank,
+        host=host,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        software=Software(
+            python=platform.python_version(),
+            packages={name: _version(name) for name in PACKAGES},
+            protocol=PROTOCOL,
+        ),
+        machine=Machine(
+            cores=len(usable_cores()),
+            shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
+            shm_free_bytes=None if shm is None else shm.f_bavail * shm.f_frsize,
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        ),
+        given_hosts=_given_hosts(launch),
+    )
+
+
+def collect_mpi(comm: MPI.Comm) -> Mpi:
+    """Return what is known of MPI, which must be initialized. Not collective."""
+    from mpi4py import MPI
+
+    return Mpi(
+        library=loaded_library(),
+        threads=_THREADS[MPI.Query_thread()],
+        size=comm.size,
+        launched=read_launch(os.environ).world_size,
+        by_srun=is_from_srun(os.environ),
+        survives_requested=ulfm.is_enabled(),
+        survives=_has_fault_tolerance(),
+    )
+
+
+def _has_fault_tolerance() -> bool:
+    from mpi4py import MPI
+
+    try:
+        MPI.COMM_SELF.Is_revoked()
+    except (NotImplementedError, MPI.Exception):
+        return False
+    return True
+
+
+def _given_hosts(launch: Launch) -> dict[str, int | None]:
+    if launch.world_rank or launch.local_size < launch.world_size:
+        return {}
+    return {host.name: host.slots for host in hosts_of_launcher(os.getppid())}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

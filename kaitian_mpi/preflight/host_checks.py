@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kaitian_mpi.devices.choice import assign_devices
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.facts import SHM, JobFacts, RankFacts
+from kaitian_mpi.preflight.facts import JobFacts, RankFacts
 from kaitian_mpi.preflight.verdict import (
     Verdict,
     count_text,
@@ -21,16 +21,6 @@ from kaitian_mpi.preflight.verdict import (
 
 _RAM_PER_RANK = 1 << 30
 _MIN_RAM_PER_RANK = 256 << 20  # what a rank takes before it has a model
-_SHM_OF_MPI = 16 << 20  # what Open MPI asks for (btl_sm_segment_size)
-_SHM_TO_SPARE = 256 << 20
-_FILES_PER_RANK = 2
-_OWN_FILES = 256  # libraries, pipes, a dataset's files
-
-_MORE_SHM = (
-    f"make room in {SHM}, or give the container more (docker run --shm-size=8g): MPI, --workers "
-    "and kaitian-supervise keep data there"
-)
-_MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in limits.conf"
 _ROOM = 1 << 30
 
 
@@ -60,36 +50,6 @@ def judge_ram(job: JobFacts) -> Iterator[Verdict]:
             yield problem_if(is_bad, shared, "free memory, or start fewer ranks", host)
         else:
             yield ok(found, host)
-
-
-def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
-    """Shared memory is large enough for MPI and for data-loading processes."""
-    for host, ranks in job.hosts.items():
-        free, size = ranks[0].machine.shm_free_bytes, ranks[0].machine.shm_bytes
-        if free is None or size is None:
-            advice = "mount one: MPI is slower without, and --workers and kaitian-supervise need it"
-            yield warning(f"no {SHM}", advice, host)
-            continue
-        found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
-        # Under a launcher MPI has taken its part already.
-        if free < _SHM_TO_SPARE:
-            is_bad = free < _SHM_OF_MPI and job.launcher is not None
-            yield problem_if(is_bad, found, _MORE_SHM, host)
-        else:
-            yield ok(found, host)
-
-
-def judge_limits(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks may open as many files and connections as they need."""
-    size = max([len(job.ranks) + len(job.missing), *(f.mpi.size for f in job.ranks if f.mpi)])
-    needed = _OWN_FILES + _FILES_PER_RANK * size
-    for host, ranks in job.hosts.items():
-        limited = [f.machine.open_files for f in ranks if f.machine.open_files >= 0]
-        if limited and min(limited) < needed:
-            found = f"{min(limited):,} open files, a job of {count_text(size, 'rank')} may need"
-            yield warning(f"{found} {needed:,}", _MORE_FILES, host)
-        else:
-            yield ok(f"{f'{min(limited):,}' if limited else 'any number of'} open files", host)
 
 
 def judge_storage(job: JobFacts) -> Iterator[Verdict]:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi import __version__
-from kaitian_mpi.preflight.collect import collect_mpi
 from kaitian_mpi.preflight.examination import Examination
-from kaitian_mpi.preflight.facts import JobFacts, Link, OtherVersionError, RankFacts
+from kaitian_mpi.preflight.facts import (
+    JobFacts,
+    Link,
+    OtherVersionError,
+    RankFacts,
+    collect_mpi,
+)
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
@@ -28,7 +33,6 @@ _EXTRA_SEC = 5.0
 _PROBE_SEC = 10.0
 _ORDERS_SEC = 60.0
 _SETTLE_SEC = 2.0
-_MAX_NAP_SEC = 5e-3
 _TRIPS, _TRANSFERS = 20, 4
 _SMALL_BYTES, _LARGE_BYTES = 64 << 10, 4 << 20
 _QUICK_SEC = 0.02  # for the small transfer: the large one then takes 1.3 s at most
@@ -64,8 +68,8 @@ class Job:
 
     def serve(self) -> int:
         """Examine this rank, and probe its links as rank 0 says; return the exit code."""
-        self._post.send(0, self._examination.first_facts.to_json())
-        self._post.send(0, self._own_facts().to_json())
+        self._post.send(0, asdict(self._examination.first_facts))
+        self._post.send(0, asdict(self._own_facts()))
         while True:
             order = self._post.receive(0, 2 * self._timeout + _ORDERS_SEC)
             if "code" in order:
@@ -141,19 +145,20 @@ def choose_pairs(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
 
 
 def _time_link(post: Post, other: int) -> dict[str, Any]:
-    def trip(content: bytes) -> float:
-        start = time.perf_counter()
-        post.push(other, content)
-        post.pull(other)
-        return time.perf_counter() - start
+    def trips(size: int, number: int) -> list[float]:
+        took, content = [], bytes(size)
+        for _ in range(number):
+            start = time.perf_counter()
+            post.push(other, content)
+            post.pull(other)
+            took.append(time.perf_counter() - start)
+        return took
 
-    trip(b"\0")  # may open the connection
-    latency = median(trip(b"\0") for _ in range(_TRIPS)) / 2
-    size = _SMALL_BYTES
-    took = min(trip(bytes(size)) for _ in range(_TRANSFERS))
+    trips(1, 1)  # may open the connection
+    latency = median(trips(1, _TRIPS)) / 2
+    took = min(trips(size := _SMALL_BYTES, _TRANSFERS))
     if took < _QUICK_SEC:
-        size = _LARGE_BYTES
-        took = min(trip(bytes(size)) for _ in range(_TRANSFERS))
+        took = min(trips(size := _LARGE_BYTES, _TRANSFERS))
     post.push(other, b"")
     speed = size / max(took - latency, took / 10)
     return {"latency_us": 1e6 * latency, "mb_per_sec": speed / 1e6}
@@ -171,68 +176,60 @@ class NoAnswerError(Exception):
 
 
 class Post:
-    """Sends and receives values as JSON without blocking, and bytes while both ranks wait.
+    """Sends without waiting, values as JSON or bytes; every wait for a rank has a limit.
 
-    Every wait that takes too long raises `NoAnswerError`. Nothing else may use the communicator.
+    One that takes too long raises `NoAnswerError`. Nothing else may use the communicator.
     """
 
     def __init__(self, comm: MPI.Comm, limit_sec: float) -> None:
         self._comm, self._limit_sec = comm, limit_sec
         self._sent: list[tuple[MPI.Request, bytes]] = []
-        self._lost = False
+        self._is_lost = False
 
     def send(self, target: int, value: Any) -> None:
-        """Send a value without waiting."""
-        content = json.dumps(value).encode()
-        self._sent.append((self._start_sending(target, content, tags.DOCTOR_VALUES), content))
+        """Send a value."""
+        self.push(target, json.dumps(value).encode())
 
     def receive(self, source: int, limit_sec: float) -> Any:
         """Return the next value of this rank."""
-        return json.loads(self._take(source, tags.DOCTOR_VALUES, limit_sec, _MAX_NAP_SEC))
+        return json.loads(self.pull(source, limit_sec))
 
     def push(self, target: int, content: bytes) -> None:
-        """Send bytes, and wait until they are sent."""
-        request = self._start_sending(target, content, tags.DOCTOR_PROBE)
-        self._wait(request.Test, self._limit_sec, _MAX_NAP_SEC, request, content)
-
-    def pull(self, source: int) -> bytearray:
-        """Return the next bytes of this rank."""
-        return self._take(source, tags.DOCTOR_PROBE, self._limit_sec, 1e-3)
-
-    def _start_sending(self, target: int, content: bytes, tag: int) -> MPI.Request:
+        """Send bytes."""
         from mpi4py import MPI
 
-        return self._comm.Isend([content, MPI.BYTE], target, tag)
+        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR)
+        self._sent.append((request, content))
 
-    def _take(self, source: int, tag: int, limit_sec: float, max_nap_sec: float) -> bytearray:
+    def pull(self, source: int, limit_sec: float = 0) -> bytearray:
+        """Return the next bytes of this rank."""
         from mpi4py import MPI
 
         status = MPI.Status()
-        self._wait(lambda: bool(self._comm.Iprobe(source, tag, status)), limit_sec, max_nap_sec)
+        limit_sec = limit_sec or self._limit_sec
+        self._wait(lambda: bool(self._comm.Iprobe(source, tags.DOCTOR, status)), limit_sec)
         content = bytearray(status.Get_count(MPI.BYTE))
-        request = self._comm.Irecv([content, MPI.BYTE], source, tag)
-        self._wait(request.Test, limit_sec, max_nap_sec, request, content)
+        request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR)
+        self._wait(request.Test, limit_sec, request, content)
         return content
 
     def settle(self, limit_sec: float) -> bool:
         """Wait until everything sent has arrived, so that MPI can be finalized; or return False."""
 
         def is_clean() -> bool:
-            return not self._lost and all(request.Test() for request, _ in self._sent)
+            return not self._is_lost and all(request.Test() for request, _ in self._sent)
 
-        return wait_until(is_clean, limit_sec, _MAX_NAP_SEC)
+        return wait_until(is_clean, limit_sec)
 
-    def _wait(
-        self, condition: Callable[[], bool], limit_sec: float, max_nap_sec: float, *kept: object
-    ) -> None:
+    def _wait(self, condition: Callable[[], bool], limit_sec: float, *kept: object) -> None:
         from mpi4py import MPI
 
         try:
-            if wait_until(condition, limit_sec, max_nap_sec):
+            if wait_until(condition, limit_sec):
                 return
         except MPI.Exception as error:
-            self._lost = True
+            self._is_lost = True
             raise NoAnswerError(f"has died ({error})") from error
-        self._lost = bool(kept)
+        self._is_lost = bool(kept)
         keep_alive(*kept)
         raise NoAnswerError(f"has sent nothing for {limit_sec:.0f} s")

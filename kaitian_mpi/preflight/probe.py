@@ -18,7 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.preflight.facts import Devices, Kind, Storage
+from kaitian_mpi.preflight.facts import Devices, Kind, Storage, collect_mpi
 from kaitian_mpi.runtime.abort import is_mpi_running
 from kaitian_mpi.runtime.system import prctl
 
@@ -53,8 +53,6 @@ def main() -> None:
 
 
 def _examine_mpi() -> dict[str, Any]:
-    from kaitian_mpi.preflight.collect import collect_mpi
-
     facts = collect_mpi(_start_mpi())
     from mpi4py import MPI
 
@@ -187,7 +185,7 @@ def _read(path: Path) -> str:
 
 
 _EXAMINATIONS: Mapping[str, Callable[..., Any]] = {
-    "run folder": lambda run_dir: asdict(examine_storage(run_dir)),
+    "storage": lambda run_dir: asdict(examine_storage(run_dir)),
     "devices": _examine_devices,
     "mpi": _examine_mpi,
 }

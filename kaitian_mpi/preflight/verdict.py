@@ -89,6 +89,11 @@ def by_value(values: Mapping[int, str]) -> str:
     return ", ".join(f"{value} on {ranks_text(at)}" for value, at in ranks_by(values).items())
 
 
+def differ(values: Mapping[int, str]) -> bool:
+    """Return whether ranks have different values."""
+    return len(set(values.values())) > 1
+
+
 def merge_hosts(verdicts: Iterable[Verdict], hosts: int) -> list[Verdict]:
     """Join verdicts of a check that differ in the host alone; name the hosts if there are more."""
     places: dict[Verdict, list[str]] = {}

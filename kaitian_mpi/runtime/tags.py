@@ -23,5 +23,4 @@ AWAITED = 6
 NETWORK = range(10, 1_000)
 
 # MPI's own world, on which nothing but kaitian-doctor communicates
-DOCTOR_VALUES = 1
-DOCTOR_PROBE = 2
+DOCTOR = 1

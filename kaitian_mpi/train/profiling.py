@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import profiler
 
-from kaitian_mpi.config.profile import ProfileWindow, parse_profile
+from kaitian_mpi.config.values import ProfileWindow, parse_profile
 from kaitian_mpi.mpi.exchange import gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -40,7 +40,9 @@ class ProfiledSteps(StepObserver):
     def step_begins(self, number: int) -> None:
         """Start the profiler before the first of the steps."""
         window = self._window
-        if window is None or self._first is not None or not window.includes_step(number):
+        if window is None or self._first is not None:
+            return
+        if not window.first_step <= number <= window.last_step:
             return
         self._first = number
         if window.includes_rank(self._world.info.world_rank):

@@ -174,7 +174,7 @@ def check_settings(config: TrainingConfig, world: World) -> None:
     """Check that all ranks have the same settings, except those that may differ. Collective."""
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
     if config.profile:
-        from kaitian_mpi.config.profile import parse_profile
+        from kaitian_mpi.config.values import parse_profile
 
         with agree_on_errors(world.comm):
             parse_profile(config.profile).check_ranks(world.size)

@@ -24,7 +24,7 @@ def test_ranks_with_different_versions_of_this_package_do_not_start(world, monke
     if world.rank == 1:
         versions = {"kaitian-mpi": "0.0"}
         monkeypatch.setattr(
-            "kaitian_mpi.preflight.collect._version", lambda name: versions.get(name, "")
+            "kaitian_mpi.preflight.facts._version", lambda name: versions.get(name, "")
         )
     message = rf"the version of kaitian-mpi differs between ranks: {own} on ranks 0, 2, 0.0 on rank"
     with pytest.raises(AgreedError, match=message):

@@ -1,16 +1,24 @@
 """Verdicts: which facts are a problem, which a warning, and what the line names."""
 
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from facts import rank_facts, with_package
 
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.console import differing_software
-from kaitian_mpi.preflight.checks import judge
-from kaitian_mpi.preflight.collect import collect
-from kaitian_mpi.preflight.facts import JobFacts, Kind, Launcher, Link, OtherVersionError, RankFacts
+from kaitian_mpi.preflight import job_checks
+from kaitian_mpi.preflight.checks import CHECKS
+from kaitian_mpi.preflight.facts import (
+    JobFacts,
+    Kind,
+    Launcher,
+    Link,
+    OtherVersionError,
+    RankFacts,
+    collect,
+)
 from kaitian_mpi.preflight.verdict import Level, ranks_text
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL")
@@ -22,6 +30,10 @@ ACME = {
 }
 ONE, NAMED = {"acme": ("02:00",)}, {"requested": "acme:0,acme:0"}
 LAUNCHER = Launcher(path="/bin/mpirun", library="Open MPI 5.0.11", started=2, error="")
+
+
+def judge(facts):
+    return list(job_checks.judge(facts, CHECKS))
 
 
 def job(*ranks, **others):
@@ -190,7 +202,7 @@ def test_a_fault_is_named_with_what_to_do(level, facts, line):
     assert {verdict.level for verdict in worse} <= {level, Level.WARNING}
 
 
-UNKNOWN = RankFacts.from_json({**rank_facts().to_json(), "mpi": None, "devices": None})
+UNKNOWN = RankFacts.from_json({**asdict(rank_facts()), "mpi": None, "devices": None})
 
 
 @pytest.mark.parametrize(
@@ -264,7 +276,7 @@ def test_hosts_of_which_the_same_is_found_are_named_together():
 
 @pytest.mark.parametrize("change", [{"of_later": 1}, {"machine": {"cores": 2}}, {"devices": {}}])
 def test_facts_of_another_version_are_told_by_it(change):
-    content = {**rank_facts(software=with_package("kaitian-mpi", "0.9")).to_json(), **change}
+    content = {**asdict(rank_facts(software=with_package("kaitian-mpi", "0.9"))), **change}
     with pytest.raises(OtherVersionError, match=r"^0\.9$"):
         RankFacts.from_json(content)
     with pytest.raises(OtherVersionError, match=r"^unknown$"):

@@ -15,9 +15,10 @@ from facts import rank_facts
 from kaitian_mpi.cli.doctor import read_options
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight import examination, job, process
-from kaitian_mpi.preflight.checks import judge
+from kaitian_mpi.preflight.checks import CHECKS
 from kaitian_mpi.preflight.examination import examine_launcher, result_of, start_stage
 from kaitian_mpi.preflight.facts import JobFacts
+from kaitian_mpi.preflight.job_checks import judge
 from kaitian_mpi.preflight.probe import examine_storage
 from kaitian_mpi.preflight.process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.report import Report, to_json, to_text
@@ -133,7 +134,7 @@ def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):
 
 
 def test_what_an_examination_prints_is_not_its_result(tmp_path):
-    found, fault = result_of(start_stage("run folder", 30, run_dir=str(tmp_path)))
+    found, fault = result_of(start_stage("storage", 30, run_dir=str(tmp_path)))
     assert (found["folder"], fault) == (str(tmp_path), "")
 
 
@@ -166,7 +167,7 @@ def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monk
 def report_of(**parts):
     ranks = tuple(rank_facts(rank, f"host-{rank // 4}", **parts) for rank in range(40))
     facts = JobFacts(ranks=ranks, missing={40: "has died"})
-    return Report(facts, list(judge(facts)), 1.25)
+    return Report(facts, list(judge(facts, CHECKS)), 1.25)
 
 
 def test_the_report_fits_80_columns_and_names_the_worst():

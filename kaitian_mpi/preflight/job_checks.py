@@ -1,0 +1,119 @@
+"""The checks whose facts cost nothing, so that they are made before every job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from kaitian_mpi.preflight.facts import SHM, JobFacts
+from kaitian_mpi.preflight.verdict import (
+    Verdict,
+    by_value,
+    count_text,
+    differ,
+    merge_hosts,
+    ok,
+    problem,
+    problem_if,
+    size_text,
+    warning,
+)
+from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
+
+Check = Callable[[JobFacts], Iterable[Verdict]]
+"""A pure judgement of facts; no verdict if the facts it needs are missing."""
+
+_SHM_OF_MPI = 16 << 20  # what Open MPI asks for (btl_sm_segment_size)
+_SHM_TO_SPARE = 256 << 20
+_FILES_PER_RANK = 2
+_OWN_FILES = 256  # libraries, pipes, a dataset's files
+
+_MORE_SHM = (
+    f"make room in {SHM}, or give the container more (docker run --shm-size=8g): MPI, --workers "
+    "and kaitian-supervise keep data there"
+)
+_MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in limits.conf"
+
+
+def judge_versions(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks have the same kaitian-mpi, messages and MPI."""
+    own = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
+    compared = {
+        "version": {rank: version for rank, version in own.items() if version},
+        "wire protocol": {facts.rank: str(facts.software.protocol) for facts in job.ranks},
+    }
+    for what, values in compared.items():
+        if differ(values):
+            yield problem(
+                f"the {what} of kaitian-mpi differs between ranks: {by_value(values)}",
+                "install the same version on every host",
+            )
+    libraries = {facts.rank: facts.mpi.library for facts in job.ranks if facts.mpi is not None}
+    if differ(libraries):
+        yield warning(
+            f"the MPI library differs between ranks: {by_value(libraries)}",
+            "install the same one on every host: two releases may not understand each other",
+        )
+
+
+def judge_placement(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks are on the hosts that mpirun was given."""
+    if not job.ranks or len(job.ranks[0].given_hosts) < 2:
+        return
+    first, given = job.ranks[0], job.ranks[0].given_hosts
+    count = first.local_size
+    shown = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
+    found = f"all {count} ranks are on {first.host}; mpirun was given (slots) {shown}"
+    if all(slots is not None and slots < count for slots in given.values()):
+        policy = MAPPING_POLICIES[0]
+        yield problem(
+            found, f"unset {policy}: its :oversubscribe puts every rank on the first host"
+        )
+    else:
+        yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
+
+
+def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
+    """Shared memory is large enough for MPI and for data-loading processes."""
+    for host, ranks in job.hosts.items():
+        free, size = ranks[0].machine.shm_free_bytes, ranks[0].machine.shm_bytes
+        if free is None or size is None:
+            advice = "mount one: MPI is slower without, and --workers and kaitian-supervise need it"
+            yield warning(f"no {SHM}", advice, host)
+            continue
+        found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
+        # Under a launcher MPI has taken its part already.
+        if free < _SHM_TO_SPARE:
+            is_bad = free < _SHM_OF_MPI and job.launcher is not None
+            yield problem_if(is_bad, found, _MORE_SHM, host)
+        else:
+            yield ok(found, host)
+
+
+def judge_limits(job: JobFacts) -> Iterator[Verdict]:
+    """The ranks may open as many files and connections as they need."""
+    size = max([len(job.ranks) + len(job.missing), *(f.mpi.size for f in job.ranks if f.mpi)])
+    needed = _OWN_FILES + _FILES_PER_RANK * size
+    for host, ranks in job.hosts.items():
+        limited = [f.machine.open_files for f in ranks if f.machine.open_files >= 0]
+        if limited and min(limited) < needed:
+            found = f"{min(limited):,} open files, a job of {count_text(size, 'rank')} may need"
+            yield warning(f"{found} {needed:,}", _MORE_FILES, host)
+        else:
+            yield ok(f"{f'{min(limited):,}' if limited else 'any number of'} open files", host)
+
+
+BEFORE_JOBS: Mapping[str, Check] = {
+    "versions": judge_versions,
+    "placement": judge_placement,
+    "shared memory": judge_shared_memory,
+    "limits": judge_limits,
+}
+
+
+def judge(
+    job: JobFacts, checks: Mapping[str, Check] = BEFORE_JOBS
+) -> Iterator[tuple[str, Verdict]]:
+    """Make checks, in their order; return their names and verdicts."""
+    for name, check in checks.items():
+        for verdict in merge_hosts(check(job), len(job.hosts)):
+            yield name, verdict
