@@ -23,11 +23,7 @@ from kaitian_mpi.preflight.verdict import (
     warning,
 )
 from kaitian_mpi.runtime.launcher import different_mpi
-from kaitian_mpi.runtime.mpi_libraries import (
-    AS_ROOT_ADVICE,
-    OPEN_MPI,
-    survival_advice,
-)
+from kaitian_mpi.runtime.mpi_libraries import survival_advice
 
 _LOOK = (
     "look at that rank's lines on stderr, and on its host; give --timeout more seconds if its "
@@ -111,7 +107,7 @@ def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
 def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
     """Fault tolerance is really on where it was asked for."""
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
-    if not known or job.launcher is not None:
+    if not known or job.mpirun is not None:
         return
     asked = {rank: "on" if mpi.survives_requested else "off" for rank, mpi in known.items()}
     unreal = [rank for rank, mpi in known.items() if mpi.survives_requested and not mpi.survives]
@@ -132,31 +128,12 @@ def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"fault tolerance is off, the loss of a rank ends the job; {advice}")
 
 
-def _judge_launcher(job: JobFacts) -> Iterator[Verdict]:
-    """The mpirun that the shell finds belongs to the MPI that mpi4py loads, and starts ranks."""
-    launcher = job.launcher
-    own = next((facts.mpi.library for facts in job.ranks if facts.mpi is not None), "")
-    if launcher is None:
-        return
-    if not launcher.path:
+def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
+    """There is an mpirun; under it, `mpi` says whether its ranks see each other."""
+    if job.mpirun:
+        yield ok(f"{job.mpirun}; to examine its ranks: mpirun -np 2 kaitian-doctor")
+    elif job.mpirun is not None:
         yield problem("there is no mpirun in PATH", 'install one: pip install "kaitian-mpi[mpi]"')
-    elif not own:
-        return  # its ranks would fail as this one did
-    elif launcher.started == 2:
-        yield ok(f"{launcher.path} ({launcher.library}) starts ranks that see each other")
-    elif launcher.started is not None or (
-        launcher.library and (OPEN_MPI.name in own) != (OPEN_MPI.name in launcher.library)
-    ):
-        yield problem(
-            f"{launcher.path} is {launcher.library or 'unknown'}'s, mpi4py loads {own}: each rank "
-            "is a job of its own",
-            "put the mpirun of mpi4py's MPI first in PATH, or build mpi4py with this one's",
-        )
-    else:
-        yield problem(
-            f"{launcher.path} cannot start two ranks here: {launcher.error}",
-            AS_ROOT_ADVICE if "as root" in launcher.error else "see docs/install.md",
-        )
 
 
 def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
@@ -212,7 +189,7 @@ CHECKS: Mapping[str, job_checks.Check] = {
     "versions": job_checks.judge_versions,
     "mpi": _judge_mpi,
     "placement": job_checks.judge_placement,
-    "mpirun": _judge_launcher,
+    "mpirun": _judge_mpirun,
     "survival": _judge_survival,
     "devices": of_hosts.judge_devices,
     "drivers": of_hosts.judge_drivers,

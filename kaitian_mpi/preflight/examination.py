@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -17,16 +16,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kaitian_mpi.preflight.facts import JobFacts, Launcher, RankFacts, collect, part_from_json
+from kaitian_mpi.preflight.facts import JobFacts, RankFacts, collect, part_from_json
 from kaitian_mpi.preflight.process import LimitedProcess
-from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, OVERSUBSCRIBE, parse_launcher_version
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 
 COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.preflight.probe")
 """The command of an examination's process; -P: nothing is imported from the current folder."""
 
 _JOINING = tuple(library.joining for library in LIBRARIES)
 _MAX_MESSAGE = 400
-_VERSION_SEC = 10.0
 
 
 class Examination:
@@ -98,25 +96,5 @@ def _outside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 def examine_machine(options: Namespace) -> JobFacts:
     """Examine this machine, without a launcher: also where MPI or torch cannot be loaded."""
-    examination = Examination(options, 0, with_mpi=True)
-    launcher = examine_launcher(options.timeout)
-    return JobFacts(ranks=(examination.results(),), launcher=launcher)
-
-
-def examine_launcher(seconds: float) -> Launcher:
-    """Ask mpirun for its version, and have it start two ranks that count themselves."""
-    path = shutil.which("mpirun") or ""
-    if not path:
-        return Launcher(path="", library="", started=None, error="")
-    version = LimitedProcess([path, "--version"], _VERSION_SEC).wait()
-    library = parse_launcher_version(version.out + version.err)
-    command = [path, "-np", "2", *COMMAND, "mpi", "{}"]
-    # Two ranks even where there is one core.
-    code, out, err = LimitedProcess(command, seconds, {**OVERSUBSCRIBE, **os.environ}).wait()
-    if code == 0:
-        sizes = [int(size) for size in re.findall(r'"size": (\d+)', out)]
-        return Launcher(path=path, library=library, started=min(sizes, default=0), error="")
-    how = f"no answer within {seconds:g} s" if code is None else f"exit code {code}"
-    said = " ".join(re.sub(r"-{4,}", " ", (err or out).replace("\0", "")).split())
-    text = f"{how}: {said[:_MAX_MESSAGE]}" if said else how
-    return Launcher(path=path, library=library, started=None, error=text)
+    ranks = (Examination(options, 0, with_mpi=True).results(),)
+    return JobFacts(ranks=ranks, mpirun=shutil.which("mpirun") or "")

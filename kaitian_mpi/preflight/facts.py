@@ -207,20 +207,6 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """The mpirun that the shell finds; known only where no mpirun has started this process."""
-
-    path: str
-    """Empty if there is none."""
-    library: str
-    """The MPI that it belongs to, such as `Open MPI 5.0.8`; empty if unknown."""
-    started: int | None
-    """How many of two test ranks connected; None if it failed."""
-    error: str
-    """Its message when it failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobFacts:
     """All that is known of a job, or of a machine."""
 
@@ -229,7 +215,8 @@ class JobFacts:
     missing: Mapping[int, str] = field(default_factory=dict)
     """The others, and what is known of them."""
     links: tuple[Link, ...] = ()
-    launcher: Launcher | None = None
+    mpirun: str | None = None
+    """The path of the shell's mpirun, empty if there is none; None if one has started the ranks."""
 
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:

@@ -33,7 +33,7 @@ def judge_cores(job: JobFacts) -> Iterator[Verdict]:
         if len(ranks) == ranks[0].local_size and len(on_cpu) > cores:
             yield warning(found, "fewer ranks there train as fast", host)
         else:
-            yield ok(found if job.launcher is None else count_text(cores, "core"), host)
+            yield ok(found if job.mpirun is None else count_text(cores, "core"), host)
 
 
 def judge_ram(job: JobFacts) -> Iterator[Verdict]:

@@ -83,7 +83,7 @@ def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
         found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
         # Under a launcher MPI has taken its part already.
         if free < _SHM_TO_SPARE:
-            is_bad = free < _SHM_OF_MPI and job.launcher is not None
+            is_bad = free < _SHM_OF_MPI and job.mpirun is not None
             yield problem_if(is_bad, found, _MORE_SHM, host)
         else:
             yield ok(found, host)

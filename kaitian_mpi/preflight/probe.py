@@ -53,24 +53,20 @@ def main() -> None:
 
 
 def _examine_mpi() -> dict[str, Any]:
-    facts = collect_mpi(_start_mpi())
-    from mpi4py import MPI
-
-    MPI.Finalize()  # mpirun would take it for a failure without
-    return asdict(facts)
+    return asdict(collect_mpi(_start_mpi()))
 
 
 def _start_mpi() -> MPI.Intracomm:
     """Start MPI as training does, which may choose other transports than MPI by itself."""
     from kaitian_mpi.errors import UserError
-    from kaitian_mpi.runtime.launcher import read_tasks, unlaunched
+    from kaitian_mpi.runtime.launcher import unlaunched
     from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
     try:
         return initialize_mpi()
     except UserError as error:
-        # Its ranks do not see each other, or it examines a machine of a larger allocation alone.
-        if is_mpi_running() and (read_tasks(os.environ) or unlaunched(os.environ)):
+        # It may examine a machine of a larger allocation alone.
+        if is_mpi_running() and unlaunched(os.environ):
             from mpi4py import MPI
 
             return MPI.COMM_WORLD

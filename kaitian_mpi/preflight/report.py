@@ -64,7 +64,7 @@ def to_text(report: Report, version: str) -> str:
     job = report.job
     ranks = count_text(len(job.ranks) + len(job.missing), "rank")
     of_job = f"{ranks} on {count_text(len(job.hosts), 'host')}"
-    what = report.subject or ("this machine" if job.launcher else of_job)
+    what = report.subject or (of_job if job.mpirun is None else "this machine")
     lines = [f"{what}, examined in {report.seconds:.1f} s by kaitian-doctor {version}", ""]
     if job.ranks:
         lines += [*_ranks(job.ranks), ""]

@@ -72,23 +72,12 @@ FORWARDED_PREFIX = "OMPI_"
 APP_CONTEXTS = "OMPI_NUM_APP_CTX"
 """How many commands, with a colon between them, Open MPI's mpirun was given."""
 
-OVERSUBSCRIBE = {
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-"""Lets Open MPI's mpirun, 5 and 4, start more ranks than cores; MPICH's always does."""
-
 MAPPING_POLICIES = (
     "PRTE_MCA_rmaps_default_mapping_policy",
     "OMPI_MCA_rmaps_default_mapping_policy",
 )
 """Where Open MPI reads how it distributes ranks over hosts."""
 
-AS_ROOT_ADVICE = (
-    "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 (see docs/install.md), or "
-    "be another user"
-)
-"""What to do where Open MPI's mpirun refuses to run as root; MPICH's does not."""
 
 NOTICE_DEAD_HOSTS = {
     "PRTE_MCA_oob_tcp_keepalive_time": "3",
@@ -211,18 +200,6 @@ def settings_for(
         settings["OMPI_MCA_coll"] = "^han,cuda"
         settings["OMPI_MCA_mpi_preconnect_mpi"] = "1"
     return settings
-
-
-def parse_launcher_version(text: str) -> str:
-    """Return the MPI that a launcher belongs to, from what it prints with `--version`."""
-    if match := re.search(r"\(Open MPI\) (\S+)", text):
-        return f"{OPEN_MPI.name} {match[1]}"
-    if match := re.search(r"Intel\(R\) MPI Library.*Version (\S+)", text):
-        return f"Intel MPI {match[1]}"
-    if "HYDRA" in text.upper():
-        match = re.search(r"Version:\s*(\S+)", text)
-        return f"{MPICH.name} {match[1] if match else ''}".strip()
-    return ""
 
 
 def loaded_library() -> str:

@@ -16,13 +16,12 @@ from kaitian_mpi.cli.doctor import read_options
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight import examination, job, process
 from kaitian_mpi.preflight.checks import CHECKS
-from kaitian_mpi.preflight.examination import examine_launcher, result_of, start_stage
+from kaitian_mpi.preflight.examination import result_of, start_stage
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job_checks import judge
 from kaitian_mpi.preflight.probe import examine_storage
 from kaitian_mpi.preflight.process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.report import Report, to_json, to_text
-from kaitian_mpi.runtime.mpi_libraries import parse_launcher_version
 
 
 @contextmanager
@@ -31,33 +30,6 @@ def limit(kind, value):
     resource.setrlimit(kind, (value, before[1]))
     yield
     resource.setrlimit(kind, before)
-
-
-@pytest.mark.parametrize(
-    ("text", "library"),
-    [
-        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://", "Open MPI 5.0.11"),
-        ("HYDRA build details:\n    Version:        4.2.1\n", "MPICH 4.2.1"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build", "Intel MPI 2021.13"),
-        ("srun-like 3", ""),
-    ],
-)
-def test_a_launcher_is_known_by_its_version(text, library):
-    assert parse_launcher_version(text) == library
-
-
-def test_an_mpirun_that_is_missing_or_fails_is_a_fact(monkeypatch, tmp_path):
-    search = os.environ["PATH"]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert examine_launcher(5).path == ""
-    (tmp_path / "mpirun").write_text(
-        "#!/bin/sh\necho '(Open MPI) 5.0.9'\n[ $1 = --version ] || exit 3\n"
-    )
-    (tmp_path / "mpirun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{search}")
-    found = examine_launcher(5)
-    assert (found.library, found.started) == ("Open MPI 5.0.9", None)
-    assert found.error.startswith("exit code 3")
 
 
 @pytest.mark.parametrize(

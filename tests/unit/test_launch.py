@@ -65,51 +65,42 @@ def test_a_command_that_cannot_be_divided(line, hosts, pythons, message):
         expand(parse_launcher(line.split()), hosts, pythons)
 
 
-def written(tmp_path, text):
-    (tmp_path / "hosts.toml").write_text(text)
-    return str(tmp_path / "hosts.toml")
+PATH_ONLY = "must have the full path of its interpreter"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("read", "text", "message"),
     [
-        ("[a", "is not valid TOML"),
-        ('a = "/bin/python"', "must have the full path of its interpreter"),
-        ("[a]", "must have the full path of its interpreter"),
-        ('[a]\npython = "/p"\nPATH = "/x"', "must have the full path of its interpreter"),
-        ('[b.lab]\npython = "/p"', 'quote a name with dots: \\["node-b.lab"\\]'),
-        ('[a]\npython = "bin/python"', "must have the full path of its interpreter"),
+        (read_environments, "[a", "is not valid TOML"),
+        (read_environments, 'a = "/bin/python"', PATH_ONLY),
+        (read_environments, "[a]", PATH_ONLY),
+        (read_environments, '[a]\npython = "/p"\nPATH = "/x"', PATH_ONLY),
+        (read_environments, '[b.lab]\npython = "/p"', 'a name with dots: \\["node-b.lab"\\]'),
+        (read_environments, '[a]\npython = "bin/python"', PATH_ONLY),
+        (read_device_map, "a = [", "is not valid TOML"),
+        (read_device_map, "", "is empty"),
+        (read_device_map, 'a = "cuda:0"', "is not a list with a device for each local"),
+        (read_device_map, "a = []", "is not a list"),
+        (read_device_map, 'a = ["cuda:0,cuda:1"]', "is not a list"),
+        (read_device_map, "a = [0, 1]", "is not a list"),
+        (read_device_map, 'a.lab = ["cpu"]', "quote a name with dots"),
     ],
 )
-def test_wrong_environments(tmp_path, text, message):
+def test_wrong_files_of_hosts(tmp_path, read, text, message):
+    (tmp_path / "hosts.toml").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_environments(written(tmp_path, text))
+        read(str(tmp_path / "hosts.toml"))
 
 
 def test_a_device_map_gives_each_host_its_devices(tmp_path):
-    known = read_device_map(written(tmp_path, 'a = ["cuda:1", "cpu"]\n"10.0.0.2" = ["mlu:0"]'))
-    assert devices_for(known, "a", lambda name: False, "m.toml") == "cuda:1,cpu"
-    assert devices_for(known, "a.lab", lambda name: False, "m.toml") == "cuda:1,cpu"
-    assert devices_for(known, "b", lambda name: name == "10.0.0.2", "m.toml") == "mlu:0"
+    (tmp_path / "map.toml").write_text('a = ["cuda:1", "cpu"]\n"10.0.0.2" = ["mlu:0"]')
+    known = read_device_map(str(tmp_path / "map.toml"))
+    names = {"a": "cuda:1,cpu", "a.lab": "cuda:1,cpu", "b": "mlu:0"}
+    for host, devices in names.items():
+        found = devices_for(known, host, lambda name: name == "10.0.0.2", "m.toml")
+        assert found == devices
     with pytest.raises(UserError, match=r"no devices for c, only for a, 10\.0\.0\.2"):
         devices_for(known, "c", lambda name: False, "m.toml")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a = [", "is not valid TOML"),
-        ("", "is empty"),
-        ('a = "cuda:0"', "is not a list with a device for each local"),
-        ("a = []", "is not a list"),
-        ('a = ["cuda:0,cuda:1"]', "is not a list"),
-        ("a = [0, 1]", "is not a list"),
-        ('a.lab = ["cpu"]', "quote a name with dots"),
-    ],
-)
-def test_wrong_device_maps(tmp_path, text, message):
-    with pytest.raises(UserError, match=message):
-        read_device_map(written(tmp_path, text))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Hosts that join and leave a supervised job, with fakes for the clock, the hosts and mpirun."""
 
 import itertools
-import json
 import os
 import signal
 from dataclasses import replace
 
 import pytest
+from supervised import FakeMachine
 
 from kaitian_mpi.cli import supervise as command
 from kaitian_mpi.errors import UserError
@@ -24,14 +24,13 @@ TWO = "a slots=2\nb slots=1\n"
 THREE = TWO + "c slots=1\n"
 
 
-class Cluster:
+class Cluster(FakeMachine):
     """A hosts file, hosts that answer or not, and an mpirun whose jobs train a step a second."""
 
     def __init__(self, folder, text=TWO, backoff_sec=60.0):
-        self.folder, self.text = folder, text
-        self.clock = self.stopped = 0
-        self.silent, self.faulty = set(), {}
-        self.starts, self.reports, self.asked, self.stale = [], [], [], []
+        super().__init__(folder)
+        self.text, self.faulty = text, {}
+        self.starts, self.asked, self.stale = [], [], []
         self.is_requested = False
         self.step, self.script, self.words = 0, [], []
         file = HostsFile("hosts", self.reports.append, self.read)
@@ -82,11 +81,7 @@ class Cluster:
 
     def train(self, finished=False):
         self.step += 1
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.step}) + "\n")
-        summary = {"steps": self.step, "finished": finished}
-        (self.folder / "summary.json").write_text(json.dumps(summary))
+        self.write_results(self.step, finished)
 
     def request_restart(self):
         assert self.step > 0, "the job is still starting"
@@ -99,25 +94,6 @@ class Cluster:
 
     def remove_stale_snapshots(self, hosts):
         self.stale.append([host.name for host in hosts])
-
-    def lost(self, hosts):
-        return frozenset(host.name for host in hosts) & self.silent
-
-    def pause(self, seconds):
-        self.clock += seconds
-
-    def now(self):
-        return self.clock
-
-    def save_snapshot(self):
-        return True
-
-    def remove_snapshots(self, hosts):
-        self.removed = [host.name for host in hosts]
-        return frozenset()
-
-    def report(self, text):
-        self.reports.append(text)
 
     def play(self, *script, max_restarts=3):
         """Supervise a job during which things happen, each at a time."""
@@ -182,7 +158,7 @@ def test_a_new_host_joins_and_then_leaves(cluster):
         "finished after 3 starts",
     ]
     assert [names for names in cluster.stale if names] == [["c"]]
-    assert cluster.removed == ["c"]
+    assert cluster.removed == [["c"]]
 
 
 def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):

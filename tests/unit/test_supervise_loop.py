@@ -1,11 +1,11 @@
 """When a supervised job is restarted and when not: the loop with fakes for all effects."""
 
-import json
 import os
 import signal
 from dataclasses import replace
 
 import pytest
+from supervised import FakeMachine
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
@@ -23,51 +23,26 @@ class Run:
         self.finished, self.lost, self.signal = finished, lost, signal
 
 
-class World:
+class World(FakeMachine):
     """Plays the planned runs and records the calls."""
 
     def __init__(self, folder, *runs):
-        self.folder = folder
+        super().__init__(folder)
         self.runs = list(runs)
-        self.stopped = 0
-        self.clock = 0.0
-        self.commands, self.probed, self.pauses, self.reports = [], [], [], []
-        self.saves, self.removed = [], []
-        self.disk_is_full = False
+        self.commands, self.probed = [], []
 
     def run(self, words):
         self.commands.append(words)
-        self.last = self.runs.pop(0)
-        self.clock += self.last.seconds
-        self.stopped = self.last.signal
-        if self.last.step or self.last.finished:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self.last.step}) + "\n")
-            summary = {"steps": self.last.step, "finished": self.last.finished}
-            (self.folder / "summary.json").write_text(json.dumps(summary))
-        return self.last.code
-
-    def pause(self, seconds):
-        self.pauses.append(seconds)
-
-    def now(self):
-        return self.clock
+        last = self.runs.pop(0)
+        self.clock += last.seconds
+        self.stopped, self.silent = last.signal, set(last.lost)
+        if last.step or last.finished:
+            self.write_results(last.step, last.finished)
+        return last.code
 
     def lost(self, hosts):
         self.probed.append([host.name for host in hosts])
-        return frozenset(self.last.lost)
-
-    def save_snapshot(self):
-        self.saves.append(not self.disk_is_full)
-        return not self.disk_is_full
-
-    def remove_snapshots(self, hosts):
-        self.removed.append([host.name for host in hosts])
-        return frozenset(self.last.lost) & {host.name for host in hosts}
-
-    def report(self, text):
-        self.reports.append(text)
+        return super().lost(hosts)
 
 
 @pytest.fixture
@@ -189,7 +164,7 @@ def test_snapshots_are_removed_if_the_command_cannot_be_started(folder):
     def cannot(words):
         raise UserError("no such program")
 
-    world.run, world.last = cannot, Run()
+    world.run = cannot
     with pytest.raises(UserError, match="no such program"):
         supervise(make_job(folder), world, 3)
     assert world.removed == [["b", "c"]]

@@ -153,38 +153,40 @@ def test_a_host_that_refuses_connections_is_lost(place):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_is_forwarded_once(place, number):
-    name = number.name.removeprefix("SIG")
-    script = f"trap 'echo got >> got; exit 7' {name}; {WAIT}"
-    process = start(place, script, "-np", "2", "kaitian-train")
+def signal_when_ready(place, script, number):
+    """Send a signal to a supervisor that waits; return its exit code and stderr."""
+    process = start(place, f"{script}; {WAIT}", "-np", "2", "kaitian-train")
     wait_for(place / "ready")
     process.send_signal(number)
     _, err = process.communicate(timeout=LONGEST_SEC)
-    assert process.returncode == 128 + number
+    return process.returncode, err
+
+
+@pytest.mark.linux("snapshots are in /dev/shm")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_is_forwarded_once_and_snapshots_are_removed(place, number):
+    name = number.name.removeprefix("SIG")
+    script = f"""folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname)
+    mkdir -m 700 $folder; echo kept > $folder/file; ls $folder > kept
+    trap 'echo got >> got; exit 7' {name}"""
+    code, err = signal_when_ready(place, script, number)
+    assert code == 128 + number, err
     assert (place / "got").read_text() == "got\n"
     assert calls(place) == 1
     assert err.endswith(f"kaitian-supervise: ended by {number.name}; not started again\n")
+    assert (place / "kept").read_text() == "file\n"
+    snapshots = (place / "names").read_text().split()[0]
+    assert not list(Path("/dev/shm").glob(f"kaitian-{snapshots}-*"))
 
 
 def test_sigusr1_is_forwarded_and_ends_nothing(place):
-    script = f"trap 'summary 1 true; exit 0' USR1; {WAIT}"
-    process = start(place, script, "-np", "2", "kaitian-train")
-    wait_for(place / "ready")
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=LONGEST_SEC)
-    assert process.returncode == 0
+    assert signal_when_ready(place, "trap 'summary 1 true; exit 0' USR1", signal.SIGUSR1)[0] == 0
 
 
 @pytest.mark.linux("elsewhere the kernel sends no signal at the parent's death")
 def test_mpirun_does_not_outlive_its_supervisor(place):
-    script = f"trap 'echo > ended; exit 0' TERM; {WAIT}"
-    process = start(place, script, "-np", "2", "kaitian-train")
-    wait_for(place / "ready")
-    process.kill()
-    process.communicate(timeout=LONGEST_SEC)
+    signal_when_ready(place, "trap 'echo > ended; exit 0' TERM", signal.SIGKILL)
     wait_for(place / "ended")
-    assert (place / "ended").exists()
 
 
 @pytest.mark.linux("ranks are found in /proc")
@@ -253,21 +255,6 @@ def test_ranks_are_found_by_their_job_id(tmp_path):
     rank.kill()
     rank.wait()
     assert ask() == frozenset()
-
-
-@pytest.mark.linux("snapshots are in /dev/shm")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_snapshots_are_removed_after_a_signal(place, number):
-    script = f"""folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname)
-    mkdir -m 700 $folder; echo kept > $folder/file; trap 'exit 7' INT TERM; {WAIT}"""
-    process = start(place, script, "-np", "2", "kaitian-train")
-    wait_for(place / "ready")
-    name = (place / "names").read_text().split()[0]
-    assert list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
-    process.send_signal(number)
-    _, err = process.communicate(timeout=LONGEST_SEC)
-    assert process.returncode == 128 + number, err
-    assert not list(Path("/dev/shm").glob(f"kaitian-{name}-*"))
 
 
 def test_the_command_has_no_terminal(place):

@@ -85,34 +85,43 @@ def test_the_command_of_a_start_excludes_lost_hosts(line, lost, words, hostfile,
     assert start.shape == shape
 
 
-def test_a_hostfile_without_slots_keeps_the_number_of_ranks():
-    job = make_job("mpirun -np 4 --hostfile hf kaitian-train", "a\nb\n")
-    start = plan_start(job, frozenset("a"), False, "new")
-    assert start.words == ("mpirun -np 4 --hostfile new kaitian-train" + OWN).split()
-    assert start.shape == "4 ranks on b"
-    job = make_job("mpirun --hostfile hf kaitian-train", "a\nb\n", emulate_kinds="gpu,mlu")
-    start = plan_start(job, frozenset("a"), False, "new")
-    assert start.words == ("mpirun --hostfile new kaitian-train" + OWN).split()
-    assert start.shape == "b"
+def flags_of(job, lost, trained=False):
+    """Return the start's flags of kaitian-train."""
+    words = plan_start(job, frozenset(lost), trained, "new").words
+    return words[words.index("kaitian-train") + 1 :]
 
 
 @pytest.mark.parametrize(
-    ("options", "lost", "flags"),
+    ("options", "shape", "settings"),
+    [("-np 4 ", "4 ranks on b", {}), ("", "b", {"emulate_kinds": "gpu,mlu"})],
+)
+def test_a_hostfile_without_slots_keeps_the_number_of_ranks(options, shape, settings):
+    job = make_job(f"mpirun {options}--hostfile hf kaitian-train", "a\nb\n", **settings)
+    start = plan_start(job, frozenset("a"), False, "new")
+    assert start.words == f"mpirun {options}--hostfile new kaitian-train{OWN}".split()
+    assert start.shape == shape
+
+
+EMULATED = {"emulate_kinds": "gpu,mlu,mlu,npu", "emulate_slowdown": "2:3,3:2@9"}
+TWO_LEFT = "--emulate-kinds=gpu,mlu --emulate-slowdown=0:1"
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "settings", "flags"),
     [
-        ("-np 4", "", []),
-        ("-np 4", "b", ["--emulate-kinds=gpu,mlu,mlu", "--emulate-slowdown=2:3"]),
-        ("-np 4", "bc", ["--emulate-kinds=gpu,mlu", "--emulate-slowdown=0:1"]),
-        ("", "a", ["--emulate-kinds=gpu,mlu", "--emulate-slowdown=0:1"]),
+        ("-np 4", "", EMULATED, ""),
+        ("-np 4", "b", EMULATED, "--emulate-kinds=gpu,mlu,mlu --emulate-slowdown=2:3"),
+        ("-np 4", "bc", EMULATED, TWO_LEFT),
+        ("", "a", EMULATED, TWO_LEFT),
+        ("-np 4", "", {"spares": 2}, ""),
+        ("-np 4", "b", {"spares": 2}, "--spares=1"),
+        ("-np 4", "bc", {"spares": 2}, "--spares=0"),
+        ("-np 4", "ac", {"spares": 2}, "--spares=0"),
     ],
 )
-def test_a_smaller_job_has_the_first_of_the_emulated_devices(options, lost, flags):
-    job = make_job(
-        f"mpirun {options} --hostfile hf kaitian-train",
-        emulate_kinds="gpu,mlu,mlu,npu",
-        emulate_slowdown="2:3,3:2@9",
-    )
-    start = plan_start(job, frozenset(lost), False, "new")
-    assert start.words[start.words.index("kaitian-train") + 1 :] == [*flags, *OWN.split()]
+def test_a_smaller_job_has_the_first_devices_and_fewer_spares(options, lost, settings, flags):
+    job = make_job(f"mpirun {options} --hostfile hf kaitian-train", **settings)
+    assert flags_of(job, lost) == f"{flags}{OWN}".split()
 
 
 @pytest.mark.parametrize(
@@ -138,38 +147,19 @@ def test_a_smaller_job_has_flags_in_the_place_of_variables(
     assert parse_slowdown(slowdown, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "lost", "spares"),
-    [
-        ("-np 4", "", []),
-        ("-np 4", "b", ["--spares=1"]),
-        ("-np 4", "bc", ["--spares=0"]),
-        ("-np 4", "ac", ["--spares=0"]),
-    ],
-)
-def test_spares_replace_lost_ranks(options, lost, spares):
-    job = make_job(f"mpirun {options} --hostfile hf kaitian-train --spares 2", spares=2)
-    words = plan_start(job, frozenset(lost), False, "new").words
-    assert [word for word in words if word.startswith("--spares=")] == spares
-
-
 @pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
 def test_the_users_resume_flag_holds_until_there_is_progress(given):
     job = make_job(f"mpirun -np 2 kaitian-train {given}")
-    assert "--resume=auto" not in plan_start(job, frozenset(), False, "new").words
-    words = plan_start(job, frozenset(), True, "new").words
+    assert "--resume=auto" not in flags_of(job, "")
+    words = flags_of(job, "", trained=True)
     assert words.index("--resume=auto") > words.index(given.split()[0])
 
 
-def test_snapshots_named_by_the_user_are_kept():
-    job = make_job("mpirun -np 2 kaitian-train --snapshots=mine")
-    words = plan_start(job, frozenset(), False, "new").words
-    assert [word for word in words if "snapshots" in word] == ["--snapshots=mine"]
-    assert not job.owns_snapshots
-
-
-def test_the_snapshot_name_is_in_no_command_line():
+def test_snapshots_have_the_users_name_or_one_that_is_in_no_command_line():
     """Other users of a host can read the command lines of its processes."""
+    job = make_job("mpirun -np 2 kaitian-train --snapshots=mine")
+    assert [word for word in flags_of(job, "") if "snapshots" in word] == ["--snapshots=mine"]
+    assert not job.owns_snapshots
     job = make_job("mpirun -np 2 kaitian-train")
     assert job.owns_snapshots
     assert not any("beef" in word for word in plan_start(job, frozenset(), False, "new").words)
