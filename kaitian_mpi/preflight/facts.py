@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.command import hosts_of_launcher
-from kaitian_mpi.runtime.launcher import Launch, is_from_srun, read_launch
+from kaitian_mpi.runtime.launcher import is_from_srun, read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library
 from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.tags import PROTOCOL
@@ -230,6 +230,8 @@ class JobFacts:
 def collect(host: str, rank: int) -> RankFacts:
     """Return what is known of this process without MPI, torch and devices."""
     launch = read_launch(os.environ)
+    is_first_of_one_host = launch.world_rank == 0 and launch.local_size == launch.world_size
+    hosts = hosts_of_launcher(os.getppid()) if is_first_of_one_host else ()
     shm = os.statvfs(SHM) if os.path.isdir(SHM) else None
     return RankFacts(
         rank=rank,
@@ -247,7 +249,7 @@ def collect(host: str, rank: int) -> RankFacts:
             shm_free_bytes=None if shm is None else shm.f_bavail * shm.f_frsize,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         ),
-        given_hosts=_given_hosts(launch),
+        given_hosts={host.name: host.slots for host in hosts},
     )
 
 
@@ -274,12 +276,6 @@ def _has_fault_tolerance() -> bool:
     except (NotImplementedError, MPI.Exception):
         return False
     return True
-
-
-def _given_hosts(launch: Launch) -> dict[str, int | None]:
-    if launch.world_rank or launch.local_size < launch.world_size:
-        return {}
-    return {host.name: host.slots for host in hosts_of_launcher(os.getppid())}
 
 
 def _version(package: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 _MAX_HOSTS = 4
 
@@ -42,14 +43,8 @@ def ok(found: str, host: str = "") -> Verdict:
     return Verdict(Level.OK, found, "", host)
 
 
-def warning(found: str, advice: str, host: str = "") -> Verdict:
-    """Return a verdict that something could be better."""
-    return Verdict(Level.WARNING, found, advice, host)
-
-
-def problem(found: str, advice: str, host: str = "") -> Verdict:
-    """Return a verdict that training would fail."""
-    return Verdict(Level.PROBLEM, found, advice, host)
+warning = partial(Verdict, Level.WARNING)
+problem = partial(Verdict, Level.PROBLEM)
 
 
 def problem_if(is_problem: bool, found: str, advice: str, host: str = "") -> Verdict:
