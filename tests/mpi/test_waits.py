@@ -288,6 +288,21 @@ def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, las
         dist.destroy_process_group(group)
 
 
+def test_a_broadcast_does_not_hide_that_the_others_have_timed_out(world, last):
+    """Its root is done before the last rank comes, which then must not wait in a blocking call."""
+    group = dist.new_group(timeout=SHORT)
+    dist.barrier(group)
+    if world.rank == last:
+        add()  # after the others have timed out
+    dist.broadcast(torch.ones(3), 0, group)
+    error = rf"^rank {last} of {world.size} arrived too late" if world.rank == last else "^timed out"
+    seconds_until_error(lambda: dist.all_reduce(torch.ones(300_000), group=group), error)
+    if world.rank != last:
+        add()
+    dist.destroy_process_group(group)
+    assert add() == world.size
+
+
 def test_waiting_for_a_tcp_store_key_does_not_block_a_collective(world, last):
     """The store's client serves one thread at a time, so the collective must not need it."""
     dist.destroy_process_group()

@@ -54,7 +54,7 @@ class ArrivalTracker(_Limits):
         self._comm, self._store = comm, store
         self.set_timeout(timeout)
         self._calls = 0
-        self._arrived_at = time.monotonic()
+        self._arrived_at = self._met_at = time.monotonic()
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
@@ -69,12 +69,23 @@ class ArrivalTracker(_Limits):
         Raises a `CollectiveError` if a rank did not arrive within the group's timeout, or has left
         the group, or this rank arrives after the others' timeout.
         """
+        arrived_at = time.monotonic()
         with part("wait for all ranks"):
-            self.complete(self._comm.Ibarrier())
+            # Not since the last collective, which other ranks may have left long before this one
+            # came, as the root of a broadcast does. A blocking call follows, for which no rank may
+            # have given up.
+            self._complete(self._comm.Ibarrier(), (), self._met_at)
+        self._met_at = arrived_at
 
     def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
         """Wait likewise until a nonblocking collective on tensors is done. Collective."""
-        arrived_at = time.monotonic()
+        self._complete(request, tensors, self._arrived_at)
+
+    def _complete(
+        self, request: MPI.Request, tensors: tuple[torch.Tensor, ...], since: float
+    ) -> None:
+        """Wait for a request; no other rank has waited for this one since before `since`."""
+        self._arrived_at = time.monotonic()
         self._calls += 1
         if not wait_request(request, self._record_after_sec):
             try:
@@ -82,16 +93,11 @@ class ArrivalTracker(_Limits):
             except Exception:
                 keep_alive(request, tensors)
                 raise
-        # Other ranks cannot have waited for this one since before its previous arrival. A blocking
-        # call may follow, for which no rank may have given up.
-        if time.monotonic() - self._arrived_at > self._late_sec and (
-            self._settle(_PASSED) == _FAILED
-        ):
+        if time.monotonic() - since > self._late_sec and self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
                 f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
                 f"{OPERATION_PLACEHOLDER} #{self._calls}: the others {self._failure()}"
             )
-        self._arrived_at = arrived_at
 
     def close(self) -> None:
         """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
