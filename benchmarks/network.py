@@ -72,7 +72,7 @@ def work(options: argparse.Namespace) -> None:
 
     world = kaitian_mpi.init(emulate_kinds=options.emulate_kinds)
     gloo = dist.new_group(backend="gloo")
-    link = dist.group.WORLD.relay.network.link(dist.group.WORLD.comms.world)
+    link = dist.group.WORLD.links[dist.group.WORLD.comms.world.py2f()]
     chosen = link.choose()
     tensor = torch.zeros(options.bytes // 4)
     check_sum(world, options.bytes // 4)

@@ -57,8 +57,8 @@ def train(links: Links, options: argparse.Namespace) -> list[Pair]:
     from torch.nn import functional
 
     import kaitian_mpi
-    from kaitian_mpi.distributed.network.residual import Residuals
     from kaitian_mpi.distributed.reducer import GradientReducer
+    from kaitian_mpi.distributed.residual import Residuals
     from kaitian_mpi.recipes.models import build_model
 
     world = kaitian_mpi.init()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from kaitian_mpi.devices.protocol import Mark
-from kaitian_mpi.distributed.network.residual import Residual
+from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.runtime.watchdog import enter_phase
 

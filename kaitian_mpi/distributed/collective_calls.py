@@ -25,7 +25,7 @@ from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.mpi.datatypes import reduction
 
 if TYPE_CHECKING:
-    from kaitian_mpi.distributed.network.residual import Residual
+    from kaitian_mpi.distributed.residual import Residual
 
 
 @not_compiled

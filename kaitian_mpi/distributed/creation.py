@@ -8,17 +8,15 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
 
 from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.job_store import finished_ranks, job_store
+from kaitian_mpi.mpi.job_store import finished_ranks
 from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
 from kaitian_mpi.mpi.topology import (
     free_unused_comms,
-    shared_devices,
     split_into_groups,
     subset,
     translate_ranks,
@@ -29,7 +27,7 @@ from kaitian_mpi.runtime.launcher import read_launch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from kaitian_mpi.distributed.collectives.vendor import OwnDevice
+    from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
 
 
@@ -38,51 +36,24 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
     is_default = not options.global_ranks_in_group
     world, comm, unique = _default(options) if is_default else _subgroup(options)
     # Imported here because the import starts MPI, whose settings must be made before.
-    from kaitian_mpi.distributed.network.link import network_of
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
-    from kaitian_mpi.distributed.relay.relay import Relay
 
     # Every rank has left the barrier: the communicator above needed all of them.
     if options.group_size > 1:
         clear_store_barrier(options.store, options.group_rank)
     free_unused_comms()
-    places = translate_ranks(comm, world.comm)
-    nodes = [world.infos[rank].node for rank in places]
-    kinds = [world.kinds[rank] for rank in places]
-    comms = split_into_groups(comm, kinds, nodes, world.relay.group_by)
-    own = _own_device(world, [places[rank] for rank in comms.own.ranks])
-    group_store = job_store().view(f"group {unique}", options.timeout)
-    name = str(options.group_id)
-    has_accelerators = any(not world.infos[rank].is_on_host for rank in places)
-    network = network_of(comms, nodes, world.relay)
-    relay = Relay(
-        world.relay,
-        world.device,
-        has_accelerators=has_accelerators,
-        has_several_kinds=len(comms.groups) > 1,
-        network=network,
-    )
+    infos = [world.infos[rank] for rank in translate_ranks(comm, world.comm)]
+    nodes = [info.node for info in infos]
+    comms = split_into_groups(comm, [info.kind for info in infos], nodes, world.relay.group_by)
+    links: dict[int, Link] = {}
+    if len({*nodes}) > 1:
+        from kaitian_mpi.distributed.network.link import links_of
+
+        links = links_of(comms, nodes, world.relay)
     _accept_pickled_paths(info.python_version for info in world.infos)
-    versions = [world.infos[rank].torch_version for rank in places]
-    group = KaitianProcessGroup(
-        *(options.store, group_store, comms, own, name, options.timeout, relay, versions),
-        check_devices=world.check_devices,
-        unique_name=unique,
-    )
+    group = KaitianProcessGroup(options, unique, comms, links, world, infos)
     world.device_kind.calls.forget()  # waiting for the other ranks above was not computing
     return group
-
-
-def _own_device(world: World, group: list[int]) -> OwnDevice:
-    """Return this rank's device. `group`: the ranks of its group."""
-    from kaitian_mpi.distributed.collectives.vendor import OwnDevice
-
-    infos = [world.infos[rank] for rank in group]
-    alike = len({torch.device(info.device).type for info in infos}) == 1
-    has_vendor = alike and world.device_kind.vendor_backend is not None
-    if shared_devices(infos):  # such a group's library would fail
-        has_vendor = False
-    return OwnDevice(world.device, world.device_kind, has_vendor)
 
 
 def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:

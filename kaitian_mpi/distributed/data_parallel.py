@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.network.formats import check_wire
-from kaitian_mpi.distributed.network.residual import Residual, Residuals
+from kaitian_mpi.distributed.residual import Residual, Residuals
 from kaitian_mpi.distributed.sums import Fraction, sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.errors import AgreedError, UnsupportedError

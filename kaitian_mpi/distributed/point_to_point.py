@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
     from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 
-ENDED = "this process group has been destroyed"
-"""Why an operation on a destroyed group fails."""
-
 _CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
 _LEFT_INTERVAL_SEC = 1.0
 
@@ -116,7 +113,7 @@ class Mailbox:
         self._arrivals = arrivals
         self._timeout_sec = timeout.total_seconds()
         self._on_failure = on_failure
-        self._closed_reason = ""
+        self._broken = ""
         self._pending: list[Message] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -144,7 +141,6 @@ class Mailbox:
 
     def close(self) -> bool:
         """End the thread, and return whether MPI is done with every message; others fail."""
-        self._closed_reason = ENDED
         with self._changed:
             self._closed_at = time.perf_counter()
             self._changed.notify()
@@ -157,8 +153,8 @@ class Mailbox:
         return not unmatched
 
     def _check(self, name: str, peer: int) -> None:
-        if self._closed_reason:
-            raise CollectiveError(f"{name}: {self._closed_reason}")
+        if self._broken:
+            raise CollectiveError(f"{name}: {self._broken}")
         size = self._comm.size
         if peer != ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(
@@ -265,7 +261,7 @@ class Mailbox:
             keep_alive(item)
         with self._changed:
             self._pending.remove(item)
-        self._closed_reason = f"this process group failed before: {text}"
+        self._broken = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)
         item.fail(error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.distributed import BACKEND, device_types
@@ -14,24 +15,29 @@ from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
-from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 from kaitian_mpi.distributed.collectives.router import Router, profile_record
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
-from kaitian_mpi.distributed.collectives.vendor import OwnDevice, VendorLibrary
 from kaitian_mpi.distributed.collectives.worker import Worker
-from kaitian_mpi.distributed.point_to_point import ENDED, Mailbox
-from kaitian_mpi.distributed.relay.relay import Relay
 from kaitian_mpi.distributed.store_barrier import MonitoredBarrier
 from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.mpi.job_store import job_store
 from kaitian_mpi.mpi.nonblocking import ANY_SOURCE
-from kaitian_mpi.mpi.store import MPIStore
-from kaitian_mpi.mpi.topology import GroupComms, OwnDeviceCheck, free_when_unused
+from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.recorder import GroupLabel
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.ulfm import is_revoked
 
+# Modules that not every job needs are imported in functions.
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+    from kaitian_mpi.distributed.network.link import Link
+    from kaitian_mpi.distributed.point_to_point import Mailbox
+    from kaitian_mpi.distributed.relay.relay import Relay
+
 _UNIQUE_LENGTH = 8  # in timelines
+_ENDED = "this process group has been destroyed"
 
 
 @not_compiled
@@ -47,55 +53,66 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
     def __init__(
         self,
-        store: dist.Store,
-        group_store: MPIStore,
+        options: Any,
+        unique: str,
         comms: GroupComms,
-        own: OwnDevice,
-        name: str,
-        timeout: timedelta,
-        relay: Relay,
-        torch_versions: Sequence[str],
-        *,
-        check_devices: OwnDeviceCheck,
-        unique_name: str = "",
+        links: Mapping[int, Link],
+        world: World,
+        infos: Sequence[RankInfo],
     ) -> None:
-        """Create the group on this rank; `comms` and `relay` are for this group alone.
+        """Create the group on this rank; `comms` and `links` are for this group alone.
 
-        `group_store` is its own view of the job's store; no group of any job has the same
-        `unique_name`, which is the same on every rank.
+        `options` are torch's; no group of any job has the same `unique` name, which is the same on
+        every rank. `infos` are of the group's ranks.
         """
-        rank, size = comms.world.rank, comms.world.size
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self.comms, self.relay = comms, relay
+        super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
+        self.comms, self.links = comms, links
         self.has_one_group = len(comms.groups) == 1
         """Whether all ranks are in one group, so that there is no relay."""
-        self.torch_versions = tuple(torch_versions)
+        self.torch_versions = tuple(info.torch_version for info in infos)
         """The release of torch of each rank."""
-        self._name, self._timeout, self._closed = name, timeout, False
-        self._arrivals = ArrivalTracker(comms.world, group_store, timeout)
-        streams = SideStreams(own.device if own.has_vendor else None)
-        self._worker = Worker(f"kaitian-{name}", streams)
-        groupings = [comms] if comms.by_host is None else [comms, comms.by_host]
-        self._libraries = [
-            VendorLibrary(own, groups, store, group_store, timeout, self._worker.fail)
-            for groups in groupings
-        ]
-        host = HostOperations(comms.world, self._arrivals, relay)
-        self._hybrid = HybridOperations(comms, self._arrivals, self._libraries, relay)
-        label = GroupLabel(name, unique_name[:_UNIQUE_LENGTH])
-        carriers = self._libraries[0], host, self._hybrid, self._worker, streams
-        router = Router(*carriers, label, check_devices)
-        self._check_devices = check_devices
-        self._mailbox = Mailbox(
-            comms.messages, f"kaitian-messages-{name}", self._arrivals, timeout, self._worker.fail
-        )
-        # Usually these are the methods themselves.
-        pace = own.kind.calls
-        self._run = pace.around(router.run)
-        self._send = pace.around(self._mailbox.send)
-        self._receive = pace.around(self._mailbox.receive)
-        self._monitored = pace.around(MonitoredBarrier(group_store, rank, size).run)
+        self._name, self._timeout, self._closed = str(options.group_id), options.timeout, False
+        store = job_store().view(f"group {unique}", options.timeout)
+        self._arrivals = ArrivalTracker(comms.world, store, options.timeout)
+        has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])
+        streams = SideStreams(world.device if has_library else None)
+        self._worker = Worker(f"kaitian-{self._name}", streams)
+        self._libraries: list[VendorLibrary] = []
+        if has_library:
+            from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+
+            carrier = world.device_kind, world.device, options.store, store, options.timeout
+            for groups in (comms, comms.by_host):
+                if groups is not None:
+                    self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))
+        self._host = self._host_operations(world, infos)
+        label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
+        library = self._libraries[0] if has_library and self.has_one_group else None
+        router = Router(library, self._host, self._worker, streams, label, world.check_devices)
+        self._check_devices = world.check_devices
+        self._barrier = MonitoredBarrier(store, comms.world.rank, comms.world.size)
+        self._mailbox: Mailbox | None = None
+        self._lock = threading.Lock()
+        # It usually returns the function that it is given.
+        self._paced = world.device_kind.calls.around
+        self._run = self._paced(router.run)
         register_close(self.shutdown)
+
+    def _host_operations(self, world: World, infos: Sequence[RankInfo]) -> HostOperations:
+        """Return what works in host memory; with several groups, its allreduce is the hybrid."""
+        self.relay: Relay | None = None
+        has_accelerators = not all(info.is_on_host for info in infos)
+        if self.has_one_group and not has_accelerators:
+            return HostOperations(self.comms.world, self._arrivals, self.links)
+        from kaitian_mpi.distributed.relay.relay import Relay
+
+        self.relay = Relay(world.relay, world.device, self.links, has_accelerators)
+        if self.has_one_group:
+            return HostOperations(self.comms.world, self._arrivals, self.links, self.relay)
+        from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
+
+        own = self._arrivals, self.links, self.relay
+        return HybridOperations(self.comms, self._libraries, *own)
 
     @property
     def pg_name(self) -> str:
@@ -115,7 +132,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
     @property
     def algorithms(self) -> tuple[str, ...]:
         """The algorithms that there are for `allreduce` between kinds, on the group's ranks."""
-        return self._hybrid.algorithms
+        return self._host.algorithms
 
     @property
     def algorithm(self) -> str:
@@ -123,19 +140,19 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
         Must be the same on every rank; has no effect where all ranks are in one group.
         """
-        return self._hybrid.algorithm
+        return self._host.algorithm
 
     @algorithm.setter
     def algorithm(self, name: str) -> None:
-        self._hybrid.algorithm = name
+        self._host.algorithm = name
 
     def measure_links(self) -> bool:
         """Measure how to reduce between hosts; False if nothing is, in host memory. Collective.
 
         Otherwise the first long tensor is preceded by that.
         """
-        link = self.relay.network.link(self.comms.world)
-        if link is None or (self.has_one_group and self._libraries[0].is_present):
+        link = self.links.get(self.comms.world.py2f())
+        if link is None or (self.has_one_group and self._libraries):
             return False
         link.choose()
         return True
@@ -148,20 +165,38 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             timeout = timedelta(seconds=timeout)
         limit = self._timeout if timeout is None else timeout
         with profile_record("monitored_barrier"):
-            self._monitored(limit, wait_all_ranks)
+            try:
+                self._paced(self._barrier.run)(limit, wait_all_ranks)
+            except Exception as error:
+                self._worker.check_for_loss("monitored_barrier", error)
+                raise
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""
         self._check_devices(tensors)
-        return self._send(tensors[0], target, tag)
+        return self._paced(self._messages("send").send)(tensors[0], target, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start receiving one tensor from a rank. Not collective."""
         self._check_devices(tensors)
-        return self._receive(tensors[0], source, tag)
+        return self._paced(self._messages("recv").receive)(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
         return self.recv(tensors, ANY_SOURCE, tag)
+
+    def _messages(self, name: str) -> Mailbox:
+        if self._closed:
+            raise CollectiveError(f"{name}: {_ENDED}")
+        with self._lock:
+            if self._mailbox is None:
+                from kaitian_mpi.distributed.point_to_point import Mailbox
+
+                thread = f"kaitian-messages-{self._name}"
+                self._mailbox = Mailbox(
+                    *(self.comms.messages, thread, self._arrivals, self._timeout),
+                    self._worker.fail,
+                )
+            return self._mailbox
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following operations; call it on every rank, between operations.
@@ -173,7 +208,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._arrivals.set_timeout(timeout)
         for library in self._libraries:
             library.set_timeout(timeout)
-        self._mailbox.set_timeout(timeout)
+        if self._mailbox is not None:
+            self._mailbox.set_timeout(timeout)
 
     @property
     def is_broken(self) -> bool:
@@ -200,11 +236,11 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._run = _raise_ended
         if self.is_broken:  # also by what no library knows; its threads may wait in one
             for library in self._libraries:
-                library.abort(CollectiveError(ENDED))
+                library.abort(CollectiveError(_ENDED))
         self._worker.close()
         for library in self._libraries:
             library.close()
-        is_done = self._mailbox.close()
+        is_done = self._mailbox is None or self._mailbox.close()
         if is_revoked(self.comms.world):
             return
         self._arrivals.close()
@@ -214,4 +250,11 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
 
 def _raise_ended(collective: Collective) -> Work:
-    raise CollectiveError(f"{collective.name}: {ENDED}")
+    raise CollectiveError(f"{collective.name}: {_ENDED}")
+
+
+def _has_library(world: World, group: Sequence[RankInfo]) -> bool:
+    """Return whether the vendor's library can connect these ranks, this one's group."""
+    alike = len({torch.device(info.device).type for info in group}) == 1
+    # It fails if two ranks share a device.
+    return alike and world.device_kind.vendor_backend is not None and not shared_devices(group)

@@ -15,7 +15,7 @@ from torch import nn
 
 from kaitian_mpi.distributed.buckets import Bucket, partition
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.network.residual import Residuals
+from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.errors import UnsupportedError, UserError
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from kaitian_mpi.distributed.network.residual import Residual
+    from kaitian_mpi.distributed.residual import Residual
 
 
 def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.network.residual import Residuals
+from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

@@ -13,7 +13,7 @@ from kaitian_mpi.distributed.network.allreduce import (
     round_elements,
 )
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
-from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, Network
+from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, links_of
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.relay_settings import RelaySettings
 
@@ -149,13 +149,10 @@ def test_an_algorithm_can_be_forced(world):
     assert link.choose() == Choice(Route("ring"), SHORT_BYTES, None)
 
 
-def test_ranks_of_one_host_have_no_link(world):
-    network = Network()
-    network.add(world.comm, [3] * world.size, RelaySettings())
-    assert network.link(world.comm) is None
-    tensor = torch.ones(200_000)
-    network.allreduce_on(world.comm)(tensor, reduction(torch.float32, OPS["sum"]))
-    assert tensor.unique().tolist() == [world.size]
+def test_only_ranks_of_several_hosts_have_links(world):
+    comms = dist.group.WORLD.comms
+    assert links_of(comms, [3] * world.size, RelaySettings()) == {}
+    assert comms.world.py2f() in links_of(comms, range(world.size), RelaySettings())
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "leader", "striped"])
@@ -169,11 +166,8 @@ def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monke
         run(self, tensor, op, route)
 
     monkeypatch.setattr(HostAllreduce, "run", noting)
-    network = group.relay.network
-    for comm in (group.comms.world, group.comms.lane):
-        if comm is not None:
-            settings = RelaySettings(network_allreduce="ring")
-            network.add(comm, range(comm.size), settings)
+    settings = RelaySettings(network_allreduce="ring")
+    group.links.update(links_of(group.comms, range(world.size), settings))
     group.algorithm = algorithm
     for elements in (20_001, 3_000_001):
         tensor = values(torch.float32, world.rank, elements)

@@ -295,7 +295,9 @@ def test_a_broadcast_does_not_hide_that_the_others_have_timed_out(world, last):
     if world.rank == last:
         add()  # after the others have timed out
     dist.broadcast(torch.ones(3), 0, group)
-    error = rf"^rank {last} of {world.size} arrived too late" if world.rank == last else "^timed out"
+    error = (
+        rf"^rank {last} of {world.size} arrived too late" if world.rank == last else "^timed out"
+    )
     seconds_until_error(lambda: dist.all_reduce(torch.ones(300_000), group=group), error)
     if world.rank != last:
         add()

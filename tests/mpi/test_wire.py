@@ -11,9 +11,9 @@ from torch import nn
 import kaitian_mpi
 from kaitian_mpi.distributed.network.allreduce import group_by_host
 from kaitian_mpi.distributed.network.formats import FORMATS
-from kaitian_mpi.distributed.network.link import Link, Network
-from kaitian_mpi.distributed.network.residual import Residual, Residuals
+from kaitian_mpi.distributed.network.link import Link
 from kaitian_mpi.distributed.reducer import GradientReducer
+from kaitian_mpi.distributed.residual import Residual, Residuals
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.relay_settings import RelaySettings
@@ -38,10 +38,9 @@ def link(world, nodes):
 @pytest.fixture
 def hosts_of_group(world, nodes, monkeypatch):
     """Let the default process group's ranks be on several hosts."""
-    group, network = dist.group.WORLD, Network()
-    settings = RelaySettings(network_allreduce="pairwise")
-    network.add(group.comms.world, nodes, settings)
-    monkeypatch.setattr(group.relay, "network", network)
+    group = dist.group.WORLD
+    link = Link(world.comm, group_by_host(nodes), RelaySettings(network_allreduce="pairwise"))
+    monkeypatch.setitem(group.links, group.comms.world.py2f(), link)
     monkeypatch.setattr(group, "algorithm", "flat")  # an earlier test may have set another
 
 

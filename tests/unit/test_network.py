@@ -2,8 +2,8 @@
 
 import pytest
 
+from kaitian_mpi.distributed.interfaces import found_interfaces, limit_to
 from kaitian_mpi.distributed.network.allreduce import Route, group_by_host
-from kaitian_mpi.distributed.network.interfaces import found_interfaces, limit_to
 from kaitian_mpi.distributed.network.link import (
     LONG_BYTES,
     MPI_ROUTE,

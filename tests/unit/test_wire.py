@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kaitian_mpi.distributed.network.formats import FORMATS, check_wire
-from kaitian_mpi.distributed.network.residual import Residual, Residuals
+from kaitian_mpi.distributed.residual import Residual, Residuals
 from kaitian_mpi.errors import UserError
 
 BYTES = {"bf16": 0.5, "int8": 0.254, "int4": 0.129}

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
-from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
 from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
 from kaitian_mpi.mpi.datatypes import SUM, separate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from kaitian_mpi.distributed.network.residual import Residual
+    from kaitian_mpi.distributed.network.link import Link
+    from kaitian_mpi.distributed.relay.relay import Relay
+    from kaitian_mpi.distributed.residual import Residual
     from kaitian_mpi.mpi.datatypes import Reduction
 
 Tensors = Sequence[torch.Tensor]
+
+
+class Precision(NamedTuple):
+    """What an all_reduce may round off its tensor; the same on every rank."""
+
+    dtype: torch.dtype | None = None
+    """The dtype in which the tensor crosses between device kinds; None: its own."""
+    residual: Residual | None = None
+    """What slow links round off a buffer of gradients; None: nothing."""
+
+
+EXACT = Precision()
 
 
 class HostOperations:
@@ -30,12 +44,21 @@ class HostOperations:
     rank, whose sizes may differ between ranks as long as sender and receiver agree.
     """
 
+    algorithm = "flat"
+    """The algorithm of `allreduce`: a name in `algorithms`; must be the same on every rank."""
+    algorithms: tuple[str, ...] = (algorithm,)
+    """Those that there are for these ranks."""
+
     def __init__(
-        self, comm: MPI.Comm, arrivals: ArrivalTracker, relay: Relay | None = None
+        self,
+        comm: MPI.Comm,
+        arrivals: ArrivalTracker,
+        links: Mapping[int, Link],
+        relay: Relay | None = None,
     ) -> None:
+        """Store the communicator, its links between hosts, and the relay; None: not needed."""
         self.rank, self.size = comm.rank, comm.size
-        self._comm = comm
-        self._relay = relay or Relay()
+        self._comm, self._links, self._relay = comm, links, relay
         self.barrier = self._arrive = arrivals.arrive
         self._complete = arrivals.complete
 
@@ -44,7 +67,7 @@ class HostOperations:
 
     def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
         """Sum a flat buffer of gradients over all ranks, in place."""
-        self.allreduce(buffer, SUM, self._relay.precision_of(buffer, residual))
+        self.allreduce(buffer, SUM, Precision(residual=residual))
 
     def allreduce_flat(
         self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT
@@ -61,13 +84,22 @@ class HostOperations:
             return
         self._arrive()
         dense = contiguous(tensor)
-        allreduce = self._relay.network.allreduce_on(self._comm, precision.residual)
-        if dense.is_cpu and precision.dtype is None and not self._relay.has_accelerators:
+        allreduce = self._allreduce_on(self._comm, precision.residual)
+        relay, dtype = self._relay, precision.dtype
+        if relay is None or (dtype is None and dense.is_cpu and not relay.has_accelerators):
             allreduce(dense, op)
         else:
-            flat, dtype = dense.view(-1), precision.dtype
-            self._relay.exchange(self._comm, flat, lambda chunk: allreduce(chunk, op), dtype)
+            relay.exchange(self._comm, dense.view(-1), lambda chunk: allreduce(chunk, op), dtype)
         from_host(dense, tensor)
+
+    def _allreduce_on(
+        self, comm: MPI.Comm, residual: Residual | None, start: int = 0
+    ) -> Callable[[torch.Tensor, Reduction], None]:
+        """Return a function that reduces host tensors, the parts of a buffer from `start` on."""
+        link = self._links.get(comm.py2f())
+        if link is None:
+            return partial(host_collectives.allreduce, comm)
+        return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         host = to_host(tensor, read=self.rank == root)

@@ -7,18 +7,17 @@ one rank per group, each for an equal part, and gathers inside the group; `leade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
-from kaitian_mpi.distributed.collectives.host import HostOperations
+from kaitian_mpi.distributed.collectives.host import EXACT, HostOperations, Precision
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
-from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
-from kaitian_mpi.distributed.relay.relay import EXACT, Precision, Relay
+from kaitian_mpi.distributed.relay.relay import Relay
 from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction
 from kaitian_mpi.mpi.topology import GroupComms
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import part
@@ -26,8 +25,12 @@ from kaitian_mpi.observe.timeline.recorder import part
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
+    from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+    from kaitian_mpi.distributed.network.link import Link
+    from kaitian_mpi.distributed.residual import Residual
 
+_WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
+_MAX_WIDE_BYTES = 64 << 10  # up to which a message's fixed cost is what counts
 
 ALGORITHMS = ("flat", "leader", "striped")
 """The allreduce algorithms, in the order in which they are measured."""
@@ -55,21 +58,25 @@ class HybridOperations(HostOperations):
     def __init__(
         self,
         comms: GroupComms,
-        arrivals: ArrivalTracker,
         libraries: Sequence[VendorLibrary],
-        relay: Relay | None = None,
+        arrivals: ArrivalTracker,
+        links: Mapping[int, Link],
+        relay: Relay,
     ) -> None:
-        """Store the communicators and the libraries, one for each way to group the ranks."""
-        super().__init__(comms.world, arrivals, relay)
-        self.algorithm = "flat"
-        """The allreduce algorithm: a name in `algorithms`; must be the same on every rank."""
-        self.algorithms: tuple[str, ...] = ALGORITHMS
-        """Those that there are for these ranks."""
+        """Store the communicators, and a library for each way to group the ranks, if any."""
+        super().__init__(comms.world, arrivals, links, relay)
+        self._relay: Relay
+        self.algorithms = ALGORITHMS
         self.comms = comms
-        self._by_kind = self._by_host = comms, libraries[0]
+        self._by_kind = self._by_host = comms, libraries[0] if libraries else None
         if comms.by_host is not None:
             self.algorithms += BY_HOST
-            self._by_host = comms.by_host, libraries[1]
+            self._by_host = comms.by_host, libraries[1] if libraries else None
+
+    def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
+        is_long = buffer.dtype is torch.float32 and buffer.nbytes > _MAX_WIDE_BYTES
+        narrow = is_long and self._relay.settings.dtype == "bf16"
+        self.allreduce(buffer, SUM, Precision(torch.bfloat16 if narrow else None, residual))
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         if recorder.current is not None:
@@ -80,9 +87,11 @@ class HybridOperations(HostOperations):
         comms, library = self._by_host if self.algorithm in BY_HOST else self._by_kind
         lanes = 1 if self.algorithm.startswith("leader") else comms.lanes
         self._arrive()
-        group: VendorLibrary | HostGroup = library
-        if library.serves("reduce", [tensor.dtype], op.without_division.kind):
-            usable = library.usable(tensor.detach())
+        group: VendorLibrary | HostGroup
+        if library is not None and library.serves(
+            "reduce", [tensor.dtype], op.without_division.kind
+        ):
+            group, usable = library, library.usable(tensor.detach())
         else:
             # Without a vendor's library a group works in host memory; a single rank need not.
             group = HostGroup(comms)
@@ -114,7 +123,7 @@ class HybridOperations(HostOperations):
         if lane is not None and group.rank < len(shares):
             size = self.comms.world.size
             start = sum(shares[: group.rank])
-            allreduce = self._relay.network.allreduce_on(lane, precision.residual, start)
+            allreduce = self._allreduce_on(lane, precision.residual, start)
 
             def exchange(chunk: torch.Tensor) -> None:
                 allreduce(chunk, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -14,14 +14,15 @@ from torch.autograd.profiler import record_function
 
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
-from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 from kaitian_mpi.distributed.collectives.staging import SideStreams
-from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorLibrary
 from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import RankLostError, UnsupportedError
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import NO_LABEL, GroupLabel, recorded
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorLibrary
 
 Result = TypeVar("Result")
 
@@ -35,22 +36,19 @@ class Router:
 
     def __init__(
         self,
-        library: VendorLibrary,
+        library: VendorLibrary | None,
         host: HostOperations,
-        hybrid: HybridOperations,
         worker: Worker,
         streams: SideStreams,
         label: GroupLabel = NO_LABEL,
         check_devices: Callable[[Tensors], None] = lambda _: None,
     ) -> None:
-        """Choose the routes for the group's ranks.
+        """Route to a library that connects all ranks, if there is one, and to `host`.
 
         A library works on copies of the caller's tensors on `streams`; `check_devices` is given the
         tensors of each call.
         """
-        has_one_group = len(hybrid.comms.groups) == 1
-        self._library = library if has_one_group and library.is_present else None
-        self._host = host if has_one_group else hybrid
+        self._library, self._host = library, host
         self._worker = worker
         self._streams = streams
         self._label = label

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +39,6 @@ _log = logging.getLogger(__name__)
 _LIBRARY_MARGIN = timedelta(seconds=30)  # its own error at its timeout names no rank
 
 
-@dataclass(frozen=True)
-class OwnDevice:
-    """This rank's device."""
-
-    device: torch.device
-    kind: Device
-    """Its device kind."""
-    has_vendor: bool
-    """Whether the vendor's library can connect the ranks of this rank's group."""
-
-
 class VendorLibrary:
     """The ranks of this rank's group, connected by their vendor's library.
 
@@ -62,8 +50,9 @@ class VendorLibrary:
 
     def __init__(
         self,
-        own: OwnDevice,
         comms: GroupComms,
+        kind: Device,
+        device: torch.device,
         store: dist.Store,
         group_store: MPIStore,
         timeout: timedelta,
@@ -74,10 +63,8 @@ class VendorLibrary:
         `on_failure` is called, maybe from another thread, when a rank is lost; before anything that
         waits in the library goes on.
         """
-        self.is_present = own.has_vendor
-        """Whether there is such a library."""
         self.rank, self.size = comms.group.rank, comms.group.size
-        self._kind, self._device, self._comms = own.kind, own.device, comms
+        self._kind, self._device, self._comms = kind, device, comms
         self._store, self._group_store = store, group_store
         self._timeout = timeout
         self._on_failure = on_failure
@@ -94,7 +81,7 @@ class VendorLibrary:
         The same on all ranks of the group; collective over them the first time. `op` is torch's
         reduce operation, None if nothing is reduced.
         """
-        if not self.is_present or name in self._kind.vendor_lacks:
+        if name in self._kind.vendor_lacks:
             return False
         named = None if op is None else getattr(op, "op", op).name
         if not all(self._kind.vendor_supports(dtype, named) for dtype in dtypes):

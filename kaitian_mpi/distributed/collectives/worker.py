@@ -100,6 +100,13 @@ class Worker:
         """Make all later collectives fail: something else in the group has failed."""
         self.broken = self.broken or error
 
+    def check_for_loss(self, name: str, error: Exception) -> None:
+        """Raise a `RankLostError` instead if the error is MPI's about a lost rank."""
+        if ulfm.may_be_loss(error):
+            ulfm.revoke_all()
+            self.broken = RankLostError(f"{name}: a rank is lost ({error})")
+            raise self.broken from None
+
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         """Run `callback` after everything queued so far, and before everything queued later."""
 
@@ -209,16 +216,10 @@ class Worker:
             self.broken = error.with_operation(name)
             raise self.broken from None
         except Exception as error:
-            self._check_for_loss(name, error)
+            self.check_for_loss(name, error)
             if not isinstance(error, _ARGUMENT_ERRORS):
                 self.broken = CollectiveError(f"{name}: {type(error).__name__}: {error}")
             raise
-
-    def _check_for_loss(self, name: str, error: Exception) -> None:
-        if ulfm.may_be_loss(error):
-            ulfm.revoke_all()
-            self.broken = RankLostError(f"{name}: a rank is lost ({error})")
-            raise self.broken from None
 
 
 def _broken_error(name: str, broken: CollectiveError) -> CollectiveError:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES, Crossing, Exchange, Round, encoded
 from kaitian_mpi.distributed.network.formats import BLOCK
-from kaitian_mpi.distributed.network.residual import Residual
+from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive, wait_until

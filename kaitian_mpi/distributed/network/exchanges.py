@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from kaitian_mpi.distributed.network.formats import WireFormat
-from kaitian_mpi.distributed.network.residual import Residual
+from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
 
 Round = Iterator[Sequence[MPI.Request]]

@@ -1,14 +1,10 @@
-"""Reductions in host memory over a process group's communicators.
-
-Within a host MPI's own allreduce is used; what is fastest between hosts is measured once.
-"""
+"""Reductions in host memory over communicators with several hosts: what is fastest is measured."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import NamedTuple, cast
 
@@ -22,7 +18,7 @@ from kaitian_mpi.distributed.network.allreduce import (
     group_by_host,
 )
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
-from kaitian_mpi.distributed.network.residual import Residual
+from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.exchange import check_same, gather_values
@@ -184,38 +180,17 @@ class Link:
         return time.perf_counter() - start
 
 
-class Network:
-    """The links between hosts of one process group, by communicator."""
+def links_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> dict[int, Link]:
+    """Return the links of a process group's communicators, by handle, given the ranks' hosts.
 
-    def __init__(self) -> None:
-        self._links: dict[int, Link] = {}
-
-    def add(self, comm: MPI.Comm, nodes: Sequence[int], settings: RelaySettings) -> None:
-        """Add a communicator of the process group, given the host of each rank. Not collective."""
-        hosts = group_by_host(nodes)
-        if hosts.size > 1:
-            self._links[comm.py2f()] = Link(comm, hosts, settings)
-
-    def link(self, comm: MPI.Comm) -> Link | None:
-        """Return the link of a communicator; None if its ranks are on one host."""
-        return self._links.get(comm.py2f())
-
-    def allreduce_on(
-        self, comm: MPI.Comm, residual: Residual | None = None, start: int = 0
-    ) -> Allreduce:
-        """Return a function that reduces over `comm`; with a residual, a buffer from `start` on."""
-        link = self.link(comm)
-        if link is None:
-            return partial(host_collectives.allreduce, comm)
-        return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
-
-
-def network_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> Network:
-    """Return the network of a process group, given the host of each rank. Not collective."""
-    network = Network()
-    network.add(comms.world, nodes, settings)
-    for grouping in (comms, comms.by_host):
-        if grouping is not None and grouping.lane is not None:
-            places = translate_ranks(cast("MPI.Intracomm", grouping.lane), comms.world)
-            network.add(grouping.lane, [nodes[place] for place in places], settings)
-    return network
+    Without those whose ranks are on one host. Not collective.
+    """
+    groupings = [comms] if comms.by_host is None else [comms, comms.by_host]
+    links = {}
+    for comm in (comms.world, *(each.lane for each in groupings)):
+        if comm is not None:
+            places = translate_ranks(cast("MPI.Intracomm", comm), comms.world)
+            hosts = group_by_host([nodes[place] for place in places])
+            if hosts.size > 1:
+                links[comm.py2f()] = Link(comm, hosts, settings)
+    return links

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.network.link import Network
-from kaitian_mpi.distributed.network.residual import Residual
 from kaitian_mpi.distributed.relay.chunking import Pace, agree_on_pace
 from kaitian_mpi.distributed.relay.copies import Copies, copies_of
 from kaitian_mpi.distributed.relay.pipeline import Exchange, Slots, exchange_in_chunks
@@ -21,19 +20,7 @@ from kaitian_mpi.observe.timeline.recorder import EXCHANGE, part
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MAX_WIDE_BYTES = 64 << 10  # up to which a message's fixed cost is what counts
-
-
-class Precision(NamedTuple):
-    """What an all_reduce may round off its tensor; the same on every rank."""
-
-    dtype: torch.dtype | None = None
-    """The dtype in which the tensor crosses between device kinds; None: its own."""
-    residual: Residual | None = None
-    """What slow links round off a buffer of gradients; None: nothing."""
-
-
-EXACT = Precision()
+    from kaitian_mpi.distributed.network.link import Link
 
 
 class Relay:
@@ -44,40 +31,23 @@ class Relay:
 
     def __init__(
         self,
-        settings: RelaySettings | None = None,
-        device: torch.device | None = None,
-        *,
-        has_accelerators: bool = False,
-        has_several_kinds: bool = False,
-        network: Network | None = None,
+        settings: RelaySettings,
+        device: torch.device,
+        links: Mapping[int, Link],
+        has_accelerators: bool,
     ) -> None:
-        """Allocate nothing yet.
+        """Allocate nothing yet; `links` are those between hosts, by communicator.
 
-        If no rank of the group has an accelerator, tensors are cut as suits MPI alone. Between
-        several kinds, gradients cross in the dtype that the settings say.
+        If no rank of the group has an accelerator, tensors are cut as suits MPI alone.
         """
-        self.network = network or Network()
-        """Reduces what is in host memory."""
-        self.settings = settings or RelaySettings()
-        self.has_accelerators = has_accelerators
-        self._device = device or torch.device("cpu")
-        self._has_several_kinds = has_several_kinds
+        self.settings, self.has_accelerators = settings, has_accelerators
+        self._device, self._links = device, links
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
         self._paces: dict[tuple[int, int], Pace] = {}
 
     @property
     def allocated_bytes(self) -> int:
         return sum(slots.allocated_bytes for _, slots in self._paths.values())
-
-    def precision_of(self, gradients: torch.Tensor, residual: Residual | None) -> Precision:
-        """Return what a buffer of gradients may lose; depends on its length and dtype alone."""
-        is_narrowed = (
-            self._has_several_kinds
-            and self.settings.dtype == "bf16"
-            and gradients.dtype is torch.float32
-            and gradients.nbytes > _MAX_WIDE_BYTES
-        )
-        return Precision(torch.bfloat16 if is_narrowed else None, residual)
 
     def exchange(
         self,
@@ -92,25 +62,21 @@ class Relay:
         what the ranks have agreed on, not on where a rank's tensor is.
         """
         crossing = tensor if dtype is None else tensor.to(dtype)
-        self.exchange_chunks(self._split(comm, crossing), exchange)
-        if crossing is not tensor:
-            tensor.copy_(crossing)
-
-    def exchange_chunks(self, chunks: Sequence[torch.Tensor], exchange: Exchange) -> None:
-        """Apply `exchange` to each of the chunks of a tensor, in host memory."""
-        if chunks[0].is_cpu:
+        chunks, device = self.split(comm, crossing), crossing.device
+        if crossing.is_cpu:
             for chunk in chunks:
                 with part("exchange", EXCHANGE, bytes=chunk.nbytes):
                     exchange(chunk)
-            return
-        device = chunks[0].device
-        if device not in self._paths:
-            self._paths[device] = copies_of(device), Slots(pins=device_of(device).pins_memory)
-        exchange_in_chunks(chunks, exchange, *self._paths[device])
+        else:
+            if device not in self._paths:
+                self._paths[device] = copies_of(device), Slots(pins=device_of(device).pins_memory)
+            exchange_in_chunks(chunks, exchange, *self._paths[device])
+        if crossing is not tensor:
+            tensor.copy_(crossing)
 
-    def _split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks of a flat tensor. Collective over `comm` the first time."""
-        if not self.has_accelerators and self.network.link(comm) is not None:
+        if not self.has_accelerators and comm.py2f() in self._links:
             return (tensor,)  # which the network cuts itself
         if not self.has_accelerators or comm.size == 1:
             return host_collectives.allreduce_chunks(comm, tensor)
@@ -129,7 +95,8 @@ class Relay:
     def _stages(self, comm: MPI.Comm, size: int) -> list[Callable[[], None]]:
         """Return the stages of a chunk of `size` bytes on this rank's device, to be timed."""
         host = torch.zeros(size // 4)
-        allreduce = self.network.allreduce_on(comm)
+        link = self._links.get(comm.py2f())
+        allreduce = link.reduce_to_all if link else partial(host_collectives.allreduce, comm)
         chunk = torch.zeros(size // 4, device=self._device)
         if chunk.is_cpu:
             return [lambda: allreduce(host, SUM)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.network.residual import add_up
+from kaitian_mpi.distributed.residual import add_up
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo

@@ -13,7 +13,7 @@ from torch import nn
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost, ddp_buckets, fit_allreduce
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.network.residual import Residuals
+from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
