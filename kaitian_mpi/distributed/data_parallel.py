@@ -1,8 +1,6 @@
 """Stock DDP with any number of samples per rank: a communication hook weights each by its batch."""
 
 # No postponed annotations here: DDP checks those of its hook.
-import itertools
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,12 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.network.formats import check_wire
-from kaitian_mpi.distributed.residual import Residual, Residuals
 from kaitian_mpi.distributed.sums import Fraction, sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
-from kaitian_mpi.errors import AgreedError, UnsupportedError
-from kaitian_mpi.preflight.verdict import by_value
+from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.mpi.exchange import check_same
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 """Returns how many samples a forward's positional and keyword arguments hold."""
@@ -28,7 +24,6 @@ def data_parallel(
     *,
     group: dist.ProcessGroup | None = None,
     samples_of: SamplesOf | None = None,
-    wire: str = "fp32",
     **ddp_options: Any,
 ) -> DistributedDataParallel:
     """Wrap a model in stock DDP, with the exact gradient of the global batch for any split.
@@ -53,23 +48,17 @@ def data_parallel(
         group: the process group to sum over; None for the default one.
         samples_of: counts the samples of one forward from its (args, kwargs); None for the first
             dimension of the first tensor among them, also inside lists, tuples and dicts.
-        wire: the format of gradients between hosts: `fp32`, or `bf16`, `int8` or `int4` for slow
-            links. What that rounds off is sent with the next step's; a checkpoint may hold it:
-            `residuals` of the result has a `state_dict`, each rank's own.
         ddp_options: options of DDP, such as `find_unused_parameters`.
 
     Raises:
         AgreedError: ranks with different releases of torch divide the gradients differently.
-        UserError: `wire` is none of these.
         ValueError: in a forward, if there is no tensor to count samples by, or `samples_of`
             returned a number below 0.
         UnsupportedError: in a forward under `DistributedDataParallel.join`.
     """
-    check_wire(wire)
     wrapped = DistributedDataParallel(model, process_group=group, **ddp_options)
     _check_same_buckets(wrapped)
-    weights = _CountedSum(group, samples_of or count_rows, wire)
-    wrapped.residuals = weights.residuals  # type: ignore[assignment]
+    weights = _CountedSum(group, samples_of or count_rows)
     weights.attach(wrapped)
     for norm in sync_batch_norms(model):
         norm.process_group = norm.process_group or group
@@ -88,13 +77,9 @@ class WeightedSum:
     published implementations, is biased when the groups' batches differ.)
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, wire: str = "fp32") -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Create the hook's state."""
         self.weight = 1.0
-        self.residuals = Residuals(wire)
-        """What slow links have rounded off, for a checkpoint. Each rank has its own."""
-        self._names: dict[int, str] = {}
-        self._buckets: dict[int, tuple[list[int], Residual | None]] = {}
         self._group = group
 
     def attach(self, model: DistributedDataParallel) -> None:
@@ -103,40 +88,17 @@ class WeightedSum:
         Its batch norms over all ranks weight the ranks likewise: so set `weight` before backward.
         """
         participate(model, Participation(lambda: self.weight))
-        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         model.register_comm_hook(self, _reduce)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Start the weighted sum of one bucket; return a future of it."""
-        gradient, residual = bucket.buffer(), self._residual_of(bucket)
+        gradient = bucket.buffer()
         if self.weight == 0:
             gradient.zero_()  # not multiplied by 0, which would keep a NaN
         else:
             gradient.mul_(self.weight)
-        work = sum_gradients(gradient, residual, self._group, in_background=True)
+        work = sum_gradients(gradient, group=self._group, in_background=True)
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
-
-    def _residual_of(self, bucket: dist.GradBucket) -> Residual | None:
-        """Return the residual of a bucket; DDP may change its buckets between steps."""
-        if self.residuals.wire == "fp32":
-            return None
-        if bucket.index() == 0:
-            self.residuals.keep()
-        parameters = bucket.parameters()
-        identities = [id(parameter) for parameter in parameters]
-        known, residual = self._buckets.get(bucket.index(), ([], None))
-        if known != identities:
-            if known:
-                self.residuals.clear()
-                self._buckets.clear()
-            ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
-            places = {
-                self._names[identity]: slice(end - parameter.numel(), end)
-                for identity, parameter, end in zip(identities, parameters, ends, strict=True)
-            }
-            residual = self.residuals.add(bucket.buffer(), places)
-            self._buckets[bucket.index()] = identities, residual
-        return residual
 
 
 def _reduce(state: WeightedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -149,22 +111,13 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
     The first backward uses what each rank's torch has chosen, the others what rank 0's has chosen.
     Collective if the ranks have different releases of torch; else it does nothing.
     """
-    versions = getattr(model.process_group, "torch_versions", ())
-    if len(set(versions)) < 2:
-        return
-    sizes = str(model._get_ddp_logging_data()["bucket_sizes"])
-    own = torch.tensor([len(sizes.split(",")), zlib.crc32(sizes.encode())])
-    found = [torch.empty_like(own) for _ in versions]
-    dist.all_gather(found, own, group=model.process_group)
-    layouts = {rank: (int(each[0]), int(each[1])) for rank, each in enumerate(found)}
-    if len(set(layouts.values())) > 1:
-        texts = {
-            rank: f"{count} (layout {digest:08x}, torch {versions[rank]})"
-            for rank, (count, digest) in layouts.items()
-        }
-        raise AgreedError(
-            f"DistributedDataParallel's buckets differ between ranks: {by_value(texts)}; install "
-            "one release of torch, or use kaitian_mpi.Training, which makes its own buckets"
+    group: Any = model.process_group
+    if len({*getattr(group, "torch_versions", ())}) > 1:
+        sizes = model._get_ddp_logging_data()["bucket_sizes"]
+        check_same(
+            group.comms.world,
+            {"DistributedDataParallel's division into buckets, in bytes,": str(sizes)},
+            "install one release of torch, or use kaitian_mpi.Training, which cuts buckets itself",
         )
 
 
@@ -204,8 +157,8 @@ class _CountedSum(WeightedSum):
     last.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf, wire: str) -> None:
-        super().__init__(group, wire)
+    def __init__(self, group: dist.ProcessGroup | None, samples_of: SamplesOf) -> None:
+        super().__init__(group)
         self._samples_of = samples_of
         self._samples = 0
         self.samples_of_forward = 0

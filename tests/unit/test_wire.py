@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kaitian_mpi.distributed.network.formats import FORMATS, check_wire
+from kaitian_mpi.distributed.network.formats import FORMATS
 from kaitian_mpi.distributed.residual import Residual, Residuals
-from kaitian_mpi.errors import UserError
 
 BYTES = {"bf16": 0.5, "int8": 0.254, "int4": 0.129}
 ROUNDING = {"bf16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
@@ -97,8 +96,3 @@ def test_residuals_follow_their_parameters_to_other_buffers_and_runs():
 def test_float64_and_fp32_cross_as_they_are():
     assert Residuals("int8").add(torch.zeros(3, dtype=torch.float64), {"a": slice(0, 3)}) is None
     assert Residuals().add(torch.zeros(3), {"a": slice(0, 3)}) is None
-
-
-def test_an_unknown_format_is_named():
-    with pytest.raises(UserError, match=r"'int2' is not .* one of fp32, bf16, int8, int4"):
-        check_wire("int2")

@@ -12,8 +12,6 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from kaitian_mpi.errors import UserError
-
 BLOCK = 256
 """Values that share a scale. A tensor is cut for the ranks at multiples of it."""
 
@@ -112,10 +110,3 @@ WireFormat = BFloat16 | Blocks
 
 FORMATS: dict[str, WireFormat] = {"bf16": BFloat16(), "int8": Blocks(8), "int4": Blocks(4)}
 """The formats by name, besides fp32, which sends the values as they are."""
-
-
-def check_wire(name: str) -> None:
-    """Raise a `UserError` if there is no format of this name."""
-    names = ["fp32", *FORMATS]
-    if name not in names:
-        raise UserError(f"wire: {name!r} is not a format; choose one of {', '.join(names)}")
