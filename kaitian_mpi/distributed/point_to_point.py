@@ -79,13 +79,9 @@ class Message(Queued):
         who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
         return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:  # also called by `synchronize`
         self._start_timeout()
         return super().wait(timeout)
-
-    def synchronize(self) -> None:
-        self._start_timeout()
-        super().synchronize()
 
     def get_future(self) -> torch.futures.Future:
         self._start_timeout()
@@ -106,19 +102,17 @@ class Mailbox:
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
     ) -> None:
-        """Start no thread yet; after `on_failure` is called, the group cannot be used."""
-        self._comm = comm
-        self._name = name
+        """Start the thread; after `on_failure` is called, the group cannot be used."""
+        self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
         self._streams = SideStreams()
-        self._arrivals = arrivals
-        self._timeout_sec = timeout.total_seconds()
-        self._on_failure = on_failure
+        self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = CommunicationThread(target=self._poll_or_abort, name=name, daemon=True)
         self._closed_at = float("inf")
         self._left_checked_at = float("-inf")
+        self._thread.start()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of messages, including pending ones. Not collective."""
@@ -144,13 +138,11 @@ class Mailbox:
         with self._changed:
             self._closed_at = time.perf_counter()
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-        unmatched, self._pending = self._pending, []
-        for item in unmatched:
+        self._thread.join()
+        for item in self._pending:
             keep_alive(item)
             self._fail_at_end(item)
-        return not unmatched
+        return not self._pending
 
     def _check(self, name: str, peer: int) -> None:
         if self._broken:
@@ -164,11 +156,6 @@ class Mailbox:
     def _follow(self, item: Message) -> Message:
         with self._changed:
             self._pending.append(item)
-            if self._thread is None:
-                self._thread = CommunicationThread(
-                    target=self._poll_or_abort, name=self._name, daemon=True
-                )
-                self._thread.start()
             self._changed.notify()
         return item
 
@@ -196,9 +183,8 @@ class Mailbox:
                 for item in waiting:
                     if item.transfer.is_receive:
                         item.transfer.cancel()
-            done = [item for item in waiting if item.transfer.done()]
-            self._finish(done)
-            if done:
+            if done := [item for item in waiting if item.transfer.done()]:
+                self._finish(done)
                 progress_at = now
                 continue
             if not is_closing:
