@@ -164,9 +164,7 @@ class CollectiveCalls(dist.ProcessGroup):
         return self._start(
             *("all_gather", outputs, inputs, opts),
             lambda host: call_for_each(host.all_gather_single, pairs),
-            lambda library, outputs, inputs: torch_releases.all_gather_single(
-                library, outputs, inputs, opts
-            ),
+            partial(torch_releases.all_gather_single, opts),
         )
 
     def gather(  # type: ignore[override]
@@ -251,9 +249,7 @@ class CollectiveCalls(dist.ProcessGroup):
                 host.reduce_scatter_single,
                 [(*pair, reduction(pair[0].dtype, op)) for pair in pairs],
             ),
-            lambda library, outputs, inputs: torch_releases.reduce_scatter_single(
-                library, outputs, inputs, opts
-            ),
+            partial(torch_releases.reduce_scatter_single, opts),
             op,
         )
 
@@ -284,9 +280,7 @@ class CollectiveCalls(dist.ProcessGroup):
         return self._start(
             *("all_to_all", [output], [tensor], opts),
             lambda host: partial(host.all_to_all_single, output, received, tensor, sent),
-            lambda library, outputs, inputs: torch_releases.all_to_all_single(
-                library, *outputs, *inputs, output_splits, input_splits, opts
-            ),
+            partial(torch_releases.all_to_all_single, (output_splits, input_splits), opts),
         )
 
     def barrier(self, opts: Any = None) -> Work:

@@ -51,14 +51,8 @@ def init(
             torch.distributed is initialized already over another backend or with other arguments.
     """
     global _requested
+    given: dict[str, Any] = dict(locals())  # the arguments
     install_abort_hook()
-    given: dict[str, Any] = {
-        "devices": devices,
-        "emulate_kinds": emulate_kinds,
-        "emulate_slowdown": emulate_slowdown,
-        "share_device": share_device,
-        "group_by": group_by,
-    }
     requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if dist.is_initialized():
         return _initialized_world(requested)

@@ -28,7 +28,6 @@ class Library:
 
     def __init__(self, carried, in_place):
         self.carried, self.in_place = carried, in_place
-        self.works = [Finished([])]
 
     def serves(self, _, dtypes, op):
         return set(dtypes) == {torch.float32}
@@ -38,10 +37,7 @@ class Library:
 
     def start(self, _):
         self.carried.append("library")
-        return self
-
-    def finish(self):
-        self.carried.append("copied back")
+        return [Finished([])], lambda: self.carried.append("copied back")
 
 
 class Calls(CollectiveCalls):

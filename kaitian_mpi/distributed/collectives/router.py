@@ -22,7 +22,7 @@ from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import NO_LABEL, GroupLabel, recorded
 
 if TYPE_CHECKING:
-    from kaitian_mpi.distributed.collectives.vendor import VendorCall, VendorLibrary
+    from kaitian_mpi.distributed.collectives.vendor import Started, VendorLibrary
 
 Result = TypeVar("Result")
 
@@ -93,17 +93,17 @@ class Router:
             self._worker.drain(collective.name)
             # In the caller's thread, because a vendor's library must be called for all groups in
             # the same order on every rank.
-            start: Callable[[], VendorCall] = partial(library.start, collective)
+            start: Callable[[], Started] = partial(library.start, collective)
             if recorder.current is not None:
                 start = self._recorded(start, collective, number, algorithm="vendor")
             if library.can_use_in_place(collective):
-                call = start()
-                if len(call.works) == 1:
-                    return call.works[0]
+                works, finish = start()
+                if len(works) == 1:
+                    return works[0]
             else:
                 with self._streams.after_caller(collective):
-                    call = start()
-            return self._worker.run(collective.name, call.finish, result, is_async)
+                    _, finish = start()
+            return self._worker.run(collective.name, finish, result, is_async)
         except RankLostError:
             if not (self._worker.records_losses and is_async):
                 raise

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 
-def all_gather_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
+def all_gather_single(options: Any, library: Any, outputs: Any, inputs: Any) -> list[Work]:
     """Start gathering each rank's `inputs[i]` into `outputs[i]` on a vendor's process group."""
     if hasattr(library, "all_gather_single_coalesced"):
         return [library.all_gather_single_coalesced(outputs, inputs, options)]
@@ -22,8 +22,8 @@ def all_gather_single(library: Any, outputs: Any, inputs: Any, options: Any) -> 
     return [library._allgather_base(output, tensor, options) for output, tensor in pairs]
 
 
-def reduce_scatter_single(library: Any, outputs: Any, inputs: Any, options: Any) -> list[Work]:
-    """Start a reduce-scatter of each of `inputs` into `outputs`; arguments as above."""
+def reduce_scatter_single(options: Any, library: Any, outputs: Any, inputs: Any) -> list[Work]:
+    """Start a reduce-scatter of each of `inputs` into `outputs`."""
     if hasattr(library, "reduce_scatter_single_coalesced"):
         return [library.reduce_scatter_single_coalesced(outputs, inputs, options)]
     # Before 2.14 the coalesced call is not exposed to Python.
@@ -31,11 +31,12 @@ def reduce_scatter_single(library: Any, outputs: Any, inputs: Any, options: Any)
     return [library._reduce_scatter_base(output, tensor, options) for output, tensor in pairs]
 
 
-def all_to_all_single(library: Any, *arguments: Any) -> list[Work]:
-    """Start an all-to-all; arguments: output, input, the splits of both, `AllToAllOptions`."""
-    if hasattr(library, "all_to_all_single"):
-        return [library.all_to_all_single(*arguments)]
-    return [library.alltoall_base(*arguments)]  # before 2.13
+def all_to_all_single(
+    splits: tuple[list[int], list[int]], options: Any, library: Any, outputs: Any, inputs: Any
+) -> list[Work]:
+    """Start an all-to-all of one tensor into another; `splits` are those of both."""
+    call = getattr(library, "all_to_all_single", None) or library.alltoall_base  # before 2.13
+    return [call(*outputs, *inputs, *splits, options)]
 
 
 class BackendQueries:

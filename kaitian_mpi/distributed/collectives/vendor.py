@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LIBRARY_MARGIN = timedelta(seconds=30)  # its own error at its timeout names no rank
 
+Started = tuple[list[Work], Callable[[], None]]
+"""A library's works, and a function that waits for them on the current stream and then copies the
+results to the caller's tensors."""
+
 
 class VendorLibrary:
     """The ranks of this rank's group, connected by their vendor's library.
@@ -165,7 +169,7 @@ class VendorLibrary:
         """
         return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
 
-    def start(self, collective: Collective) -> VendorCall:
+    def start(self, collective: Collective) -> Started:
         """Start a collective; its tensors may be on any device."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the library's, the own
 
@@ -184,10 +188,18 @@ class VendorLibrary:
                 works = collective.on_library(self._backend, outputs, inputs)
         self._last = works[-1] if works else None
         written = {id(tensor) for tensor in collective.result}
-        results = [pair for key, pair in copies.items() if key in written]
-        return VendorCall(
-            works, results, [copy for copy, tensor in copies.values() if copy is not tensor]
-        )
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            # Only the current stream has waited, which may not be the one that they were made on.
+            for copy, tensor in copies.values():
+                if copy is not tensor:
+                    keep_for_current_stream(copy)
+            for key in written & copies.keys():
+                from_host(*copies[key])
+
+        return works, finish
 
     def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
         """Reduce piece r of a flat tensor, `shares[r]` long, to rank r, in place."""
@@ -264,28 +276,3 @@ def _asking_for_a_work(options: Any) -> Iterator[None]:
         yield
     finally:
         options.asyncOp = asked
-
-
-class VendorCall:
-    """A collective that has been started on a vendor's library."""
-
-    def __init__(
-        self,
-        works: list[Work],
-        written: list[tuple[torch.Tensor, torch.Tensor]],
-        used: list[torch.Tensor],
-    ) -> None:
-        """Store the library's works, the tensors written (its own, the caller's) and its copies."""
-        self.works = works
-        self._written, self._used = written, used
-
-    def finish(self) -> None:
-        """Copy the results to the caller's tensors, on the current stream."""
-        for work in self.works:
-            work.wait()
-        # Only the current stream has waited, which may not be the one that they were made on.
-        for tensor in self._used:
-            keep_for_current_stream(tensor)
-        self._used = []
-        for result, tensor in self._written:
-            from_host(result, tensor)

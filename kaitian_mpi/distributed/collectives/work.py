@@ -182,7 +182,7 @@ class Queued(Work):
         self._ends = ends_of_streams(self._result)
         if self._has_future_reader:
             self._block_for_streams()
-        self._complete(None)
+        self._future.set_result(self._result)
 
     def fail(self, error: Exception, *, is_recorded: bool = False) -> None:
         """Mark it failed; `wait` and the future raise the error.
@@ -191,13 +191,15 @@ class Queued(Work):
         result is used, the future is instead completed with whatever the tensors contain.
         """
         self._error = error
-        is_hidden = self._has_future_reader and is_recorded and isinstance(error, RankLostError)
-        self._complete(None if is_hidden else error)
+        if self._has_future_reader and is_recorded and isinstance(error, RankLostError):
+            self._future.set_result(self._result)
+        else:
+            self._future.fail(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done, but for work of the device: the current stream waits for that."""
-        if timeout:
-            self._wait_at_most(timeout.total_seconds())
+        if timeout and not wait_until(self._future.done, limit := timeout.total_seconds()):
+            raise CollectiveError(f"Timed out after {limit:g} s, waiting for a collective")
         self.is_error_seen = True
         if recorder.current is None:
             self._future.wait()
@@ -235,13 +237,3 @@ class Queued(Work):
         for end in self._ends:
             if not end.is_handled_by_futures:
                 end.synchronize()
-
-    def _complete(self, error: Exception | None) -> None:
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.fail(error)
-
-    def _wait_at_most(self, limit_sec: float) -> None:
-        if not wait_until(self._future.done, limit_sec):
-            raise CollectiveError(f"Timed out after {limit_sec:g} s, waiting for a collective")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,12 +13,8 @@ from kaitian_mpi.devices.accelerator import event_to_wait_for
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT, is_recorded, part
 
-
-class Event(Protocol):
-    """A point of a device's stream, as in `torch.cuda.Event`."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the device has reached it."""
+Event = Any
+"""A point of a device's stream, as in `torch.cuda.Event`."""
 
 
 class _Reached:
@@ -99,7 +95,7 @@ class StreamCopies(Copies):
     def _record(self, stream: Any) -> Event:
         event = event_to_wait_for(self._module)
         event.record(stream)
-        return event  # type: ignore[no-any-return]
+        return event
 
     @contextmanager
     def _shown(self, lane: str, name: str, chunk: torch.Tensor) -> Iterator[None]:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 
@@ -102,13 +101,6 @@ class Slots:
         return torch.empty(self._slot_bytes, dtype=torch.uint8)
 
 
-class _Fetched(NamedTuple):
-    chunk: torch.Tensor
-    slot: Slot
-    host: torch.Tensor
-    copied: Event
-
-
 def exchange_in_chunks(
     chunks: Sequence[torch.Tensor], exchange: Exchange, copies: Copies, slots: Slots
 ) -> None:
@@ -119,13 +111,13 @@ def exchange_in_chunks(
     """
     count = slots.provide(len(chunks), max(chunk.nbytes for chunk in chunks))
     waiting = iter(chunks)
-    fetched: deque[_Fetched] = deque()
+    fetched: deque[tuple[torch.Tensor, Slot, torch.Tensor, Event]] = deque()
 
     def fetch(number: int) -> None:
         for chunk in islice(waiting, number):
             slot = slots.take()
             host = slot.view_as(chunk)
-            fetched.append(_Fetched(chunk, slot, host, copies.copy_out(host, chunk, slot.free)))
+            fetched.append((chunk, slot, host, copies.copy_out(host, chunk, slot.free)))
 
     copies.begin(chunks[0])
     try:
