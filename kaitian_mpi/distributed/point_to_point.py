@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kaitian_mpi.distributed.collectives.staging import (
-    NO_STREAMS,
-    SideStreams,
-    Streams,
-    from_host,
-    to_host,
-)
+from kaitian_mpi.distributed.collectives import staging
+from kaitian_mpi.distributed.collectives.staging import from_host, to_host
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
@@ -52,25 +47,25 @@ class Message(Queued):
         transfer: Transfer,
         peer: int,
         deliver: Callable[[], Any] = lambda: None,
-        streams: Streams = NO_STREAMS,
+        streams: staging.Streams = staging.NO_STREAMS,
     ) -> None:
         """Create a work that is not done; `deliver` ends it, on `streams`."""
         super().__init__([tensor])
         self.transfer, self.peer = transfer, peer
         self._deliver, self._streams = deliver, streams
-        self.source = -1
-        """The sender's rank, once the message has been received."""
+        self._source = -1
         self.awaited_since = float("inf")
         """When the first wait for it started, by `time.perf_counter`."""
         self.peer_left = False
 
     def _source_rank(self) -> int:
-        return self.source
+        """Return the sender's rank; -1 until the message has been received."""
+        return self._source
 
     source_rank = _source_rank
 
     def finish(self) -> None:
-        self.source = self.transfer.source
+        self._source = self.transfer.source
         with self._streams:
             self._deliver()
             super().finish()
@@ -104,7 +99,7 @@ class Mailbox:
     ) -> None:
         """Start the thread; after `on_failure` is called, the group cannot be used."""
         self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
-        self._streams = SideStreams()
+        self._streams = staging.SideStreams()
         self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []

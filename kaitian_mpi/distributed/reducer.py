@@ -166,10 +166,10 @@ class GradientReducer:
                 while self._filled < len(self._buckets):
                     self._fill_next()
             for index, bucket in enumerate(self._buckets):
-                if self._has_one_bucket:
-                    self._all_reduce(bucket, in_background=False)
-                else:
+                if self._works:
                     self._works[index].wait()
+                else:
+                    sum_gradients(bucket.buffer, bucket.residual, self._group)
                 # One number in which whatever is not finite shows; while the next is summed.
                 self._sums.append(bucket.gradients.sum().float())
                 bucket.settle()
@@ -261,23 +261,10 @@ class GradientReducer:
         if callable(self._weight):
             self._weight = self._weight()
         bucket.fill(self._weight, self._number if bucket is self._carrier else None)
-        if not self._has_one_bucket:
-            self._all_reduce(bucket, in_background=True)
-
-    @property
-    def _has_one_bucket(self) -> bool:
-        """Whether all gradients are in one bucket.
-
-        Nothing is left to compute while it is summed, so `finish` does that in the caller's thread,
-        which saves two thread switches.
-        """
-        return len(self._buckets) == 1
-
-    def _all_reduce(self, bucket: Bucket, *, in_background: bool) -> None:
-        work = sum_gradients(
-            bucket.buffer, bucket.residual, self._group, in_background=in_background
-        )
-        if work is not None:
+        # If all gradients are in one bucket, nothing is left to compute while it is summed, so
+        # `finish` does that in the caller's thread, which saves two thread switches.
+        if len(self._buckets) > 1:
+            work = sum_gradients(bucket.buffer, bucket.residual, self._group, in_background=True)
             self._works.append(work)
 
     def _backward_done(self) -> None:

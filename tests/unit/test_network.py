@@ -21,7 +21,6 @@ def test_ranks_are_grouped_by_host():
     hosts = group_by_host([4, 7, 4, 4, 7])
     assert hosts.ranks == ((0, 2, 3), (1, 4))
     assert (hosts.size, hosts.lanes) == (2, 2)
-    assert [hosts.index_of(rank) for rank in range(5)] == [0, 1, 0, 0, 1]
     assert [hosts.lane(number) for number in range(2)] == [(0, 1), (2, 4)]
 
 

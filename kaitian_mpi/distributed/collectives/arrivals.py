@@ -33,16 +33,7 @@ _PASSED, _FAILED = b"passed", b"failed"
 _ENDED, _FAILURE = "ended/", "failure"
 
 
-class _Limits:
-    """When a rank that waits for others records its arrival, and when it gives up."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following collectives; must be the same on every rank."""
-        self._timeout_sec = timeout.total_seconds()
-        self._record_after_sec = min(_RECORD_AFTER_SEC, self._timeout_sec / 4)
-
-
-class ArrivalTracker(_Limits):
+class ArrivalTracker:
     """Tracks which ranks have arrived at a group's collectives.
 
     A rank that has waited for a second records its arrival in the group's store; at the timeout the
@@ -57,7 +48,8 @@ class ArrivalTracker(_Limits):
         self._arrived_at = self._met_at = time.monotonic()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        super().set_timeout(timeout)
+        """Set the timeout of the following collectives; must be the same on every rank."""
+        self._timeout_sec, self._record_after_sec = _limits(timeout)
         self._store.set_timeout(timeout)
         # A rank that arrives this long after the last collective may be later than the others'
         # timeout.
@@ -162,7 +154,7 @@ class ArrivalTracker(_Limits):
         return text.replace(f"{OPERATION_PLACEHOLDER} ", "collective ")
 
 
-class LibraryWatch(_Limits):
+class LibraryWatch:
     """Looks, in a thread, for ranks that a vendor's library waits for in vain.
 
     A library's kernel waits for a lost rank forever, and so does a caller that waits for the
@@ -190,6 +182,9 @@ class LibraryWatch(_Limits):
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="kaitian-library", daemon=True)
         self._thread.start()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_sec, self._record_after_sec = _limits(timeout)
 
     def called(self, name: str) -> None:
         self._name, self._called_at = name, time.monotonic()
@@ -239,6 +234,12 @@ class LibraryWatch(_Limits):
         if not late:
             return None
         return CollectiveError(_timed_out(self._timeout_sec, name, calls, late, self._comm.size))
+
+
+def _limits(timeout: timedelta) -> tuple[float, float]:
+    """Return after how many seconds a rank gives up waiting, and records its own arrival."""
+    sec = timeout.total_seconds()
+    return sec, min(_RECORD_AFTER_SEC, sec / 4)
 
 
 def _is_loss(error: Exception) -> bool:

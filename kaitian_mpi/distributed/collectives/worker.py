@@ -44,21 +44,17 @@ class Worker:
         """Why no more tasks can be executed; None if they can."""
         self.records_losses = False
         """Whether the caller checks `broken` before using a future's value."""
-        self._streams = streams
+        self._name, self._streams = name, streams
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self._turn = threading.Lock()
+        self._turn, self._count_lock = threading.Lock(), threading.Lock()
         self._waiting = 0
-        self._count_lock = threading.Lock()
-        self._name = name
         # DDP's join keeps only the C++ half of the work of its one-element all_reduce, which still
         # needs the Python half.
         self._kept: deque[Queued] = deque(maxlen=_KEPT_WORKS)
         self._failed: Queued | None = None
         self._thread: threading.Thread | None = None
         self._thread_id = 0
-        # Used by the worker's thread only:
-        self._in_callback = False
-        self._is_closing = False
+        self._in_callback = self._is_closing = False  # used by the worker's thread only
 
     def run(
         self,
@@ -151,17 +147,15 @@ class Worker:
             self._kept.append(work)
 
         def execute() -> None:
-            error = None
             try:
                 self._attempt(name, call, result)
-            except Exception as raised:
-                error = raised
-            self._count(-1)
-            if error is None:
+            except Exception as error:
+                self._count(-1)
+                self._failed = self._failed or work
+                work.fail(error, is_recorded=self.records_losses)
+            else:
+                self._count(-1)
                 work.finish()
-                return
-            self._failed = self._failed or work
-            work.fail(error, is_recorded=self.records_losses)
 
         streams = self._streams.after_caller(result if tensors is None else tensors)
         self._put(_Task(execute, streams))

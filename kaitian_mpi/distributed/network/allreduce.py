@@ -55,10 +55,6 @@ class Hosts:
         """The most ranks that each host can have for exchanging data with the others."""
         return min(map(len, self.ranks))
 
-    def index_of(self, rank: int) -> int:
-        """Return the number of a rank's host."""
-        return next(index for index, ranks in enumerate(self.ranks) if rank in ranks)
-
     def lane(self, number: int) -> tuple[int, ...]:
         """Return the ranks of a lane, one on each host."""
         return tuple(ranks[number] for ranks in self.ranks)
@@ -89,9 +85,8 @@ class HostAllreduce:
 
     def __init__(self, comm: MPI.Comm, hosts: Hosts) -> None:
         """Store where the ranks of `comm` are."""
-        self._comm = comm
-        self._hosts = hosts
-        self._here = hosts.ranks[hosts.index_of(comm.rank)]
+        self._comm, self._hosts = comm, hosts
+        self._here = next(ranks for ranks in hosts.ranks if comm.rank in ranks)
         self._unused: list[torch.Tensor] = []
 
     def run(self, tensor: torch.Tensor, op: Reduction, route: Route) -> None:

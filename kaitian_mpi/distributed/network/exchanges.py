@@ -12,6 +12,7 @@ from kaitian_mpi.distributed.network.formats import WireFormat
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
 
+Parts = Sequence[torch.Tensor]
 Round = Iterator[Sequence[MPI.Request]]
 """Does a part of its work between any two requests that it has to wait for."""
 
@@ -23,12 +24,7 @@ class Crossing:
     """
 
     def __init__(
-        self,
-        comm: MPI.Comm,
-        lane: Sequence[int],
-        tag: int,
-        op: Reduction,
-        scratch: torch.Tensor,
+        self, comm: MPI.Comm, lane: Sequence[int], tag: int, op: Reduction, scratch: torch.Tensor
     ) -> None:
         """Store the round's: `lane` has a rank of each host, `scratch` room for all parts."""
         self._comm, self._lane, self._tag = comm, lane, tag
@@ -59,7 +55,7 @@ class Crossing:
         length = part.numel()
         return self._scratch[number * length : (number + 1) * length]
 
-    def combine(self, part: torch.Tensor, arrived: Sequence[torch.Tensor]) -> None:
+    def combine(self, part: torch.Tensor, arrived: Parts) -> None:
         """Reduce a part with what has arrived, in this order; 16-bit floats are rounded once."""
         wide = ACCUMULATION_DTYPES.get(part.dtype) if part.is_floating_point() else None
         total = part if wide is None or not arrived else part.to(wide)
@@ -73,7 +69,7 @@ class Crossing:
         self._op.divide_average(part, self._comm.size)
 
 
-def pairwise(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
+def pairwise(crossing: Crossing, parts: Parts) -> Round:
     """Reduce the parts over all hosts, in place; part h is summed on host h.
 
     Two messages' latency for any number of hosts, and each part is rounded once. Each host sends to
@@ -94,7 +90,7 @@ def pairwise(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
     yield [*received, *[crossing.start_send(own, host) for host in crossing.others]]
 
 
-def ring(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
+def ring(crossing: Crossing, parts: Parts) -> Round:
     """Reduce the parts over all hosts, in place; the sum of part h is complete on host h - 1.
 
     Each host receives from the one before it and sends to the one after it, which suits switches
@@ -121,16 +117,14 @@ def ring(crossing: Crossing, parts: Sequence[torch.Tensor]) -> Round:
     yield sent
 
 
-Exchange = Callable[[Crossing, Sequence[torch.Tensor]], Round]
+Exchange = Callable[[Crossing, Parts], Round]
 
 EXCHANGES: dict[str, Exchange] = {"pairwise": pairwise, "ring": ring}
 """The exchanges between hosts, by name. Each is bandwidth-optimal: with H hosts, 2 (H - 1) / H of
 the bytes leave and enter each."""
 
 
-def encoded(
-    crossing: Crossing, parts: Sequence[torch.Tensor], residual: Residual, start: int
-) -> Round:
+def encoded(crossing: Crossing, parts: Parts, residual: Residual, start: int) -> Round:
     """Sum flat float32 parts over all hosts, in place, in the residual's format.
 
     They are of the residual's buffer, one after the other from `start` on, as many as hosts. Among
@@ -148,12 +142,7 @@ def encoded(
     yield from exchange(crossing, parts, residual.wire, noted)
 
 
-def _between_two(
-    crossing: Crossing,
-    parts: Sequence[torch.Tensor],
-    wire: WireFormat,
-    noted: Sequence[torch.Tensor],
-) -> Round:
+def _between_two(crossing: Crossing, parts: Parts, wire: WireFormat, noted: Parts) -> Round:
     [other] = crossing.others
     arrived = [_room(wire, part) for part in parts]
     requests = [crossing.start_receive(room, other) for room in arrived]
@@ -164,12 +153,7 @@ def _between_two(
         part += _decoded(wire, room, part)
 
 
-def _among_many(
-    crossing: Crossing,
-    parts: Sequence[torch.Tensor],
-    wire: WireFormat,
-    noted: Sequence[torch.Tensor],
-) -> Round:
+def _among_many(crossing: Crossing, parts: Parts, wire: WireFormat, noted: Parts) -> Round:
     own = parts[crossing.host]
     arrived = {host: _room(wire, own) for host in sorted(crossing.others)}
     requests = [crossing.start_receive(room, host) for host, room in arrived.items()]

@@ -76,11 +76,7 @@ class Blocks:
                 end.copy_(longer[:rest])
 
     def _encode(
-        self,
-        scales: torch.Tensor,
-        numbers: torch.Tensor,
-        blocks: torch.Tensor,
-        lost: torch.Tensor,
+        self, scales: torch.Tensor, numbers: torch.Tensor, blocks: torch.Tensor, lost: torch.Tensor
     ) -> None:
         largest = blocks.abs().amax(dim=1, keepdim=True)  # vector_norm takes 7 times as long
         # Infinity less itself is a NaN.

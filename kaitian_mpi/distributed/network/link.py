@@ -11,12 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network.allreduce import (
-    HostAllreduce,
-    Hosts,
-    Route,
-    group_by_host,
-)
+from kaitian_mpi.distributed.network.allreduce import HostAllreduce, Hosts, Route, group_by_host
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi import host_collectives
@@ -93,9 +88,7 @@ class Link:
         """How tensors are reduced, the same on every rank; None if not known yet."""
         self.routes = routes(list(EXCHANGES), hosts.lanes)
         """What there is to choose from."""
-        self._comm = comm
-        self._hosts = hosts
-        self._settings = settings
+        self._comm, self._hosts, self._settings = comm, hosts, settings
         self._allreduce = HostAllreduce(comm, hosts)
 
     def reduce_to_all(self, tensor: torch.Tensor, op: Reduction) -> None:
