@@ -81,7 +81,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         if has_library:
             from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
 
-            carrier = world.device_kind, world.device, options.store, store, options.timeout
+            # A script may create a group of the same name again, with the same store.
+            own_store = dist.PrefixStore(unique, options.store)
+            carrier = world.device_kind, world.device, own_store, store, options.timeout
             for groups in (comms, comms.by_host):
                 if groups is not None:
                     self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))

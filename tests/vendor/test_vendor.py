@@ -321,6 +321,8 @@ def test_no_thread_of_the_library_can_end_the_survivors_of_a_loss(world, monkeyp
         monkeypatch.setattr(vendor, "ulfm", SimpleNamespace(is_enabled=lambda: survives))
         before = set(threading.enumerate())
         group = dist.new_group(sorted(world.group.ranks), use_local_synchronization=True)
+        if world.rank == world.group.leader:
+            time.sleep(0.1)  # the other ranks must not read what a group of this name has left
         dist.all_reduce(on_device(torch.ones(3)), group=group)
         names = [each.name for each in set(threading.enumerate()) - before]
         dist.destroy_process_group(group)
