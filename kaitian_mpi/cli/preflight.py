@@ -11,7 +11,7 @@ from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.choice import hide_accelerators, visibility_variables
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
-from kaitian_mpi.distributed.network.interfaces import initialize_mpi_on
+from kaitian_mpi.distributed.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.preflight.facts import JobFacts, collect
