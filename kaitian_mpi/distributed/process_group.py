@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.distributed import BACKEND, device_types

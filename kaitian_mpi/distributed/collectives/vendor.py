@@ -96,7 +96,7 @@ class VendorLibrary:
 
     def _join(self) -> None:
         comms, group = self._comms, self._comms.own
-        # No other group of the same store has this prefix.
+        # The group of the same ranks by kind alone, or by host too, has another prefix.
         prefix = f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
         if ulfm.is_enabled():
             faults = self._kind.leave_losses_to_caller()
