@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.preflight import start_mpi
+from kaitian_mpi.cli.train import start_mpi
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch

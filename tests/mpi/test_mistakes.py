@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 from torch.utils.data import IterableDataset
 
 from kaitian_mpi import Task, Training
-from kaitian_mpi.cli.preflight import check_before_loading
+from kaitian_mpi.cli.train import check_before_loading
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values

@@ -27,7 +27,7 @@ ACME = {
     "kind": "acme",
     "is_host": False,
 }
-ONE, NAMED = {"acme": ("02:00",)}, {"requested": "acme:0,acme:0"}
+NAMED = {"requested": "acme:0,acme:0"}
 MPIRUN = "/bin/mpirun"
 
 
@@ -47,6 +47,10 @@ def two(host="b", **parts):
 def pair(**parts):
     """Two ranks on one host."""
     return job(*(rank_facts(rank, local_size=2, **parts) for rank in range(2)))
+
+
+def seeing(address):
+    return {**ACME, "seen": {"acme": (address,)}}
 
 
 def link(ranks, speed, error=""):
@@ -103,7 +107,7 @@ PROBLEMS = {
         "rank 1: asks for acme:7, but b has none; name another",
     ),
     "more ranks than devices": (
-        pair(devices={**ACME, "seen": ONE}),
+        pair(devices=seeing("02:00")),
         "2 ranks on a, but a has 1 acme; start 1 ranks there",
     ),
     "one device for two ranks": (
@@ -171,15 +175,11 @@ WARNINGS = {
         "between a (rank 0) and c (rank 2): 90 MB/s; choose the network",
     ),
 }
-CASES = [
-    *((name, Level.PROBLEM, *case) for name, case in PROBLEMS.items()),
-    *((name, Level.WARNING, *case) for name, case in WARNINGS.items()),
-]
+CASES = {name: (Level.PROBLEM, *case) for name, case in PROBLEMS.items()}
+CASES |= {name: (Level.WARNING, *case) for name, case in WARNINGS.items()}
 
 
-@pytest.mark.parametrize(
-    ("level", "facts", "line"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
-)
+@pytest.mark.parametrize(("level", "facts", "line"), CASES.values(), ids=CASES)
 def test_a_fault_is_named_with_what_to_do(level, facts, line):
     worse = [verdict for _, verdict in judge(facts) if verdict.level is not Level.OK]
     (found,) = [verdict for verdict in worse if line in str(verdict)]
@@ -199,14 +199,9 @@ UNKNOWN = RankFacts.from_json({**asdict(rank_facts()), "mpi": None, "devices": N
         two(software=with_package("torch", "2.14.1")),
         two(software={"python": "3.12.1"}),
         two(devices=ACME),
-        job(
-            *(
-                rank_facts(r, local_size=2, devices={**ACME, "seen": {"acme": (str(r),)}})
-                for r in range(2)
-            )
-        ),
+        job(*(rank_facts(r, local_size=2, devices=seeing(str(r))) for r in range(2))),
         pair(devices={**ACME, **NAMED, "physical_id": "02", "shares": True}),
-        job(*(rank_facts(r, devices={**ACME, "seen": ONE}) for r in range(2))),  # of one name
+        job(*(rank_facts(r, devices=seeing("02:00")) for r in range(2))),  # of one name
         job(mpirun=MPIRUN),
         job(links=(link((0, 1), 900.0),)),
         JobFacts(ranks=()),

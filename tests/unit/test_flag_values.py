@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kaitian_mpi.cli import plan, preflight, run, supervise
+from kaitian_mpi.cli import plan, run, supervise, train
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
@@ -81,7 +81,7 @@ def test_a_tilde_expands_to_the_home_folder(name, monkeypatch):
 
 def check_data_folder(path):
     config = TrainConfig(dataset="cifar10", data_dir=path)
-    preflight.check_before_loading(config, SimpleNamespace(rank=0, size=1))
+    train.check_before_loading(config, SimpleNamespace(rank=0, size=1))
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,8 @@ def cluster(tmp_path):
 
 
 def test_a_new_host_joins_and_then_leaves(cluster):
-    assert (
-        cluster.play((20, write(THREE)), (60, write("b slots=1\na slots=2\n")), (90, finish)) == 0
-    )
+    script = [(20, write(THREE)), (60, write("b slots=1\na slots=2\n")), (90, finish)]
+    assert cluster.play(*script) == 0
     assert cluster.starts == [("3", TWO), ("4", THREE), ("3", TWO)]  # never in another order
     assert cluster.reports == [
         "start 1: 3 ranks on a, b",
@@ -317,11 +316,10 @@ def test_each_host_has_an_interpreter_of_its_own_in_every_start(cluster):
 
 def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):
     clock = [0.0]
-    own = {SUPERVISED: "id"}
-    asked = RestartRequest(tmp_path, own, lambda: clock[0])
+    asked = RestartRequest(tmp_path, {SUPERVISED: "id"}, lambda: clock[0])
     other = RestartRequest(tmp_path, {SUPERVISED: "other"}, lambda: 9.0)
     unsupervised = RestartRequest(tmp_path, {}, lambda: 9.0)
-    elsewhere = RestartRequest(None, own, lambda: 9.0)
+    elsewhere = RestartRequest(None, {SUPERVISED: "id"}, lambda: 9.0)
     assert not asked.is_made()
     request_restart(tmp_path, "id")
     assert not asked.is_made()  # it looks every half second
@@ -338,9 +336,7 @@ def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):
     assert not asked.is_made()
 
 
-def test_whatever_lies_in_the_requests_place_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "restart-request")
-    assert not RestartRequest(tmp_path, {SUPERVISED: "id"}).is_made()
-    (tmp_path / "restart-request").unlink()
-    (tmp_path / "restart-request").mkdir()
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_whatever_lies_in_the_requests_place_is_not_waited_for(tmp_path, make):
+    make(tmp_path / "restart-request")
     assert not RestartRequest(tmp_path, {SUPERVISED: "id"}).is_made()

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kaitian_mpi.cli.preflight import hide_unused_devices
 from kaitian_mpi.cli.run import local_rank_of
+from kaitian_mpi.cli.train import hide_unused_devices
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.choice import VISIBILITY, choose_device, visibility_variables
 from kaitian_mpi.devices.registry import load_built_in
