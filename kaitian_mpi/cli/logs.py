@@ -10,7 +10,7 @@ from typing import TextIO
 _PACKAGE = "kaitian_mpi"
 
 
-class _Formatter(logging.Formatter):
+class _Handler(logging.StreamHandler[TextIO]):
     """Adds a prefix to each message, and the level's name unless it is INFO."""
 
     def __init__(self, prefix: str) -> None:
@@ -22,12 +22,8 @@ class _Formatter(logging.Formatter):
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         return f"{self._prefix} {level}{super().format(record)}"
 
-
-class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at that moment: the live view replaces it."""
-
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
+        """Write a record to what `sys.stderr` is at that moment: the live view replaces it."""
         self.stream = sys.stderr
         super().emit(record)
 
@@ -37,10 +33,8 @@ def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
 
     At `info`, ranks other than 0 show only warnings and errors: most of what they log is the same.
     """
-    handler = _Handler()
-    handler.setFormatter(_Formatter(prefix))
     logger = logging.getLogger(_PACKAGE)
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [_Handler(prefix)]
     logger.propagate = False  # otherwise a script's own configuration would repeat each message
     lowest = logging.getLevelNamesMapping()[level.upper()]
     logger.setLevel(max(lowest, logging.WARNING) if rank and level == "info" else lowest)

@@ -16,36 +16,37 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+CONSTRAINTS = (ROOT / ".ci/constraints.txt").read_text()
+PINNED = re.search(r"^torch==(.*)$", CONSTRAINTS, re.M)[1]
+OLDEST, BEYOND = re.search(r"'torch>=([\d.]+),<([\d.]+)'", str(PROJECT["dependencies"])).groups()
+PYTHONS = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
+
+
 def release(text):
     return tuple(int(part) for part in text.split("."))
 
 
 def test_documented_torch_releases_match_the_package_metadata():
-    (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
-    oldest, beyond = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()
-    major, minor = release(beyond)
-    assert f"torch {oldest} to {major}.{minor - 1}" in (ROOT / "README.md").read_text()
+    major, minor = release(BEYOND)
+    assert f"torch {OLDEST} to {major}.{minor - 1}" in (ROOT / "README.md").read_text()
     page = (ROOT / "docs/install.md").read_text()
-    assert f"torch {oldest} to {major}.{minor - 1} and Python" in page
-    pinned = re.search(r"^torch==(.*)$", (ROOT / ".ci/constraints.txt").read_text(), re.M)[1]
-    assert f"Every suite passes with torch {pinned} on Python" in page
+    assert f"torch {OLDEST} to {major}.{minor - 1} and Python" in page
+    assert f"Every suite passes with torch {PINNED} on Python" in page
     tested = re.search(r"passed with torch ([\d., and]+), and on", page)[1]
-    for each in (pinned, *re.findall(r"[\d.]+\d", tested)):
-        assert release(oldest) <= release(each) < release(beyond)
+    for each in (PINNED, *re.findall(r"[\d.]+\d", tested)):
+        assert release(OLDEST) <= release(each) < release(BEYOND)
 
 
 def test_documented_python_versions_match_the_classifiers():
-    shown = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
-    assert PROJECT["requires-python"] == f">={shown[0]}"
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     for page in ("README.md", "docs/install.md"):
-        assert f"Python {shown[0]} to {shown[-1]}" in (ROOT / page).read_text()
+        assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / page).read_text()
 
 
 def test_pinned_packages_install_on_the_first_release_of_the_oldest_python():
     """Debian's Python 3.11.2 cannot install a package that requires 3.11.5."""
     oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
-    pins = re.findall(r"^([\w.-]+)==", (ROOT / ".ci/constraints.txt").read_text(), re.M)
-    pinned = {canonicalize_name(pin) for pin in pins}
+    pinned = {canonicalize_name(pin) for pin in re.findall(r"^([\w.-]+)==", CONSTRAINTS, re.M)}
     requires = {
         canonicalize_name(each.name): each.metadata.get("Requires-Python") or ""
         for each in metadata.distributions()
@@ -80,14 +81,10 @@ def test_ci_matrix_covers_every_python_and_the_oldest_and_newest_torch():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     (job,) = workflow["jobs"].values()
     matrix = {(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]}
-    pinned = re.search(r"^torch==(.*)$", (ROOT / ".ci/constraints.txt").read_text(), re.M)[1]
-    pythons = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "3." in line]
-    assert {(pinned, python) for python in pythons} <= matrix
-    (torch,) = [line for line in PROJECT["dependencies"] if line.startswith("torch")]
-    oldest, beyond = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()
-    minors = {release(torch)[:2] for torch, python in matrix if python == pythons[0]}
-    major, minor = release(beyond)
-    assert {release(oldest)[:2], (major, minor - 1)} <= minors
+    assert {(PINNED, python) for python in PYTHONS} <= matrix
+    minors = {release(torch)[:2] for torch, python in matrix if python == PYTHONS[0]}
+    major, minor = release(BEYOND)
+    assert {release(OLDEST)[:2], (major, minor - 1)} <= minors
     assert job["steps"][-1]["run"].endswith('.ci/run --torch "$TORCH" --python "$PYTHON"')
     assert (ROOT / ".ci/run").read_text().endswith('\nexec bin/test "$@"\n')
 
