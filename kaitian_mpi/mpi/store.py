@@ -172,6 +172,10 @@ class MPIStore(dist.Store):
         """Set a key. As with torch's TCPStore, the server may do it a moment later."""
         self._tell("set", self._prefix + key, value)
 
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
     def get(self, key: str) -> bytes:
         return self._ask("get", self._prefix + key)[0]
 

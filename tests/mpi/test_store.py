@@ -56,6 +56,8 @@ def test_compare_set_has_one_winner(store, world):
 
 def test_append_check_delete_and_multi_key_operations(store, world):
     store.multi_set([f"a{world.rank}", f"b{world.rank}"], ["1", "2"])
+    with pytest.raises(ValueError, match="shorter"):
+        store.multi_set(["c", "d"], ["1"])
     store.append(f"a{world.rank}", "+")
     assert store.multi_get([f"a{world.rank}", f"b{world.rank}"]) == [b"1+", b"2"]
     assert store.check([f"a{world.rank}"])

@@ -7,7 +7,8 @@ one rank per group, each for an equal part, and gathers inside the group; `leade
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,6 @@ from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import part
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
     from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.residual import Residual
@@ -36,20 +35,6 @@ ALGORITHMS = ("flat", "leader", "striped")
 """The allreduce algorithms, in the order in which they are measured."""
 BY_HOST = ("leader-by-host", "striped-by-host")
 """Further ones, if there are groups by kind and host beside those by kind."""
-
-
-class HostGroup:
-    """The ranks of one group, connected by MPI; tensors are in host memory."""
-
-    def __init__(self, comms: GroupComms) -> None:
-        self._comm = comms.group
-        self.rank, self.size = comms.group.rank, comms.group.size
-
-    def reduce_pieces(self, tensor: torch.Tensor, shares: Sequence[int], op: Reduction) -> None:
-        host_collectives.reduce_pieces(self._comm, tensor, shares, op)
-
-    def gather_pieces(self, tensor: torch.Tensor, shares: Sequence[int]) -> None:
-        host_collectives.gather_pieces(self._comm, tensor, shares)
 
 
 class HybridOperations(HostOperations):
@@ -87,52 +72,56 @@ class HybridOperations(HostOperations):
         comms, library = self._by_host if self.algorithm in BY_HOST else self._by_kind
         lanes = 1 if self.algorithm.startswith("leader") else comms.lanes
         self._arrive()
-        group: VendorLibrary | HostGroup
-        if library is not None and library.serves(
-            "reduce", [tensor.dtype], op.without_division.kind
-        ):
-            group, usable = library, library.usable(tensor.detach())
+        kind = op.without_division.kind
+        if library is not None and library.serves("reduce", [tensor.dtype], kind):
+            usable = library.usable(tensor.detach())
+            moves = library.reduce_pieces, library.gather_pieces
         else:
             # Without a vendor's library a group works in host memory; a single rank need not.
-            group = HostGroup(comms)
-            usable = contiguous(tensor) if group.size == 1 else to_host(tensor)
-        self._allreduce(group, usable.view(-1), op, precision, comms.lane, lanes)
+            usable = contiguous(tensor) if comms.group.size == 1 else to_host(tensor)
+            moves = (
+                partial(host_collectives.reduce_pieces, comms.group),
+                partial(host_collectives.gather_pieces, comms.group),
+            )
+        self._allreduce(moves, usable.view(-1), op, precision, comms, lanes)
         from_host(usable, tensor)
 
     def _allreduce(
         self,
-        group: VendorLibrary | HostGroup,
+        moves: tuple[Callable[..., None], Callable[..., None]],
         tensor: torch.Tensor,
         op: Reduction,
         precision: Precision,
-        lane: MPI.Comm | None,
+        comms: GroupComms,
         lanes: int,
     ) -> None:
-        """Reduce a flat, contiguous tensor over all ranks, in place. Collective."""
+        """Reduce a flat, contiguous tensor over all ranks, in place. Collective.
+
+        `moves` reduce and gather the ranks' pieces of it inside the group.
+        """
         if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
             # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
             for piece in tensor.split(_WIDE_ELEMENTS):
                 wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
-                self._allreduce(group, wide, op, precision, lane, lanes)
+                self._allreduce(moves, wide, op, precision, comms, lanes)
                 piece.copy_(wide)
             return
-        total = op.without_division
-        shares = split_evenly(tensor.numel(), lanes)
+        reduce_pieces, gather_pieces = moves
+        total, shares = op.without_division, split_evenly(tensor.numel(), lanes)
         with part("reduce in the group"):
-            group.reduce_pieces(tensor, shares, total)
-        if lane is not None and group.rank < len(shares):
-            size = self.comms.world.size
-            start = sum(shares[: group.rank])
-            allreduce = self._allreduce_on(lane, precision.residual, start)
+            reduce_pieces(tensor, shares, total)
+        rank, lane = comms.group.rank, comms.lane
+        if lane is not None and rank < len(shares):
+            allreduce = self._allreduce_on(lane, precision.residual, sum(shares[:rank]))
 
             def exchange(chunk: torch.Tensor) -> None:
                 allreduce(chunk, total)
                 # On the host, because devices may differ in the last bit of a division.
-                op.divide_average(chunk, size)
+                op.divide_average(chunk, self.size)
 
-            self._relay.exchange(lane, tensor.split(shares)[group.rank], exchange, precision.dtype)
+            self._relay.exchange(lane, tensor.split(shares)[rank], exchange, precision.dtype)
         with part("gather in the group"):
-            group.gather_pieces(tensor, shares)
+            gather_pieces(tensor, shares)
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
