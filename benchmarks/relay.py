@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import kaitian_mpi
 from kaitian_mpi.distributed.relay.copies import StreamCopies
-from kaitian_mpi.distributed.relay.pipeline import Slots, exchange_in_chunks
+from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values

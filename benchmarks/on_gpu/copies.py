@@ -20,7 +20,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.distributed.relay.chunking import agree_on_pace
 from kaitian_mpi.distributed.relay.copies import Copies, copies_of
-from kaitian_mpi.distributed.relay.pipeline import Slots, exchange_in_chunks
+from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 
 BYTES = 64 << 20
 REPEATS = 7

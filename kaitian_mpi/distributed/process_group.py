@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from kaitian_mpi.distributed.collectives.router import Router, profile_record
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.worker import Worker
-from kaitian_mpi.distributed.store_barrier import MonitoredBarrier
+from kaitian_mpi.distributed.store_barrier import monitored_barrier
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.job_store import job_store
 from kaitian_mpi.mpi.nonblocking import ANY_SOURCE
@@ -93,7 +94,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         library = self._libraries[0] if has_library and self.has_one_group else None
         router = Router(library, self._host, self._worker, streams, label, world.check_devices)
         self._check_devices = world.check_devices
-        self._barrier = MonitoredBarrier(store, comms.world.rank, comms.world.size)
+        self._store, self._monitored = store, itertools.count(1)
         self._mailbox: Mailbox | None = None
         self._lock = threading.Lock()
         # It usually returns the function that it is given.
@@ -169,7 +170,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         limit = self._timeout if timeout is None else timeout
         with profile_record("monitored_barrier"):
             try:
-                self._paced(self._barrier.run)(limit, wait_all_ranks)
+                place = next(self._monitored), self.rank(), self.size()
+                self._paced(monitored_barrier)(self._store, *place, limit, wait_all_ranks)
             except Exception as error:
                 self._worker.check_for_loss("monitored_barrier", error)
                 raise

@@ -63,41 +63,32 @@ def clear_store_barrier(store: dist.Store, rank: int) -> None:
         store.delete_key(key)
 
 
-class MonitoredBarrier:
-    """The monitored barrier of one group; it can be repeated after a failure.
+def monitored_barrier(
+    store: MPIStore, call: int, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
+) -> None:
+    """Wait for every rank; name the first missing one or, if asked to, all. Collective.
 
+    It can be repeated after a failure: this is the group's barrier number `call`, counted from 1.
     It runs beside the queue of collectives, because it must find a rank that hangs in the queue.
     """
-
-    def __init__(self, store: MPIStore, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._calls = 0
-
-    def run(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Wait for every rank; name the first missing one or, if asked to, all. Collective."""
-        self._calls += 1
-        limit_sec = timeout.total_seconds()
-        store = self._store.view(f"monitored barrier {self._calls}")
-        outcome = _meet(store, self._rank, self._size, limit_sec)
-        missing = outcome.get("missing", [])
-        if not missing:
-            if self._calls > 1:  # which every rank has left, as all have reached this one
-                before = self._store.view(f"monitored barrier {self._calls - 1}")
-                clear_store_barrier(before, self._rank)
-            return
-        # Worded as gloo does, which scripts look for.
-        if self._rank > 0:
-            raise MissingRanksError(
-                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
-                "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
-            )
-        if limit_sec <= 0:  # no rank had a chance
-            raise MissingRanksError("Rank 0 timed out in monitoredBarrier after 0 ms")
-        listed = ", ".join(map(str, missing))
-        named = f"Ranks {listed}" if wait_all_ranks else f"Rank {missing[0]}"
+    limit_sec = timeout.total_seconds()
+    outcome = _meet(store.view(f"monitored barrier {call}"), rank, size, limit_sec)
+    missing = outcome.get("missing", [])
+    if not missing:
+        if call > 1:  # which every rank has left, as all have reached this one
+            clear_store_barrier(store.view(f"monitored barrier {call - 1}"), rank)
+        return
+    # Worded as gloo does, which scripts look for.
+    if rank > 0:
         raise MissingRanksError(
-            f"{named} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms"
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
+    if limit_sec <= 0:  # no rank had a chance
+        raise MissingRanksError("Rank 0 timed out in monitoredBarrier after 0 ms")
+    listed = ", ".join(map(str, missing))
+    named = f"Ranks {listed}" if wait_all_ranks else f"Rank {missing[0]}"
+    raise MissingRanksError(f"{named} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms")
 
 
 def _meet(

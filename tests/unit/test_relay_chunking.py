@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from kaitian_mpi.distributed.relay.chunking import (
+    COUNT,
     SIZES,
     Pace,
     half_performance_bytes,
     longest_chunk,
 )
-from kaitian_mpi.distributed.relay.pipeline import COUNT, Slots
+from kaitian_mpi.distributed.relay.relay import Slots
 
 MB = 1 << 20
 

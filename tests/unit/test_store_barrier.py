@@ -10,17 +10,13 @@ from kaitian_mpi.distributed.store_barrier import clear_store_barrier, store_bar
 from kaitian_mpi.errors import CollectiveError
 
 
-def none_departed(missing):
-    return []
-
-
-def arrive(store, size, after, limit=30.0, departed=none_departed):
+def arrive(store, size, after, departed=lambda missing: []):
     """Let each rank arrive after so many seconds; return each rank's result or error."""
     outcomes = {}
 
     def run(rank, seconds):
         time.sleep(seconds)
-        timeout = timedelta(seconds=limit)
+        timeout = timedelta(seconds=30)
         try:
             outcomes[rank] = store_barrier(store, "new_group", rank, size, timeout, departed)
         except CollectiveError as error:
@@ -51,7 +47,3 @@ def test_a_rank_that_has_left_the_job_is_not_waited_for():
     )
     message = "new_group: rank 1 of 3 left the job without calling it; every rank must call it"
     assert outcomes == {0: message, 2: message}  # not that of a timeout
-
-
-def test_one_rank_needs_no_store():
-    assert store_barrier(None, "new_group", 0, 1, timedelta(seconds=1), none_departed)

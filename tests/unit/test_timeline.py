@@ -16,7 +16,7 @@ from trace_rules import check_trace, read_trace, spans_of
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.config.values import parse_profile
 from kaitian_mpi.distributed.relay.copies import Copies
-from kaitian_mpi.distributed.relay.pipeline import Slots, exchange_in_chunks
+from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import Event
 from kaitian_mpi.observe.timeline import recorder

@@ -12,8 +12,9 @@ from fake_device import Stream, current_stream, on_device, values
 from test_vendor import agree
 
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import StreamCopies
-from kaitian_mpi.distributed.relay.pipeline import COUNT, Slots, exchange_in_chunks
+from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.distributed.sums import sum_gradients
 
 DEVICE = torch.device(fake_device.TYPE, 0)

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kaitian_mpi.distributed.relay.pipeline import COUNT
 from kaitian_mpi.mpi.exchange import gather_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+COUNT = 4
+"""How many chunks are under way at once: one is copied out, one exchanged, one copied back, and
+one is ready, so that a late copy does not stop the exchange."""
 
 SIZES = 1 << 20, 4 << 20  # shorter ones stay in the cache, and so does the code between them
 """Bytes of the chunks that are timed."""
