@@ -1,7 +1,7 @@
 """Stock DDP with any number of samples per rank: a communication hook weights each by its batch."""
 
 # No postponed annotations here: DDP checks those of its hook.
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,7 +123,8 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
 
 def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the length of the first tensor with a dimension among a forward's arguments."""
-    rows = _first_length([*args, *kwargs.values()])
+    tensors = _tensors([*args, *kwargs.values()])
+    rows = next((tensor.size(0) for tensor in tensors if tensor.dim()), None)
     if rows is None:
         names = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise ValueError(
@@ -133,18 +134,14 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return rows
 
 
-def _first_length(values: Iterable[Any]) -> int | None:
-    for value in values:
-        length = None
-        if isinstance(value, torch.Tensor):
-            length = value.size(0) if value.dim() else None
-        elif isinstance(value, Mapping):
-            length = _first_length(value.values())
-        elif isinstance(value, list | tuple):
-            length = _first_length(value)
-        if length is not None:
-            return length
-    return None
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
 @not_compiled
