@@ -627,7 +627,7 @@ def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
         raise AssertionError(f"the library takes {tensor.dtype} to the device")
 
     monkeypatch.setattr(dist, "all_reduce", refuse)
-    weights = _CountedSum(None, count_rows, "fp32")
+    weights = _CountedSum(None, count_rows)
     weights._samples = world.rank + 1
     weights._start_sum()
     step = StepInProgress(world.device_kind)
