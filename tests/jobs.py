@@ -65,7 +65,7 @@ def start(
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
-        env={**ENVIRONMENT, "PYTHONPATH": str(PLANTED), **(env or {})},
+        env={**ENVIRONMENT, "PYTHONPATH": f"{PLANTED}:{_HERE.parent}", **(env or {})},
         stdout=subprocess.PIPE,
         stderr=stderr,
         stdin=subprocess.DEVNULL,

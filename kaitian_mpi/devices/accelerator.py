@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.devices.choice import VISIBILITY
 from kaitian_mpi.devices.plugin import KindError, import_plugin
-from kaitian_mpi.devices.protocol import Device, Mark
+from kaitian_mpi.devices.protocol import Device, Mark, event_to_wait_for
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch's allocators for CUDA, HIP, XPU, MPS, NPU, MLU and MUSA, and drivers
@@ -58,6 +58,9 @@ class Accelerator(Device):
 
     _kept: tuple[tuple[torch.Tensor, Any, Any], ...] = ()
 
+    lists_devices = ""
+    """The command that lists the driver's devices, for a kind that torch's own builds have."""
+
     @property
     def visibility(self) -> tuple[str, ...]:
         """The environment variables that limit which devices a process sees, by index."""
@@ -72,15 +75,20 @@ class Accelerator(Device):
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> Any:
-        """Return a process group of the backend that the vendor's plug-in registered."""
-        assert self.vendor_backend is not None
-        plugin = dist.Backend._plugins.get(self.vendor_backend.upper())
-        if plugin is None:
+        """Return a group of the backend that a plug-in registered, or of one of torch's own."""
+        name = (self.vendor_backend or "").upper()
+        plugin = dist.Backend._plugins.get(name)
+        own: Any = getattr(dist.distributed_c10d, f"ProcessGroup{name}", None)
+        if plugin is None and own is None:
             raise KindError(
-                f"{self.plugin or 'the plug-in of torch'} has not registered the "
-                f"torch.distributed backend {self.vendor_backend!r} for {self.kind} devices; "
-                "install a release of it with distributed support"
+                f"{self.plugin or 'this build of torch'} has no torch.distributed backend "
+                f"{self.vendor_backend!r}, which {self.kind} devices need; install a release of it "
+                "with distributed support"
             )
+        if plugin is None:
+            options = own.Options()
+            options._timeout = timeout
+            return own(store, rank, size, options)
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
         options = dist.distributed_c10d._DistributedBackendOptions()
@@ -121,11 +129,12 @@ class Accelerator(Device):
         except RuntimeError:  # no plug-in has registered it
             return 0
         try:
-            count = int(module.device_count()) if module.is_available() else 0
+            count = int(module.device_count()) if self._may_have_devices(module) else 0
         except (Exception, SystemExit) as error:
             raise self._unusable(f"asking it for devices fails: {one_line(error)}") from error
-        if self.plugin and not count and not self._is_hidden():
-            raise self._unusable("it finds no device")
+        is_hidden = any(os.environ.get(n, "0").strip() in ("", "-1") for n in self.visibility)
+        if not count and not is_hidden and (reason := self._why_none()):
+            raise self._unusable(reason)
         return count
 
     def select(self, index: int) -> None:
@@ -236,15 +245,22 @@ class Accelerator(Device):
         has_them = hasattr(module, "get_device_properties")
         return module.get_device_properties(index) if has_them else None
 
+    def _may_have_devices(self, module: Any) -> bool:
+        return bool(module.is_available())
+
+    def _why_none(self) -> str:
+        """Return why it is a fault that there is no device; "" if it is none."""
+        if self.lists_devices:
+            return f"it finds none ({self.lists_devices} lists those of the driver)"
+        return "it finds no device" if self.plugin else ""
+
     def _unusable(self, reason: str) -> KindError:
         source = f"the package {self.plugin}" if self.plugin else "torch's build"
         return KindError(
             f"{source} supports {self.kind} devices, but {reason}; check that the vendor's driver "
-            "is loaded and that this process may open its devices, or uninstall the package"
+            "is loaded and that this process may open its devices"
+            f"{', or uninstall the package' if self.plugin else ''}"
         )
-
-    def _is_hidden(self) -> bool:
-        return any(os.environ.get(name, "0").strip() in ("", "-1") for name in self.visibility)
 
     def _hardware_id(self, index: int) -> str:
         try:
@@ -290,14 +306,6 @@ def _general_streams(torch_type: str) -> Any | None:
         stream=lambda stream: stream,  # which is a context manager
         current_stream=torch.accelerator.current_stream,
     )
-
-
-def event_to_wait_for(streams: Any, **options: Any) -> Any:
-    """Return an event for which the host sleeps, if the device can do that, instead of spinning."""
-    try:
-        return streams.Event(blocking=True, **options)
-    except TypeError:  # such as torch.xpu's
-        return streams.Event(**options)
 
 
 class EventMark(Mark):

@@ -84,43 +84,23 @@ def assign_devices(
 ) -> list[Choice | None]:
     """Give each rank of a host a device of its own, or share; None to one that sees none."""
     seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
-    given: dict[int, tuple[str, str]] = {}
+    choices: list[Choice | None] = [None] * len(seen)
+    users: dict[tuple[str, str], list[int]] = {each: [] for devices in seen for each in devices}
     for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank])):
-        free = [device for device in seen[rank] if device not in given.values()]
-        if free:
-            given[rank] = free[0]
-    without = [rank for rank, devices in enumerate(seen) if devices and rank not in given]
-    if without and not share:
-        raise _too_few(inventories, _choices(given, inventories), host)
-    users = Counter(given.values())
-    for rank in without:
-        given[rank] = min(seen[rank], key=lambda device: users[device])
-        users[given[rank]] += 1
-    return _choices(given, inventories)
-
-
-def _choices(
-    given: Mapping[int, tuple[str, str]], inventories: Sequence[Inventory]
-) -> list[Choice | None]:
-    choices: list[Choice | None] = []
-    for rank, inventory in enumerate(inventories):
-        kind, device = given.get(rank, ("", ""))
-        choices.append(Choice(kind, inventory[kind].index(device)) if kind else None)
+        if seen[rank]:
+            kind, device = given = min(seen[rank], key=lambda each: len(users[each]))
+            users[given].append(rank)
+            choices[rank] = Choice(kind, inventories[rank][kind].index(device))
+    if not share and any(len(ranks) > 1 for ranks in users.values()):
+        owners = [ranks[0] for ranks in users.values() if ranks]
+        named = [each if rank in owners else None for rank, each in enumerate(choices)]
+        example = ",".join(f"{each.kind}:{each.index}" if each else "cpu" for each in named)
+        raise UserError(
+            f"{len(seen)} ranks on {host}, but {_inventory(Counter(k for k, _ in users), host)}; "
+            f"start {len(owners)} ranks there, or name each one's device, such as --devices "
+            f"{example}, or let ranks share a device with --share-device"
+        )
     return choices
-
-
-def _too_few(
-    inventories: Sequence[Inventory], choices: Sequence[Choice | None], host: str
-) -> UserError:
-    counts: Counter[str] = Counter()
-    for kind in dict.fromkeys(kind for rank in inventories for kind in rank):
-        counts[kind] = len({each for rank in inventories for each in rank.get(kind, ())})
-    example = ",".join(f"{each.kind}:{each.index}" if each else "cpu" for each in choices)
-    return UserError(
-        f"{len(inventories)} ranks on {host}, but {_inventory(counts, host)}; start "
-        f"{len([each for each in choices if each])} ranks there, or name each one's device, such "
-        f"as --devices {example}, or let ranks share a device with --share-device"
-    )
 
 
 def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> Choice:

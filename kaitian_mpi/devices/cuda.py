@@ -7,15 +7,12 @@ documentation, "HIP (ROCm) semantics".
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
-from kaitian_mpi.devices.plugin import KindError
 
 REDUCED = frozenset(
     {
@@ -49,36 +46,20 @@ class CudaDevice(Accelerator):
         | {("PREMUL_SUM", t) for t in REDUCED - {torch.float64, torch.float32, torch.float16}}
     )
 
-    def count(self) -> int:
-        """Return the number of visible GPUs; 0 if torch was built for another vendor."""
-        if not torch.version.cuda:
-            return 0
-        # Not `is_available`, which initializes the CUDA driver even in a rank that uses the CPU.
-        count = torch.cuda.device_count()
-        # The usual build of torch for Linux is CUDA's, also on hosts without a GPU.
-        if not count and not self._is_hidden() and is_on_pci(_PCI_VENDOR, _PCI_DISPLAY):
-            listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-            shown = f" (CUDA_VISIBLE_DEVICES is {listed})" if listed else ""
-            raise KindError(
-                f"the host has an NVIDIA GPU, but torch cannot open it{shown}; check with "
-                f"nvidia-smi that the driver is loaded, new enough for CUDA {torch.version.cuda}, "
-                "and that this process or container may use the GPU; or hide it with "
-                "CUDA_VISIBLE_DEVICES=-1"
-            )
-        return count
+    def _may_have_devices(self, module: Any) -> bool:
+        """Return True: `is_available` initializes the driver even in a rank that uses the CPU."""
+        return True
 
-    def create_vendor_group(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> Any:
-        """Return torch's own process group over NCCL, or over RCCL in torch's builds for AMD."""
-        if not dist.is_nccl_available():
-            raise KindError(
-                f"this build of torch has no {self.library}, which {self.kind} devices need; "
-                "install torch's official build for them"
-            )
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+    def _why_none(self) -> str:
+        # The usual build of torch for Linux is CUDA's, also on hosts without a GPU.
+        if not is_on_pci(_PCI_VENDOR, _PCI_DISPLAY):
+            return ""
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = f"CUDA_VISIBLE_DEVICES is {listed}; " if listed else ""
+        return (
+            f"it cannot open the host's NVIDIA GPU ({shown}nvidia-smi shows whether the driver is "
+            f"new enough for CUDA {torch.version.cuda}; CUDA_VISIBLE_DEVICES=-1 hides the GPU)"
+        )
 
 
 class RocmDevice(CudaDevice):
@@ -86,20 +67,15 @@ class RocmDevice(CudaDevice):
 
     kind = "rocm"
     library = "RCCL"
+    lists_devices = "rocminfo"
 
     @property
     def visibility(self) -> tuple[str, ...]:
         """The variables of ROCm's documentation, "GPU isolation techniques"."""
         return "ROCR_VISIBLE_DEVICES", *super().visibility
 
-    def count(self) -> int:
-        """Return the number of visible GPUs; 0 if torch was not built for AMD."""
-        if not torch.version.hip:
-            return 0
-        count = torch.cuda.device_count()
-        if not count and not self._is_hidden():
-            raise self._unusable("it finds none (rocminfo lists those of the driver)")
-        return count
+    def _why_none(self) -> str:
+        return Accelerator._why_none(self)
 
 
 def is_on_pci(vendor: str, device_class: str, bus: Path = Path("/sys/bus/pci/devices")) -> bool:

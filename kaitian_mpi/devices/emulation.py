@@ -80,10 +80,9 @@ class Emulation:
 
 def given_emulation(kinds: str, slowdown: str) -> list[str]:
     """Return a rank's flags, or else its variables, for `read_emulation`."""
-    names = KINDS_VARIABLE, SLOWDOWN_VARIABLE
-    flags = (kinds.strip(), slowdown.strip())
     return [
-        flag or os.environ.get(name, "").strip() for flag, name in zip(flags, names, strict=True)
+        kinds.strip() or os.environ.get(KINDS_VARIABLE, "").strip(),
+        slowdown.strip() or os.environ.get(SLOWDOWN_VARIABLE, "").strip(),
     ]
 
 
@@ -111,7 +110,8 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
     if not text:
         return ()
     labels = tuple(label.strip() for label in text.split(","))
-    for label in filter(None, labels):
+    given = [label for label in labels if label]
+    for label in given:
         # Labels become part of file names, tables and the lists of other flags.
         if not re.fullmatch(r"[\w.+-]+", label, re.ASCII):
             raise UserError(
@@ -119,11 +119,9 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
                 "'-', '+' and '.', as in gpu or mlu"
             )
     if len(labels) != world_size or not all(labels):
-        given = len([label for label in labels if label])
         raise UserError(
-            f"{KINDS_FLAG} {text} has {given} {'kind' if given == 1 else 'kinds'} for {world_size} "
-            f"{'rank' if world_size == 1 else 'ranks'}; give one per rank, as many as mpirun -np "
-            "starts"
+            f"{KINDS_FLAG} {text}: give one kind per rank; mpirun has started {world_size}, and "
+            f"there are {len(given)}"
         )
     return labels
 

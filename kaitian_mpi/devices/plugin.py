@@ -47,12 +47,9 @@ def import_torch() -> None:
     """Import torch and the plug-ins of other kinds, for commands; `import_plugin` imports ours."""
     if "torch" in sys.modules or os.environ.get(AUTOLOAD, "1") == "0":
         return
-    given = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    with without_collection():
+    with _kept_variable(), without_collection():
+        os.environ[AUTOLOAD] = "0"
         import torch  # noqa: F401
-
-    _set_autoload(given)
     for entry in importlib.metadata.entry_points(group="torch.backends"):
         if entry.module.partition(".")[0] not in PLUGINS.values():
             try:
@@ -64,10 +61,13 @@ def import_torch() -> None:
                 ) from error
 
 
-def _set_autoload(given: str | None) -> None:
-    if given is None:
-        os.environ.pop(AUTOLOAD, None)
-    else:
+@contextlib.contextmanager
+def _kept_variable() -> Iterator[None]:
+    """Leave `AUTOLOAD` as it was before the block, unless that raises."""
+    given = os.environ.get(AUTOLOAD)
+    yield
+    os.environ.pop(AUTOLOAD, None)
+    if given is not None:
         os.environ[AUTOLOAD] = given
 
 
@@ -91,11 +91,10 @@ def import_plugin(plugin: str) -> None:
         return
     import torch
 
-    default, autoload = torch.get_default_device(), os.environ.get(AUTOLOAD)
+    default = torch.get_default_device()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _kept_variable():
             importlib.import_module(plugin)
-        _set_autoload(autoload)
     except (Exception, SystemExit) as error:
         # Otherwise `import torch` would fail in every process that this one starts.
         os.environ[AUTOLOAD] = "0"

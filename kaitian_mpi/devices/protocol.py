@@ -37,6 +37,14 @@ class Mark:
         return float(self._sec - earlier._sec)
 
 
+def event_to_wait_for(streams: Any, **options: Any) -> Any:
+    """Return an event for which the host sleeps, if the device can do that, instead of spinning."""
+    try:
+        return streams.Event(blocking=True, **options)
+    except TypeError:  # such as torch.xpu's
+        return streams.Event(**options)
+
+
 class Device:
     """One kind of device as seen by one process, and everything specific to it.
 

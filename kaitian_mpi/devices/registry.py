@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class Kinds:
     faults: Mapping[str, str]
     """For each kind that is installed but cannot be used: why, and what to do."""
     absent: Mapping[str, str]
-    """For each built-in kind whose plug-in is not installed: what to install."""
+    """For each built-in kind that torch does not have here: what to install."""
 
     def accelerators(self) -> dict[str, tuple[str, ...]]:
         """Return the physical ids that this process sees, by kind and index; initializes them."""
@@ -60,22 +60,19 @@ class Kinds:
 
 @functools.cache
 def known_kinds() -> Kinds:
-    """Load all kinds and find their devices, once per process; see `Kinds.faults`."""
+    """Load all kinds that torch has, and find their devices, once per process."""
     devices: dict[str, Device] = {}
     counts: dict[str, int] = {}
     faults: dict[str, str] = {}
     absent = {
-        kind: f"{kind} devices need the package {plugin}, which is not installed here; install its "
-        "release for this release of torch, or name other devices"
-        for kind, plugin in PLUGINS.items()
-        if not is_installed(plugin)
+        kind: f"{kind} devices need {needed}; install it, or name other devices"
+        for kind in BUILT_IN
+        if (needed := _lacks(kind))
     }
-    for entry in _entries():
+    for entry in _entries(absent):
         kind = entry.name
-        if kind in absent and entry.value == BUILT_IN[kind]:
-            continue
         try:
-            if kind in devices:
+            if kind in devices or BUILT_IN.get(kind, entry.value) != entry.value:
                 raise TypeError("there is already a kind of this name")
             device = _load(entry)
             counts[kind] = int(device.count())
@@ -92,6 +89,22 @@ def known_kinds() -> Kinds:
     return Kinds(devices, counts, faults, absent)
 
 
+def _lacks(kind: str) -> str:
+    """Return what a built-in kind needs that is not here; "" if nothing. Imports no kind."""
+    import torch
+
+    if kind in PLUGINS:
+        found = is_installed(PLUGINS[kind])
+        return "" if found else f"the package {PLUGINS[kind]} in a release for this one of torch"
+    builds = {
+        "cuda": torch.version.cuda,  # in a build for AMD, its devices have the torch type cuda
+        "rocm": torch.version.hip,
+        "xpu": torch.xpu._is_compiled(),
+        "mps": torch.backends.mps.is_built(),
+    }
+    return "" if builds.get(kind, True) else "a build of torch for them"
+
+
 def device_of(device: torch.device) -> Device:
     """Return the kind of a torch device, which need not be this rank's own device."""
     return _device_of_type(device.type)
@@ -102,24 +115,20 @@ def _device_of_type(torch_type: str) -> Device:
     kinds = known_kinds()
     alike = [kind for kind, device in kinds.devices.items() if device.torch_type == torch_type]
     if alike:
-        # A build of torch supports one vendor at most, so at most one of these kinds has devices.
+        # Of several packages' kinds, at most one has devices.
         return kinds.devices[max(alike, key=lambda kind: kinds.counts[kind] > 0)]
     from kaitian_mpi.devices.accelerator import UnlistedAccelerator
 
     return UnlistedAccelerator(torch_type)
 
 
-def load_built_in(kind: str) -> Device:
-    """Return a built-in kind, whether or not it has devices."""
-    return _load(next(entry for entry in _entries() if entry.name == kind))
-
-
-def _entries() -> Iterator[EntryPoint]:
+def _entries(absent: Container[str]) -> Iterator[EntryPoint]:
     # Imported late: the commands load this module before they check their flags.
     from importlib.metadata import EntryPoint, entry_points
 
     for name, value in BUILT_IN.items():
-        yield EntryPoint(name, value, GROUP)
+        if name not in absent:
+            yield EntryPoint(name, value, GROUP)
     yield from sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
 
 

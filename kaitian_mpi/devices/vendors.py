@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kaitian_mpi.devices.accelerator import Accelerator
 from kaitian_mpi.devices.cuda import BYTES, REDUCED, REDUCTIONS
-from kaitian_mpi.devices.plugin import KindError
 
 # Those that HCCL reduces on every generation of devices.
 _REDUCED_BY_HCCL = frozenset(
@@ -96,26 +93,4 @@ class XpuDevice(Accelerator):
     reduced = REDUCED
     reductions = REDUCTIONS
     refused = frozenset({("AVG", torch.bool)})
-
-    def count(self) -> int:
-        """Return the number of visible GPUs; 0 if torch was not built for Intel's."""
-        if not torch.xpu._is_compiled():
-            return 0
-        count = super().count()
-        if not count and not self._is_hidden():
-            raise self._unusable("it finds none (sycl-ls lists those of the driver)")
-        return count
-
-    def create_vendor_group(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> Any:
-        """Return torch's own process group over XCCL."""
-        if not dist.is_xccl_available():
-            raise KindError(
-                "this build of torch has no XCCL, which xpu devices need; install torch's official "
-                "build for them"
-            )
-        made: Any = dist.distributed_c10d  # without type information in torch's other builds
-        options = made.ProcessGroupXCCL.Options()
-        options._timeout = timeout
-        return made.ProcessGroupXCCL(store, rank, size, options)
+    lists_devices = "sycl-ls"

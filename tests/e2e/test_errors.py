@@ -22,7 +22,7 @@ BEFORE_MPI = {
     "--no-such-flag": "unrecognized arguments: --no-such-flag; see kaitian-train --help",
 }
 BEFORE_TORCH = {
-    "--emulate-kinds gpu": "--emulate-kinds gpu has 1 kind for 4 ranks; give one per rank",
+    "--emulate-kinds gpu": "--emulate-kinds gpu: give one kind per rank; mpirun has started 4",
     "--emulate-slowdown 9:2": "--emulate-slowdown: '9:2' is not a slowdown",
     "--global-batch-size 2": "--global-batch-size 2 is too small for 4 ranks",
     "--dataset cifar10 --data-dir nowhere": "--data-dir nowhere: No such file or directory; name",
@@ -31,7 +31,7 @@ LATER = {
     "--dataset cifar10 --data-dir .": "data_batch_1",
     "--model planted:nosuch": "module planted has no attribute 'nosuch'",
     "--model planted:not_a_model": "it must return a torch.nn.Module",
-    "--devices cuda:7,cuda:7": "asks for cuda:7, but",
+    "--devices cuda:7,cuda:7": "--devices cuda:7",
     "--model planted:differing": "the model differs between ranks:",
     "--model planted:raise_error": "cannot be called with num_classes=... alone",
     "--init nosuch.pt": "--init nosuch.pt: No such file or directory",

@@ -1,6 +1,7 @@
 """Which device a script takes under kaitian-run, on emulated hosts as strict as CUDA."""
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from kaitian_mpi.cli.run import local_rank_of
 from kaitian_mpi.cli.train import hide_unused_devices
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.choice import VISIBILITY, choose_device, visibility_variables
-from kaitian_mpi.devices.registry import load_built_in
+from kaitian_mpi.devices.registry import BUILT_IN
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.topology import RankInfo
 
@@ -134,7 +135,7 @@ def test_a_gpu_that_is_not_there_is_named_as_in_the_request(listed):
 
 def test_each_vendor_has_its_variable():
     for kind, names in VISIBILITY.items():
-        of_kind = load_built_in(kind).visibility
+        of_kind = pkgutil.resolve_name(BUILT_IN[kind])().visibility
         assert set(names) <= set(of_kind)
         hidden = dict(os.environ) | {"OMPI_COMM_WORLD_RANK": "0"}
         hide_unused_devices(hidden, "cpu")

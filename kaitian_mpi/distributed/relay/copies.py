@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.devices.accelerator import event_to_wait_for
+from kaitian_mpi.devices.protocol import event_to_wait_for
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT, is_recorded, part
 
