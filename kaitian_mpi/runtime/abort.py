@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -30,8 +31,6 @@ _READ_OUTPUT_SEC = 2.0
 _FORWARD_OUTPUT_SEC = 0.1
 _WAIT_FOR_RANK_0_SEC = 2.0
 
-_hook: _AbortHook | None = None  # set once, in a rank whose uncaught exceptions end the job
-
 
 @contextmanager
 def abort_on_error(program: str) -> Iterator[None]:
@@ -51,7 +50,7 @@ def abort_on_error(program: str) -> Iterator[None]:
         raise
 
 
-def _abort_on(program: str, error: BaseException) -> None:
+def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> None:
     if isinstance(error, UserError):
         _exit_on_user_error(program, error)
     elif isinstance(error, SystemExit):
@@ -62,7 +61,7 @@ def _abort_on(program: str, error: BaseException) -> None:
             print_to_stderr(f"{rank_prefix()} {text}")
         abort_job(code)
     else:
-        _show(sys.excepthook, error)
+        _show(hook or sys.excepthook, error)
         abort_job(1)
 
 
@@ -77,51 +76,46 @@ def report_once() -> Iterator[None]:
         raise
 
 
+@functools.cache
 def install_abort_hook() -> None:
     """Have an uncaught exception abort the job, for user scripts without `abort_on_error`."""
-    global _hook
-    if _hook is None:
-        _hook = sys.excepthook = _AbortHook(sys.excepthook)
-        # Before what `atexit` calls and before threads are joined: those may wait for other ranks.
-        threading._register_atexit(_abort_if_hook_was_replaced)  # type: ignore[attr-defined]
-        die_with_launcher()
-
-
-def _abort_if_hook_was_replaced() -> None:
-    """Abort the job if this process exits by an exception that the script's own hook took."""
-    error = getattr(sys, "last_value", None)
-    trace = getattr(error, "__traceback__", None)
-    # Others set it, too, such as pytest for each test that fails.
-    outermost = "" if trace is None else trace.tb_frame.f_globals.get("__name__")
-    if _hook is None or _hook.is_called or outermost not in ("__main__", "runpy"):
-        return
-    if os.getpid() == _hook.pid and read_launch(os.environ).world_size > 1:
-        print_to_stderr(f"{rank_prefix()} {type(error).__name__} on this rank; ending the job")
-        abort_job(error.exit_code if isinstance(error, UserError) else 1)
+    hook = sys.excepthook = _AbortHook(sys.excepthook)
+    # Before what `atexit` calls and before threads are joined: those may wait for other ranks.
+    threading._register_atexit(hook.abort_if_replaced)  # type: ignore[attr-defined]
+    die_with_launcher()
 
 
 class _AbortHook:
     """An exception hook that shows an exception by the hook before it, then aborts the job."""
 
     def __init__(self, before: _Hook) -> None:
-        self._before, self.pid = before, os.getpid()
-        self.is_called = False
+        self._before, self._pid = before, os.getpid()
+        self._is_called = False
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self.is_called = True
-        if os.getpid() != self.pid:  # a forked process is not a rank and exits alone
+        self._is_called = True
+        is_rank = os.getpid() == self._pid  # a forked process is not and exits alone
+        is_alone = read_launch(os.environ).world_size == 1
+        if not is_rank or (is_alone and not isinstance(error, UserError)):
             self._before(kind, error, trace)
-        elif isinstance(error, UserError):
-            if is_mpi_running() and not isinstance(error, AgreedError):
-                _let_rank_0_print()
-            _exit_on_user_error(Path(sys.argv[0]).name or "python", error)
-        elif read_launch(os.environ).world_size == 1:
-            self._before(kind, error, trace)
-        else:
-            _show(self._before, error)
-            abort_job(1)
+            return
+        if isinstance(error, UserError) and is_mpi_running() and not isinstance(error, AgreedError):
+            _let_rank_0_print()
+        _abort_on(Path(sys.argv[0]).name or "python", error, self._before)
+
+    def abort_if_replaced(self) -> None:
+        """Abort the job if this process exits by an exception that the script's own hook took."""
+        error = getattr(sys, "last_value", None)
+        trace = getattr(error, "__traceback__", None)
+        # Others set it, too, such as pytest for each test that fails.
+        outermost = "" if trace is None else trace.tb_frame.f_globals.get("__name__")
+        if self._is_called or outermost not in ("__main__", "runpy"):
+            return
+        if os.getpid() == self._pid and read_launch(os.environ).world_size > 1:
+            print_to_stderr(f"{rank_prefix()} {type(error).__name__} on this rank; ending the job")
+            abort_job(error.exit_code if isinstance(error, UserError) else 1)
 
 
 def _show(hook: _Hook, error: BaseException) -> None:

@@ -28,11 +28,9 @@ from kaitian_mpi.runtime.system import usable_cores
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_closers: list[Callable[[], None]] = []
-_closers_of_work: list[Callable[[], None]] = []
+_closers: list[tuple[bool, Callable[[], None]]] = []  # whether it ends work; the last comes first
 # A forked child must not close the parent's threads and its connections to other ranks.
 os.register_at_fork(after_in_child=_closers.clear)
-os.register_at_fork(after_in_child=_closers_of_work.clear)
 
 
 def initialize_mpi() -> MPI.Intracomm:
@@ -118,22 +116,21 @@ def register_close(close: Callable[[], None], *, ends_work: bool = False) -> Non
     """
     atexit.unregister(_close_all)
     atexit.register(_close_all)
-    (_closers_of_work if ends_work else _closers).append(close)
+    _closers.append((ends_work, close))
+    _closers.sort(key=lambda each: each[0])  # stable
 
 
 def unregister_close(close: Callable[[], None]) -> None:
     """Undo `register_close`: `close` has already been called."""
-    for closers in (_closers_of_work, _closers):
-        if close in closers:
-            closers.remove(close)
+    _closers[:] = [each for each in _closers if each[1] != close]
 
 
 def _close_all() -> None:
     try:
-        while closers := _closers_of_work or _closers:
-            closers.pop()()
+        while _closers:
+            _closers.pop()[1]()
     finally:
-        if _closers_of_work or _closers:  # one has failed
+        if _closers:  # one has failed
             _close_all()
 
 

@@ -167,16 +167,11 @@ def survival_requested(environ: Mapping[str, str]) -> bool:
 
 def survival_advice(library: str) -> str:
     """Return how a job survives the loss of a rank, or what there is instead."""
-    name, numbers = _name_and_release(library)
-    known = next((each for each in LIBRARIES if each.name == name), None)
-    if known and known.survives_since and numbers >= known.survives_since:
+    name, _, release = library.rpartition(" ")
+    since = {each.name: each.survives_since for each in LIBRARIES}.get(name)
+    if since and tuple(map(int, re.findall(r"\d+", release))) >= since:
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
-
-
-def _name_and_release(library: str) -> tuple[str, tuple[int, ...]]:
-    name, _, release = library.rpartition(" ")
-    return name, tuple(int(number) for number in re.findall(r"\d+", release))
 
 
 def settings_for(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NamedTuple
 
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import print_to_stderr
@@ -31,10 +32,19 @@ _REASONS: dict[int, str] = {
 }
 
 _program = ""
-_on_exit_signal: Callable[[], str | None] | None = None
-_in_main_thread: Callable[[], None] | None = None
-_on_request: Callable[[], None] | None = None
-_reports: bool | None = None
+
+
+class _Exit(NamedTuple):
+    """What `on_exit_signal` was given."""
+
+    callback: Callable[[], str | None]
+    in_main_thread: Callable[[], None] | None
+    reports: bool | None
+
+
+# Of the blocks that this process is in, the innermost last.
+_exits: list[_Exit] = []
+_requests: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -49,23 +59,21 @@ def on_exit_signal(
     It has 0.25 s in its own thread, `in_main_thread` runs beside it. It returns None for no line,
     "" if another rank may be saving. The rank that `reports` says that the job ends; None: rank 0.
     """
-    global _on_exit_signal, _in_main_thread, _reports
-    _on_exit_signal, _in_main_thread, _reports = callback, in_main_thread, reports
+    _exits.append(_Exit(callback, in_main_thread, reports))
     try:
         yield
     finally:
-        _on_exit_signal = _in_main_thread = _reports = None
+        _exits.pop()
 
 
 @contextmanager
 def on_checkpoint_request(callback: Callable[[], None]) -> Iterator[None]:
     """Call `callback`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block."""
-    global _on_request
-    _on_request = callback
+    _requests.append(callback)
     try:
         yield
     finally:
-        _on_request = None
+        _requests.pop()
 
 
 def is_handled() -> bool:
@@ -97,8 +105,8 @@ def handle_signals(program: str) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CHECKPOINT_SIGNALS)
         while True:
             number = os.read(reader, 1)[0]
-            if number in CHECKPOINT_SIGNALS and _on_request is not None:
-                _on_request()
+            if number in CHECKPOINT_SIGNALS and _requests:
+                _requests[-1]()
             elif number in _REASONS:
                 _exit_by_signal(number)
 
@@ -106,8 +114,8 @@ def handle_signals(program: str) -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if number in _REASONS and _in_main_thread is not None:
-        _in_main_thread()
+    if number in _REASONS and _exits and (act := _exits[-1].in_main_thread):
+        act()
 
 
 def _keep_from_children() -> None:
@@ -139,10 +147,11 @@ def _keep_from_children() -> None:
 
 
 def _exit_by_signal(number: int) -> None:
-    if read_launch(os.environ).world_rank == 0 if _reports is None else _reports:
+    own = _exits[-1] if _exits else _Exit(lambda: None, None, None)
+    if read_launch(os.environ).world_rank == 0 if own.reports is None else own.reports:
         write_to_launcher_stderr(f"{_REASONS[number]}; ending the job")
     try:
-        message = _on_exit_signal() if _on_exit_signal is not None else None
+        message = own.callback()
     except Exception as error:  # whatever it is, this process has to exit
         message = f"nothing could be saved: {error}"
     if message:

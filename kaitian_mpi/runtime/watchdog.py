@@ -65,8 +65,7 @@ class Watchdog:
         os.set_blocking(self._writer, False)
         self._lock = threading.Lock()  # so that the last line in the pipe is the newest
         self._woken = threading.Event()
-        self._closed = False
-        self._set_limit(limit_sec)
+        self.limit_sec = limit_sec
         self.enter("start-up", limited=False)
         try:
             self._process = _start_process(name, reader, os.getppid() if follow_launcher else 0)
@@ -79,6 +78,11 @@ class Watchdog:
             target=self._send_heartbeats, name="kaitian-watchdog", daemon=True
         )
         self._heartbeats.start()
+
+    @property
+    def interval_sec(self) -> float:
+        """The time between two heartbeats."""
+        return min(_MAX_HEARTBEAT_SEC, self.limit_sec / _HEARTBEATS_PER_LIMIT)
 
     def enter(
         self, phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
@@ -105,30 +109,24 @@ class Watchdog:
     def set_limit(self, limit_sec: float) -> None:
         """Change the limit, for the current phase too. From the thread that calls `enter`."""
         with self._lock:
-            self._set_limit(limit_sec)
+            self.limit_sec = limit_sec
             self._report(time.monotonic())
         self._woken.set()  # the next heartbeat may be due sooner
 
     def close(self) -> None:
         """Stop watching; waits for the watchdog process and the thread for at most a second."""
-        if self._closed:
-            return
-        self._closed = True
-        self._woken.set()
-        self._heartbeats.join(_CLOSE_SEC)
         # Cleared before closing: the next file opened gets the same descriptor.
         writer, self._writer = self._writer, -1
+        if writer < 0:
+            return
+        self._woken.set()
+        self._heartbeats.join(_CLOSE_SEC)
         os.close(writer)
         try:
             self._process.wait(_CLOSE_SEC)
         except subprocess.TimeoutExpired:  # it is stopped, or a forked worker holds the pipe
             self._process.kill()
             self._process.wait()
-
-    def _set_limit(self, limit_sec: float) -> None:
-        assert limit_sec > 0
-        self.limit_sec = limit_sec
-        self.interval_sec = min(_MAX_HEARTBEAT_SEC, limit_sec / _HEARTBEATS_PER_LIMIT)
 
     def _report(self, now: float) -> None:
         name, step, since, waits, allowed = self.phase
@@ -139,7 +137,7 @@ class Watchdog:
             os.write(self._writer, line.encode(errors="replace"))
 
     def _send_heartbeats(self) -> None:
-        while not self._closed:
+        while self._writer >= 0:
             with self._lock:
                 self._report(time.monotonic())  # also in case the pipe was full when it started
             self._woken.wait(self.interval_sec)
@@ -170,7 +168,6 @@ class StepLimit:
     """The time limit for a step: given, or 20 times the median of the last 50, at least 60 s."""
 
     def __init__(self, given_sec: float, first_sec: float = _MIN_LIMIT_SEC) -> None:
-        assert given_sec >= 0
         self._given = given_sec > 0
         self._steps: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self.limit_sec = given_sec if self._given else first_sec

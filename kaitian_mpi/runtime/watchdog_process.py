@@ -28,7 +28,6 @@ class Report:
         self.waits = waits == b"1"
         words = phase + b" of step " + step if step else phase
         self.where = words.decode(errors="replace")
-        self.nap = min(_MAX_NAP_SEC, self.limit / _NAPS_PER_LIMIT)
         if not self.limit > 0:
             raise ValueError(f"a limit of {self.limit} s is not positive")
 
@@ -62,11 +61,6 @@ def kill_reason(now: float, report: Report, restarted: float, state: str = "") -
     return None
 
 
-def was_suspended(slept: float, asked: float, limit: float) -> bool:
-    """Return whether this process was stopped itself, as by Ctrl-Z or with its virtual machine."""
-    return slept > 2 * asked + min(1.0, limit / 2)
-
-
 def seconds(value: float) -> str:
     """Format seconds: `0.6 s`, `61 s`."""
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
@@ -83,9 +77,6 @@ class Watch:
 
     def __init__(self, name: str, rank: int, launcher: int, pipe: int) -> None:
         self._name, self._rank, self._launcher, self._pipe = name, rank, launcher, pipe
-        self._report: Report | None = None
-        self._checked = self._restarted = time.monotonic()
-        self._nap = 0.0
         self._rest = b""
         os.set_blocking(pipe, False)
         self._poll = select.poll()
@@ -94,25 +85,27 @@ class Watch:
 
     def run(self) -> None:
         """Watch until the rank has exited or been killed."""
-        while self._rank_is_alive():
-            reason = self._check()
-            if reason:
-                self._kill_rank(reason)
+        report, nap, reason = None, 0.0, None
+        checked = restarted = time.monotonic()
+        while reason is None:
+            self._poll.poll(nap * 1000)
+            # Taken before reading: if this process is stopped here, the rank only seems newer.
+            now = time.monotonic()
+            lines = self._read_lines()
+            # A forked worker of the rank may hold the pipe's other end open.
+            if lines is None or os.getppid() != self._rank:
                 return
-
-    def _rank_is_alive(self) -> bool:
-        self._poll.poll(self._nap * 1000)
-        # Taken before reading: if this process is stopped right here, the rank only seems newer.
-        now = time.monotonic()
-        lines = self._read_lines()
-        # A forked worker of the rank may hold the pipe's other end open.
-        if lines is None or os.getppid() != self._rank:
-            return False
-        self._report = newest_report(self._report, lines)
-        slept, self._checked = now - self._checked, now
-        if self._report and was_suspended(slept, self._nap, self._report.limit):
-            self._restarted = now
-        return True
+            report = newest_report(report, lines)
+            slept, checked = now - checked, now
+            if report is None:
+                nap = _MAX_NAP_SEC / _NAPS_PER_LIMIT
+                continue
+            # Stopped itself, as by Ctrl-Z or with its virtual machine.
+            if slept > 2 * nap + min(1.0, report.limit / 2):
+                restarted = now
+            nap = min(_MAX_NAP_SEC, report.limit / _NAPS_PER_LIMIT)
+            reason = self._reason_to_kill(now, report, restarted)
+        self._kill_rank(reason)
 
     def _read_lines(self) -> list[bytes] | None:
         text = self._rest
@@ -125,19 +118,16 @@ class Watch:
             return lines
         return None
 
-    def _check(self) -> str | None:
-        if self._report is None:
-            self._nap = _MAX_NAP_SEC / _NAPS_PER_LIMIT
-            return None
-        self._nap = self._report.nap
+    def _reason_to_kill(self, now: float, report: Report, restarted: float) -> str | None:
+        state, launcher = "", self._launcher
         try:
             with open(f"/proc/{self._rank}/stat", "rb") as file:
                 state, launcher = parse_stat(file.read())
         except (OSError, ValueError):
-            state, launcher = "", self._launcher
+            pass
         if self._launcher and launcher != self._launcher:
-            return f"its launcher has exited, last in {self._report.where}"
-        return kill_reason(self._checked, self._report, self._restarted, state)
+            return f"its launcher has exited, last in {report.where}"
+        return kill_reason(now, report, restarted, state)
 
     def _kill_rank(self, reason: str) -> None:
         try:

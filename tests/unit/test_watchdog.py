@@ -17,7 +17,6 @@ from kaitian_mpi.runtime.watchdog_process import (
     kill_reason,
     newest_report,
     parse_stat,
-    was_suspended,
 )
 
 LONGEST_SEC = 30
@@ -78,20 +77,6 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
 def test_verdict_on_a_rank(now, line, anew, state, reason):
     found = kill_reason(now, Report(line), anew, state)
     assert found == reason if reason is None else reason in found
-
-
-@pytest.mark.parametrize(
-    ("slept", "asked", "limit", "expected"),
-    [
-        (1.0, 1.0, 60, False),
-        (2.9, 1.0, 60, False),
-        (3.1, 1.0, 60, True),
-        (0.06, 0.05, 0.5, False),
-        (0.4, 0.05, 0.5, True),
-    ],
-)
-def test_a_suspended_watchdog_is_noticed(slept, asked, limit, expected):
-    assert was_suspended(slept, asked, limit) is expected
 
 
 def test_the_newest_report_counts():
