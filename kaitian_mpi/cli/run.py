@@ -21,7 +21,7 @@ from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
-from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE
+from kaitian_mpi.mpi.topology import GROUP_VARIABLE
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import read_launch
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.job_store import finished_ranks
 from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
 from kaitian_mpi.mpi.topology import (
     free_unused_comms,
@@ -21,7 +20,7 @@ from kaitian_mpi.mpi.topology import (
     subset,
     translate_ranks,
 )
-from kaitian_mpi.mpi.world import World, current_world
+from kaitian_mpi.mpi.world import World, current_world, finished_ranks
 from kaitian_mpi.runtime.launcher import read_launch
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _wait_for_all(options: Any, name: str, departed: Departed) -> str:
 
 
 def _departed(world: World | None) -> list[int]:
-    return [] if world is None else finished_ranks(world.comm)
+    return [] if world is None else finished_ranks(world)
 
 
 def _accept_pickled_paths(pythons: Iterable[str]) -> None:

@@ -23,7 +23,6 @@ from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, n
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.distributed.store_barrier import monitored_barrier
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.job_store import job_store
 from kaitian_mpi.mpi.nonblocking import ANY_SOURCE
 from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
 from kaitian_mpi.mpi.world import World
@@ -74,7 +73,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self.torch_versions = tuple(info.torch_version for info in infos)
         """The release of torch of each rank."""
         self._name, self._timeout, self._closed = str(options.group_id), options.timeout, False
-        store = job_store().view(f"group {unique}", options.timeout)
+        store = world.store.view(f"group {unique}", options.timeout)
         self._arrivals = ArrivalTracker(comms.world, store, options.timeout)
         has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])
         streams = SideStreams(world.device if has_library else None)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from kaitian_mpi.distributed import BACKEND, SCHEME, registration
 from kaitian_mpi.distributed.registration import replace
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.job_store import close_job_store_after_loss
 from kaitian_mpi.mpi.world import World, current_world, join_world, set_current_world
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
@@ -95,7 +94,9 @@ def close_process_group() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    close_job_store_after_loss()
+    world = current_world()
+    if world is not None and world.store.link.is_lost:  # the server may have run on that rank
+        world.store.close()
 
 
 def use_backend_for(names: Iterable[str]) -> None:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.job_store import open_rendezvous_store
 from kaitian_mpi.mpi.world import World, current_world, join_world, set_current_world
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.launcher import read_launch
@@ -58,5 +57,5 @@ def rendezvous(
         given = os.environ.get("WORLD_SIZE", "")
         size = int(given) if given.isdigit() and int(given) > 1 else None
     world = world_with_size_check(size)
-    store = open_rendezvous_store(timeout or DEFAULT_TIMEOUT)
+    store = world.store.next_session(timeout or DEFAULT_TIMEOUT)
     yield store, world.rank if rank is None else rank, world.size

@@ -149,8 +149,23 @@ class MPIStore(dist.Store):
         if isinstance(comm, StoreLink):
             self.link = comm
         else:
-            self.link = StoreLink(comm)
-            register_close(self.close)
+            self._start(comm)
+
+    def _start(self, comm: MPI.Intracomm) -> None:
+        self.link = StoreLink(comm)
+        self._sessions, self._session = 0, self
+        register_close(self.close)
+
+    def restart(self, comm: MPI.Intracomm) -> None:
+        """Close the store, if it is open, and begin an empty one of these ranks. Collective."""
+        self.close()
+        self._start(comm)
+
+    def next_session(self, timeout: timedelta) -> MPIStore:
+        """Return an empty store for a rendezvous. Not collective; all ranks ask equally often."""
+        self._sessions += 1
+        self._session = self.view(f"session {self._sessions}", timeout)  # torch keeps no reference
+        return self._session
 
     def view(self, prefix: str, timeout: timedelta = DEFAULT_TIMEOUT) -> MPIStore:
         """Return a store on the same server with its own key prefix. Not collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -14,14 +15,14 @@ import torch
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
 from kaitian_mpi.devices.emulation import Emulation, given_emulation, read_emulation
-from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.errors import AgreedError, RankLostError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
-from kaitian_mpi.mpi.job_store import open_job_store, reopen_job_store
-from kaitian_mpi.mpi.relay_settings import RelaySettings, agree_on_settings
 from kaitian_mpi.mpi.topology import (
     Group,
     OwnDeviceCheck,
     RankInfo,
+    RelaySettings,
+    agree_on_settings,
     check_own_devices,
     group_of,
     plan_groups,
@@ -39,12 +40,16 @@ from kaitian_mpi.preflight.job_checks import judge
 from kaitian_mpi.preflight.verdict import Level, by_value
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
-from kaitian_mpi.runtime.ulfm import shrink, track_comm
+from kaitian_mpi.runtime.ulfm import loss_detected_within, shrink, track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from kaitian_mpi.mpi.store import MPIStore
+
 _log = logging.getLogger(__name__)
+
+_PATIENCE_SEC = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class World:
     """By the numbers of the ranks that mpirun started."""
     check_devices: OwnDeviceCheck
     """Given the tensors of each call that communicates."""
+    store: MPIStore
+    """The job's store, until the last rank has departed; also of worlds made from this one."""
     relay: RelaySettings = field(default_factory=RelaySettings)
     """How this rank's tensors cross between device kinds; all its process groups use it."""
 
@@ -150,20 +157,31 @@ def join_world(
     infos = tuple(RankInfo(**fields) for fields, _ in gathered)
     if not shares:
         check_own_devices(infos)
-    open_job_store(own)
+    store = _open_store(own)
     # A variable may have been forgotten.
     level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
     _log_emulation(emulation, own.rank, level)
     check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
     threads, size = _use_cores(own), own.size
-    return World(own, infos, device, index, threads, size, emulation, check, relay)
+    return World(own, infos, device, index, threads, size, emulation, check, store, relay)
+
+
+def _open_store(comm: MPI.Intracomm) -> MPIStore:
+    from kaitian_mpi.mpi.store import MPIStore  # MPI starts with the import
+
+    if _current is None:
+        return MPIStore(comm)
+    _current.store.restart(comm)
+    return _current.store
 
 
 def _take_device(
     comm: MPI.Intracomm, request: str, share: bool, emulation: Emulation
 ) -> tuple[Device, int, RankInfo, bool]:
     """Choose this rank's device, and make it the process's current one. Collective."""
-    host, launch = _host_name(), read_launch(os.environ)
+    from mpi4py import MPI
+
+    host, launch = MPI.Get_processor_name(), read_launch(os.environ)
     share = share or os.environ.get(SHARE_VARIABLE, "") == "1"
     with agree_on_errors(comm):
         known = known_kinds()
@@ -273,7 +291,8 @@ def slowed_as(world: World, slowdown: str) -> World:
 
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
     """Return the world of some of the ranks, renumbered in order, None on others. Collective."""
-    reopen_job_store(world.comm)
+    if world.store.link.is_closed:  # by the loss of a rank
+        world.store.restart(world.comm)
     kept = world.rank in ranks
     comm = cast("MPI.Intracomm", world.comm.Split(0 if kept else 1, world.rank))
     if not kept:
@@ -290,6 +309,16 @@ def survivors_of(world: World) -> World:
     return replace(world, comm=comm, infos=infos)
 
 
+def finished_ranks(world: World) -> list[int]:
+    """Return the ranks whose script has ended; none while the store does not answer."""
+    if loss_detected_within(world.comm, 0):
+        raise RankLostError("a rank is lost")
+    give_up = time.monotonic() + _PATIENCE_SEC
+    departed = world.store.departed(until=lambda: time.monotonic() > give_up)
+    store_ranks = translate_ranks(world.comm, world.store.link.comm) if departed else []
+    return [rank for rank, store_rank in enumerate(store_ranks) if store_rank in departed]
+
+
 def share_cores(comm: MPI.Comm) -> int:
     """Return how many threads each rank of this host should compute with. Collective."""
     from mpi4py import MPI
@@ -304,9 +333,3 @@ def share_cores(comm: MPI.Comm) -> int:
 def _use_cores(comm: MPI.Intracomm) -> int:
     """Compute with this rank's part of the host's cores; return how many threads. Collective."""
     return set_default_threads(share_cores(comm))
-
-
-def _host_name() -> str:
-    from mpi4py import MPI
-
-    return MPI.Get_processor_name()

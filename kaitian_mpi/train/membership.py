@@ -16,7 +16,6 @@ from typing import Any
 from kaitian_mpi.distributed.startup import close_process_group, open_process_group
 from kaitian_mpi.errors import CollectiveError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.job_store import open_job_store
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World, keep_ranks, survivors_of
 from kaitian_mpi.runtime import ulfm
@@ -232,7 +231,8 @@ class Membership:
         if self.active is not None and self.active.rank == 0:
             self._wake_up()
         close_process_group()
-        open_job_store(self.all_ranks.comm)  # the old one has counted the active ranks' groups only
+        # The old store has counted the active ranks' groups only.
+        self.all_ranks.store.restart(self.all_ranks.comm)
         self.active = _activate(self.all_ranks, Standby())
 
     def close(self) -> None:

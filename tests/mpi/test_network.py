@@ -15,7 +15,7 @@ from kaitian_mpi.distributed.network.allreduce import (
 from kaitian_mpi.distributed.network.exchanges import EXCHANGES
 from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, links_of
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
-from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.mpi.topology import RelaySettings
 
 pytestmark = pytest.mark.ranks(2)
 

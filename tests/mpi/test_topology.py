@@ -4,8 +4,13 @@ import torch
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
-from kaitian_mpi.mpi.relay_settings import GROUP_VARIABLE, agree_on_settings
-from kaitian_mpi.mpi.topology import split_into_groups, subset, translate_ranks
+from kaitian_mpi.mpi.topology import (
+    GROUP_VARIABLE,
+    agree_on_settings,
+    split_into_groups,
+    subset,
+    translate_ranks,
+)
 from kaitian_mpi.mpi.world import _exchange_visible, join_world
 
 
@@ -36,7 +41,7 @@ def test_ranks_with_different_releases_of_torch_start(world, monkeypatch):
     if world.rank == 1:
         monkeypatch.setattr(torch, "__version__", "1.0+acme")
     # The store of the other tests stays.
-    monkeypatch.setattr("kaitian_mpi.mpi.world.open_job_store", lambda comm: None)
+    monkeypatch.setattr("kaitian_mpi.mpi.world._open_store", lambda comm: None)
     joined = join_world(world.comm)
     assert [info.torch_version == "1.0+acme" for info in joined.infos] == [False, True, False]
     joined.comm.Free()

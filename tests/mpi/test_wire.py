@@ -15,7 +15,7 @@ from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.residual import Residual, Residuals
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.mpi.topology import RelaySettings
 
 pytestmark = pytest.mark.ranks(3, 4)
 ROUNDING = {"bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}

@@ -17,8 +17,7 @@ from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.exchange import check_same, gather_values
-from kaitian_mpi.mpi.relay_settings import RelaySettings
-from kaitian_mpi.mpi.topology import GroupComms, translate_ranks
+from kaitian_mpi.mpi.topology import GroupComms, RelaySettings, translate_ranks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.polling import sleeping_barrier
 

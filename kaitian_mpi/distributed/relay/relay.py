@@ -21,7 +21,7 @@ from kaitian_mpi.distributed.relay.chunking import COUNT, Pace, agree_on_pace
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
-from kaitian_mpi.mpi.relay_settings import RelaySettings
+from kaitian_mpi.mpi.topology import RelaySettings
 from kaitian_mpi.observe.timeline.recorder import EXCHANGE, part
 
 if TYPE_CHECKING:
