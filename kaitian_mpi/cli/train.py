@@ -15,7 +15,7 @@ from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.cli.flags import make_parser, parse_settings
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.devices.choice import hide_accelerators, visibility_variables
+from kaitian_mpi.devices.choice import hide_accelerators
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
 from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
 from kaitian_mpi.distributed.interfaces import initialize_mpi_on
@@ -115,8 +115,7 @@ def hide_unused_devices(environ: Any, devices: str) -> None:
     Before MPI is started, if possible, since it may start the vendors' drivers.
     """
     launch = read_launch(environ)
-    ranks = launch.local_rank, launch.local_size
-    environ.update(hide_accelerators(devices, *ranks, visibility_variables()))
+    environ.update(hide_accelerators(devices, launch.local_rank, launch.local_size))
 
 
 def start_mpi(chosen: Any) -> tuple[MPI.Intracomm, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 from kaitian_mpi.errors import UserError
@@ -120,19 +121,15 @@ def _inventory(counts: Mapping[str, int], host: str) -> str:
     return f"{host} has {', '.join(found) if found else 'no accelerator'}"
 
 
-def visibility_variables() -> dict[str, tuple[str, ...]]:
-    """Return the variables of every kind, those of other packages too, without importing these."""
-    from importlib.metadata import entry_points  # late, as in the registry
+def hide_accelerators(request: str, local_rank: int, local_size: int) -> dict[str, str]:
+    """Return the variables that hide every accelerator from a rank that is to use the CPU.
 
-    added = {entry.name: (entry.value,) for entry in entry_points(group=GROUP)}
-    return {**added, **VISIBILITY}
-
-
-def hide_accelerators(
-    request: str, local_rank: int, local_size: int, names: Mapping[str, Sequence[str]] = VISIBILITY
-) -> dict[str, str]:
-    """Return the variables that hide every accelerator from a rank that is to use the CPU."""
+    Those of other packages' kinds too, without importing these.
+    """
     entries = ["cpu"] * local_size if request == "cpu" else request.split(",")
     if local_size > len(entries) or entries[local_rank].strip() != "cpu":
         return {}
-    return {name: NO_DEVICE for of_kind in names.values() for name in of_kind}
+    from importlib.metadata import entry_points  # late, as in the registry
+
+    added = {entry.name: (entry.value,) for entry in entry_points(group=GROUP)}
+    return dict.fromkeys(chain.from_iterable({**added, **VISIBILITY}.values()), NO_DEVICE)

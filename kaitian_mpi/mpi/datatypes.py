@@ -70,11 +70,9 @@ class Reduction:
 
     def in_supported_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host tensor in a dtype that MPI reduces correctly: itself or a copy."""
-        return (
-            tensor
-            if self.mpi_supports(tensor.dtype)
-            else tensor.to(ACCUMULATION_DTYPES[tensor.dtype])
-        )
+        if self.mpi_supports(tensor.dtype):
+            return tensor
+        return tensor.to(ACCUMULATION_DTYPES[tensor.dtype])
 
     @property
     def without_division(self) -> Reduction:

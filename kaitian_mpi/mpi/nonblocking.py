@@ -18,40 +18,13 @@ from kaitian_mpi.mpi.datatypes import (
 )
 
 ANY_SOURCE = MPI.ANY_SOURCE
-_SHORT_BYTES = 64 << 10
-
-
-def is_short_reduction(tensor: torch.Tensor) -> bool:
-    """Return whether a reduction of `tensor` is short enough for a nonblocking collective."""
-    return tensor.nbytes <= _SHORT_BYTES
+SHORT_BYTES = 64 << 10
+"""Up to this size a reduction by one nonblocking call is the fastest."""
 
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:
     """Start reducing `tensor` in place; for an average, the caller divides the result."""
     return comm.Iallreduce(MPI.IN_PLACE, as_buffer(tensor), op.mpi_op)
-
-
-def reduce_scatter(
-    comm: MPI.Comm, result: torch.Tensor, tensor: torch.Tensor, op: Reduction
-) -> MPI.Request:
-    """Start reducing part r of `tensor` into `result` on rank r; the caller divides an average."""
-    return comm.Ireduce_scatter_block(as_buffer(tensor), as_buffer(result), op.mpi_op)
-
-
-def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> MPI.Request:
-    """Start copying `tensor` from rank `root` to every rank; any dtype."""
-    return comm.Ibcast(as_raw_buffer(tensor), root)
-
-
-def use_nonblocking_all_gather(comm: MPI.Comm, gathered: torch.Tensor) -> bool:
-    """Return whether to use a nonblocking all-gather; two ranks exchange long parts faster."""
-    fits = gathered.numel() <= MAX_COUNT
-    return fits and (comm.size > 2 or gathered.nbytes <= _SHORT_BYTES)
-
-
-def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> MPI.Request:
-    """Start gathering every rank's `tensor`, all of equal length, into `gathered`; any dtype."""
-    return comm.Iallgather(as_raw_buffer(tensor), as_raw_buffer(gathered))
 
 
 def all_to_all(

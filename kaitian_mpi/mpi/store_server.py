@@ -14,7 +14,7 @@ from mpi4py import MPI
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import have_failed, is_enabled, is_revoked, may_be_loss
+from kaitian_mpi.runtime.ulfm import have_failed, is_done, is_enabled, is_revoked, may_be_loss
 
 OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
 NO_REPLY = -1  # in place of the tag of a reply
@@ -231,18 +231,9 @@ class StoreServer:
         self.submit(operation, tuple(arguments), float(timeout), reply)
 
     def _drop_sent_replies(self) -> bool:
-        self._replies = [item for item in self._replies if not _is_done(item[0])]
+        self._replies = [item for item in self._replies if not is_done(item[0])]
         return not self._replies
 
     def _finish_replies(self) -> None:
         if not wait_until(self._drop_sent_replies, self._LAST_REPLIES_SEC):
             keep_alive(self._replies)
-
-
-def _is_done(request: MPI.Request) -> bool:
-    try:
-        return bool(request.Test())
-    except MPI.Exception as error:
-        if not may_be_loss(error):
-            raise
-        return True

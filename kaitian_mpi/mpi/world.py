@@ -162,7 +162,7 @@ def join_world(
     level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
     _log_emulation(emulation, own.rank, level)
     check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
-    threads, size = _use_cores(own), own.size
+    threads, size = set_default_threads(share_cores(own)), own.size
     return World(own, infos, device, index, threads, size, emulation, check, store, relay)
 
 
@@ -299,7 +299,8 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
         comm.Free()
         return None
     infos = tuple(world.infos[rank] for rank in ranks)
-    return replace(world, comm=track_comm(comm), infos=infos, threads=_use_cores(comm))
+    threads = set_default_threads(share_cores(comm))
+    return replace(world, comm=track_comm(comm), infos=infos, threads=threads)
 
 
 def survivors_of(world: World) -> World:
@@ -328,8 +329,3 @@ def share_cores(comm: MPI.Comm) -> int:
     threads = max(1, len(cores) // local.size)
     local.Free()
     return threads
-
-
-def _use_cores(comm: MPI.Intracomm) -> int:
-    """Compute with this rank's part of the host's cores; return how many threads. Collective."""
-    return set_default_threads(share_cores(comm))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.preflight.facts import Devices, Kind, Storage, collect_mpi
-from kaitian_mpi.runtime.abort import is_mpi_running
+from kaitian_mpi.runtime.lifecycle import is_mpi_running
 from kaitian_mpi.runtime.system import prctl
 
 if TYPE_CHECKING:

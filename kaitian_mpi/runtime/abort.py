@@ -21,6 +21,7 @@ from types import TracebackType
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.lifecycle import exit_after_loss, is_mpi_running
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
 from kaitian_mpi.runtime.system import prctl
 
@@ -184,9 +185,6 @@ def _exit_on_user_error(program: str, error: UserError) -> None:
         print_to_stderr(f"{program}: error: {error}")
     if launch.world_size > 1 and not isinstance(error, AgreedError):
         _end_other_ranks(error.exit_code)
-    # Imported here because it imports numpy; the watchdog imports this module and must start first.
-    from kaitian_mpi.runtime.lifecycle import exit_after_loss
-
     exit_after_loss(error.exit_code)
     sys.exit(error.exit_code)
 
@@ -211,15 +209,6 @@ def _speaks_first() -> bool:
     """Return whether this rank prints what all say: rank 0, or after its loss the next one."""
     first = ulfm.first_living_rank() if is_mpi_running() else 0
     return read_launch(os.environ).world_rank == first
-
-
-def is_mpi_running() -> bool:
-    """Return whether MPI is initialized, and not finalized."""
-    if "mpi4py.MPI" not in sys.modules:
-        return False
-    from mpi4py import MPI
-
-    return MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def die_with_launcher() -> None:

@@ -143,9 +143,8 @@ def parse_launcher(words: Sequence[str]) -> Command:
     parts = [Part((word,)) for word in words[:begin]]
     position = begin
     while begin and position < len(words) and words[position].startswith("-"):
-        taken = tuple(words[position : position + 1 + _values_after(words[position])])
-        parts.append(_option(taken))
-        position += len(taken)
+        parts.append(_option(words[position:]))
+        position += len(parts[-1].words)
     return Command(parts=tuple(parts), arguments=tuple(words[position:]))
 
 
@@ -161,18 +160,13 @@ def _program_end(words: Sequence[str], begin: int) -> int:
     )
 
 
-def _option(taken: tuple[str, ...]) -> Part:
-    flag, equals, value = taken[0].partition("=")
-    values = ((value,) if equals else ()) + taken[1:]
-    return Part(taken, flag.lstrip("-"), values or ("",))
-
-
-def _values_after(word: str) -> int:
-    flag, equals, _ = word.partition("=")
+def _option(words: Sequence[str]) -> Part:
+    """Return the option with which these words begin."""
+    flag, equals, value = words[0].partition("=")
     name = flag.lstrip("-")
-    if name in _TWO_VALUES:
-        return 1 if equals else 2
-    return 1 if name in _ONE_VALUE and not equals else 0
+    following = 2 if name in _TWO_VALUES else int(name in _ONE_VALUE)
+    taken = tuple(words[: 1 + max(0, following - bool(equals))])
+    return Part(taken, name, ((value,) if equals else ()) + taken[1:] or ("",))
 
 
 def read_hosts(command: Command) -> tuple[tuple[Host, ...], dict[str, str]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from kaitian_mpi.runtime.mpi_libraries import (
     FORWARDED_PREFIX,
-    LIBRARIES,
     RANKS_OF_OTHER_LAUNCHERS,
     SRUN_FLAGS,
     launched_by,
@@ -36,19 +35,25 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """Read ranks and sizes from the launcher's variables; without them, a job of one rank."""
-    library = launched_by(environ)
-    if library is None:
-        return _read_srun(environ) or Launch()
-    return Launch(*(int(environ[name]) for name in library.rank_variables))
+    return _launched(environ) or Launch()
+
+
+def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return this process's number and how many there are; None without a launcher."""
+    launch = _launched(environ)
+    return None if launch is None else (launch.world_rank, launch.world_size)
 
 
 def is_from_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun has started this process itself, not mpirun's daemon."""
-    return not _is_from_mpirun(environ) and _read_srun(environ) is not None
+    return launched_by(environ) is None and _read_srun(environ) is not None
 
 
-def _is_from_mpirun(environ: Mapping[str, str]) -> bool:
-    return any(all(name in environ for name in each.rank_variables) for each in LIBRARIES)
+def _launched(environ: Mapping[str, str]) -> Launch | None:
+    library = launched_by(environ)
+    if library is None:
+        return _read_srun(environ)
+    return Launch(*(int(environ[name]) for name in library.rank_variables))
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch | None:
@@ -65,14 +70,6 @@ def _read_srun(environ: Mapping[str, str]) -> Launch | None:
 def _tasks_per_node(text: str) -> list[int]:
     entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, nodes in entries for _ in range(int(nodes or 1))]
-
-
-def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this process's number and how many there are; None without a launcher."""
-    if _is_from_mpirun(environ) or is_from_srun(environ):
-        launch = read_launch(environ)
-        return launch.world_rank, launch.world_size
-    return None
 
 
 def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tuple[str, str] | None:
@@ -99,23 +96,18 @@ def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Return what is wrong, and what to do, if this is the only rank in a larger allocation."""
     if read_tasks(environ) or any(name in environ for name in RANKS_OF_OTHER_LAUNCHERS):
         return None
-    allocated = _allocated(environ)
+    allocated = "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""
+    units = {"JOB_NUM_NODES": "nodes", "NTASKS": "tasks", "HET_SIZE": "components"}
+    for name, unit in units.items():
+        number = environ.get(f"SLURM_{name}", "")
+        if "SLURM_JOB_ID" in environ and number.isdigit() and int(number) > 1:
+            allocated = f"a Slurm job of {number} {unit}"
     if not allocated:
         return None
     return (
         f"found a single rank in {allocated}: no launcher has started it",
         "write mpirun before the command; for one rank, mpirun -np 1",
     )
-
-
-def _allocated(environ: Mapping[str, str]) -> str:
-    """Return what a batch system has allocated, if it is more than one rank's place."""
-    units = {"HET_SIZE": "components", "NTASKS": "tasks", "JOB_NUM_NODES": "nodes"}
-    for name, unit in units.items():
-        number = environ.get(f"SLURM_{name}", "")
-        if "SLURM_JOB_ID" in environ and number.isdigit() and int(number) > 1:
-            return f"a Slurm job of {number} {unit}"
-    return "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""
 
 
 def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores: int) -> None:

@@ -99,13 +99,18 @@ def _take_over_finalize() -> None:
 
 
 def _finalize(pid: int) -> None:
-    if os.getpid() != pid or "mpi4py.MPI" not in sys.modules:
-        return
+    # After a loss, MPI_Finalize may wait for the dead ranks.
+    if os.getpid() == pid and is_mpi_running() and not ulfm.has_survived_loss():
+        sys.modules["mpi4py.MPI"].Finalize()
+
+
+def is_mpi_running() -> bool:
+    """Return whether MPI is initialized, and not finalized."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
     from mpi4py import MPI
 
-    # After a loss, MPI_Finalize may wait for the dead ranks.
-    if MPI.Is_initialized() and not MPI.Is_finalized() and not ulfm.has_survived_loss():
-        MPI.Finalize()
+    return MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def register_close(close: Callable[[], None], *, ends_work: bool = False) -> None:

@@ -35,16 +35,13 @@ _SETUP_LIMIT_SEC = 1800.0
 
 
 class Phase(NamedTuple):
-    """What a rank is doing."""
+    """What a rank is doing: the arguments of `Watchdog.enter`."""
 
     name: str
-    """Worded to follow "61 s in"."""
     step: int | None
-    """The step it belongs to."""
     since: float
     """When it began, by `time.monotonic`."""
     waits: bool
-    """Whether the rank waits for other ranks and so is not itself at fault."""
     allowed_sec: float | None
     """The longest time it may last; None: the watchdog's limit; infinite: no limit."""
 

@@ -10,8 +10,9 @@ import torch
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
-from kaitian_mpi.mpi import host_collectives, nonblocking, pairwise
-from kaitian_mpi.mpi.datatypes import SUM, separate
+from kaitian_mpi.mpi import host_collectives, pairwise
+from kaitian_mpi.mpi.datatypes import MAX_COUNT, SUM, as_buffer, as_raw_buffer, separate
+from kaitian_mpi.mpi.nonblocking import SHORT_BYTES, all_to_all, allreduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,10 +74,10 @@ class HostOperations:
         self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT
     ) -> None:
         """Reduce `tensor` over all ranks at once, in host memory."""
-        if nonblocking.is_short_reduction(tensor):
+        if tensor.nbytes <= SHORT_BYTES:
             host = to_host(tensor)
             wide = op.in_supported_dtype(host)
-            self._complete(nonblocking.allreduce(self._comm, wide, op), wide)
+            self._complete(allreduce(self._comm, wide, op), wide)
             op.divide_average(wide, self.size)
             if wide is not host:
                 host.copy_(wide)
@@ -84,12 +85,12 @@ class HostOperations:
             return
         self._arrive()
         dense = contiguous(tensor)
-        allreduce = self._allreduce_on(self._comm, precision.residual)
+        exchange = self._allreduce_on(self._comm, precision.residual)
         relay, dtype = self._relay, precision.dtype
         if relay is None or (dtype is None and dense.is_cpu and not relay.has_accelerators):
-            allreduce(dense, op)
+            exchange(dense, op)
         else:
-            relay.exchange(self._comm, dense.view(-1), lambda chunk: allreduce(chunk, op), dtype)
+            relay.exchange(self._comm, dense.view(-1), lambda chunk: exchange(chunk, op), dtype)
         from_host(dense, tensor)
 
     def _allreduce_on(
@@ -103,7 +104,7 @@ class HostOperations:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         host = to_host(tensor, read=self.rank == root)
-        self._complete(nonblocking.broadcast(self._comm, host, root), host)
+        self._complete(self._comm.Ibcast(as_raw_buffer(host), root), host)
         if self.rank != root:
             from_host(host, tensor)
 
@@ -137,8 +138,10 @@ class HostOperations:
         """Gather every rank's tensor into one, along its first dimension."""
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
-        if nonblocking.use_nonblocking_all_gather(self._comm, host):
-            self._complete(nonblocking.all_gather(self._comm, host, source), host, source)
+        # Two ranks exchange long parts faster.
+        if host.numel() <= MAX_COUNT and (self.size > 2 or host.nbytes <= SHORT_BYTES):
+            request = self._comm.Iallgather(as_raw_buffer(source), as_raw_buffer(host))
+            self._complete(request, host, source)
         else:
             self._arrive()
             host_collectives.all_gather(self._comm, host, source)
@@ -172,10 +175,12 @@ class HostOperations:
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
         host, source = to_host(output, read=False), to_host(tensor)
-        if nonblocking.is_short_reduction(source):
+        if source.nbytes <= SHORT_BYTES:
             wide_source = separate(op.in_supported_dtype(source), host)
             wide = host if wide_source is source else host.to(wide_source.dtype)
-            request = nonblocking.reduce_scatter(self._comm, wide, wide_source, op)
+            request = self._comm.Ireduce_scatter_block(
+                as_buffer(wide_source), as_buffer(wide), op.mpi_op
+            )
             self._complete(request, wide, wide_source)
             op.divide_average(wide, self.size)
             if wide is not host:
@@ -198,7 +203,7 @@ class HostOperations:
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
         host, source = to_host(output, read=False), to_host(tensor)
-        request = nonblocking.all_to_all(self._comm, host, received_counts, source, sent_counts)
+        request = all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
         from_host(host, output)
 
