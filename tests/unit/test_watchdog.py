@@ -107,14 +107,9 @@ def test_the_state_of_a_process_is_read(stat, expected):
     assert parse_stat(stat) == expected
 
 
-def test_a_configured_limit_does_not_change():
-    limit = StepLimit(7)
-    assert limit.limit_sec == 7
-    assert limit.observe(1000) is None
-    assert limit.limit_sec == 7
-
-
 def test_the_limit_follows_the_median_of_recent_steps():
+    given = StepLimit(7)
+    assert (given.observe(1000), given.limit_sec) == (None, 7)
     limit = StepLimit(0)
     assert limit.limit_sec == 60
     assert [limit.observe(sec) for sec in (3.5, 3.5, 3.5, 1000)] == [None] * 4  # 70 s: 17% more
@@ -125,15 +120,20 @@ def test_the_limit_follows_the_median_of_recent_steps():
     assert changes == [None] * 24 + [pytest.approx(73)] + [None] * 25
 
 
+@pytest.mark.parametrize(("given", "first", "setup"), [(0, 600, 1800), (3, 3, 60)])
+def test_limits_before_any_step_is_timed(given, first, setup):
+    assert (first_step_limit(given), setup_limit(given)) == (first, setup)
+    assert StepLimit(0, first_step_limit(0)).observe(10) == 200
+
+
 # real processes -------------------------------------------------------------------------------
 
 
 class Rank:
     """A process with a watchdog, and the output of both."""
 
-    def __init__(self, body: str, limit: float = 0.5, options: str = ", follow_launcher=False"):
-        script = RANK.format(limit=limit, options=options, body=body)
-        self.process = start(script)
+    def __init__(self, body: str, limit: float = 0.5):
+        self.process = start(RANK.format(limit=limit, options=", follow_launcher=False", body=body))
         self.pid, self.watchdog = map(int, read_line(self.process).split())
 
     def wait(self) -> tuple[int, str, str]:
@@ -154,9 +154,8 @@ def read_line(process: subprocess.Popen) -> str:
 
 
 def start(script: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", script], text=True, **pipes)
 
 
 def is_gone(pid: int) -> bool:
@@ -166,10 +165,6 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def is_up(watchdog: int) -> bool:
-    return psutil.Process(watchdog).name() == "kaitian-watchdo"  # the kernel keeps 15 letters
-
-
 def wait_until(done: Callable[[], bool]) -> None:
     began = time.monotonic()
     while not done():
@@ -177,12 +172,17 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def wait_until_up(watchdog: int) -> None:
+    # The kernel keeps 15 letters.
+    wait_until(lambda: psutil.Process(watchdog).name() == "kaitian-watchdo")
+
+
 @pytest.fixture
 def rank():
     started = []
 
-    def begin(*args, **kwargs) -> Rank:
-        started.append(Rank(*args, **kwargs))
+    def begin(*args) -> Rank:
+        started.append(Rank(*args))
         return started[-1]
 
     yield begin
@@ -193,10 +193,88 @@ def rank():
             one.process.communicate(timeout=LONGEST_SEC)
 
 
+AGAIN = """
+watchdog.enter("the script", step=2, limited=False)
+ended = watchdog.phase
+watchdog.enter("the script", step=3, limited=False)
+watchdog.renew(ended, 0.1)
+time.sleep(0.9)
+watchdog.renew(watchdog.phase, 0.8)
+time.sleep(60)
+"""
+CLOSED = """
+began = time.monotonic()
+watchdog.close(), watchdog.close()
+watchdog.enter("after"), watchdog.set_limit(1)
+assert time.monotonic() - began < 20
+assert not os.path.exists(f"/proc/{watchdog._process.pid}")
+"""
+FULL = """
+import signal
+def enter_often():
+    began = time.monotonic()
+    for step in range(100_000):
+        watchdog.enter("forward", step=step)
+    assert time.monotonic() - began < 20
+os.kill(watchdog._process.pid, signal.SIGSTOP)
+enter_often()
+os.kill(watchdog._process.pid, signal.SIGCONT)
+time.sleep(0.3)
+watchdog.enter("update", step=7)
+time.sleep(0.3)
+os.kill(watchdog._process.pid, signal.SIGKILL)
+watchdog._process.wait()
+enter_often()
+"""
+FORWARD, READING = "watchdog.enter('forward', step=3)\n", "watchdog.enter('r', limited=False)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "limit", "message"),
+    [
+        (f"{FORWARD}while True: pass", 0.5, "in forward of step 3, the limit"),
+        (
+            "watchdog.enter('backward')\ntime.sleep(60)",
+            0.5,
+            "in backward, the limit is 0.5 s (--st",
+        ),
+        # re does not release the GIL, and never ends here.
+        (
+            f"import re\n{FORWARD}re.match('(a*)*b', 'a' * 60)",
+            *(0.5, "(running, but a call holds the GIL), last in forward of step 3"),
+        ),
+        # Waiting, start-up and reading may exceed the limit.
+        ("time.sleep(0.9)\nwatchdog.close()", 0.6, ""),
+        ("watchdog.enter('the sum', waits=True)\ntime.sleep(0.9)\nwatchdog.close()", 0.6, ""),
+        (f"{READING}time.sleep(0.9)\nwatchdog.close()", 0.6, ""),
+        # A new limit applies to the current phase, and to the heartbeats: with 60 s one a second.
+        (
+            f"{FORWARD}time.sleep(0.6)\nwatchdog.set_limit(0.9)\ntime.sleep(60)",
+            *(60, "in forward of step 3, the limit is 0.9 s"),
+        ),
+        (f"{READING}time.sleep(0.2)\nwatchdog.set_limit(0.6)\ntime.sleep(1)", 60, ""),
+        # A phase that begins again may get a limit of its own, unless it has ended.
+        (AGAIN, 0.5, "in the script of step 3, the limit is 0.8 s"),
+        (CLOSED, 0.5, ""),
+        # A full pipe or a dead watchdog does not block the rank.
+        pytest.param(FULL, 2, "", marks=pytest.mark.serial),
+    ],
+)
+def test_a_rank_that_hangs_is_killed_and_no_other(body, limit, message, rank):
+    code, out, err = rank(body, limit).wait()
+    if not message:
+        assert (code, out, err) == (0, "", "")
+        return
+    assert code == -signal.SIGKILL
+    assert err.startswith("[2@host] killed by its watchdog: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_a_stopped_rank_is_killed(rank):
     stopped = rank("watchdog.enter('forward', step=12)\nprint('entered', flush=True)\n" + STEPS)
     assert read_line(stopped.process) == "entered\n"
-    wait_until(lambda: is_up(stopped.watchdog))
+    wait_until_up(stopped.watchdog)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which it ignores
         os.kill(stopped.watchdog, number)
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -211,53 +289,6 @@ def test_a_stopped_rank_is_killed(rank):
     )
 
 
-def test_a_hanging_rank_is_killed(rank):
-    hangs = {
-        "watchdog.enter('forward', step=12)\nwhile True: pass": "in forward of step 12, the limit",
-        "watchdog.enter('backward')\ntime.sleep(60)": "in backward, the limit is 0.5 s (--step-",
-        # re does not release the GIL, and never ends here.
-        "import re; watchdog.enter('forward', step=3)\nre.match('(a*)*b', 'a' * 60)": (
-            "(running, but a call holds the GIL), last in forward of step 3"
-        ),
-    }
-    hanging = [rank(body) for body in hangs]
-    for one, message in zip(hanging, hangs.values(), strict=True):
-        code, _, err = one.wait()
-        assert code == -signal.SIGKILL
-        assert err.startswith("[2@host] killed by its watchdog: ")
-        assert message in err
-        assert err.count("\n") == 1
-
-
-def test_waiting_and_startup_may_exceed_the_limit(rank):
-    entered = ("", "enter('the sum', waits=True)", "enter('reading', limited=False)")
-    bodies = [f"{'watchdog.' * bool(e)}{e}\ntime.sleep(0.9)\nwatchdog.close()" for e in entered]
-    for patient in [rank(body, limit=0.6) for body in bodies]:
-        assert patient.wait() == (0, "", "")
-
-
-def test_a_new_limit_applies_to_the_current_phase_and_the_beats(rank):
-    body = "watchdog.enter('forward', step=1)\ntime.sleep(0.6)\nwatchdog.set_limit(0.9)\n"
-    shorter = rank(body + "time.sleep(60)", limit=60)
-    body = "watchdog.enter('waiting', limited=False)\ntime.sleep(0.2)\nwatchdog.set_limit(0.6)\n"
-    beating = rank(body + "time.sleep(1)", limit=60)  # with 60 s it would beat once a second
-    assert "in forward of step 1, the limit is 0.9 s" in shorter.wait()[2]
-    assert beating.wait() == (0, "", "")
-
-
-def test_a_phase_that_begins_again_may_get_a_limit_of_its_own_unless_it_has_ended(rank):
-    body = """
-watchdog.enter("the script", step=2, limited=False)
-ended = watchdog.phase
-watchdog.enter("the script", step=3, limited=False)
-watchdog.renew(ended, 0.1)
-time.sleep(0.9)
-watchdog.renew(watchdog.phase, 0.8)
-time.sleep(60)
-"""
-    assert "in the script of step 3, the limit is 0.8 s" in rank(body).wait()[2]
-
-
 def test_a_busy_rank_survives_and_its_watchdog_uses_no_cpu(rank):
     busy = rank(
         """
@@ -267,9 +298,9 @@ while time.monotonic() - began < 2:
         watchdog.enter("forward", step=12)
     time.sleep(0.01)
 """,
-        limit=1,
+        1,
     )
-    wait_until(lambda: is_up(busy.watchdog))
+    wait_until_up(busy.watchdog)
     watchdog = psutil.Process(busy.watchdog)
     before, began = sum(watchdog.cpu_times()[:2]), time.monotonic()
     time.sleep(1.5)
@@ -278,16 +309,6 @@ while time.monotonic() - began < 2:
     assert "kaitian-watchdog" in watchdog.cmdline()
     assert os.getpgid(busy.watchdog) == os.getpgid(busy.pid)
     assert busy.wait() == (0, "", "")
-
-
-def test_close_leaves_no_process_and_may_be_called_twice(rank):
-    body = """
-began = time.monotonic()
-watchdog.close(), watchdog.close()
-watchdog.enter("after"), watchdog.set_limit(1)
-print(time.monotonic() - began < 20, os.path.exists(f"/proc/{watchdog._process.pid}"))
-"""
-    assert rank(body).wait() == (0, "True False\n", "")
 
 
 def test_a_forked_worker_does_not_hold_the_watchdog(rank):
@@ -310,31 +331,9 @@ print(worker, flush=True)
         os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.serial
-def test_a_full_pipe_or_a_dead_watchdog_does_not_block_the_rank(rank):
-    body = """
-import signal
-def enter_often():
-    began = time.monotonic()
-    for step in range(100_000):
-        watchdog.enter("forward", step=step)
-    return time.monotonic() - began < 20
-os.kill(watchdog._process.pid, signal.SIGSTOP)
-print(enter_often())
-os.kill(watchdog._process.pid, signal.SIGCONT)
-time.sleep(0.3)
-watchdog.enter("update", step=7)
-time.sleep(0.3)
-os.kill(watchdog._process.pid, signal.SIGKILL)
-watchdog._process.wait()
-print(enter_often())
-"""
-    assert rank(body, limit=2).wait() == (0, "True\nTrue\n", "")
-
-
 def test_a_watchdog_stopped_together_with_its_rank_restarts_its_timer(rank):
-    frozen = rank(STEPS, limit=0.7)
-    wait_until(lambda: is_up(frozen.watchdog))
+    frozen = rank(STEPS, 0.7)
+    wait_until_up(frozen.watchdog)
     os.kill(frozen.pid, signal.SIGSTOP)
     os.kill(frozen.watchdog, signal.SIGSTOP)
     time.sleep(1)
@@ -359,7 +358,7 @@ print("left", flush=True)
     script = RANK.format(limit=1, options=options, body=body)
     launcher = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])")
     pid, watchdog = map(int, read_line(launcher).split())
-    wait_until(lambda: is_up(watchdog))
+    wait_until_up(watchdog)
     launcher.kill()
     out, err = launcher.communicate(timeout=LONGEST_SEC)
     wait_until(lambda: is_gone(pid) and is_gone(watchdog))
@@ -393,11 +392,4 @@ def test_the_watchdog_imports_little():
         "import sys, kaitian_mpi.runtime.watchdog; "
         "print(sorted({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
     )
-    process = start(script)
-    assert process.communicate(timeout=LONGEST_SEC) == ("[]\n", "")
-
-
-def test_limits_before_any_step_is_timed():
-    assert (first_step_limit(0), setup_limit(0)) == (600, 1800)
-    assert (first_step_limit(3), setup_limit(3)) == (3, 60)
-    assert StepLimit(0, first_step_limit(0)).observe(10) == 200
+    assert start(script).communicate(timeout=LONGEST_SEC) == ("[]\n", "")
