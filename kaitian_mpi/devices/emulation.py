@@ -64,10 +64,6 @@ class Emulation:
         calls = calls or CallPace(schedule)
         return cast("Device", EmulatedDevice(device, kind, Pace(schedule), calls))
 
-    def slowdown_of(self, rank: int) -> str:
-        """Describe a rank's slowdown, such as `3x, 1x from step 90`; empty if there is none."""
-        return describe_slowdown(self.schedules[rank])
-
     def describe(self) -> str:
         """Describe it in a line, e.g. `device kinds gpu, mlu; rank 1 slowed 3x`; "" if nothing."""
         parts = []

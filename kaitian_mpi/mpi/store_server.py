@@ -182,7 +182,8 @@ class StoreServer:
                     # The others may still need the table until a rank revokes the communicator.
                     self._comm.Ack_failed()
                     self._stop.wait(self._MAX_POLL_SEC)
-            self._finish_replies()
+            if not wait_until(self._drop_sent_replies, self._LAST_REPLIES_SEC):
+                keep_alive(self._replies)
         except BaseException:  # without this thread every rank would wait for a reply
             abort_with_traceback("the store failed:\n")
 
@@ -233,7 +234,3 @@ class StoreServer:
     def _drop_sent_replies(self) -> bool:
         self._replies = [item for item in self._replies if not is_done(item[0])]
         return not self._replies
-
-    def _finish_replies(self) -> None:
-        if not wait_until(self._drop_sent_replies, self._LAST_REPLIES_SEC):
-            keep_alive(self._replies)

@@ -14,7 +14,12 @@ import torch
 
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
-from kaitian_mpi.devices.emulation import Emulation, given_emulation, read_emulation
+from kaitian_mpi.devices.emulation import (
+    Emulation,
+    describe_slowdown,
+    given_emulation,
+    read_emulation,
+)
 from kaitian_mpi.errors import AgreedError, RankLostError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import (
@@ -158,9 +163,11 @@ def join_world(
     if not shares:
         check_own_devices(infos)
     store = _open_store(own)
-    # A variable may have been forgotten.
-    level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
-    _log_emulation(emulation, own.rank, level)
+    is_new = _current is None or _current.emulation != emulation
+    if emulation.describe() and own.rank == 0 and is_new:
+        # A variable may have been forgotten.
+        level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
+        _log.log(level, "the job is emulated: %s", emulation.describe())
     check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
     threads, size = set_default_threads(share_cores(own)), own.size
     return World(own, infos, device, index, threads, size, emulation, check, store, relay)
@@ -224,7 +231,7 @@ def _describe_rank(
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         emulated=bool(emulation.labels),
-        slowdown=emulation.slowdown_of(rank),
+        slowdown=describe_slowdown(emulation.schedules[rank]),
         physical_device=f"{node}/{device.kind}/{physical}" if physical else "",
         library=device.library or device.vendor_backend or "",
         node=node,
@@ -270,13 +277,6 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
         raise AgreedError("; ".join(problems))
 
 
-def _log_emulation(emulation: Emulation, rank: int, level: int) -> None:
-    """Log what is emulated, from rank 0; not again when a script joins the world once more."""
-    text = emulation.describe()
-    if text and rank == 0 and (_current is None or _current.emulation != emulation):
-        _log.log(level, "the job is emulated: %s", text)
-
-
 def slowed_as(world: World, slowdown: str) -> World:
     """Return the world with the slowdowns that a `Training` was given. Collective."""
     if not any(gather_values(world.comm, slowdown)):
@@ -285,7 +285,8 @@ def slowed_as(world: World, slowdown: str) -> World:
         emulation = world.emulation.with_slowdown(slowdown)
         place, calls = (world.info.world_rank, world.info.device), world.device_kind.calls
         device = emulation.wrap(world.device_kind, *place, calls)
-    infos = [replace(info, slowdown=emulation.slowdown_of(info.world_rank)) for info in world.infos]
+    slowdowns = [*map(describe_slowdown, emulation.schedules)]
+    infos = [replace(info, slowdown=slowdowns[info.world_rank]) for info in world.infos]
     return replace(world, emulation=emulation, device_kind=device, infos=tuple(infos))
 
 

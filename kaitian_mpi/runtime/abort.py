@@ -53,7 +53,15 @@ def abort_on_error(program: str) -> Iterator[None]:
 
 def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> None:
     if isinstance(error, UserError):
-        _exit_on_user_error(program, error)
+        is_agreed = isinstance(error, AgreedError)
+        if not is_mpi_running() or (hook and not is_agreed):
+            _let_rank_0_print()
+        if _speaks_first() or not is_agreed:
+            print_to_stderr(f"{program}: error: {error}")
+        if read_launch(os.environ).world_size > 1 and not is_agreed:
+            _end_other_ranks(error.exit_code)
+        exit_after_loss(error.exit_code)
+        sys.exit(error.exit_code)
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         with suppress(Exception):  # not every object can be shown
@@ -102,8 +110,6 @@ class _AbortHook:
         if not is_rank or (is_alone and not isinstance(error, UserError)):
             self._before(kind, error, trace)
             return
-        if isinstance(error, UserError) and is_mpi_running() and not isinstance(error, AgreedError):
-            _let_rank_0_print()
         _abort_on(Path(sys.argv[0]).name or "python", error, self._before)
 
     def abort_if_replaced(self) -> None:
@@ -167,7 +173,13 @@ def abort_job(code: int) -> None:
 
 def _end_other_ranks(code: int) -> None:
     """End the job; returns where the launcher ends it when this rank exits, before MPI."""
-    _let_launcher_forward_output()
+    # Wait until the launcher has read this process's output: MPICH's ends the job without.
+    give_up = time.monotonic() + _READ_OUTPUT_SEC
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(2).st_mode):
+            while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < give_up:
+                time.sleep(0.005)
+    time.sleep(_FORWARD_OUTPUT_SEC)
     if is_mpi_running():
         from mpi4py import MPI
 
@@ -175,28 +187,6 @@ def _end_other_ranks(code: int) -> None:
             ulfm.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
     end_job_before_mpi(os.environ, code)
-
-
-def _exit_on_user_error(program: str, error: UserError) -> None:
-    launch = read_launch(os.environ)
-    if not is_mpi_running():
-        _let_rank_0_print()
-    if _speaks_first() or not isinstance(error, AgreedError):
-        print_to_stderr(f"{program}: error: {error}")
-    if launch.world_size > 1 and not isinstance(error, AgreedError):
-        _end_other_ranks(error.exit_code)
-    exit_after_loss(error.exit_code)
-    sys.exit(error.exit_code)
-
-
-def _let_launcher_forward_output() -> None:
-    """Wait until the launcher has read this process's output: MPICH's ends the job without."""
-    give_up = time.monotonic() + _READ_OUTPUT_SEC
-    with suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(2).st_mode):
-            while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < give_up:
-                time.sleep(0.005)
-    time.sleep(_FORWARD_OUTPUT_SEC)
 
 
 def _let_rank_0_print() -> None:

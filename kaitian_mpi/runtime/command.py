@@ -14,7 +14,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile
 
 PROGRAM = "kaitian-train"
-_MODULE = "kaitian_mpi.cli.train"
+_MODULE = ("-m", "kaitian_mpi.cli.train")
 _LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 
 RANKS = ("np", "n", "c")
@@ -125,7 +125,14 @@ def parse_command(words: Sequence[str]) -> Command:
     launcher = parse_launcher(words)
     parts = list(launcher.parts)
     position = len(words) - len(launcher.arguments)
-    end = _program_end(words, position)
+    for end in range(position + 1, len(words) + 1):
+        if PurePath(words[end - 1]).name == PROGRAM or tuple(words[end - 2 : end]) == _MODULE:
+            break
+    else:
+        raise UserError(
+            f"the command must start {PROGRAM}; write for example: "
+            f"kaitian-supervise mpirun -np 4 {PROGRAM} --model mobilenetv2"
+        )
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
@@ -146,18 +153,6 @@ def parse_launcher(words: Sequence[str]) -> Command:
         parts.append(_option(words[position:]))
         position += len(parts[-1].words)
     return Command(parts=tuple(parts), arguments=tuple(words[position:]))
-
-
-def _program_end(words: Sequence[str], begin: int) -> int:
-    for position in range(begin, len(words)):
-        if PurePath(words[position]).name == PROGRAM:
-            return position + 1
-        if tuple(words[position : position + 2]) == ("-m", _MODULE):
-            return position + 2
-    raise UserError(
-        f"the command must start {PROGRAM}; write for example: "
-        f"kaitian-supervise mpirun -np 4 {PROGRAM} --model mobilenetv2"
-    )
 
 
 def _option(words: Sequence[str]) -> Part:

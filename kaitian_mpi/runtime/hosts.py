@@ -129,10 +129,6 @@ def _add_up(entries: Iterable[Host]) -> tuple[Host, ...]:
         if known is None:
             hosts[entry.name] = entry
         else:
-            both = _at_least_one(known.slots) + _at_least_one(entry.slots)
-            hosts[entry.name] = replace(known, slots=both)
+            slots = [1 if each.slots is None else each.slots for each in (known, entry)]
+            hosts[entry.name] = replace(known, slots=sum(slots))
     return tuple(hosts.values())
-
-
-def _at_least_one(slots: int | None) -> int:
-    return 1 if slots is None else slots

@@ -61,15 +61,11 @@ def _read_srun(environ: Mapping[str, str]) -> Launch | None:
     if not all(environ.get(name, "").isdigit() for name in _SRUN):
         return None
     rank, size, local_rank, node, step = (int(environ[name]) for name in _SRUN)
-    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(tasks) for tasks, nodes in per_node for _ in range(int(nodes or 1))]
     if step >= _FIRST_SPECIAL_STEP or node >= len(tasks):
         return None
     return Launch(rank, size, local_rank, tasks[node])
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, nodes in entries for _ in range(int(nodes or 1))]
 
 
 def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tuple[str, str] | None:

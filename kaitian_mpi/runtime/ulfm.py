@@ -138,31 +138,28 @@ def is_listening() -> bool:
 def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
     """Exit as soon as another rank ends the job; return what stops that. Collective."""
     global _endings
-    _endings = world.Dup()
+    from mpi4py import MPI
+
+    comm = _endings = world.Dup()
     stop = threading.Event()
-    listener = threading.Thread(
-        target=_listen, args=(_endings, stop), name="kaitian-shutdown", daemon=True
-    )
-    listener.start()
+
+    def listen() -> None:
+        code = bytearray(1)
+        while not stop.wait(_LISTEN_SEC):
+            try:
+                if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
+                    comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, tags.SHUTDOWN)
+                    os._exit(code[0])
+            except MPI.Exception:  # a rank is lost: the others may still end the job
+                comm.Ack_failed()
 
     def close() -> None:
         stop.set()
         listener.join()
 
+    listener = threading.Thread(target=listen, name="kaitian-shutdown", daemon=True)
+    listener.start()
     return close
-
-
-def _listen(comm: MPI.Intracomm, stop: threading.Event) -> None:
-    from mpi4py import MPI
-
-    code = bytearray(1)
-    while not stop.wait(_LISTEN_SEC):
-        try:
-            if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
-                comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, tags.SHUTDOWN)
-                os._exit(code[0])
-        except MPI.Exception:  # a rank is lost: the others may still end the job
-            comm.Ack_failed()
 
 
 def exit_all_ranks(code: int) -> None:

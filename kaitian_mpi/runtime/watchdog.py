@@ -65,7 +65,13 @@ class Watchdog:
         self.limit_sec = limit_sec
         self.enter("start-up", limited=False)
         try:
-            self._process = _start_process(name, reader, os.getppid() if follow_launcher else 0)
+            script = Path(__file__).absolute().with_name("watchdog_process.py")
+            pids = str(os.getpid()), str(os.getppid() if follow_launcher else 0)
+            self._process = subprocess.Popen(  # noqa: S603  # our own file, no shell
+                [sys.executable, "-I", "-S", str(script), "kaitian-watchdog", name, *pids],
+                stdin=reader,
+                stdout=subprocess.DEVNULL,
+            )
         except OSError:
             os.close(self._writer)
             raise
@@ -139,16 +145,6 @@ class Watchdog:
                 self._report(time.monotonic())  # also in case the pipe was full when it started
             self._woken.wait(self.interval_sec)
             self._woken.clear()
-
-
-def _start_process(name: str, reader: int, launcher: int) -> subprocess.Popen[bytes]:
-    script = Path(__file__).absolute().with_name("watchdog_process.py")
-    numbers = (str(os.getpid()), str(launcher))
-    return subprocess.Popen(  # noqa: S603  # our own file, no shell
-        [sys.executable, "-I", "-S", str(script), "kaitian-watchdog", name, *numbers],
-        stdin=reader,
-        stdout=subprocess.DEVNULL,
-    )
 
 
 def first_step_limit(given_sec: float) -> float:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import Task, Training
 from kaitian_mpi.devices import pace
+from kaitian_mpi.devices.emulation import describe_slowdown
 from kaitian_mpi.distributed.collectives.router import Router
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import set_current_world
@@ -41,7 +42,8 @@ def slowed(world, last):
     """The world with a last rank that is three times slower."""
     emulation = world.emulation.with_slowdown(f"{last}:3")
     device = emulation.wrap(world.device_kind, world.rank, "cpu")
-    infos = [replace(info, slowdown=emulation.slowdown_of(info.world_rank)) for info in world.infos]
+    texts = [*map(describe_slowdown, emulation.schedules)]
+    infos = [replace(info, slowdown=texts[info.world_rank]) for info in world.infos]
     slowed = replace(world, emulation=emulation, device_kind=device, infos=tuple(infos))
     yield set_current_world(slowed)
     set_current_world(world)

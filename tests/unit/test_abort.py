@@ -17,11 +17,21 @@ with abort_on_error("kaitian-train"):
 """
 
 
+def environment(numbers):
+    """Return what MPICH's launcher gives a rank: its number, how many there are, and locally."""
+    return {**os.environ, **dict(zip(MPICH.rank_variables, numbers, strict=True))}
+
+
+def run(script, *arguments, numbers="0101"):
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(numbers))
+
+
 @pytest.fixture
 def failing_rank():
     """A rank of two that finds a mistake before it has started MPI; the test is its launcher."""
-    environ = {**os.environ, **dict(zip(MPICH.rank_variables, "0202", strict=True))}
-    process = subprocess.Popen([sys.executable, "-c", RANK], stderr=subprocess.PIPE, env=environ)
+    command = [sys.executable, "-c", RANK]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment("0202"))
     yield process
     process.kill()
     process.communicate()
@@ -95,7 +105,7 @@ print(codes, [code_of(lambda each=each: after(each)) for each in OUTPUTS])
 
 
 def test_whatever_its_exit_code_and_output_are_a_rank_ends_the_job():
-    ended = subprocess.run([sys.executable, "-c", ENDINGS], capture_output=True, text=True)
+    ended = run(ENDINGS)
     codes = [1, 1, 2, 255, 1, 1, 255, 1, 1, 1, 1, 1, 1, 1]
     assert ended.stdout == f"{codes} {8 * [1]}\n", ended.stderr
     assert "sys.exit(256) before the run was complete" in ended.stderr
@@ -123,22 +133,14 @@ raise ValueError("planted")
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_scripts_own_exception_hook_shows_the_exception_and_the_job_ends(when):
-    environ = {**os.environ, **dict(zip(MPICH.rank_variables, "1212", strict=True))}
-    command = [sys.executable, "-c", HOOK, when]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environ)
+    ended = run(HOOK, when, numbers="1212")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.count("theirs: ValueError") == 1
     assert ("ending the job" in ended.stderr) == (when == "after")
 
 
 def test_an_error_that_all_ranks_raise_is_one_line():
-    script = """
-from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.runtime.abort import install_abort_hook
-install_abort_hook()
-raise AgreedError("planted")
-"""
-    environ = {**os.environ, **dict(zip(MPICH.rank_variables, "0202", strict=True))}
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environ)
+    script = "from kaitian_mpi.runtime.abort import install_abort_hook; install_abort_hook()\n"
+    script += "from kaitian_mpi.errors import AgreedError; raise AgreedError('planted')"
+    ended = run(script, numbers="0202")
     assert (ended.returncode, ended.stderr) == (2, "-c: error: planted\n")

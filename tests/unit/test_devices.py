@@ -1,11 +1,7 @@
-import threading
-import time
-
 import pytest
 
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.choice import Choice, assign_devices, choose_device
-from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.topology import RankInfo, check_own_devices, shared_devices
 
@@ -136,28 +132,3 @@ def test_every_kind_satisfies_the_protocol(kind):
         assert (state is None) == device.is_host
         if state is not None:
             device.set_random_state(0, state)
-
-
-def test_slowdown_sleeps_in_proportion(monkeypatch):
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    slowdown = Pace(((0, 3.0),))
-    slowdown.start()
-    threading.Event().wait(0.2)  # waiting does not count as computing
-    used = begin = time.thread_time()
-    while time.thread_time() - begin < 0.05:
-        pass
-    slowdown.catch_up()
-    used = time.thread_time() - used
-    assert slept == [pytest.approx(2 * used, rel=0.1)]
-    Pace().catch_up()
-    assert len(slept) == 1
-
-
-def test_a_slowdown_changes_by_step():
-    slowdown = Pace(((50, 3.0), (90, 1.0)))
-    factors = []
-    for step in (0, 49, 50, 89, 90):
-        slowdown.go_to(step)
-        factors.append(slowdown.factor)
-    assert factors == [1.0, 1.0, 3.0, 3.0, 1.0]

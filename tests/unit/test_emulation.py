@@ -102,23 +102,15 @@ def wrapped(kinds="", slowdown="", device=None, rank=1, **more):
     return emulation.wrap(device or CpuDevice(), rank, "cuda:0", **more)
 
 
-def test_a_device_of_which_nothing_is_emulated_is_not_wrapped():
+def test_a_device_is_its_own_but_for_its_emulated_kind_and_pace():
     own = CpuDevice()
-    assert wrapped(device=own) is own
-    assert wrapped(slowdown="0:1", device=own) is own
-
-
-def test_an_emulated_device_is_its_own_but_for_its_kind_and_pace():
+    assert wrapped(device=own) is wrapped(slowdown="0:1", device=own) is own
     device = wrapped("gpu,mlu", "1:3")
     assert (device.kind, device.torch_type, device.is_host) == ("mlu", "cpu", True)
-    assert device.pace.factor == 3.0
     assert str(device.torch_device(0)) == "cpu"
-    assert wrapped("gpu,mlu", "1:3", rank=0).pace.factor == 1.0
-
-
-def test_a_device_that_is_wrapped_again_is_wrapped_once():
+    assert (device.pace.factor, wrapped("gpu,mlu", "1:3", rank=0).pace.factor) == (3.0, 1.0)
     calls = CallPace()
-    again = wrapped("gpu,mlu", "1:2", device=wrapped("gpu,mlu", "1:3"), calls=calls)
+    again = wrapped("gpu,mlu", "1:2", device=device, calls=calls)
     assert isinstance(again.device, CpuDevice)
     assert (again.pace.factor, again.calls) == (2.0, calls)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kaitian_mpi.mpi.exchange import join_errors
-from kaitian_mpi.mpi.topology import Group, RankInfo, may_group_by_host, plan_groups
+from kaitian_mpi.mpi.topology import RankInfo, may_group_by_host, plan_groups
 from kaitian_mpi.runtime.launcher import (
     Launch,
     different_mpi,
@@ -39,28 +39,22 @@ INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, Launch(0, 1, 0, 1)),
+        ({}, None),
         (SRUN, Launch(5, 6, 0, 1)),
         ({**SRUN, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, Launch(5, 6, 0, 2)),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, Launch(0, 1, 0, 1)),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, None),
         ({**SRUN, **OPEN_MPI}, Launch(5, 8, 1, 4)),  # its daemon on another node is srun's
-        (BATCH, Launch(0, 1, 0, 1)),
-        (INTERACTIVE, Launch(0, 1, 0, 1)),
+        (BATCH, None),
+        (INTERACTIVE, None),
         (OPEN_MPI, Launch(5, 8, 1, 4)),
         (MPICH, Launch(2, 3, 0, 1)),
         ({**MPICH, **OPEN_MPI}, Launch(5, 8, 1, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "5"}, Launch(0, 1, 0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "5"}, None),
     ],
 )
-def test_placement_is_read_from_the_environment(environ, expected):
-    assert read_launch(environ) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "tasks"),
-    [({}, None), (OPEN_MPI, (5, 8)), (SRUN, (5, 6)), (BATCH, None), (INTERACTIVE, None)],
-)
-def test_tasks_are_those_that_a_launcher_has_started(environ, tasks):
+def test_placement_is_read_from_the_environment_of_what_a_launcher_started(environ, expected):
+    assert read_launch(environ) == (expected or Launch(0, 1, 0, 1))
+    tasks = (expected.world_rank, expected.world_size) if expected else None
     assert read_tasks(environ) == tasks
 
 
@@ -105,16 +99,24 @@ def test_tasks_of_srun_that_do_not_meet_are_told_the_flag(library, flag):
 
 
 @pytest.mark.parametrize(
-    ("local_size", "cores", "yields", "threads"),
-    [(1, 8, False, "8"), (4, 8, False, "2"), (5, 8, True, "1"), (4, 2, True, "1")],
+    ("local_size", "world_size", "cores", "yields", "threads"),
+    [
+        *((1, 1, 8, False, "8"), (4, 4, 8, False, "2"), (5, 5, 8, True, "1"), (4, 4, 2, True, "1")),
+        (2, 4, 2, True, "1"),
+    ],
 )
-def test_idle_ranks_yield_where_there_are_fewer_than_two_cores_a_rank(
-    local_size, cores, yields, threads
+def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts(
+    local_size, world_size, cores, yields, threads
 ):
     environ: dict[str, str] = {}
-    prepare_environment(environ, Launch(0, local_size, 0, local_size), cores)
+    prepare_environment(environ, Launch(0, world_size, 0, local_size), cores)
     assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == yields
     assert environ["OMP_NUM_THREADS"] == threads
+    on_one_host = local_size == world_size
+    assert ("OMPI_MCA_btl" in environ) == on_one_host
+    for name in ("eager_limit", "max_send_size"):  # longer messages are sent without asking
+        limit = environ.get(f"OMPI_MCA_btl_tcp_{name}")
+        assert limit is None if on_one_host else int(limit) > 256 << 10
 
 
 def test_variables_set_by_the_user_are_kept():
@@ -128,40 +130,22 @@ def test_variables_set_by_the_user_are_kept():
     assert environ == theirs
 
 
-@pytest.mark.parametrize(("local_size", "on_one_host"), [(4, True), (2, False)])
-def test_tcp_is_disabled_on_a_single_host_and_sends_without_asking_between_hosts(
-    local_size, on_one_host
-):
-    environ: dict[str, str] = {}
-    prepare_environment(environ, Launch(0, 4, 0, local_size), 2)
-    assert ("OMPI_MCA_btl" in environ) == on_one_host
-    for name in ("eager_limit", "max_send_size"):
-        limit = environ.get(f"OMPI_MCA_btl_tcp_{name}")
-        assert limit is None if on_one_host else int(limit) > 256 << 10
-
-
 @pytest.mark.parametrize(
-    ("kinds", "expected"),
+    ("kinds", "nodes", "expected"),
     [
-        (["cpu"], (Group("cpu", (0,)),)),
-        (["cuda", "cuda"], (Group("cuda", (0, 1)),)),
-        (["mlu", "cuda", "mlu"], (Group("mlu", (0, 2)), Group("cuda", (1,)))),
+        ("a", None, [("a", (0,), None)]),
+        ("aa", None, [("a", (0, 1), None)]),
+        ("bab", None, [("b", (0, 2), None), ("a", (1,), None)]),
+        (
+            *("abaab", [0, 0, 0, 3, 3]),
+            [("a", (0, 2), 0), ("b", (1,), 0), ("a", (3,), 3), ("b", (4,), 3)],
+        ),
     ],
 )
-def test_ranks_are_grouped_by_kind(kinds, expected):
-    groups = plan_groups(kinds)
-    assert groups == expected
-    assert [group.leader for group in groups] == [group.ranks[0] for group in expected]
-
-
-def test_ranks_are_grouped_by_kind_and_host():
-    kinds = ["cuda", "cpu", "cuda", "cuda", "cpu"]
-    assert plan_groups(kinds, [0, 0, 0, 3, 3]) == (
-        Group("cuda", (0, 2), 0),
-        Group("cpu", (1,), 0),
-        Group("cuda", (3,), 3),
-        Group("cpu", (4,), 3),
-    )
+def test_ranks_are_grouped_by_kind_or_by_kind_and_host(kinds, nodes, expected):
+    groups = plan_groups(kinds, nodes)
+    assert [(group.kind, group.ranks, group.node) for group in groups] == expected
+    assert [group.leader for group in groups] == [ranks[0] for _, ranks, _ in expected]
 
 
 @pytest.mark.parametrize(

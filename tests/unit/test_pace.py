@@ -1,11 +1,11 @@
-"""How a script without a `Training` is slowed down, by a clock of the test's own."""
+"""How steps, and scripts without a `Training`, are slowed down, by a clock of the test's own."""
 
 import threading
 
 import pytest
 
 from kaitian_mpi.devices import pace
-from kaitian_mpi.devices.pace import CallPace
+from kaitian_mpi.devices.pace import CallPace, Pace
 from kaitian_mpi.runtime.system import CommunicationThread
 
 
@@ -30,6 +30,17 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(pace, "time", made)
     return made
+
+
+def test_a_slowed_step_sleeps_in_proportion_to_what_it_computes(clock):
+    slowdown = Pace(((0, 2.0), (50, 3.0), (90, 1.0)))
+    clock.compute(7)
+    slowdown.start()
+    for step, slept in ((0, 0.1), (49, 0.2), (50, 0.4), (89, 0.6), (90, 0.6)):
+        slowdown.go_to(step)
+        clock.compute(0.1)
+        slowdown.catch_up()
+        assert clock.slept_sec == pytest.approx(slept)
 
 
 @pytest.mark.parametrize("schedule", [(), ((0, 1.0),), ((0, 1.0), (0, 1.0))])

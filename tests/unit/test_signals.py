@@ -6,7 +6,13 @@ import sys
 
 import pytest
 
-LONGEST_SEC = 30
+
+def run(script, argument, **environ):
+    # Python 3.12 warns of threads at a fork.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, argument]
+    environ = os.environ | environ
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environ)
+
 
 RANK = """
 import os, signal, sys, time
@@ -32,14 +38,9 @@ print("still there")
 @pytest.mark.parametrize(("number", "code"), [(15, -15), (2, 7)], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_to_a_forked_child_does_not_reach_the_rank(number, code):
     """The child has Python's default handlers, and the rank keeps running."""
-    quiet = ("-W", "ignore::DeprecationWarning")  # Python 3.12 warns of threads at a fork
-    command = [sys.executable, *quiet, "-c", RANK, str(number)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=LONGEST_SEC, check=False
-    )
-    assert ended.stdout.splitlines() == [str(code), "still there"], ended.stderr
-    assert ended.stderr == ""
-    assert ended.returncode == 0
+    ended = run(RANK, str(number))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [str(code), "still there"]
 
 
 SIGNALLED = """
@@ -56,13 +57,6 @@ with on_exit_signal(lambda: None, reports=sys.argv[1] == "first"):
 
 @pytest.mark.parametrize(("place", "lines"), [("first", 1), ("later", 0)])
 def test_the_first_rank_left_says_that_a_signal_ends_the_job(place, lines):
-    ended = subprocess.run(
-        [sys.executable, "-c", SIGNALLED, place],
-        env=os.environ | {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SEC,
-        check=False,
-    )
+    ended = run(SIGNALLED, place, OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3")
     assert ended.stdout.count("terminated by SIGTERM") == lines, ended.stderr
     assert ended.returncode
