@@ -4,7 +4,7 @@ The stand-ins have the functions that the vendors' own sources define, and recor
 A vendor's plug-in takes torch's only device type for plug-ins, so each runs in a forked process.
 """
 
-import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -54,7 +54,7 @@ vars(module).update(
     Stream=type("Stream", (), {{}}), Event=Event,
     stream=contextlib.nullcontext, current_stream=recorded("current_stream", "stream"),
     device_count=lambda: {count}, is_available=lambda: {count} > 0,
-    is_initialized=lambda: True, _is_in_bad_fork=lambda: False,
+    is_initialized=lambda: True, _is_in_bad_fork=lambda: False, current_device=lambda: 0,
     set_device=recorded("set_device"), synchronize=recorded("synchronize"),
     get_device_name=lambda index: "Stand-in 9000",
     get_device_properties=lambda index: types.SimpleNamespace(
@@ -68,8 +68,11 @@ vars(module).update(
     get_rng_state=recorded("get_rng_state", torch.arange(4)),
     set_rng_state=recorded("set_rng_state"),
 )
-torch.utils.rename_privateuse1_backend(TYPE)
-torch._register_device_module(TYPE, module)
+if TYPE == "acme":
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend(TYPE, module)
+else:
+    torch.utils.rename_privateuse1_backend(TYPE)
+    torch._register_device_module(TYPE, module)
 
 def extended(options, _):
     return plain(options.store, options.group_rank, options.group_size, options.timeout)
@@ -83,14 +86,44 @@ dist.Backend.register_backend(
 )
 {extra}
 """
+# A plug-in whose module has no more than that of torch's own example, OpenReg, in PyTorch's
+# `test/cpp_extensions/open_registration_extension/torch_openreg/torch_openreg/openreg`.
+BARE = """
+OWN = "device_count is_available is_initialized current_device _is_in_bad_fork get_rng_state"
+for name in [name for name in vars(module) if name not in (*OWN.split(), "set_rng_state")]:
+    vars(module)["_" + name] = vars(module).pop(name)
+"""
+# What its allocator and device guard give torch.
+GENERAL = f"""{BARE}
+for name in [name for name in vars(module) if name[:1] == "_" and name[1:2] not in "_i"]:
+    own = name[1:]
+    general = dict(set_device="set_device_index", mem_get_info="get_memory_info").get(own, own)
+    setattr(torch.accelerator, general, vars(module)[name])
+torch.accelerator.max_memory_allocated = torch.accelerator.max_memory_reserved
+torch.accelerator.max_memory_reserved = lambda index: 0  # its allocator has no cache
+torch.Event = lambda device, **options: Event(**options)
+torch.Stream = lambda device: contextlib.nullcontext()
+"""
 BACKENDS = {"npu": ("hccl", True), "mlu": ("cncl", False), "musa": ("mccl", False)}
 
 
 def write_plugin(folder, kind, count=2, extra="", **properties):
-    backend, is_extended = BACKENDS[kind]
+    backend, is_extended = BACKENDS.get(kind, ("acmeccl", False))
     names = {"type": kind, "backend": backend, "is_extended": is_extended}
     text = PLUG_IN.format(**names, count=count, extra=extra, properties=properties)
-    (folder / f"{PLUGINS[kind]}.py").write_text(text)
+    (folder / f"{PLUGINS.get(kind, 'torch_acme')}.py").write_text(text)
+
+
+def write_documented_kind(folder, extra):
+    """Write the package that the documentation shows, its entry point, and a plug-in for it."""
+    write_plugin(folder, "acme", extra=extra)
+    text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    (code,) = re.findall(r'```python\n("""kaitian_acme.py.*?)```', text, re.DOTALL)
+    ((group, name, value),) = re.findall(r'entry-points."(.*devices)"\]\n(\w+) = "(.*)"\n', text)
+    (folder / "kaitian_acme.py").write_text(code)
+    information = folder / "kaitian_acme-1.0.dist-info"
+    information.mkdir()
+    (information / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
 
 
 def forked(call, *path):
@@ -116,11 +149,12 @@ def forked(call, *path):
     return found
 
 
-def use_everything():
-    """Use each method of the one plug-in's kind; return the results and the plug-in's records."""
+def use_everything(kind):
+    """Use each method of a plug-in's kind; return the results and the plug-in's records."""
+    if kind == "acme":  # whose class does not import it
+        importlib.import_module("torch_acme")
     known = known_kinds()
-    (kind,) = set(known.devices) & set(PLUGINS)
-    device, plugin = known.devices[kind], sys.modules[PLUGINS[kind]]
+    device, plugin = known.devices[kind], sys.modules[PLUGINS.get(kind, "torch_acme")]
     count = known.counts[kind]
     device.select(1)
     device.synchronize(1)
@@ -150,21 +184,30 @@ def use_everything():
     return {**results, "calls": plugin.calls, "groups": plugin.groups}
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+HAS_PYTHON_DEVICES = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot have a device type in Python",
+)
+
+
+@pytest.mark.parametrize("kind", [*BACKENDS, pytest.param("acme", marks=HAS_PYTHON_DEVICES)])
 def test_a_kind_uses_its_vendors_plug_in(kind, tmp_path, monkeypatch):
     for name in ("ASCEND_RT_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "4,6")
-    write_plugin(tmp_path, kind)
-    found = forked(use_everything, tmp_path)
+    if is_acme := kind == "acme":
+        write_documented_kind(tmp_path, GENERAL)
+    else:
+        write_plugin(tmp_path, kind)
+    found = forked(lambda: use_everything(kind), tmp_path)
     calls = found.pop("calls")
     assert found == {
         "kind": kind,
         "count": 2,
         "device": f"{kind}:1",
         "of_device": kind,
-        "name": "Stand-in 9000",
+        "name": "acme" if is_acme else "Stand-in 9000",
         "memory": [1 << 33, (1 << 20) + (1 << 31)],
-        "ids": ["#4", "#6"],
+        "ids": ["#0", "#1"] if is_acme else ["#4", "#6"],
         "seconds": 1.5,
         "reached": True,
         "random": [0, 1, 2, 3],
@@ -485,129 +528,17 @@ def test_the_documented_table_is_that_of_the_classes(devices):
         assert PLUGINS.get(kind, "") == device.plugin
 
 
-def write_documented_kind(folder):
-    """Write the package that the documentation shows, as a file and its entry point."""
-    text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
-    (code,) = re.findall(r'```python\n("""kaitian_acme.py.*?)```', text, re.DOTALL)
-    ((group, name, value),) = re.findall(r'entry-points."(.*devices)"\]\n(\w+) = "(.*)"\n', text)
-    (folder / "kaitian_acme.py").write_text(code)
-    information = folder / "kaitian_acme-1.0.dist-info"
-    information.mkdir()
-    (information / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
-
-
-ACME = {
-    "device_count": lambda: 2,
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "current_device": lambda: 0,
-    "_is_in_bad_fork": lambda: False,
-    "get_rng_state": lambda index: torch.arange(4),
-    "set_rng_state": lambda state, index: None,
-}
-"""All that torch's own example of a plug-in has in its module: OpenReg, in PyTorch's
-`test/cpp_extensions/open_registration_extension/torch_openreg/torch_openreg/openreg`."""
-MEMORY = {
-    "get_memory_info": lambda index: (1 << 32, 1 << 33),
-    "memory_reserved": lambda index: 1 << 20,
-    "max_memory_reserved": lambda index: 0,  # its allocator has no cache
-    "max_memory_allocated": lambda index: 1 << 21,
-    "reset_peak_memory_stats": lambda index: None,
-    "empty_cache": lambda: None,
-}
-"""What a plug-in's allocator gives torch.accelerator."""
-
-
-def with_documented_kind(act, lacking=(), memory=None):
-    """Return what an action on the documented kind returns, in a process whose torch has it."""
+def with_bare_kind(act):
+    """Return what an action on the documented kind of a bare plug-in returns."""
 
     def call():
-        module = SimpleNamespace(**{n: v for n, v in ACME.items() if n not in lacking})
-        backend_registration._setup_privateuseone_for_python_backend("acme", module)
-        for name, function in (MEMORY if memory is None else memory).items():
-            setattr(torch.accelerator, name, function)
-        known = known_kinds()
-        assert known.counts["acme"] == 2
+        importlib.import_module("torch_acme")
         try:
-            return act(known.devices["acme"])
+            return act(known_kinds().devices["acme"])
         except KindError as error:
             return str(error)
 
     return call
-
-
-class GeneralEvent:
-    """In place of `torch.Event`, which a device type in Python lacks."""
-
-    def __init__(self, device, enable_timing=False):
-        assert device == "acme"
-        self.is_timed = enable_timing
-
-    def record(self, stream=None):
-        self.recorded = True
-
-    def synchronize(self):
-        assert self.recorded
-
-    def query(self):
-        return self.recorded
-
-    def elapsed_time(self, end):
-        assert self.is_timed
-        assert end.is_timed
-        return 1500.0
-
-
-def use_general_functions(device):
-    with_general_streams = device.streams() is not None
-    assert device.mark().is_reached()  # without streams, calls return when the work is done
-    torch.accelerator.synchronize = lambda index: index
-    device.select(1)
-    device.synchronize(1)
-    device.__dict__.clear()
-    torch.Event, torch.Stream = GeneralEvent, lambda device: contextlib.nullcontext()
-    torch.accelerator.current_stream = lambda device: ["the stream of", str(device)]
-    earlier, later = device.mark(), device.mark()
-    later.wait()
-    streams, target = device.streams(), device.torch_device(1)
-    with streams.stream(streams.Stream(target)):
-        streams.Event().record(streams.current_stream(target))
-    device.restart_memory_peak(1)
-    device.release_cached_memory()
-    device.set_random_state(1, device.random_state(1))
-    return {
-        "with general streams": with_general_streams,
-        "stream": streams.current_stream(target),
-        "reached": later.is_reached(),
-        "seconds": later.seconds_since(earlier),
-        "name": device.name(1),
-        "id": device.physical_id(1),
-        "memory": [device.memory_bytes(1), device.memory_limit_bytes(1, 2)],
-        "peak": device.memory_peak_bytes(1),
-        "supports": [device.vendor_supports(t, "SUM") for t in (torch.float32, torch.bool)],
-    }
-
-
-HAS_PYTHON_DEVICES = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot have a device type in Python",
-)
-
-
-@HAS_PYTHON_DEVICES
-def test_the_documented_kind_needs_no_more_than_torchs_example_of_a_plug_in_has(tmp_path):
-    write_documented_kind(tmp_path)
-    assert forked(with_documented_kind(use_general_functions), tmp_path) == {
-        "with general streams": False,  # torch's device guard in Python has none
-        "stream": ["the stream of", "acme:1"],
-        "reached": True,
-        "seconds": 1.5,
-        "name": "acme",
-        "id": "#1",
-        "memory": [1 << 33, (1 << 20) + (1 << 31)],
-        "peak": 1 << 21,
-        "supports": [True, False],
-    }
 
 
 @HAS_PYTHON_DEVICES
@@ -622,13 +553,15 @@ def test_the_documented_kind_needs_no_more_than_torchs_example_of_a_plug_in_has(
     ],
 )
 def test_what_a_plug_in_cannot_do_is_named(method, arguments, names, tmp_path):
-    write_documented_kind(tmp_path)
+    write_documented_kind(tmp_path, f"{BARE}\ndel module.get_rng_state")
 
     def call(device):
+        assert device.streams() is None  # so its calls return when the work is done
+        assert device.mark().is_reached()
         torch.accelerator.set_device_index(1)
         getattr(device, method)(*arguments)
 
-    text = forked(with_documented_kind(call, lacking=("get_rng_state",), memory={}), tmp_path)
+    text = forked(with_bare_kind(call), tmp_path)
     own, general = names
     assert text.startswith(
         f"acme devices: neither torch.acme.{own} nor torch.accelerator.{general} can be used; "
@@ -638,7 +571,7 @@ def test_what_a_plug_in_cannot_do_is_named(method, arguments, names, tmp_path):
 
 @HAS_PYTHON_DEVICES
 def test_the_devices_own_error_is_passed_on(tmp_path):
-    write_documented_kind(tmp_path)
+    write_documented_kind(tmp_path, BARE)
 
     def synchronize(device):
         torch.accelerator.synchronize = lambda index: torch.zeros(2).view(3)
@@ -646,7 +579,7 @@ def test_the_devices_own_error_is_passed_on(tmp_path):
             device.synchronize(1)
         return "passed on"
 
-    assert forked(with_documented_kind(synchronize), tmp_path) == "passed on"
+    assert forked(with_bare_kind(synchronize), tmp_path) == "passed on"
 
 
 def test_a_lost_rank_is_left_to_the_job_and_not_to_torch(monkeypatch):
