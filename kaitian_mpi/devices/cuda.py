@@ -30,21 +30,27 @@ _PCI_VENDOR = "0x10de"
 _PCI_DISPLAY = "0x03"  # the class of display controllers
 
 
-class CudaDevice(Accelerator):
+class LikeCuda(Accelerator):
+    """A device whose library has NCCL's interface, and whose streams torch handles as CUDA's."""
+
+    pins_memory = True
+    futures_handle_streams = True
+    moved = reduced = REDUCED
+    reductions = REDUCTIONS
+    refused = frozenset({("AVG", torch.bool)})
+
+
+class CudaDevice(LikeCuda):
     """An NVIDIA GPU; its collective library is NCCL."""
 
     kind = torch_type = "cuda"
     vendor_backend = "nccl"
     library = "NCCL"
-    pins_memory = True
-    futures_handle_streams = True
     moved = REDUCED | BYTES
-    reduced = REDUCED
     reductions = REDUCTIONS | {"PREMUL_SUM"}
-    refused = frozenset(
-        {("AVG", torch.bool)}
-        | {("PREMUL_SUM", t) for t in REDUCED - {torch.float64, torch.float32, torch.float16}}
-    )
+    refused = LikeCuda.refused | {
+        ("PREMUL_SUM", t) for t in REDUCED - {torch.float64, torch.float32, torch.float16}
+    }
 
     def _may_have_devices(self, module: Any) -> bool:
         """Return True: `is_available` initializes the driver even in a rank that uses the CPU."""

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from kaitian_mpi.devices.accelerator import Accelerator
-from kaitian_mpi.devices.cuda import BYTES, REDUCED, REDUCTIONS
+from kaitian_mpi.devices.cuda import BYTES, REDUCED, REDUCTIONS, LikeCuda
 
 # Those that HCCL reduces on every generation of devices.
 _REDUCED_BY_HCCL = frozenset(
@@ -18,7 +17,7 @@ _REDUCED_BY_HCCL = frozenset(
 )
 
 
-class NpuDevice(Accelerator):
+class NpuDevice(LikeCuda):
     """An Ascend NPU: the plug-in torch_npu, and HCCL.
 
     Sources: Ascend/pytorch's `ProcessGroupHCCL.cpp`, `HCCLUtils.cpp`, `registry/distributed.py`;
@@ -30,11 +29,8 @@ class NpuDevice(Accelerator):
     vendor_backend = "hccl"
     library = "HCCL"
     vendor_lacks = frozenset({"gather"})
-    pins_memory = True
-    futures_handle_streams = True
     moved = _REDUCED_BY_HCCL | {torch.float64, torch.int16, torch.uint8, torch.bool}
     reduced = _REDUCED_BY_HCCL
-    reductions = REDUCTIONS
     refused = frozenset(  # torch_npu averages by dividing the sum in place
         {("PRODUCT", torch.bfloat16)}
         | {("AVG", dtype) for dtype in (torch.int64, torch.int32, torch.int8)}
@@ -45,7 +41,7 @@ class NpuDevice(Accelerator):
         group.abort_hccl_comm("the group is not used any more")
 
 
-class MluDevice(Accelerator):
+class MluDevice(LikeCuda):
     """A Cambricon MLU: the plug-in torch_mlu, and CNCL.
 
     Sources: Cambricon/torch_mlu's `process_group_cncl.cpp`, `torch_mlu/mlu/cncl.py`, `device.py`.
@@ -55,13 +51,11 @@ class MluDevice(Accelerator):
     plugin = "torch_mlu"
     vendor_backend = "cncl"
     library = "CNCL"
-    pins_memory = True
-    futures_handle_streams = True
     moved = reduced = REDUCED - {torch.float64}  # which it would pass on as float32
     reductions = REDUCTIONS - {"AVG"}
 
 
-class MusaDevice(Accelerator):
+class MusaDevice(LikeCuda):
     """A Moore Threads GPU: the plug-in torch_musa, and MCCL.
 
     Sources: MooreThreads/torch_musa's `ProcessGroupMCCL.cpp`, `Register.cpp`, `core/device.py`.
@@ -71,14 +65,9 @@ class MusaDevice(Accelerator):
     plugin = "torch_musa"
     vendor_backend = "mccl"
     library = "MCCL"
-    pins_memory = True
-    futures_handle_streams = True
-    moved = reduced = REDUCED
-    reductions = REDUCTIONS
-    refused = frozenset({("AVG", torch.bool)})
 
 
-class XpuDevice(Accelerator):
+class XpuDevice(LikeCuda):
     """An Intel GPU, or a tile of it: `torch.xpu`, and XCCL, torch's name for oneCCL there.
 
     Sources: intel/torch-xpu-ops' `ProcessGroupXCCL.cpp`; PyTorch's `torch/xpu/__init__.py`.
@@ -87,10 +76,5 @@ class XpuDevice(Accelerator):
     kind = torch_type = "xpu"
     vendor_backend = "xccl"
     library = "XCCL"
-    pins_memory = True
-    futures_handle_streams = True
     moved = REDUCED | BYTES
-    reduced = REDUCED
-    reductions = REDUCTIONS
-    refused = frozenset({("AVG", torch.bool)})
     lists_devices = "sycl-ls"

@@ -37,58 +37,35 @@ def unpack(message: bytes) -> Fields:
     return tuple(message[start:end] for start, end in itertools.pairwise(ends))
 
 
-class Table:
-    """The keys and values, with the operations of a store. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-
-    def apply(self, operation: bytes, arguments: Fields) -> Fields:
-        method: Callable[..., Fields] = getattr(self, f"_{operation.decode()}")
-        return method(*arguments)
-
-    def has(self, keys: Sequence[bytes]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def _set(self, *pairs: bytes) -> Fields:
-        self._values.update(zip(pairs[::2], pairs[1::2], strict=True))
-        return ()
-
-    def _get(self, *keys: bytes) -> Fields:
-        return tuple(self._values[key] for key in keys)
-
-    def _add(self, key: bytes, amount: bytes) -> Fields:
-        current = self._values.get(key, b"0")
-        try:
-            total = b"%d" % (int(current) + int(amount))
-        except ValueError:
-            raise ValueError(f"its value {current[:40]!r} is not a number") from None
-        self._values[key] = total
-        return (total,)
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Fields:
-        # As in torch's TCPStore: a missing key is set only if the expected value is empty.
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._values[key] = current = desired
-        return (expected if current is None else current,)
-
-    def _check(self, *keys: bytes) -> Fields:
-        return (b"1" if self.has(keys) else b"",)
-
-    def _delete(self, key: bytes) -> Fields:
-        return (b"1" if self._values.pop(key, None) is not None else b"",)
-
-    def _items(self, prefix: bytes) -> Fields:
-        found = (
-            (key, value)
-            for key, value in self._values.items()
-            if key.startswith(prefix) and key.startswith(DEPARTED) == prefix.startswith(DEPARTED)
-        )
-        return tuple(itertools.chain.from_iterable(found))
-
-    def _wait(self, *_: bytes) -> Fields:
-        return ()
+def apply(values: dict[bytes, bytes], operation: bytes, arguments: Fields) -> Fields:
+    """Carry out an operation of a store on its keys and values; return the results."""
+    match operation, arguments:
+        case b"set", (key, value):
+            values[key] = value
+        case b"get", (key,):
+            return (values[key],)
+        case b"add", (key, amount):
+            current = values.get(key, b"0")
+            try:
+                values[key] = b"%d" % (int(current) + int(amount))
+            except ValueError:
+                raise ValueError(f"its value {current[:40]!r} is not a number") from None
+            return (values[key],)
+        case b"compare_set", (key, expected, desired):
+            # As in torch's TCPStore: a missing key is set only if the expected value is empty.
+            if values.get(key, b"") == expected:
+                values[key] = desired
+            return (values.get(key, expected),)
+        case b"check", keys:
+            return (b"1" if values.keys() >= set(keys) else b"",)
+        case b"delete", (key,):
+            return (b"1" if values.pop(key, None) is not None else b"",)
+        case b"items", (prefix,):
+            is_hidden = prefix.startswith(DEPARTED)
+            found = [key for key in values if key.startswith(prefix)]
+            shown = (key for key in found if key.startswith(DEPARTED) == is_hidden)
+            return tuple(itertools.chain.from_iterable((key, values[key]) for key in shown))
+    return ()
 
 
 class _Pending(NamedTuple):
@@ -108,7 +85,7 @@ class StoreServer:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._table = Table()
+        self._values: dict[bytes, bytes] = {}
         self._pending: list[_Pending] = []
         self._replies: list[tuple[MPI.Request, bytes]] = []
         self._lock = threading.Lock()
@@ -135,12 +112,12 @@ class StoreServer:
             if self._lost:
                 reply((LOST,))
                 return
-            if operation in (b"get", b"wait") and not self._table.has(arguments):
+            if operation in (b"get", b"wait") and not self._values.keys() >= set(arguments):
                 deadline = time.monotonic() + timeout_sec
                 self._pending.append(_Pending(operation, arguments, deadline, reply))
                 return
             try:
-                result = self._table.apply(operation, arguments)
+                result = apply(self._values, operation, arguments)
             except Exception as error:  # caused by one rank's request, and reported to that rank
                 reply((REJECTED, str(error).encode()))
                 return
@@ -150,8 +127,8 @@ class StoreServer:
     def _reply_to_pending(self) -> None:
         waiting: list[_Pending] = []
         for request in self._pending:
-            if self._table.has(request.keys):
-                request.reply((OK, *self._table.apply(request.operation, request.keys)))
+            if self._values.keys() >= set(request.keys):
+                request.reply((OK, *apply(self._values, request.operation, request.keys)))
             elif time.monotonic() > request.deadline:
                 request.reply((TIMED_OUT,))
             else:
@@ -162,9 +139,8 @@ class StoreServer:
         with self._lock:
             if self._lost or not self._thread.is_alive():
                 return True
-            departed = {
-                int(key[len(DEPARTED) :]) for key in self._table.apply(b"items", (DEPARTED,))[::2]
-            }
+            keys = apply(self._values, b"items", (DEPARTED,))[::2]
+        departed = {int(key.removeprefix(DEPARTED)) for key in keys}
         others = set(range(self._comm.size)) - departed - {self._comm.rank}
         return not others or (is_enabled() and have_failed(self._comm, others))
 
