@@ -1,11 +1,12 @@
-"""Creates a process group for the ranks that torch names."""
+"""Creates a process group for the ranks that torch names, and the rendezvous `mpi://`."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -13,21 +14,42 @@ import torch.distributed as dist
 from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.rendezvous import check_world_size, world_with_size_check
 from kaitian_mpi.mpi.topology import (
     free_unused_comms,
     split_into_groups,
     subset,
     translate_ranks,
 )
-from kaitian_mpi.mpi.world import World, current_world, finished_ranks
+from kaitian_mpi.mpi.world import (
+    World,
+    current_world,
+    finished_ranks,
+    join_world,
+    set_current_world,
+)
+from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
+    from kaitian_mpi.mpi.store import MPIStore
+
+
+def rendezvous(
+    rank: int | None = None, size: int | None = None, timeout: timedelta | None = None
+) -> Iterator[tuple[MPIStore, int, int]]:
+    """Yield a new store, the rank and the world size, for `mpi://`. Collective at first."""
+    if size is None and read_launch(os.environ).world_size == 1:
+        # By e.g. torchrun, under which each rank would be a job of one.
+        given = os.environ.get("WORLD_SIZE", "")
+        size = int(given) if given.isdigit() and int(given) > 1 else None
+    world = _world_of_size(size)
+    store = world.store.next_session(timeout)
+    yield store, world.rank if rank is None else rank, world.size
 
 
 def create(options: Any, _: Any = None) -> KaitianProcessGroup:
@@ -57,11 +79,11 @@ def create(options: Any, _: Any = None) -> KaitianProcessGroup:
 
 def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
     """Return a communicator of all ranks, in the script's order, which may not be MPI's."""
-    check_world_size(options.group_size)
+    _check_world_size(options.group_size)
     # The barrier comes before MPI is initialized, which would wait for every rank as well.
     world = current_world()
     unique = _wait_for_all(options, "init_process_group", lambda _: _departed(world))
-    world = world_with_size_check(options.group_size)
+    world = _world_of_size(options.group_size)
     ranks = gather_values(world.comm, options.group_rank)
     if sorted(ranks) != list(range(world.size)):
         raise AgreedError(
@@ -69,6 +91,35 @@ def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
             "give every process a rank of its own"
         )
     return world, cast("MPI.Intracomm", world.comm.Split(0, options.group_rank)), unique
+
+
+def _world_of_size(size: int | None) -> World:
+    """Return the world after checking its size against the script's. Collective the first time."""
+    _check_world_size(size)
+    world = current_world()
+    if world is None:
+        install_abort_hook()
+        world = set_current_world(join_world(initialize_mpi()))
+    _check_world_size(size, world.size)
+    return world
+
+
+def _check_world_size(size: int | None, ranks: int = 0) -> None:
+    """Check the world size given to torch; also before MPI starts, which waits for all ranks."""
+    if not ranks and current_world() is None:
+        launched = read_launch(os.environ).world_size
+        ranks = launched if launched > 1 else 0
+    if not ranks or size in (None, ranks):
+        return
+    if ranks == 1:
+        raise UserError(
+            f"the world size is {size}, but MPI has only this rank: mpirun did not start it; "
+            f"start the job with mpirun -np {size} instead of another launcher"
+        )
+    raise UserError(
+        f"the world size is {size}, but mpirun started {ranks} ranks; "
+        f'pass world_size={ranks}, or omit it with init_method="mpi://"'
+    )
 
 
 def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
@@ -88,7 +139,7 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
         return world, subset(comms.world, members, str(options.group_id)), unique
     # The default group is another backend's, whose order of ranks may differ from MPI's.
     unique = _wait_for_all(options, "new_group", lambda _: [])
-    world = world or world_with_size_check(len(members))
+    world = world or _world_of_size(len(members))
     options.store.set(f"mpi/{options.group_rank}", str(world.rank))
     keys = [f"mpi/{rank}" for rank in range(len(members))]
     members = [int(rank) for rank in options.store.multi_get(keys)]

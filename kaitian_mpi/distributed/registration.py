@@ -74,7 +74,7 @@ def _create(options: Any, _: Any = None) -> Any:
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
-    from kaitian_mpi.mpi.rendezvous import rendezvous
+    from kaitian_mpi.distributed.creation import rendezvous
 
     # torch puts the script's `rank` and `world_size` arguments into the URL.
     given = dict(parse_qsl(urlsplit(url).query))

@@ -57,11 +57,6 @@ def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
         comm.Bcast(as_raw_buffer(tensor), root)
 
 
-def reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> None:
-    """Reduce `tensor` over all ranks, with the result on rank `root`; unchanged elsewhere."""
-    reduce_pieces(comm, tensor, [0] * root + [tensor.numel()], op)
-
-
 def reduce_pieces(
     comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int], op: Reduction = SUM
 ) -> None:

@@ -161,10 +161,11 @@ class MPIStore(dist.Store):
         self.close()
         self._start(comm)
 
-    def next_session(self, timeout: timedelta) -> MPIStore:
+    def next_session(self, timeout: timedelta | None) -> MPIStore:
         """Return an empty store for a rendezvous. Not collective; all ranks ask equally often."""
         self._sessions += 1
-        self._session = self.view(f"session {self._sessions}", timeout)  # torch keeps no reference
+        name = f"session {self._sessions}"
+        self._session = self.view(name, timeout or DEFAULT_TIMEOUT)  # torch keeps no reference
         return self._session
 
     def view(self, prefix: str, timeout: timedelta = DEFAULT_TIMEOUT) -> MPIStore:

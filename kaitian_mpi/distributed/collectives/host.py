@@ -112,7 +112,7 @@ class HostOperations:
         """Reduce `tensor` to rank `root`, in place; the other ranks' tensors are unchanged."""
         self._arrive()
         host = to_host(tensor)
-        host_collectives.reduce(self._comm, host, root, op)
+        host_collectives.reduce_pieces(self._comm, host, [0] * root + [host.numel()], op)
         if self.rank == root:
             from_host(host, tensor)
 
