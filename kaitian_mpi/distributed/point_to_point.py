@@ -20,7 +20,7 @@ from kaitian_mpi.distributed.collectives.staging import from_host, to_host
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
-from kaitian_mpi.mpi.nonblocking import ANY_SOURCE, Transfer, start_receive, start_send
+from kaitian_mpi.mpi.host_collectives import ANY_SOURCE, Transfer, start_receive, start_send
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
 from kaitian_mpi.runtime.system import CommunicationThread

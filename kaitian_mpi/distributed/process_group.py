@@ -23,7 +23,7 @@ from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, n
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.distributed.store_barrier import monitored_barrier
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.nonblocking import ANY_SOURCE
+from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.recorder import GroupLabel

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from fake_accelerator import on_device, values
 
 from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi import nonblocking
+from kaitian_mpi.mpi import host_collectives
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -108,7 +108,7 @@ def test_all_to_all_of_uneven_pieces(world, place):
 def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
     """The other ranks, whose part is small, do not know that it is."""
     if world.rank == 0:
-        monkeypatch.setattr(nonblocking, "MAX_COUNT", 16)
+        monkeypatch.setattr(host_collectives, "MAX_COUNT", 16)
     given = [(world.rank + target) % 3 for target in range(world.size)]
     taken = [(world.rank + source) % 3 for source in range(world.size)]
     tensor = place(torch.arange(sum(given) * 5, dtype=torch.uint8).view(-1, 5) + 50 * world.rank)

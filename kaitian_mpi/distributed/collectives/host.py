@@ -12,7 +12,7 @@ from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import MAX_COUNT, SUM, as_buffer, as_raw_buffer, separate
-from kaitian_mpi.mpi.nonblocking import SHORT_BYTES, all_to_all, allreduce
+from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,7 +77,7 @@ class HostOperations:
         if tensor.nbytes <= SHORT_BYTES:
             host = to_host(tensor)
             wide = op.in_supported_dtype(host)
-            self._complete(allreduce(self._comm, wide, op), wide)
+            self._complete(start_allreduce(self._comm, wide, op), wide)
             op.divide_average(wide, self.size)
             if wide is not host:
                 host.copy_(wide)
@@ -203,7 +203,7 @@ class HostOperations:
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
         host, source = to_host(output, read=False), to_host(tensor)
-        request = all_to_all(self._comm, host, received_counts, source, sent_counts)
+        request = start_all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
         from_host(host, output)
 
