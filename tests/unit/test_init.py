@@ -21,7 +21,6 @@ def test_another_backend_is_named(monkeypatch):
 def test_what_communicates_by_the_others_is_closed_first(monkeypatch):
     """A Training that the script never closes needs its communicators to save and to end."""
     monkeypatch.setattr(lifecycle, "_closers", [])
-    monkeypatch.setattr(lifecycle, "_closers_of_work", [])
     order = []
     lifecycle.register_close(lambda: order.append("group"))
     lifecycle.register_close(lambda: order.append("training"), ends_work=True)
