@@ -10,7 +10,7 @@ from torch.nn import functional
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.recipes.image_classification import make_task
 from kaitian_mpi.train.data.batches import as_batches
-from kaitian_mpi.train.measure.outcome import (
+from kaitian_mpi.train.measure.parity import (
     compute_outcome,
     distances,
     rounding_unit,
@@ -36,7 +36,7 @@ def judged(known, request):
     """Return a correct outcome, and a function that judges a changed one."""
     task, batch, reference = known
     computation = Computation(CPU, request.param, "channels_last")
-    unit = rounding_unit(task.model, computation)
+    unit = rounding_unit(task.model, [request.param])
     changed = compute_outcome(task, batch, HOST, 3, torch.float64, unit)
     allowed = tolerances(distances(changed, reference, unit), unit)
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import map_tensors
-from kaitian_mpi.train.measure.outcome import (
-    Outcome,
-    compute_outcome,
-    distances,
-    rounding_unit,
-    tolerances,
-)
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, Task
@@ -33,8 +33,27 @@ from kaitian_mpi.train.task import Computation, Task
 FILE = "parity.json"
 _SAMPLES = 4
 _SHOWN = 3
-_NOT = "parity: not compared, because "
 _MAX_HOST_PARAMETERS = 50_000_000  # a larger model's reference would take too long on the host
+_MAX_NUMBERS = 1 << 22  # of a gradient; of a larger one, some are compared
+_LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # of fp16, until no gradient overflows
+# Of the coarsest operation, relative; accelerators multiply float32 in TF32 or the like.
+_UNITS = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+# What rounding may do in any case: a single one may switch a ReLU.
+_LOSS_UNITS, _KINK = 32.0, 0.05
+_TINY = 1e-300
+_NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
+_MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a forward and backward: flat float64 tensors in host memory."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    """Of each parameter; zeros if it has got none."""
+    buffers: torch.Tensor
+    """The floating-point buffers, such as batch norms' statistics: [2, n], before and after."""
 
 
 def check_parity(
@@ -60,65 +79,49 @@ def check_parity(
     Raises:
         AgreedError: a kind differs by more than rounding explains.
     """
-    loss = setup.task.loss or setup.task.parity_loss
-    if loss is None:
-        why = (
-            "the script computes the loss itself; give Task(parity_loss=...), or leave it out with "
-        )
-        print_rank_0(world, f"{_NOT}{why}Training(parity=False)")
-        return None
     began = time.perf_counter()
+    task = replace(setup.task, loss=setup.task.loss or setup.task.parity_loss, parity_loss=None)
+    if task.loss is None:
+        why = "the script computes the loss itself; give Task(parity_loss=...), or leave it out"
+        print_rank_0(world, f"parity: not compared, because {why} with Training(parity=False)")
+        return None
     enter_phase("the parity check")
-    task = replace(setup.task, loss=loss, parity_loss=None)
-    profile = profiles.by_place[world.info.place]
-    computation = Computation(world.device, profile.precision, profile.memory_format)
-    chosen = _representatives(world, profiles, excluded)
+    of_rank = [profiles.by_place[info.place] for info in world.infos]
+    first: dict[tuple[str, ...], int] = {}
+    for rank, (info, profile) in enumerate(zip(world.infos, of_rank, strict=True)):
+        if info.world_rank not in excluded:
+            first.setdefault((*info.rounding, profile.precision, profile.memory_format), rank)
     # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
     on_host = gather_values(world.comm, world.device_kind.is_host)
-    source = next((rank for rank in range(world.size) if on_host[rank]), chosen[0])
+    source = on_host.index(True) if any(on_host) else min(first.values())
     batch = _shared_batch(setup, profiles, world, source)
-    is_chosen = world.rank in chosen
-    units = gather_values(world.comm, is_chosen and rounding_unit(task.model, computation))
-    own, made = None, None
+    unit = rounding_unit(task.model, [of_rank[rank].precision for rank in first.values()])
+    own = of_rank[world.rank]
+    computation = Computation(world.device, own.precision, own.memory_format)
+    outcome = reference = None
     with agree_on_errors(world.comm):
         try:
-            if is_chosen:
-                own = compute_outcome(task, batch, computation, config.seed)
+            if world.rank in first.values():
+                outcome = compute_outcome(task, batch, computation, config.seed)
             if world.rank == source:
-                made = _make_reference(task, batch, computation, config.seed, max(units))
+                reference = _make_reference(task, batch, computation, config.seed, unit)
         finally:
             enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
             sleeping_barrier(world.comm)
-    shared = _from_source(world, made, source)
-    if shared is None:
-        print_rank_0(world, f"{_NOT}the loss draws random numbers")
-        return None
-    if not math.isfinite(shared["reference"]["loss"]):
-        print_rank_0(world, f"{_NOT}the loss of the first samples is {shared['reference']['loss']}")
-        return None
-    report = None if own is None else _report(world, profile.precision, own, shared, max(units))
-    reports = [each for each in gather_values(world.comm, report) if each is not None]
-    text = f"{world.infos[source]} in {shared['precision']}"
-    return _conclude(setup, world, reports, text, time.perf_counter() - began)
+    computed = outcome and (own.precision, vars(outcome))
+    gathered = gather_bytes(world.comm, _pack((computed, reference)), 0)
+    found = _judge(world, [_unpack(each) for each in gathered], source, unit) if gathered else None
+    return _conclude(setup, world, gather_values(world.comm, found)[0], time.perf_counter() - began)
 
 
-def _from_source(world: World, value: Any, source: int) -> Any:
-    """Return a rank's tensors, or what holds them, on every rank. Collective."""
+def _pack(value: Any) -> bytes:
     content = io.BytesIO()
     torch.save(value, content)
-    own = content.getvalue() if world.rank == source else None
-    return torch.load(io.BytesIO(broadcast_bytes(world.comm, own, source)), weights_only=True)
+    return content.getvalue()
 
 
-def _representatives(world: World, profiles: Profiles, excluded: Collection[int]) -> list[int]:
-    """Return the first rank of each kind, device model, torch version, precision and format."""
-    first: dict[tuple[str, ...], int] = {}
-    for rank, info in enumerate(world.infos):
-        profile = profiles.by_place[info.place]
-        if info.world_rank not in excluded:
-            key = (*info.rounding, profile.precision, profile.memory_format)
-            first.setdefault(key, rank)
-    return list(first.values())
+def _unpack(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> Any:
@@ -138,80 +141,232 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 
     with agree_on_errors(world.comm):
         batch = map_tensors(setup.train[[index * total // count for index in range(count)]], keep)
-    left = iter(_from_source(world, tensors, source))
+    own = _pack(tensors) if world.rank == source else None
+    left = iter(_unpack(broadcast_bytes(world.comm, own, source)))
     return map_tensors(batch, lambda tensor: next(left, tensor) if is_plain(tensor) else tensor)
 
 
 def _make_reference(
     task: Task, batch: Any, computation: Computation, seed: int, unit: float
-) -> dict[str, Any] | None:
-    """Return the reference, and by how much a result may differ from it; None of random numbers.
+) -> tuple[str, dict[str, Any], dict[str, Any]] | None:
+    """Return a precision, and two outcomes: of the batch, and of it slightly changed.
 
-    It is computed on the host in float64, or else as this rank trains: a large model takes too long
-    there, and a model's code may be for one device or dtype only.
+    They are computed on the host in float64, or else as this rank trains: a large model takes too
+    long there, and a model's code may be for one device or dtype only. None of random numbers.
     """
+    parameters = list(task.model.parameters())
+    is_large = sum(parameter.numel() for parameter in parameters) > _MAX_HOST_PARAMETERS
     # Contiguous, as any model takes it and convolutions in float64 are faster so.
     host = Computation(torch.device("cpu"), "fp32", "contiguous")
-    parameters = list(task.model.parameters())
-    is_small = sum(parameter.numel() for parameter in parameters) <= _MAX_HOST_PARAMETERS
     ways: list[tuple[Computation, torch.dtype | None]] = [(computation, None)]
-    if is_small and not any(parameter.is_complex() for parameter in parameters):
+    if not is_large and not any(parameter.is_complex() for parameter in parameters):
         ways.insert(0, (host, torch.float64))
     for way, dtype in ways:
-        try:
+        with nullcontext() if way is computation else suppress(Exception):
             reference = compute_outcome(task, batch, way, seed, dtype)
             changed = compute_outcome(task, batch, way, seed, dtype, change=unit)
-        except Exception:  # of user code that is for one device or dtype
-            if way is computation:
-                raise
+            break
+    if reference is None or changed is None:
+        return None
+    return "float64" if dtype else way.precision, vars(reference), vars(changed)
+
+
+def _judge(world: World, gathered: Sequence[Any], source: int, unit: float) -> dict[str, Any] | str:
+    """Return the content of parity.json, or why nothing is compared."""
+    if gathered[source][1] is None:
+        return "the loss draws random numbers"
+    way, *expected = gathered[source][1]
+    reference, changed = (Outcome(**each) for each in expected)
+    if not math.isfinite(reference.loss):
+        return f"the loss of the first samples is {reference.loss}"
+    allowed = tolerances(distances(changed, reference, unit), unit)
+    kinds = []
+    for info, (computed, _) in zip(world.infos, gathered, strict=True):
+        if computed is None:
             continue
-        if reference is None or changed is None:
-            return None
-        return {
-            "reference": vars(reference),
-            "allowed": tolerances(distances(changed, reference, unit), unit),
-            "precision": "float64" if dtype else way.precision,
-        }
-    raise AssertionError("the last way returns or raises")
-
-
-def _report(
-    world: World, precision: str, own: Outcome, shared: Mapping[str, Any], unit: float
-) -> dict[str, Any]:
-    """Return what was found on this rank, as in parity.json."""
-    info, reference = world.info, Outcome(**shared["reference"])
-    allowed, found = shared["allowed"], distances(own, reference, unit)
-    far = {name: float((own.gradients[name] - g).norm()) for name, g in reference.gradients.items()}
-    nearest = sorted(far, key=lambda name: far[name] if far[name] >= 0 else math.inf)  # NaN last
-    return {
-        "rank": info.world_rank,
-        "kind": info.kind,
-        "place": f"{info}, torch {info.torch_version}, {precision}",
-        "differences": {n: f"{each:.1e} (allowed {allowed[n]:.1e})" for n, each in found.items()},
-        "most_in": nearest[: -_SHOWN - 1 : -1],
-        "wrong": [name for name, each in found.items() if not each <= allowed[name]],  # also NaN
-    }
+        own = Outcome(**computed[1])
+        found = distances(own, reference, unit)
+        pairs = ((name, own.gradients[name] - g) for name, g in reference.gradients.items())
+        far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
+        kinds.append(
+            {
+                "rank": info.world_rank,
+                "kind": info.kind,
+                "place": f"{info}, torch {info.torch_version}, {computed[0]}",
+                "differences": {n: f"{found[n]:.1e} (allowed {allowed[n]:.1e})" for n in found},
+                "most_in": sorted(far, key=lambda name: -far[name])[:_SHOWN],
+                "wrong": [name for name in found if not found[name] <= allowed[name]],  # also NaN
+            }
+        )
+    agrees = not any(kind["wrong"] for kind in kinds)
+    return {"agrees": agrees, "reference": f"{world.infos[source]} in {way}", "kinds": kinds}
 
 
 def _conclude(
-    setup: Setup, world: World, reports: Sequence[Mapping[str, Any]], text: str, seconds: float
-) -> bool:
-    """Write and log the result; the same on every rank."""
+    setup: Setup, world: World, found: Mapping[str, Any] | str, seconds: float
+) -> bool | None:
+    if isinstance(found, str):
+        print_rank_0(world, f"parity: not compared, because {found}")
+        return None
+    setup.folder.write(FILE, {**found, "seconds": round(seconds, 3)})
     wrong = [
         f"{each['kind']} ({each['place']}): "
         + ", ".join(f"{name} {each['differences'][name]}" for name in each["wrong"])
         + f", gradients most in {', '.join(each['most_in'])}"
-        for each in reports
+        for each in found["kinds"]
         if each["wrong"]
     ]
-    content = {"agrees": not wrong, "reference": text, "seconds": round(seconds, 3)}
-    setup.folder.write(FILE, {**content, "kinds": list(reports)})
     if wrong:
         raise AgreedError(
-            f"parity: forward and backward differ from those of {text} by more than rounding on "
-            f"{'; '.join(wrong)}; update that device's driver or torch plug-in, start without it, "
-            "or skip this with --no-parity"
+            f"parity: forward and backward differ from those of {found['reference']} by more than "
+            f"rounding on {'; '.join(wrong)}; update that device's driver or torch plug-in, start "
+            "without it, or skip this with --no-parity"
         )
-    kinds = ", ".join(dict.fromkeys(report["kind"] for report in reports))
-    print_rank_0(world, f"parity: {kinds} compute like {text} ({seconds:.1f} s)")
+    kinds = ", ".join(dict.fromkeys(each["kind"] for each in found["kinds"]))
+    print_rank_0(world, f"parity: {kinds} compute like {found['reference']} ({seconds:.1f} s)")
     return True
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Applies no dropout, of which devices of different kinds draw different masks."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else options["input"]
+        if name == "scaled_dot_product_attention":
+            options |= dict(zip(("dropout_p", "is_causal"), args[4:], strict=False))
+            return func(*args[:4], **options | {"dropout_p": 0.0})
+        return func(*args, **options)
+
+
+def compute_outcome(
+    task: Task,
+    batch: Any,
+    computation: Computation,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    change: float = 0.0,
+) -> Outcome | None:
+    """Return what the task's model makes of a batch, without dropout. Not collective.
+
+    The model itself, its buffers and torch's random numbers stay as they are. With a `dtype`, the
+    floating-point numbers are converted; with a `change`, they are changed at random by at most
+    that part. None if the loss draws random numbers, which differ between kinds of devices.
+    """
+    device = computation.device
+    is_host = device_of(device).is_host
+    eager = dtype is not None and "torch._dynamo" in sys.modules  # importing it takes a second
+    with (
+        torch.random.fork_rng([] if is_host else [device], device_type=device.type),
+        local_statistics(),
+        torch.compiler.set_stance("force_eager") if eager else nullcontext(),
+    ):
+        for scale in _LOSS_SCALES if computation.scaler.is_enabled() else (1.0,):
+            torch.manual_seed(seed)
+            model = copy.deepcopy(task.model).to(device=device, dtype=dtype).train()
+            placed = computation.place(_prepare(model, batch, dtype, change))
+            before = _random_state(device)
+            outcome = _compute(task, model, placed, computation, scale)
+            if not torch.equal(before, _random_state(device)):
+                return None
+            if all(bool(each.isfinite().all()) for each in outcome.gradients.values()):
+                break
+    return outcome
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    state = device_of(device).random_state(device.index or 0)
+    return torch.get_rng_state() if state is None else state
+
+
+def _prepare(model: nn.Module, batch: Any, dtype: torch.dtype | None, change: float) -> Any:
+    """Switch off the dropout within kernels, change the model, and return the changed batch."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            return tensor
+        tensor = tensor.to(dtype or tensor.dtype)
+        return tensor * (1 + change * (2 * torch.rand(tensor.shape) - 1)).to(tensor)
+
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            module.dropout = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters() if change else ():
+            parameter.copy_(changed(parameter))
+    return map_tensors(batch, changed)
+
+
+def _compute(
+    task: Task, model: nn.Module, batch: Any, computation: Computation, scale: float
+) -> Outcome:
+    with _WithoutDropout():
+        loss = computation.loss(task, model, batch, needs_gradient=False)
+    if loss.requires_grad:  # not of a batch in which nothing counts
+        (loss * scale).backward()
+    stride = -(-sum(p.numel() for p in model.parameters()) // _MAX_NUMBERS)
+    gradients = {
+        name: _flat(torch.zeros_like(p) if p.grad is None else p.grad, stride) / scale
+        for name, p in model.named_parameters()
+    }
+    now = dict(model.named_buffers())
+    buffers = [
+        torch.stack([_flat(own), _flat(now[name])])
+        for name, own in task.model.named_buffers()
+        if own.is_floating_point() and name in now and now[name].shape == own.shape
+    ]
+    return Outcome(loss.item(), gradients, torch.cat([torch.zeros(2, 1), *buffers], dim=1))
+
+
+def _flat(tensor: torch.Tensor, stride: int = 1) -> torch.Tensor:
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()
+    parts = torch.view_as_real(dense) if dense.is_complex() else dense
+    return parts.flatten()[::stride].to("cpu").double()
+
+
+def rounding_unit(model: nn.Module, precisions: Collection[str]) -> float:
+    """Return the relative error of the coarsest operation in any of these precisions."""
+    units = [_UNITS[precision] for precision in precisions]
+    if torch.get_float32_matmul_precision() != "highest":
+        units.append(_UNITS["bf16"])
+    units += [torch.finfo(p.dtype).eps / 2 for p in model.parameters() if p.is_floating_point()]
+    return max(units)
+
+
+def distances(own: Outcome, reference: Outcome, unit: float) -> dict[str, float]:
+    """Return how much an outcome differs from the reference, by quantity; NaN where it is NaN."""
+    names = list(reference.gradients)
+    mine, other = (torch.cat([each.gradients[n] for n in names]) for each in (own, reference))
+    norm, expected = float(mine.norm()), float(other.norm())
+    is_zero = norm == expected == 0
+    added, rise = (each.buffers[1] - each.buffers[0] for each in (own, reference))
+    # Buffers are rounded even if they do not change.
+    changed = max(float(rise.norm()), unit * float(reference.buffers[1].norm()), _TINY)
+    return {
+        "the loss": abs(own.loss - reference.loss) / max(abs(reference.loss), unit),
+        "the gradient's norm": 0.0 if is_zero else abs(norm - expected) / max(expected, _TINY),
+        "the gradient's direction": 0.0
+        if is_zero
+        else 1 - float(mine @ other) / (norm * expected or _TINY),
+        "the buffers": float((added - rise).norm()) / changed,
+    }
+
+
+def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
+    """Return the largest differences that rounding may explain.
+
+    That is four times what random changes of the weights and the data by a rounding do: little to a
+    shallow model, much to one whose gradient is ill-conditioned, as with batch norms over few
+    samples. It is at least 32 roundings of the loss, and 5% of the rest.
+    """
+    loss, norm, direction, buffers = noise.values()
+    # Of what turns the gradient by an angle, as much may change its norm.
+    turned = max(norm, (2 * max(0.0, direction)) ** 0.5)
+    allowed = (
+        max(_LOSS_UNITS * unit, _NOISE_FACTOR * loss),
+        max(_KINK, min(_NOISE_FACTOR * turned, _MAX_NORM_CHANGE)),
+        max(_KINK**2 / 2, _NOISE_FACTOR * direction),
+        max(_KINK, _NOISE_FACTOR * buffers),
+    )
+    return dict(zip(noise, allowed, strict=True))
