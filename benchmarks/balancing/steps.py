@@ -111,7 +111,7 @@ class Bench:
         config = self.config(batch)
         world = self.paced(schedules)
         results = benchmark_ranks(Workload(config, world, self.setup(config)))
-        return make_plan(config, self.world, [profile_of(result) for result in results.values()])
+        return make_plan(config, self.world, [profile_of(result) for result in results])
 
     def fixed(self, shares: list[int]) -> Plan:
         """Return a plan with these batch sizes."""

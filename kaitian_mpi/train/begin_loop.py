@@ -23,9 +23,8 @@ from kaitian_mpi.train.checkpoint.metadata import Invalidated
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.train.measure.exclusion import excluded_line
-from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, record_plan
-from kaitian_mpi.train.measure.rank_benchmark import record_allreduce
+from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, excluded_line, record_plan
+from kaitian_mpi.train.measure.rank_benchmark import record_allreduce, show_benchmark
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.observers import Events, Metrics, Presence
 from kaitian_mpi.train.progress import count_steps
@@ -181,7 +180,8 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
         reason = "as resumed"
     elif run.profiles.measured:
         reason = FROM_BENCHMARK
-        run.profiles.show(world, run.setup, plan)
+        results = [run.profiles.measured[info.place] for info in world.infos]
+        show_benchmark(world, results, plan.scores, plan.batch_sizes)
     else:
         reason = "equal shares"
     record_plan(world, run.setup, plan, step, reason, run.sinks)

@@ -35,8 +35,7 @@ from kaitian_mpi.train.checkpoint.resume import (
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.train.measure.exclusion import excluded_line, ranks_to_exclude
-from kaitian_mpi.train.measure.plan import Profiles, find_profiles
+from kaitian_mpi.train.measure.plan import Profiles, excluded_line, find_profiles
 from kaitian_mpi.train.measure.rank_benchmark import is_emulated, record_allreduce
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.progress import Progress, count_steps
@@ -248,6 +247,8 @@ def select_ranks(
         aside = metadata.excluded_places
         excluded = {n: "as in the earlier job" for n, place in enumerate(places) if place in aside}
     elif costs is not None and wanted and config.balance != "off" and world.size > 1:
+        from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
+
         errors = profiles.fit_errors(world.infos)
         excluded = ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
     reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from kaitian_mpi.recipes.datasets.sources import batches_of_pairs
 from kaitian_mpi.recipes.models import build_model
-from kaitian_mpi.train.measure.min_batch import min_batch_of
+from kaitian_mpi.train.measure.plan import min_batch_of
 from kaitian_mpi.train.task import Computation
 
 
@@ -35,11 +35,6 @@ class Dropping(nn.Module):
         return nn.functional.dropout(self.norm(x.flatten(1)))
 
 
-class Failing(nn.Module):
-    def forward(self, x):
-        raise ValueError("never works")
-
-
 class Late(torch.Tensor):
     """A result whose computation failed, which a device reports only when it is read."""
 
@@ -61,11 +56,11 @@ DATA = batches_of_pairs(TensorDataset(torch.randn(5, 3, 4, 4), torch.zeros(5, dt
 HOST = Computation(torch.device("cpu"), "fp32", "contiguous")
 
 
-def task_of(model):
+def task_of(model, factor=1.0):
     return SimpleNamespace(
         model=model,
-        loss=lambda model, batch: model(batch[0]).sum(),
-        weigh=lambda batch, samples: samples,
+        loss=lambda model, batch: model(batch[0]).sum() / factor * factor,
+        weigh=lambda batch, samples: samples * factor,
     )
 
 
@@ -84,7 +79,7 @@ def flat(*layers):
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4)), 1),
         (flat(nn.LayerNorm(48)), 1),
         (Standardised(), 2),
-        (Failing(), 1),
+        (nn.Module(), 1),  # which has no forward
         (FailingForOne(), 2),
         (Uncopied(), 1),
         (flat(nn.LazyLinear(3)), 1),
@@ -96,10 +91,7 @@ def test_min_batch_is_found_by_trial(model, expected):
 
 
 def test_the_mean_of_nothing_does_not_raise_the_batch():
-    task = task_of(flat(nn.Linear(48, 3)))
-    task.loss = lambda model, batch: model(batch[0]).sum() / 0 * 0
-    task.weigh = lambda batch, samples: 0
-    assert min_batch_of(task, DATA, HOST) == 1
+    assert min_batch_of(task_of(flat(nn.Linear(48, 3)), 0.0), DATA, HOST) == 1
 
 
 def test_the_model_and_the_generators_are_restored():

@@ -18,9 +18,8 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets.sources import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.measure import rank_timer
-from kaitian_mpi.train.measure.cache import BenchmarkCache
-from kaitian_mpi.train.measure.memory_gauge import MemoryGauge
-from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload
+from kaitian_mpi.train.measure.rank_benchmark import BenchmarkCache
+from kaitian_mpi.train.measure.rank_timer import MemoryGauge, RankMeasurement, RankTimer, Workload
 from kaitian_mpi.train.setup import Setup
 
 MIB = 1 << 20
@@ -67,16 +66,9 @@ class Accelerator(Device):
     is_host = False
 
 
-def make_world(device):
-    info = SimpleNamespace(
-        host="h",
-        device="cpu",
-        device_name="c",
-        local_rank=0,
-        world_rank=0,
-        kind="cpu",
-        physical_device="",
-    )
+def make_world(device, size=1):
+    names = {"host": "h", "device": "cpu", "device_name": "c", "physical_device": "", "kind": "cpu"}
+    info = SimpleNamespace(**names, local_rank=0, world_rank=0)
     return SimpleNamespace(
         device=torch.device("cpu"),
         device_kind=device,
@@ -84,7 +76,7 @@ def make_world(device):
         info=info,
         infos=(info,),
         threads=1,
-        size=1,
+        size=size,
         synchronize=lambda: None,
     )
 
@@ -124,91 +116,89 @@ def make_setup(config, model):
     return Setup(task, NoFolder())
 
 
-def measure(device, most, min_batch=1, ranks=1, **settings):
+def measure(device, most=10**9, min_batch=1, ranks=1, **settings):
     given = {"global_batch_size": 256, "benchmark_seconds": 1.0, "memory_format": "contiguous"}
     config = TrainConfig(**given | {"epochs": 10**6} | settings)
-    world = make_world(device)
-    world.size = ranks
-    model = Hungry(most, device, min_batch)
-    return RankTimer(Workload(config, world, make_setup(config, model), min_batch)).measure()
+    setup = make_setup(config, Hungry(most, device, min_batch))
+    return RankTimer(Workload(config, make_world(device, ranks), setup, min_batch)).measure()
 
 
-def test_on_a_host_sizes_grow_until_the_cost_model_is_known(monkeypatch):
-    monkeypatch.setitem(globals(), "SAMPLE_SEC", 0.05)
-    measured = measure(Device(limit=1 << 40), most=10**9, benchmark_seconds=10.0)
-    assert measured.batches == [2, 4, 8, 16]
-    assert measured.largest_micro_batch is None
+HOST, ACCELERATOR = Device(limit=1 << 40), Accelerator(limit=1 << 40)
 
 
-@pytest.mark.parametrize(("ranks", "largest"), [(1, 256), (4, 128)])
-def test_on_an_accelerator_the_memory_of_twice_the_usual_share_is_tried(ranks, largest):
-    measured = measure(Accelerator(limit=1 << 40), most=10**9, ranks=ranks)
-    assert measured.batches == [8 << i for i in range(6) if 8 << i <= largest]
-    expected = [STEP_SEC + SAMPLE_SEC * batch for batch in measured.batches]
-    assert measured.seconds == pytest.approx(expected)
-    assert measured.largest_micro_batch is None
-
-
-def test_growth_stops_before_memory_is_full():
-    # 90% of 1000 bytes less a base of 100 leaves room for 80 samples of 10 bytes.
-    measured = measure(Accelerator(limit=1000), most=10**9)
-    assert measured.batches == [8, 16, 32, 64]
-    assert measured.largest_micro_batch == 80
-
-
-def test_growth_stops_at_an_out_of_memory_error():
-    measured = measure(Accelerator(limit=1 << 40), most=40)
-    assert measured.batches == [8, 16, 32]
-    assert measured.largest_micro_batch == 32
+@pytest.mark.parametrize(
+    ("device", "sample_sec", "options", "batches", "largest"),
+    [
+        # On a host sizes grow until the cost model is known.
+        (HOST, 0.05, {"benchmark_seconds": 10.0}, [2, 4, 8, 16], None),
+        # On an accelerator the memory of twice the usual share is tried.
+        (ACCELERATOR, SAMPLE_SEC, {}, [8, 16, 32, 64, 128, 256], None),
+        (ACCELERATOR, SAMPLE_SEC, {"ranks": 4}, [8, 16, 32, 64, 128], None),
+        # Before memory is full: 90% of 1000 bytes less a base of 100 has room for 80 samples of 10.
+        (Accelerator(limit=1000), SAMPLE_SEC, {}, [8, 16, 32, 64], 80),
+        # At an out-of-memory error.
+        (ACCELERATOR, SAMPLE_SEC, {"most": 40}, [8, 16, 32], 32),
+        # At the user's micro-batch.
+        (HOST, SAMPLE_SEC, {"micro_batch_size": 20}, [2, 4, 8, 16, 20], 20),
+    ],
+)
+def test_batch_sizes_grow(monkeypatch, device, sample_sec, options, batches, largest):
+    monkeypatch.setitem(globals(), "SAMPLE_SEC", sample_sec)
+    measured = measure(device, **options)
+    assert measured.batches == batches
+    assert measured.largest_micro_batch == largest
+    assert measured.seconds == pytest.approx([STEP_SEC + sample_sec * b for b in batches])
 
 
 # Seconds of a step and of a sample, as on 4 ranks that share 2 cores.
 @pytest.mark.parametrize(
-    ("step_sec", "sample_sec", "ranks", "most_sec"),
-    [(0.003, 0.0009, 2, 1.1), (0.02, 0.028, 4, 3.3)],
-    ids=["cnn", "mobilenetv2"],
+    ("step_sec", "sample_sec", "ranks", "steps", "most_sec"),
+    [
+        pytest.param(0.003, 0.0009, 2, 0, 1.1, id="cnn"),
+        pytest.param(0.02, 0.028, 4, 0, 3.3, id="mobilenetv2"),
+        # Of a short training: two batch sizes, each for at least 0.1 s, and the steps before.
+        *((STEP_SEC, SAMPLE_SEC, 4, steps, 0.42) for steps in (1, 3, 10)),
+    ],
 )
 def test_the_benchmark_ends_when_it_knows_enough(
-    monkeypatch, step_sec, sample_sec, ranks, most_sec
+    monkeypatch, step_sec, sample_sec, ranks, steps, most_sec
 ):
     monkeypatch.setitem(globals(), "STEP_SEC", step_sec)
     monkeypatch.setitem(globals(), "SAMPLE_SEC", sample_sec)
     began = CLOCK.now
-    settings = {"benchmark_seconds": 10.0, "memory_format": "auto"}
-    measure(Device(limit=1 << 40), most=10**9, ranks=ranks, **settings)
-    assert CLOCK.now - began <= most_sec
-
-
-@pytest.mark.parametrize("steps", [1, 3, 10])
-def test_the_benchmark_of_a_short_training_is_short(steps):
-    began = CLOCK.now
-    measure(Device(limit=1 << 40), most=10**9, benchmark_seconds=10.0, max_steps=steps, ranks=4)
-    step_sec = STEP_SEC + SAMPLE_SEC * 64
-    at_least = 0.42  # two batch sizes, each for at least 0.1 s, and the steps before
-    assert CLOCK.now - began <= max(steps * step_sec, at_least)
+    memory_format = "contiguous" if steps else "auto"
+    options = {"benchmark_seconds": 10.0, "memory_format": memory_format, "max_steps": steps}
+    measure(HOST, ranks=ranks, **options)
+    assert CLOCK.now - began <= max(steps * (STEP_SEC + SAMPLE_SEC * 64), most_sec)
 
 
 @pytest.mark.parametrize("memory_format", ["contiguous", "auto"])
-def test_a_device_that_fits_only_three_samples_takes_part(memory_format):
-    measured = measure(Device(limit=1 << 40), most=3, memory_format=memory_format)
-    assert max(measured.batches) <= 3
-    assert len(measured.batches) >= 2
-    assert measured.largest_micro_batch in (2, 3)
+@pytest.mark.parametrize(
+    ("most", "min_batch", "global_batch_size"),
+    [(3, 1, 256), *((most, 2, size) for most in (2, 3, 7) for size in (2, 3, 7, 256))],
+)
+def test_a_device_that_fits_few_samples_takes_part(
+    memory_format, most, min_batch, global_batch_size
+):
+    settings = {"memory_format": memory_format, "global_batch_size": global_batch_size}
+    measured = measure(HOST, most, min_batch, **settings)
+    assert min_batch <= min(measured.batches) <= max(measured.batches)
+    assert max(measured.batches) <= min(most, global_batch_size)
+    if min_batch == 1:
+        assert len(measured.batches) >= 2
+        assert measured.largest_micro_batch in (2, 3)
 
 
-@pytest.mark.parametrize("most", [2, 3, 7])
-@pytest.mark.parametrize("global_batch_size", [2, 3, 7, 256])
-def test_no_batch_is_smaller_than_the_model_can_train_on(most, global_batch_size):
-    device = Device(limit=1 << 40)
-    measured = measure(device, most, 2, memory_format="auto", global_batch_size=global_batch_size)
-    assert 2 <= min(measured.batches) <= max(measured.batches) <= min(most, global_batch_size)
-    with pytest.raises(UserError, match=r"cpu is out of memory for a step of 2 samples"):
-        measure(device, most=1, min_batch=2)
-
-
-def test_a_device_that_fits_no_sample_is_an_error():
-    with pytest.raises(UserError, match=r"a step of a single sample.*; leave it out \(name "):
-        measure(Device(limit=1 << 40), most=0)
+@pytest.mark.parametrize(
+    ("min_batch", "said"),
+    [
+        (1, r"a step of a single sample.*; leave it out \(name "),
+        (2, "cpu is out of memory for a step of 2 samples"),
+    ],
+)
+def test_a_device_that_does_not_fit_the_smallest_share_is_an_error(min_batch, said):
+    with pytest.raises(UserError, match=said):
+        measure(HOST, min_batch - 1, min_batch)
 
 
 # As users report them in the vendors' and their own issue trackers, and as the sources print them.
@@ -265,16 +255,9 @@ def test_torchs_own_error_on_the_host_is_known():
     assert known_kinds().devices["cpu"].is_out_of_memory(caught.value)
 
 
-def test_no_batch_exceeds_the_users_micro_batch():
-    measured = measure(Device(limit=1 << 40), most=10**9, micro_batch_size=20)
-    assert measured.batches == [2, 4, 8, 16, 20]
-
-
 def test_the_real_cpu_has_free_memory():
     gauge = MemoryGauge(make_world(CpuDevice()))
-    for batch in (8, 16):
-        gauge.restart()
-        gauge.record(batch)
+    assert [gauge.try_step(batch, float) for batch in (8, 16)] == [8, 16]
     assert gauge.has_room_for(17)
 
 
@@ -296,7 +279,7 @@ def test_ranks_on_one_device_share_its_memory():
     for gauge in (alone, beside_another):
         for batch in (1, 2):
             world.device_kind.memory_peak_bytes = lambda index, batch=batch: 1_000 * batch
-            gauge.record(batch)
+            gauge.try_step(batch, float)
     assert alone.largest_batch(9) == 5  # of 90% of 6,000 bytes
     assert beside_another.largest_batch(9) == 2
 
@@ -324,38 +307,35 @@ def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
     assert make_cache(tmp_path / "new").read() is None
     make_cache(tmp_path / "new").write(FOUND)
     assert make_cache(tmp_path / "new").read() == replace(FOUND, from_cache=True)
-    assert make_cache(tmp_path / "new", precision="bf16").read() is None
-    assert make_cache(tmp_path / "new", model="cnn").read() is None
-    assert make_cache(tmp_path / "new", global_batch_size=1000).read() is None
+    for change in ({"precision": "bf16"}, {"model": "cnn"}, {"global_batch_size": 1000}):
+        assert make_cache(tmp_path / "new", **change).read() is None
     assert make_cache("").read() is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: "",
-        lambda content: "[]",
-        lambda content: content.replace("0.1", "-0.1"),
-        lambda content: content.replace('"seconds"', '"secs"'),
-        lambda content: content.replace("0.1,", ""),
-        lambda content: content.replace("0.1,", '"x",'),
-        lambda content: content.replace("0.1,", "NaN,"),
-        lambda content: content.replace('"measurement"', '"measured"'),  # an older format
-    ],
-)
-def test_an_invalid_cache_file_is_ignored(tmp_path, change):
-    cache = make_cache(tmp_path)
-    cache.write(FOUND)
-    (file,) = tmp_path.iterdir()
-    assert json.loads(file.read_text())
-    file.write_text(change(file.read_text()))
-    assert cache.read() is None
-
-
-def test_an_unwritable_cache_folder_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--benchmark-cache"):
         make_cache(tmp_path / "file").write(FOUND)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (None, ""),
+        (None, "[]"),
+        ("0.1", "-0.1"),
+        ('"seconds"', '"secs"'),
+        ("0.1,", ""),
+        ("0.1,", '"x",'),
+        ("0.1,", "NaN,"),
+        ('"measurement"', '"measured"'),  # an older format
+    ],
+)
+def test_an_invalid_cache_file_is_ignored(tmp_path, old, new):
+    cache = make_cache(tmp_path)
+    cache.write(FOUND)
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert json.loads(text)
+    file.write_text(text.replace(old or text, new))
+    assert cache.read() is None
 
 
 def test_results_writable_by_other_users_are_ignored(tmp_path, monkeypatch):

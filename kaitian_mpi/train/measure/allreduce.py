@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -110,11 +110,8 @@ def choose_allreduce(
     measured = choose_algorithm(group, request, [n // 4 for n in buckets], world.device, wire)
     crosses = group.measure_links()
     if wire != "fp32":
-        text = (
-            f"gradients cross between hosts as {wire}"
-            if crosses
-            else f"{wire} has no effect, as no gradient crosses between hosts in host memory"
-        )
+        text = f"{wire} has no effect, as no gradient crosses between hosts in host memory"
+        text = f"gradients cross between hosts as {wire}" if crosses else text
         print_rank_0(world, f"wire: {text}")
     if group.has_one_group:
         is_all = world.size == world.started
@@ -122,9 +119,8 @@ def choose_allreduce(
         print_rank_0(world, f"allreduce: direct, as {there}")
         return "direct", {}
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
-    print_rank_0(
-        world, f"allreduce: {group.algorithm}" + (f" (measured: {times})" if times else "")
-    )
+    shown = f" (measured: {times})" if times else ""
+    print_rank_0(world, f"allreduce: {group.algorithm}{shown}")
     return group.algorithm, measured
 
 
@@ -135,17 +131,16 @@ def measure_allreduce(
     if len(ranks) == 1 or not buckets:
         return FREE
     is_world, device, wire = len(ranks) == world.size, world.device, world.relay.wire
-    made = None if is_world else dist.new_group(list(ranks))
+    group = _default_group() if is_world else cast("Any", dist.new_group(list(ranks)))
     sizes = sorted({*_SIZES, max(buckets)})
     seconds = None
     if world.rank in ranks:
-        group = _default_group() if is_world else cast("KaitianProcessGroup", made)
         if not is_world:
             choose_algorithm(group, request, [size // 4 for size in buckets], device, wire)
         name = group.algorithm
         seconds = [_time(group, [name], [size // 4], device, wire)[name] for size in sizes]
         if not is_world:
-            dist.destroy_process_group(made)
+            dist.destroy_process_group(group)
     sleeping_barrier(world.comm)  # ranks that take no part wait here without spinning
     gathered = gather_values(world.comm, seconds)
     return fit_allreduce(sizes, next(values for values in gathered if values is not None))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost, exposed_seconds
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.fastest_split import fastest_split
-from kaitian_mpi.balance.shares import plan_fastest
+from kaitian_mpi.balance.forecast import Cohort, forecast
+from kaitian_mpi.balance.shares import fastest_split, plan_fastest
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -43,35 +43,24 @@ def ranks_to_exclude(
         return compute_sec + exposed_seconds(compute_sec, buckets, measured(*range(world.size)))
 
     def rate(ranks: Sequence[int], allreduce: AllreduceCost) -> float:
-        from kaitian_mpi.balance.forecast import Cohort, forecast
-
         cohorts = [Cohort(world.infos[rank].kind, costs[rank]) for rank in ranks]
         return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
 
     excluded = _too_slow(costs, errors, batch, min_batch, step_sec)
     kept = [rank for rank in range(world.size) if rank not in excluded]
-    candidates = list(_candidates(world.infos, kept))
-    if not candidates:
-        return excluded
-    now = best = rate(kept, measured(*kept))
+    candidates = _candidates(world.infos, kept)
+    now = best = rate(kept, measured(*kept)) if candidates else 0.0
     worst: dict[int, str] = {}
-    for name, without in candidates:
+    for name, without in candidates.items():
         if rate(without, FREE) < (1 + _MIN_GAIN) * best:
             continue
         alone = rate(without, measured(*without))
         if alone >= (1 + _MIN_GAIN) * now and alone > best:
             best = alone
-            reason = (
-                f"the forecast is {now:.0f} samples/s with {name} and {alone:.0f} without, "
-                "including communication"
-            )
+            text = f"the forecast is {now:.0f} samples/s with {name} and {alone:.0f} without"
+            reason = f"{text}, including communication"
             worst = {rank: reason for rank in kept if rank not in without}
     return excluded | worst
-
-
-def excluded_line(info: RankInfo, reason: str) -> str:
-    """Return a line that says which rank is excluded, and why."""
-    return f"{info} is excluded: {reason}; --keep-all keeps it"
 
 
 def _too_slow(
@@ -88,8 +77,7 @@ def _too_slow(
     """
     if batch < min_batch * len(costs):
         return {}  # the batch is too small; making the plan reports that
-    shares = fastest_split(costs, batch)
-    slow = [rank for rank, share in enumerate(shares) if share < min_batch]
+    slow = [rank for rank, share in enumerate(fastest_split(costs, batch)) if share < min_batch]
     if not slow:
         return {}
     others = [cost for rank, cost in enumerate(costs) if rank not in slow]
@@ -105,13 +93,12 @@ def _too_slow(
     }
 
 
-def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-    """Yield each kind and host that could be excluded, and the ranks that would remain."""
-    seen = []
+def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> dict[str, list[int]]:
+    """Return the ranks that would remain without each kind and host that could be excluded."""
+    found: dict[str, list[int]] = {}
     for what in ("kind", "host"):
-        values = dict.fromkeys(getattr(infos[rank], what) for rank in kept)
-        for value in values if len(values) > 1 else ():
+        for value in dict.fromkeys(getattr(infos[rank], what) for rank in kept):
             without = [rank for rank in kept if getattr(infos[rank], what) != value]
-            if without not in seen:
-                seen.append(without)
-                yield f"{what} {value}", without
+            if without and without not in found.values():
+                found[f"{what} {value}"] = without
+    return found

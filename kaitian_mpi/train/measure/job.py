@@ -16,7 +16,7 @@ from kaitian_mpi.train.measure.allreduce import (
     gradient_buckets,
     measure_allreduce,
 )
-from kaitian_mpi.train.measure.min_batch import find_min_batch
+from kaitian_mpi.train.measure.plan import find_min_batch
 from kaitian_mpi.train.measure.rank_benchmark import (
     benchmark_ranks,
     is_emulated,
@@ -39,7 +39,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     setup = prepare_without_folder(make_task, config, world)
     config = replace(config, epochs=_LONG, max_steps=0)  # a short training limits its benchmark
     min_batch = find_min_batch(config, world, setup)
-    results = list(benchmark_ranks(Workload(config, world, setup, min_batch)).values())
+    results = benchmark_ranks(Workload(config, world, setup, min_batch))
     buckets = gradient_buckets(setup.task.model)
     choose_allreduce(config.allreduce, world, buckets)
     measured = Measurements(

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from kaitian_mpi.balance.cost_model import RankCost, scores
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.sink import Sinks
-from kaitian_mpi.train.measure.min_batch import find_min_batch
-from kaitian_mpi.train.measure.rank_benchmark import (
-    benchmark_ranks,
-    show_benchmark,
-    write_benchmark,
-)
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benchmark
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, Workload, equal_share
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import Computation, Task
 
 FROM_BENCHMARK = "the benchmark"
-_MAX_SEC_OF_NEW_RANKS = 3.0  # while all others wait
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,9 @@ class Profile:
 
 def profile_unmeasured(config: TrainingConfig) -> Profile:
     """Return the profile of a rank that was not measured."""
-    return Profile(
-        cost=None,
-        # Convolutions were faster in channels_last on every device tried.
-        memory_format="channels_last" if config.memory_format == "auto" else config.memory_format,
-        precision="fp32" if config.precision == "auto" else config.precision,
-    )
+    # Convolutions were faster in channels_last on every device tried.
+    memory_format = config.memory_format.replace("auto", "channels_last")
+    return Profile(None, memory_format, config.precision.replace("auto", "fp32"))
 
 
 def profile_of(result: RankMeasurement) -> Profile:
@@ -98,24 +97,17 @@ class Profiles:
 
         Collective.
         """
-        own = {place: cost.to_json() for place, cost in costs.items()}
-        known: dict[str, Any] = next(filter(None, gather_values(world.comm, own)), {})
-        learned = {
-            place: replace(self.by_place[place], cost=RankCost.from_json(cost))
-            for place, cost in known.items()
-        }
-        return replace(self, by_place={**self.by_place, **learned})
+        own = {place: vars(cost) for place, cost in costs.items()}
+        by_place = dict(self.by_place)
+        for place, cost in next(filter(None, gather_values(world.comm, own)), {}).items():
+            by_place[place] = replace(by_place[place], cost=RankCost(**cost))
+        return replace(self, by_place=by_place)
 
     def plan(self, config: TrainingConfig, world: World) -> Plan:
         """Plan the batch sizes of these ranks. Collective."""
-        profiles = [self.by_place[info.place] for info in world.infos]
         with agree_on_errors(world.comm):
+            profiles = [self.by_place[info.place] for info in world.infos]
             return make_plan(config, world, profiles, self.min_batch)
-
-    def show(self, world: World, setup: Setup, plan: Plan) -> None:
-        """Print the benchmark's results for these ranks, and their batch sizes."""
-        results = [self.measured[info.place] for info in world.infos]
-        show_benchmark(world, results, plan.scores, plan.batch_sizes)
 
 
 def find_profiles(
@@ -128,26 +120,14 @@ def find_profiles(
     min_batch = find_min_batch(config, world, setup)
     places = [info.place for info in world.infos]
     # The profiles of an earlier job with `--balance off` have no costs.
-    missing = {
-        info.host
-        for info in world.infos
-        if info.place not in known or (config.balance != "off" and known[info.place].cost is None)
-    }
-    if not missing:
-        return Profiles(dict(known), min_batch, are_remembered=True)
+    if all(p in known and (known[p].cost or config.balance == "off") for p in places):
+        return Profiles(known, min_batch, are_remembered=True)
     if config.balance == "off" or setup.task.loss is None:
         return Profiles(dict.fromkeys(places, profile_unmeasured(config)), min_batch)
-    new = [rank for rank, info in enumerate(world.infos) if info.host in missing]
-    if len(new) < world.size:
-        seconds = min(config.benchmark_seconds, _MAX_SEC_OF_NEW_RANKS)
-        config = replace(config, benchmark_seconds=seconds)
-        print_rank_0(world, f"benchmarking only what is new: hosts {', '.join(sorted(missing))}")
-    results = benchmark_ranks(Workload(config, world, setup, min_batch), new)
-    measured = {places[rank]: result for rank, result in results.items()}
+    results = benchmark_ranks(Workload(config, world, setup, min_batch))
+    write_benchmark(world, setup, results)
+    measured = dict(zip(places, results, strict=True))
     profiles = {place: profile_of(result) for place, result in measured.items()}
-    if len(new) < world.size:
-        return Profiles({**known, **profiles}, min_batch)
-    write_benchmark(world, setup, list(results.values()))
     return Profiles(profiles, min_batch, measured=measured)
 
 
@@ -171,15 +151,14 @@ def make_plan(
     else:
         shares = plan_equal(world.size, batch, min_batch)
     own = profiles[world.rank]
-    return Plan(
-        shares,
-        by_rank,
-        costs if measured else None,
-        own.memory_format,
-        own.precision,
-        own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None,
-        min_batch,
-    )
+    limit = own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None
+    known, how = costs if measured else None, (own.memory_format, own.precision)
+    return Plan(shares, by_rank, known, *how, limit, min_batch)
+
+
+def excluded_line(info: RankInfo, reason: str) -> str:
+    """Return a line that says which rank is excluded, and why."""
+    return f"{info} is excluded: {reason}; --keep-all keeps it"
 
 
 def record_plan(
@@ -193,3 +172,56 @@ def record_plan(
     line: dict[str, Any] = {"batch_sizes": plan.batch_sizes, "reason": reason}
     setup.folder.append("plan.jsonl", {"step": step, "time": time.time(), "ranks": ranks, **line})
     sinks.event("plan", step, text, ranks, **line)
+
+
+def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
+    """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
+
+    Batch norm over a single value per sample and channel raises for one sample, and similar layers
+    return NaN. This is tested with the loss of a copy of the model; if the task has no loss, a
+    model with batch norm is taken for such.
+    """
+    precision = "fp32" if config.precision == "auto" else config.precision
+    computation = Computation(world.device, precision, "contiguous")
+    enter_phase("a trial of the model")
+    own = min_batch_of(setup.task, setup.train, computation)
+    enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
+    found = max(gather_values(world.comm, own))
+    why = "the model cannot train on a single sample"
+    if found > 1:
+        print_rank_0(world, f"{why}: no rank takes fewer than {found}")
+    if len(setup.train) < found:
+        raise AgreedError(f"--dataset has {len(setup.train)} sample, but {why}; give it more")
+    if 0 < config.micro_batch_size < found:
+        raise AgreedError(f"--micro-batch-size must be at least {found}: {why}")
+    return found
+
+
+def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
+    """Return the fewest samples that this rank can train the model on, 1 or 2.
+
+    Returns 1 for a model that fails with two samples as well: training will report its error.
+    """
+    if task.loss is None:
+        return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), local_statistics():
+        try:
+            trial = copy.deepcopy(task.model).to(computation.device).train()
+        except Exception:  # user code may raise anything
+            return 1
+        if _works(task, trial, data, [0], computation):
+            return 1
+        return 2 if _works(task, trial, data, [0, len(data) - 1], computation) else 1
+
+
+def _works(
+    task: Task, model: nn.Module, data: Any, indices: Sequence[int], computation: Computation
+) -> bool:
+    try:
+        batch = data[indices]
+        weight = task.weigh(batch, len(indices))
+        loss = computation.loss(task, model, computation.place(batch))
+        # The mean of nothing is NaN, whatever the model. A device's errors show when it is read.
+        return bool(loss.isfinite()) or not weight
+    except Exception:  # as above
+        return False

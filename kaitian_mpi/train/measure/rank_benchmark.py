@@ -1,68 +1,63 @@
-"""Benchmarks the user's model on every rank, and shows and writes the results."""
+"""Benchmarks the user's model on every rank, and shows, writes and caches the results."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 from kaitian_mpi.balance.cost_model import scores
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_table
-from kaitian_mpi.runtime.polling import sleeping_barrier, wait_until
+from kaitian_mpi.observe.files import json_bytes, replacing
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.measure.cache import BenchmarkCache
-from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload
-from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.data.sample_digest import digest_samples
+from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload, max_share
+from kaitian_mpi.train.setup import Setup, describe_model
 
 _FILE = "benchmark.json"
 
 
-def benchmark_ranks(
-    workload: Workload, ranks: Collection[int] | None = None
-) -> dict[int, RankMeasurement]:
+def benchmark_ranks(workload: Workload) -> list[RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results.
-
-    Returns:
-        The timed ranks' results, by rank.
     """
-    world = workload.world
-    is_timed = ranks is None or world.rank in ranks
-    cache = BenchmarkCache(workload)
-    own = cache.read() if is_timed else None
+    comm, cache = workload.world.comm, BenchmarkCache(workload)
+    own = cache.read()
     # All or none: ranks that share a host must be timed while the others compute as well.
-    if not all(gather_values(world.comm, own is not None or not is_timed)):
+    is_cached = all(gather_values(comm, own is not None))
+    if own is None or not is_cached:
         with torch.random.fork_rng(devices=[]):
-            own = _measure(world, RankTimer(workload) if is_timed else None)
-        with agree_on_errors(world.comm):
-            if own is not None:
-                cache.write(own)
-    results = gather_values(world.comm, None if own is None else asdict(own))
-    return {
-        rank: RankMeasurement(**result) for rank, result in enumerate(results) if result is not None
-    }
+            own = _measure(workload)
+        with agree_on_errors(comm):
+            cache.write(own)
+    return [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
 
 
-def _measure(world: World, timer: RankTimer | None) -> RankMeasurement | None:
+def _measure(workload: Workload) -> RankMeasurement:
     # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
     # that is done keeps computing until the last one is done.
-    sleeping_barrier(world.comm)
-    with agree_on_errors(world.comm):
+    comm, timer = workload.world.comm, RankTimer(workload)
+    sleeping_barrier(comm)
+    with agree_on_errors(comm):
         try:
-            measured = timer.measure() if timer is not None else None
+            measured = timer.measure()
         finally:
-            barrier = world.comm.Ibarrier()
-        if timer is None:
-            enter_phase("waiting for the benchmark of other ranks", waits=True, limited=False)
-            wait_until(barrier.Test)
-        else:
-            while not barrier.Test():
-                timer.keep_busy()
+            barrier = comm.Ibarrier()
+        while not barrier.Test():
+            timer.keep_busy()
         enter_phase("comparing the benchmarks", waits=True, limited=False)
     return measured
 
@@ -75,24 +70,25 @@ def show_benchmark(
 ) -> None:
     """Print each rank's cost and batch size, on world rank 0."""
     source = " (from --benchmark-cache)" if results[0].from_cache else ""
-    columns = ["rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score"]
-    is_slowed = any(info.slowdown for info in world.infos)
-    rows = [[*columns, "samples/step", *([""] if is_slowed else [])]]
+    columns = "rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score"
+    rows = [[*columns, "samples/step", ""]]
     for info, result, score, share in zip(world.infos, results, scores, batch_sizes, strict=True):
         cost = result.cost
-        row = [
-            str(info.world_rank),
-            info.kind,
-            f"{1e3 * cost.alpha_sec:.1f} + {1e3 * cost.beta_sec:.2f}",
-            f"±{result.fit_error:.0%}",
-            str(cost.largest_micro_batch or "all"),
-            f"{result.precision} {result.memory_format}",
-            f"{score:.2f}",
-            str(share),
-        ]
-        if is_slowed:
-            row.append(f"slowed {info.slowdown} (emulated)" if info.slowdown else "")
-        rows.append(row)
+        rows.append(
+            [
+                str(info.world_rank),
+                info.kind,
+                f"{1e3 * cost.alpha_sec:.1f} + {1e3 * cost.beta_sec:.2f}",
+                f"±{result.fit_error:.0%}",
+                str(cost.largest_micro_batch or "all"),
+                f"{result.precision} {result.memory_format}",
+                f"{score:.2f}",
+                str(share),
+                f"slowed {info.slowdown} (emulated)" if info.slowdown else "",
+            ]
+        )
+    if not any(info.slowdown for info in world.infos):
+        rows = [row[:-1] for row in rows]
     title = f"benchmark{source}: samples per step sum to {sum(batch_sizes)}"
     show_table(world, title, rows, left=("group", "computes in", ""))
 
@@ -133,3 +129,69 @@ def record_allreduce(setup: Setup, seconds: Mapping[str, float]) -> None:
 def is_emulated(world: World) -> bool:
     """Return whether any device kind or slowdown of the run is emulated."""
     return any(info.emulated or info.slowdown for info in world.infos)
+
+
+class BenchmarkCache:
+    """One rank's file in the folder of `--benchmark-cache`; does nothing without that flag.
+
+    A result is valid for one host, device, local rank, number of ranks on the host, model, sample
+    shape, batch limit and set of versions. Other influences on a step's time, such as another job
+    on the host, are not considered.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        config, world, setup = workload.config, workload.world, workload.setup
+        task = setup.task
+        self._key = {
+            "host": world.info.host,
+            "device": f"{world.info.device} {world.info.device_name}",
+            "local_rank": world.info.local_rank,
+            "ranks_on_host": sum(info.host == world.info.host for info in world.infos),
+            "threads": world.threads,
+            "pace": world.device_kind.pace.factor,
+            "model": f"{task.name}, {describe_model(task.model)}",
+            "sample": digest_samples(setup.train, 1)[0][0],
+            "precision": config.precision,
+            "memory_format": config.memory_format,
+            "batches": [max_share(config), config.micro_batch_size],
+            "versions": [torch.__version__, version("kaitian-mpi")],
+        }
+        name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:16]
+        folder = config.benchmark_cache
+        self._file = Path(folder) / f"{name}.json" if folder else None
+
+    def read(self) -> RankMeasurement | None:
+        """Return the cached result; None if there is none or the file is invalid or outdated."""
+        if self._file is None:
+            return None
+        try:
+            cached = json.loads(_read_own(self._file))
+            measured = RankMeasurement(**cached["measurement"] | {"from_cache": True})
+            numbers = [*measured.batches, *measured.seconds]
+            positive = all(math.isfinite(number) and number > 0 for number in numbers)
+            is_valid = positive and len(measured.batches) == len(measured.seconds) > 0
+            return measured if is_valid and cached["key"] == self._key else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, measured: RankMeasurement) -> None:
+        """Write a result atomically."""
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._file, shared=True) as file:
+                file.write(json_bytes({"key": self._key, "measurement": asdict(measured)}))
+        except OSError as error:
+            raise UserError(
+                f"--benchmark-cache {self._file.parent}: {error.strerror}; give a writable folder"
+            ) from error
+
+
+def _read_own(file: Path) -> str:
+    """Return a file's text; raise OSError for one that another user may have written."""
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as opened:
+        about = os.fstat(opened.fileno())
+        if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
+            raise PermissionError(f"{file} belongs to another user or is world-writable")
+        return opened.read()

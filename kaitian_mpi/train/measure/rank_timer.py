@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,10 @@ from kaitian_mpi.balance.cost_model import (
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.measure.memory_gauge import MemoryGauge
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import MEMORY_FORMATS, Computation
 
@@ -35,6 +35,7 @@ _LONG_STEP_SEC = 0.5  # on a host, larger batches cost too much time
 _CANDIDATE_ROUNDS = 4
 _CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
 _MAX_ROUNDS = 4
+_SAFE_FRACTION = 0.9  # of the memory, because batches differ and allocators waste some
 _PART = 0.25  # of the benchmark's seconds: to compare settings, to find batch sizes, for one step
 
 
@@ -99,7 +100,6 @@ class RankTimer:
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
         self._smallest = min_batch
-        self._began = time.perf_counter()
 
     def measure(self) -> RankMeasurement:
         """Time this rank within about `--benchmark-seconds`. Not collective.
@@ -113,7 +113,6 @@ class RankTimer:
         self._optimizers = self._task.make_optimizers(self._copy)
         self._computation = self._fastest(self._first_batch)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
-        self._smallest = min(times)
         self._repeat(times)
         limits = memory.largest_batch(self._max_share), self._config.micro_batch_size
         limit = min((max(each, self._min_batch) for each in limits if each), default=None)
@@ -127,9 +126,9 @@ class RankTimer:
 
     def _repeat(self, times: dict[int, list[float]]) -> None:
         """Time the ends of the line again, until the predicted step is settled."""
-        smallest, largest = min(times), max(times)
-        ends = {batch: times[batch] for batch in (smallest, largest)}
-        share, round_sec = max(self._equal_share, smallest), 0.0
+        self._smallest, largest = min(times), max(times)
+        ends = {batch: times[batch] for batch in (self._smallest, largest)}
+        share, round_sec = max(self._equal_share, self._smallest), 0.0
         for _ in range(_MAX_ROUNDS):
             training_sec = self._training_sec(min(times[largest]) / largest)
             limit_sec = min(self._config.benchmark_seconds, training_sec)
@@ -142,11 +141,9 @@ class RankTimer:
 
     def _training_sec(self, per_sample: float) -> float:
         """Return about how many seconds this rank will train, at so many for a sample."""
-        samples = self._config.epochs * len(self._data)
-        global_batch = self._equal_share * self._world.size
-        if self._config.max_steps:
-            samples = min(samples, self._config.max_steps * global_batch)
-        return samples / self._world.size * per_sample
+        samples = self._config.epochs * len(self._data) / self._world.size
+        most = self._config.max_steps * self._equal_share
+        return per_sample * (min(samples, most) if most else samples)
 
     def keep_busy(self) -> None:
         """Run one step, to keep the cores loaded while other ranks are still timed."""
@@ -157,43 +154,30 @@ class RankTimer:
 
     def _fastest(self, batch: int) -> Computation:
         """Return the fastest combination of the allowed memory formats and precisions."""
-        memory_format = self._config.memory_format
-        formats = list(MEMORY_FORMATS) if memory_format == "auto" else [memory_format]
-        precision = self._config.precision
-        precisions = ["fp32", "bf16"] if precision == "auto" else [precision]
+        formats, precisions = [self._config.memory_format], [self._config.precision]
         candidates = [
             Computation(self._world.device, precision, memory_format)
-            for precision, memory_format in itertools.product(precisions, formats)
+            for precision in (["fp32", "bf16"] if precisions == ["auto"] else precisions)
+            for memory_format in (MEMORY_FORMATS if formats == ["auto"] else formats)
         ]
-        if len(candidates) == 1:
-            return candidates[0]
-        try:
-            return self._compare(candidates, batch)
-        except Exception as error:
-            if not self._device.is_out_of_memory(error):
-                raise
-        return candidates[0]  # there is too little memory to compare them
-
-    def _compare(self, candidates: list[Computation], batch: int) -> Computation:
-        """Return the candidate with the fastest step."""
+        seconds = [math.inf] * len(candidates)
         # On a core shared with other ranks, the candidates differ by less than the wait for the
         # core, which thread CPU time excludes. The minimum ignores the first step, which warms up.
         clock = time.thread_time if self._device.is_host else time.perf_counter
-        costs: list[list[float]] = [[] for _ in candidates]
-        for round_number in range(_CANDIDATE_ROUNDS):
-            for computation, seconds in zip(candidates, costs, strict=True):
-                self._computation = computation
+        trial = MemoryGauge(self._world)
+        for round_number in range(_CANDIDATE_ROUNDS if len(candidates) > 1 else 0):
+            for index, self._computation in enumerate(candidates):
                 before = clock()
-                self._time_step(batch)
-                seconds.append(clock() - before)
-            cheapest = [min(values) for values in costs]
-            best, second = sorted(cheapest)[:2]
+                if trial.try_step(batch, self._time_step) is None:
+                    return candidates[0]  # there is too little memory to compare them
+                seconds[index] = min(seconds[index], clock() - before)
+            best, second = sorted(seconds)[:2]
             is_late = self._elapsed() > _PART * self._config.benchmark_seconds
             # Either all are about as fast, or one is clearly the fastest.
             is_clear = not _CLOSE * best < second < _CLEAR_LEAD * best
             if round_number and (is_late or is_clear):
                 break
-        return candidates[cheapest.index(min(cheapest))]
+        return candidates[seconds.index(min(seconds))]
 
     def _grow(self, memory: MemoryGauge) -> dict[int, float]:
         """Return the seconds of a step by batch size, from small to large.
@@ -209,8 +193,9 @@ class RankTimer:
         long_sec = min(part_sec / 2, _LONG_STEP_SEC if is_host else part_sec)
         grown: dict[int, float] = {}
         while memory.has_room_for(batch):
-            seconds = self._try_step(batch, memory)
+            seconds = memory.try_step(batch, self._time_step)
             if seconds is None:
+                self._batches.clear()
                 if grown:
                     break
                 batch = self._half(batch)
@@ -227,20 +212,6 @@ class RankTimer:
         # At least two sizes are needed to separate alpha from beta.
         smaller = max(self._min_batch, min(grown) // 4)
         return {smaller: self._time_step(smaller), **grown}
-
-    def _try_step(self, batch: int, memory: MemoryGauge) -> float | None:
-        """Return the seconds of a step; None if it does not fit in memory."""
-        memory.restart()
-        try:
-            seconds = self._time_step(batch)
-        except Exception as error:
-            if not self._device.is_out_of_memory(error):
-                raise
-            memory.record_too_large(batch)
-            self._batches.clear()
-            return None
-        memory.record(batch)
-        return seconds
 
     def _half(self, batch: int) -> int:
         if batch == self._min_batch:
@@ -291,6 +262,68 @@ class RankTimer:
         self._world.synchronize()
         self._device.pace.catch_up()
         return time.perf_counter() - start
+
+
+class MemoryGauge:
+    """Tracks the peak memory of steps with growing batches, and predicts which batches fit.
+
+    The peak is assumed to be linear in the batch size, on the line through the last two
+    measurements; a batch fits if the line is below 90% of this rank's fair share there.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Read this rank's fair share of the free memory."""
+        self._device, self._index = world.device_kind, world.device_index
+        sharers = sum(_memory_of(info) == _memory_of(world.info) for info in world.infos)
+        self._limit = _SAFE_FRACTION * self._device.memory_limit_bytes(self._index, sharers)
+        self._peaks: dict[int, int] = {}
+        self._too_large: int | None = None
+
+    def try_step(self, batch: int, step: Callable[[int], float]) -> float | None:
+        """Return the seconds that a step with this batch takes; None if it runs out of memory."""
+        self._device.restart_memory_peak(self._index)
+        try:
+            seconds = step(batch)
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+            self._too_large = batch
+            self._device.release_cached_memory()
+            return None
+        self._peaks[batch] = self._device.memory_peak_bytes(self._index)
+        return seconds
+
+    def has_room_for(self, batch: int) -> bool:
+        """Return whether a batch is expected to fit; True with less than two measurements."""
+        if self._too_large is not None and batch >= self._too_large:
+            return False
+        base, per_sample = self._line()
+        return base + per_sample * batch <= self._limit
+
+    def largest_batch(self, wanted: int) -> int | None:
+        """Return the largest batch that fits, at least 1; None if `wanted` fits."""
+        if self.has_room_for(wanted):
+            return None
+        tried = max(self._peaks, default=1)
+        base, per_sample = self._line()
+        fits = int((self._limit - base) / per_sample) if per_sample else tried
+        if self._too_large is not None:
+            # At most half of what was too large, or what has fit, whatever the line predicts.
+            fits = min(fits, max(tried, self._too_large // 2))
+        return max(1, min(fits, wanted))
+
+    def _line(self) -> tuple[float, float]:
+        """Return the bytes without samples, and per sample; 0 with less than two measurements."""
+        if len(self._peaks) < 2:
+            return 0.0, 0.0
+        smaller, larger = sorted(self._peaks)[-2:]
+        per_sample = (self._peaks[larger] - self._peaks[smaller]) / (larger - smaller)
+        return self._peaks[larger] - per_sample * larger, max(0.0, per_sample)
+
+
+def _memory_of(info: RankInfo) -> tuple[str, str]:
+    """Identify the memory that a rank uses; two devices may both be the `cuda:0` of their rank."""
+    return info.host, info.physical_device or info.device
 
 
 def equal_share(config: TrainingConfig, ranks: int) -> int:
