@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -41,7 +40,7 @@ def classify(config: TrainConfig, model: nn.Module, source: DataSource) -> Task:
         metrics=count_right,
         optimizer=partial(make_optimizer, config),
         clip_norm=config.clip_norm or None,
-        scheduler=partial(Schedule, make_rate(config)),
+        scheduler=partial(Schedule, config),
     )
 
 
@@ -79,14 +78,20 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimiz
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
-def make_rate(config: TrainConfig) -> Callable[[float], float]:
-    """Return the learning rate as a function of progress, 0 to 1 of the run's steps.
+class Schedule:
+    """Sets the learning rate by how much of the run is done, 0 to 1.
 
     It rises linearly in the first `config.warmup` of the run, then stays or falls as a half cosine
-    to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983).
+    to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983). It has no state of its own, so that a
+    resumed run follows the flags of its own job.
     """
 
-    def rate(progress: float) -> float:
+    def __init__(self, config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
+        self._config, self._optimizer = config, optimizer
+
+    def rate(self, progress: float) -> float:
+        """Return the learning rate."""
+        config = self._config
         if progress < config.warmup:
             return config.lr * progress / config.warmup
         if config.schedule == "constant":
@@ -94,20 +99,7 @@ def make_rate(config: TrainConfig) -> Callable[[float], float]:
         done = min(1.0, (progress - config.warmup) / (1.0 - config.warmup))
         return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
-    return rate
-
-
-class Schedule:
-    """Sets the learning rate by how much of the run is done.
-
-    It has no state of its own, so that a resumed run follows the flags of its own job.
-    """
-
-    def __init__(self, rate: Callable[[float], float], optimizer: torch.optim.Optimizer) -> None:
-        self._rate, self._optimizer = rate, optimizer
-
     def before_step(self, fraction: float) -> None:
         """Set the rate of the next step."""
-        rate = self._rate(fraction)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate(fraction)

@@ -28,27 +28,38 @@ _STEM_CHANNELS = 32
 _HEAD_CHANNELS = 1280
 
 
-class SmallCNN(nn.Module):
-    """Three convolutions with batch norm and pooling, then a linear layer."""
+class ImageClassifier(nn.Module):
+    """Features of images, their mean over the pixels, and a classifier of that."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, features: list[nn.Module], classifier: nn.Module) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for outputs in (16, 32, 64):
-            layers += [
-                nn.Conv2d(channels, outputs, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(inplace=True),
-                nn.MaxPool2d(2),
-            ]
-            channels = outputs
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, num_classes)
+        self.features = nn.Sequential(*features)
+        self.classifier = classifier
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map images ``[N, C, H, W]`` to logits ``[N, num_classes]``."""
         return self.classifier(self.features(x).mean((2, 3)))
+
+
+def _conv_bn(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+
+
+class SmallCNN(ImageClassifier):
+    """Three convolutions with batch norm and pooling, then a linear layer."""
+
+    def __init__(self, num_classes: int) -> None:
+        layers: list[nn.Module] = []
+        channels = 3
+        for outputs in (16, 32, 64):
+            layers += [*_conv_bn(channels, outputs, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+            channels = outputs
+        super().__init__(layers, nn.Linear(channels, num_classes))
 
 
 class BasicBlock(nn.Module):
@@ -62,9 +73,7 @@ class BasicBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(*_conv_bn(inputs, outputs, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[N, inputs, H, W]`` to ``[N, outputs, H / stride, W / stride]``."""
@@ -72,34 +81,17 @@ class BasicBlock(nn.Module):
         return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
-class ResNet18(nn.Module):
+class ResNet18(ImageClassifier):
     """ResNet-18 (He et al., 2015, arXiv 1512.03385) with a 3x3 stem and no max pooling."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
         channels = 64
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, channels, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-        ]
+        layers = [*_conv_bn(3, channels, 3), nn.ReLU(inplace=True)]
         for outputs, first_stride in _RESNET_STAGES:
-            for block in range(2):
-                layers.append(BasicBlock(channels, outputs, first_stride if block == 0 else 1))
+            for stride in (first_stride, 1):
+                layers.append(BasicBlock(channels, outputs, stride))
                 channels = outputs
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images ``[N, C, H, W]`` to logits ``[N, num_classes]``."""
-        return self.classifier(self.features(x).mean((2, 3)))
-
-
-def _conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> list:
-    return [
-        nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False),
-        nn.BatchNorm2d(outputs),
-    ]
+        super().__init__(layers, nn.Linear(channels, num_classes))
 
 
 class InvertedResidual(nn.Module):
@@ -121,29 +113,21 @@ class InvertedResidual(nn.Module):
         return x + self.layers(x) if self.shortcut else self.layers(x)
 
 
-class MobileNetV2(nn.Module):
+class MobileNetV2(ImageClassifier):
     """MobileNetV2 (Sandler et al., 2018, arXiv 1801.04381) of width 1.0."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [
-            *_conv_bn(3, _STEM_CHANNELS, 3),
-            nn.ReLU6(inplace=True),
-        ]
         channels = _STEM_CHANNELS
+        layers = [*_conv_bn(3, channels, 3), nn.ReLU6(inplace=True)]
         for expansion, outputs, repeats, first_stride in _MOBILENET_STAGES:
             for repeat in range(repeats):
                 stride = first_stride if repeat == 0 else 1
                 layers.append(InvertedResidual(channels, outputs, stride, expansion))
                 channels = outputs
         layers += [*_conv_bn(channels, _HEAD_CHANNELS, 1), nn.ReLU6(inplace=True)]
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(_HEAD_CHANNELS, num_classes))
+        last = nn.Linear(_HEAD_CHANNELS, num_classes)
+        super().__init__(layers, nn.Sequential(nn.Dropout(0.2), last))
         self.apply(_initialize)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map images ``[N, C, H, W]`` to logits ``[N, num_classes]``."""
-        return self.classifier(self.features(x).mean((2, 3)))
 
 
 def _initialize(module: nn.Module) -> None:

@@ -53,11 +53,8 @@ def _check_settings(
     parameters = parameters_of(build)
     if parameters is None:
         return
-    named = [
-        name
-        for name, one in parameters.items()
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = [name for name, one in parameters.items() if one.kind in by_name]
     for name in set(named).intersection(of_training):
         raise UserError(
             f"--set {name} is ambiguous, as it is both a setting and an argument of {spec}; give "
@@ -68,6 +65,5 @@ def _check_settings(
         inspect.Signature(list(parameters.values())).bind(**settings)
     except TypeError as error:
         takes = f"it takes {', '.join(named)}" if named else "it takes none"
-        raise UserError(
-            f"--task {spec}: the values of --set do not fit: {error}; {takes}"
-        ) from error
+        problem = f"the values of --set do not fit: {error}; {takes}"
+        raise UserError(f"--task {spec}: {problem}") from error

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.recipes.datasets import bundled
+from kaitian_mpi.recipes.datasets import images
 from kaitian_mpi.recipes.models import SmallCNN
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -187,7 +187,7 @@ def hanging_data():
     """Load the digits; hangs on rank 1."""
     if RANK == 1:
         time.sleep(10_000)
-    return bundled.load_digits(0.2)
+    return images.load_digits(0.2)
 
 
 class HangingInBenchmark(Exact):
@@ -298,7 +298,7 @@ class RecordedDataset(Dataset):
 
 
 def recorded_digits():
-    train, validation = bundled.load_digits(0.2)
+    train, validation = images.load_digits(0.2)
     return RecordedDataset(train, os.environ.get("RECORD_IN")), RecordedDataset(validation, None)
 
 

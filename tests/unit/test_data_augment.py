@@ -1,7 +1,5 @@
 """Images in memory, their augmentation, and the random numbers behind it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -10,13 +8,13 @@ from kaitian_mpi.recipes.datasets.images import Augmented, ImageArrays, crop, dr
 
 
 @pytest.fixture(scope="module")
-def arrays() -> ImageArrays:
+def arrays():
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(1, 256, (50, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return ImageArrays(images, torch.arange(50) % 10, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
-def test_images_are_normalized(arrays: ImageArrays) -> None:
+def test_images_are_normalized(arrays):
     inputs, labels = arrays[[3, 1, 3]]
     assert inputs.dtype == torch.float32
     assert labels.tolist() == [3, 1, 3]
@@ -27,17 +25,15 @@ def test_images_are_normalized(arrays: ImageArrays) -> None:
     assert torch.equal(inputs[0], inputs[2])
 
 
-def test_an_empty_list_gives_an_empty_batch(arrays: ImageArrays) -> None:
+def test_an_empty_list_gives_an_empty_batch(arrays):
     for dataset in (arrays, Augmented(arrays, "crop-flip", 0)):
         inputs, labels = dataset[[]]
-        assert inputs.shape == (0, 3, 32, 32)
-        assert inputs.dtype == torch.float32
-        assert labels.shape == (0,)
-        assert labels.dtype == torch.int64
+        assert (inputs.shape, inputs.dtype) == ((0, 3, 32, 32), torch.float32)
+        assert (labels.shape, labels.dtype) == ((0,), torch.int64)
         assert len(dataset) == 50
 
 
-def test_splitmix64_reference_values() -> None:
+def test_splitmix64_reference_values():
     # The first outputs of splitmix64 seeded with 1234567, as published with its C source.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     from kaitian_mpi.train.data.sampler import _mix
@@ -47,19 +43,18 @@ def test_splitmix64_reference_values() -> None:
 
 
 @pytest.mark.parametrize("kind", ["crop", "crop-flip"])
-def test_augmentation_depends_only_on_the_sample(arrays: ImageArrays, kind: str) -> None:
+def test_augmentation_depends_only_on_the_sample(arrays, kind):
     augmented = Augmented(arrays, kind, seed=5)
     augmented.set_epoch(3)
     order = np.random.default_rng(0).permutation(50).tolist()
-    together, labels = augmented[order]
-    alone = [augmented[[index]] for index in order]
-    assert torch.equal(together, torch.cat([inputs for inputs, _ in alone]))
-    assert torch.equal(labels, torch.cat([label for _, label in alone]))
-    parts = [augmented[order[:7]], augmented[order[7:]]]
-    assert torch.equal(together, torch.cat([inputs for inputs, _ in parts]))
+    together = augmented[order]
+    for parts in ([[index] for index in order], [order[:7], order[7:]]):
+        inputs, labels = map(torch.cat, zip(*(augmented[part] for part in parts), strict=True))
+        assert torch.equal(together[0], inputs)
+        assert torch.equal(together[1], labels)
 
 
-def test_augmentation_differs_between_epochs_and_seeds(arrays: ImageArrays) -> None:
+def test_augmentation_differs_between_epochs_and_seeds(arrays):
     batches = []
     for seed in range(3):
         augmented = Augmented(arrays, "crop", seed)
@@ -69,7 +64,7 @@ def test_augmentation_differs_between_epochs_and_seeds(arrays: ImageArrays) -> N
     assert not any(torch.equal(a, b) for i, a in enumerate(batches) for b in batches[:i])
 
 
-def test_crop_is_a_zero_padded_shift() -> None:
+def test_crop_is_a_zero_padded_shift():
     image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
     still, down = torch.tensor([1]), torch.tensor([2])
     assert torch.equal(crop(image, still, still), image)
@@ -78,7 +73,7 @@ def test_crop_is_a_zero_padded_shift() -> None:
     assert not shifted[..., -1, :].any()
 
 
-def test_a_flipped_image_is_the_crop_mirrored(arrays: ImageArrays) -> None:
+def test_a_flipped_image_is_the_crop_mirrored(arrays):
     everything = list(range(50))
     plain, _ = Augmented(arrays, "crop", 0)[everything]
     mirrored, _ = Augmented(arrays, "crop-flip", 0)[everything]
@@ -89,7 +84,7 @@ def test_a_flipped_image_is_the_crop_mirrored(arrays: ImageArrays) -> None:
         assert torch.equal(mirrored[index], expected)
 
 
-def test_shifts_are_uniform() -> None:
+def test_shifts_are_uniform():
     count = 90_000
     down, right, mirrored = draw_crops_and_flips(0, 0, range(count), 4)
     cells = torch.bincount(down * 9 + right, minlength=81).double()

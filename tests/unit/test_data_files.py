@@ -1,27 +1,21 @@
 """CIFAR-10 and MNIST, from tiny files in the official formats."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import pickle
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets import cifar10, mnist
+from kaitian_mpi.recipes.datasets.official import load_cifar10, load_mnist
 
-Batch = tuple[np.ndarray, list[int]]
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 
-def fails(load: Callable[..., Any], data_dir: str | Path) -> str:
+def fails(load, data_dir):
     with pytest.raises(UserError) as caught:
         load(str(data_dir))
     text = str(caught.value)
@@ -30,31 +24,31 @@ def fails(load: Callable[..., Any], data_dir: str | Path) -> str:
     return text
 
 
-def make_batch(number: int, count: int = 4) -> Batch:
+def make_batch(number, count=4):
     draw = np.random.default_rng(number)
     pixels = draw.integers(0, 256, (count, 3072), dtype=np.uint8)
     return pixels, draw.integers(0, 10, count).tolist()
 
 
-def binary(batch: Batch) -> bytes:
+def binary(batch):
     pixels, labels = batch
     return np.column_stack([np.array(labels, np.uint8), pixels]).tobytes()
 
 
-def as_dict(batch: Batch) -> dict[bytes, Any]:
+def as_dict(batch):
     pixels, labels = batch
     names = [b"frog_%d.png" % label for label in labels]
     return {b"batch_label": b"batch", b"labels": labels, b"data": pixels, b"filenames": names}
 
 
-def python_2_pickle(batch: Batch) -> bytes:
+def python_2_pickle(batch):
     """Write the opcodes of the official files, which Python 2 wrote with protocol 2."""
     pixels, labels = batch
 
-    def short_string(text: bytes) -> bytes:
+    def short_string(text):
         return b"U" + bytes([len(text)]) + text
 
-    def number(value: int) -> bytes:
+    def number(value):
         return b"J" + value.to_bytes(4, "little", signed=True)
 
     raw = pixels.tobytes()
@@ -72,15 +66,15 @@ def python_2_pickle(batch: Batch) -> bytes:
     )
 
 
-def pickled(batch: Batch) -> bytes:
+def pickled(batch):
     return pickle.dumps(as_dict(batch), 4)
 
 
-def by_columns(batch: Batch) -> bytes:
+def by_columns(batch):
     return pickle.dumps(as_dict((np.asfortranarray(batch[0]), batch[1])), 2)
 
 
-def write_batches(folder: Path, write: Callable[[Batch], bytes]) -> None:
+def write_batches(folder, write):
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(6):
         name = f"data_batch_{number}" if number else "test_batch"
@@ -90,10 +84,10 @@ def write_batches(folder: Path, write: Callable[[Batch], bytes]) -> None:
 
 @pytest.mark.parametrize("write", [binary, pickled, by_columns, python_2_pickle])
 @pytest.mark.parametrize("place", ["", "cifar-10-batches"])
-def test_cifar10(tmp_path: Path, place: str, write: Callable[[Batch], bytes]) -> None:
+def test_cifar10(tmp_path, place, write):
     suffix = "bin" if write is binary else "py"
     write_batches(tmp_path / f"{place}-{suffix}" if place else tmp_path, write)
-    for loaded, numbers in zip(cifar10.load(str(tmp_path)), ([1, 2, 3, 4, 5], [0]), strict=True):
+    for loaded, numbers in zip(load_cifar10(str(tmp_path)), ([1, 2, 3, 4, 5], [0]), strict=True):
         batches = [make_batch(number) for number in numbers]
         pixels = np.concatenate([batch[0] for batch in batches]).reshape(-1, 3, 32, 32)
         assert torch.equal(loaded.images, torch.from_numpy(pixels))
@@ -102,89 +96,48 @@ def test_cifar10(tmp_path: Path, place: str, write: Callable[[Batch], bytes]) ->
         assert loaded[[0, 1]][0].shape == (2, 3, 32, 32)
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    assert "--dataset cifar10 needs --data-dir" in fails(cifar10.load, "")
-    assert "--dataset mnist needs --data-dir" in fails(mnist.load, "")
-    assert "neither data_batch_1.bin nor data_batch_1 is there" in fails(cifar10.load, tmp_path)
-    assert f"{TRAIN_IMAGES}.gz: cannot be read (No such file" in fails(mnist.load, tmp_path)
+def test_missing_files(tmp_path):
+    assert "--dataset cifar10 needs --data-dir" in fails(load_cifar10, "")
+    assert "--dataset mnist needs --data-dir" in fails(load_mnist, "")
+    assert "neither data_batch_1.bin nor data_batch_1 is there" in fails(load_cifar10, tmp_path)
+    assert f"{TRAIN_IMAGES}.gz: cannot be read (No such file" in fails(load_mnist, tmp_path)
     write_batches(tmp_path, binary)
     for name in ("test_batch.bin", "data_batch_3.bin"):
         (tmp_path / name).unlink()
-        text = fails(cifar10.load, tmp_path)
+        text = fails(load_cifar10, tmp_path)
         assert f"{tmp_path / name}: cannot be read (No such file or directory)" in text
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "0 bytes are no whole number of records of 3,073 bytes"),
-        (bytes(3074), "3,074 bytes are no whole number of records of 3,073 bytes"),
-        (binary((make_batch(4)[0], [1, 2, 10, 3])), "sample 2 has label 10, which is not between"),
-    ],
-)
-def test_binary_files_with_other_content(tmp_path: Path, content: bytes, problem: str) -> None:
-    write_batches(tmp_path, binary)
-    (tmp_path / "data_batch_2.bin").write_bytes(content)
-    assert f"{tmp_path / 'data_batch_2.bin'}: {problem}" in fails(cifar10.load, tmp_path)
 
 
 class Call:
     """Pickles as a call of an arbitrary function."""
 
-    def __init__(self, function: Any, *args: Any) -> None:
+    def __init__(self, function, *args):
         self.call = function, args
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_nothing_in_a_pickle_is_executed(tmp_path: Path, protocol: int) -> None:
+def test_nothing_in_a_pickle_is_executed(tmp_path, protocol):
     write_batches(tmp_path, pickled)
     mark = tmp_path / "it-ran"
     content = pickle.dumps(Call(os.system, f"touch {mark}"), protocol)
     (tmp_path / "data_batch_2").write_bytes(content)
-    assert "it is no CIFAR-10 batch" in fails(cifar10.load, tmp_path)
+    assert "it is no CIFAR-10 batch" in fails(load_cifar10, tmp_path)
     assert not mark.exists()
 
 
-GOOD = as_dict(make_batch(1))
-WHOLE = pickled(make_batch(1))
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ([1, 2], "it is no CIFAR-10 batch"),
-        ({}, "it is no CIFAR-10 batch"),
-        ({**GOOD, b"data": b"bytes"}, "it is no CIFAR-10 batch"),
-        ({**GOOD, b"data": np.zeros((4, 3071), np.uint8)}, "it is no CIFAR-10 batch"),
-        ({**GOOD, b"labels": [1, 2, 3]}, "3 labels for 4 images"),
-        ({**GOOD, b"labels": [1, 2, 3, 4.5]}, "3 labels for 4 images"),
-        ({**GOOD, b"labels": b"1234"}, "it is no CIFAR-10 batch"),
-        ({**GOOD, b"labels": [1, 2, -3, 4]}, "sample 2 has label -3"),
-        *((WHOLE[:size], "it is no valid pickle") for size in (0, 1, 100, len(WHOLE) - 1)),
-    ],
-)
-def test_pickles_with_other_content(tmp_path: Path, content: Any, problem: str) -> None:
-    write_batches(tmp_path, pickled)
-    path = tmp_path / "data_batch_1"
-    path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, 4))
-    text = fails(cifar10.load, tmp_path)
-    assert text.startswith(f"{path}: ")
-    assert problem in text
-
-
-def images_of(part: str, count: int) -> np.ndarray:
+def images_of(part, count):
     return np.random.default_rng(len(part)).integers(0, 256, (count, 28, 28), dtype=np.uint8)
 
 
-def idx(values: np.ndarray) -> bytes:
+def idx(values):
     header = struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape)
     return header + values.astype(np.uint8).tobytes()
 
 
-def write_mnist(folder: Path, *, compressed: bool = False) -> None:
+def write_mnist(folder, *, compressed=False):
     for part, count in (("train", 12), ("t10k", 5)):
         images, labels = idx(images_of(part, count)), idx(np.arange(count) % 10)
         for name, content in (("images-idx3", images), ("labels-idx1", labels)):
@@ -193,9 +146,9 @@ def write_mnist(folder: Path, *, compressed: bool = False) -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_mnist_is_padded_and_has_three_channels(tmp_path: Path, compressed: bool) -> None:
+def test_mnist_is_padded_and_has_three_channels(tmp_path, compressed):
     write_mnist(tmp_path, compressed=compressed)
-    train, validation = mnist.load(str(tmp_path))
+    train, validation = load_mnist(str(tmp_path))
     assert (len(train), len(validation)) == (12, 5)
     assert train.images.shape == (12, 1, 32, 32)
     inner = train.images[:, 0, 2:30, 2:30]
@@ -208,9 +161,27 @@ def test_mnist_is_padded_and_has_three_channels(tmp_path: Path, compressed: bool
     assert labels.tolist() == [1, 2]
 
 
+GOOD = as_dict(make_batch(1))
+WHOLE = pickled(make_batch(1))
+BINARY_FILE = "data_batch_2.bin"
+WRONG_LABEL = binary((make_batch(4)[0], [1, 2, 10, 3]))
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "problem"),
     [
+        (BINARY_FILE, b"", "0 bytes are no whole number of records of 3,073 bytes"),
+        (BINARY_FILE, bytes(3074), "3,074 bytes are no whole number of records of 3,073 bytes"),
+        (BINARY_FILE, WRONG_LABEL, "sample 2 has label 10, which is not between"),
+        ("data_batch_1", [1, 2], "it is no CIFAR-10 batch"),
+        ("data_batch_1", {}, "it is no CIFAR-10 batch"),
+        ("data_batch_1", {**GOOD, b"data": b"bytes"}, "it is no CIFAR-10 batch"),
+        ("data_batch_1", {**GOOD, b"data": np.zeros((4, 3071), np.uint8)}, "it is no CIFAR-10"),
+        ("data_batch_1", {**GOOD, b"labels": [1, 2, 3]}, "3 labels for 4 images"),
+        ("data_batch_1", {**GOOD, b"labels": [1, 2, 3, 4.5]}, "3 labels for 4 images"),
+        ("data_batch_1", {**GOOD, b"labels": b"1234"}, "it is no CIFAR-10 batch"),
+        ("data_batch_1", {**GOOD, b"labels": [1, 2, -3, 4]}, "sample 2 has label -3"),
+        *(("data_batch_1", WHOLE[:n], "no valid pickle") for n in (0, 1, 100, len(WHOLE) - 1)),
         (TRAIN_IMAGES, b"", ": it is no idx file of such data"),
         (TRAIN_LABELS, b"\0\0\x08\x01\0", "it has 5 bytes"),
         (TRAIN_IMAGES, idx(np.arange(4)) + bytes(16), "it is no idx file of such data"),
@@ -222,21 +193,24 @@ def test_mnist_is_padded_and_has_three_channels(tmp_path: Path, compressed: bool
         (TRAIN_LABELS, idx(np.array([1, 2, 3, 11] * 3)), "sample 3 has label 11, which"),
     ],
 )
-def test_mnist_files_in_another_format(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    write_mnist(tmp_path)
-    (tmp_path / name).write_bytes(content)
-    text = fails(mnist.load, tmp_path)
-    assert text.startswith(str(tmp_path / name))
-    assert message in text
+def test_files_with_other_content(tmp_path, name, content, problem):
+    load = load_cifar10 if name.startswith("data") else load_mnist
+    if load is load_mnist:
+        write_mnist(tmp_path)
+    else:
+        write_batches(tmp_path, binary if name == BINARY_FILE else pickled)
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, 4))
+    text = fails(load, tmp_path)
+    assert text.startswith(f"{path}: ")
+    assert problem in text
 
 
-def test_corrupt_archives(tmp_path: Path) -> None:
+def test_corrupt_archives(tmp_path):
     write_mnist(tmp_path, compressed=True)
     path = tmp_path / f"{TRAIN_IMAGES}.gz"
     whole = path.read_bytes()
     flipped = whole[:40] + bytes([whole[40] ^ 0xFF]) + whole[41:]
     for content in (whole[: len(whole) // 2], whole[:-1], b"not gzip", flipped):
         path.write_bytes(content)
-        assert f"{path}: the gzip file is damaged" in fails(mnist.load, tmp_path)
+        assert f"{path}: the gzip file is damaged" in fails(load_mnist, tmp_path)

@@ -11,7 +11,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.observe.console import table_lines
 from kaitian_mpi.observe.run_folder import open_run_folder
-from kaitian_mpi.recipes.image_classification import cross_entropy, make_optimizer, make_rate
+from kaitian_mpi.recipes.image_classification import Schedule, cross_entropy, make_optimizer
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train.step import StepClock
 from kaitian_mpi.train.task import Computation
@@ -29,9 +29,9 @@ from kaitian_mpi.train.task import Computation
     ],
 )
 def test_learning_rate(schedule, progress, expected):
-    rate = make_rate(TrainConfig(lr=1.0, warmup=0.25, schedule=schedule))
+    rate = Schedule(TrainConfig(lr=1.0, warmup=0.25, schedule=schedule), None).rate
     assert rate(progress) == pytest.approx(expected)
-    assert make_rate(TrainConfig(lr=2.0, warmup=0.0))(0.0) == pytest.approx(2.0)
+    assert Schedule(TrainConfig(lr=2.0, warmup=0.0), None).rate(0.0) == pytest.approx(2.0)
 
 
 def test_the_optimizer_is_the_one_asked_for_and_decays_no_biases_and_norms():

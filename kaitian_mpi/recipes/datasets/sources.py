@@ -19,18 +19,14 @@ from kaitian_mpi.train.data.batches import Batches
 
 @dataclass(frozen=True)
 class DataSource:
-    """The training and validation data of a run.
-
-    Both datasets are indexed by a list of n sample indices, which returns a batch: inputs
-    [n, ...] and labels int64 [n].
-    """
+    """The data of a run. A batch of n samples is inputs [n, ...] and labels int64 [n]."""
 
     name: str
     """The value of `--dataset`."""
     train: Dataset
-    """Training data, augmented."""
+    """Augmented."""
     validation: Dataset
-    """Validation data, never augmented."""
+    """Never augmented."""
     num_classes: int
     """Labels are below this."""
 
@@ -38,10 +34,10 @@ class DataSource:
 # By name: the module here, its function, and what `--augment auto` means. Only the one that is used
 # is imported. All have ten classes.
 _BUILT_IN = {
-    "digits": ("bundled", "load_digits", "crop"),
-    "cifar10": ("cifar10", "load", "crop-flip"),
-    "mnist": ("mnist", "load", "crop"),
-    "synthetic": ("bundled", "make_synthetic", "none"),
+    "digits": ("images", "load_digits", "crop"),
+    "cifar10": ("official", "load_cifar10", "crop-flip"),
+    "mnist": ("official", "load_mnist", "crop"),
+    "synthetic": ("images", "make_synthetic", "none"),
 }
 
 
@@ -56,7 +52,7 @@ def load_data(config: TrainConfig) -> DataSource:
         return load_user_data(config.dataset, config.data_dir, config.val_split)
     module, function, automatic = _BUILT_IN[config.dataset]
     load = getattr(import_module(f"kaitian_mpi.recipes.datasets.{module}"), function)
-    arrays, validation = load(config.val_split if module == "bundled" else config.data_dir)
+    arrays, validation = load(config.val_split if module == "images" else config.data_dir)
     kind = automatic if config.augment == "auto" else config.augment
     train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
     return DataSource(config.dataset, train, validation, num_classes=10)
@@ -87,15 +83,14 @@ def load_user_data(spec: str, data_dir: str, val_split: float) -> DataSource:
 def batches_of_pairs(dataset: Any) -> Batches:
     """Wrap a map-style dataset of (input tensor, int class) pairs.
 
-    Indexed by a list of n sample indices, it returns the batch: [n, *shape of an input], of the
-    input's dtype, and int64 [n].
+    A batch is [n, *shape of an input], of the input's dtype, and int64 [n].
     """
     return Batches(dataset, _collate)
 
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.stack([inputs for inputs, _ in pairs])
-    return inputs, torch.tensor([operator.index(label) for _, label in pairs])
+    inputs, labels = zip(*pairs, strict=True)
+    return torch.stack(inputs), torch.tensor([operator.index(label) for label in labels])
 
 
 def _call(spec: str, data_dir: str) -> Any:
