@@ -1,14 +1,11 @@
 """ShareLoader and evaluation_indices."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
+import signal
 import subprocess
-from collections.abc import Iterator
 from multiprocessing import reduction
-from typing import Any
 
 import numpy as np
 import psutil
@@ -23,20 +20,20 @@ from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
 from kaitian_mpi.train.data.shared_tensors import SharedTensors
 
 
-def make_data() -> Augmented:
+def make_data():
     images = torch.randint(0, 256, (23, 3, 32, 32), dtype=torch.uint8)
     arrays = ImageArrays(images, torch.arange(23), (0.5,) * 3, (0.25,) * 3)
     return Augmented(arrays, "crop-flip", seed=0)
 
 
-def shares(epoch: int, count: int = 6) -> Iterator[Share]:
+def shares(epoch, count=6):
     return (Share(epoch, 10 * epoch + step, [(1, [step]), (2, [3, 4])]) for step in range(count))
 
 
 class Noted(Augmented):
     """Also returns where each batch was loaded: the process, its open files, random numbers."""
 
-    def __getitem__(self, indices: list[int]) -> Any:
+    def __getitem__(self, indices):
         random_numbers = random.random(), np.random.rand(), torch.rand(1).item()
         place = os.getpid(), len(os.listdir("/proc/self/fd"))
         return *super().__getitem__(indices), place, random_numbers
@@ -44,7 +41,7 @@ class Noted(Augmented):
 
 # A worker takes seconds to import torch, so one test covers everything that needs one.
 @pytest.mark.parametrize("workers", [0, 1])
-def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers: int) -> None:
+def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers):
     arrays = make_data().arrays
     data, expected = (kind(arrays, "crop-flip", seed=0) for kind in (Noted, Augmented))
     loader = ShareLoader(data, workers, pin_memory=False)
@@ -74,11 +71,11 @@ def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers: int)
 class Stopping(dict[int, int]):
     """Raises StopIteration for a sample that it does not have."""
 
-    def __missing__(self, index: int) -> int:
+    def __missing__(self, index):
         raise StopIteration
 
 
-def stop(_: object) -> int:
+def stop(_):
     raise StopIteration
 
 
@@ -87,18 +84,18 @@ def stop(_: object) -> int:
     [Batches(Stopping({0: 0})), Batches([0, 1], collate=stop)],
     ids=["dataset", "collate"],
 )
-def test_stop_iteration_in_the_users_code_does_not_end_the_epoch(batches: Batches) -> None:
+def test_stop_iteration_in_the_users_code_does_not_end_the_epoch(batches):
     loading = ShareLoader(batches, 0, pin_memory=False).load(shares(0))
     with pytest.raises(RuntimeError, match="the dataset, or collate, raised StopIteration"):
         list(loading)
 
 
 class TooFew(list[int]):
-    def __getitems__(self, indices: list[int]) -> list[int]:
+    def __getitems__(self, indices):
         return [self[index] for index in indices[1:]]
 
 
-def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for() -> None:
+def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for():
     message = "__getitems__ of TooFew returned 1 samples for 2 indices; return one for each"
     with pytest.raises(UserError, match=message):
         Batches(TooFew([0, 1]))[[0, 1]]
@@ -107,7 +104,7 @@ def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("samples", "limit", "sizes"), [(7, None, [7]), (7, 3, [3, 2, 2]), (0, 3, [0]), (0, None, [0])]
 )
-def test_a_share_is_split_into_micro_batches(samples, limit, sizes) -> None:
+def test_a_share_is_split_into_micro_batches(samples, limit, sizes):
     parts = split_share(range(10, 10 + samples), limit, min_batch=2)
     assert [size for size, _ in parts] == sizes
     if samples:
@@ -116,7 +113,7 @@ def test_a_share_is_split_into_micro_batches(samples, limit, sizes) -> None:
         assert parts == [(0, [0, 1])]  # which stand in
 
 
-def test_evaluation_covers_each_sample_once() -> None:
+def test_evaluation_covers_each_sample_once():
     draw = random.Random(0)
     for _ in range(100):
         length, size, batch = draw.randrange(100), draw.randrange(1, 9), draw.randrange(1, 20)
@@ -130,8 +127,8 @@ def test_evaluation_covers_each_sample_once() -> None:
             assert abs(count - length * share / sum(shares)) <= 1
 
 
-def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch) -> None:
-    def refuse(storage: torch.UntypedStorage) -> None:
+def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch):
+    def refuse(storage):
         raise AssertionError("a file in /dev/shm")
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
@@ -174,9 +171,51 @@ if __name__ == "__main__":
 
 @pytest.mark.linux("a small /dev/shm is mounted")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm, as root")
-def test_workers_need_only_a_small_dev_shm(tmp_path) -> None:
+def test_workers_need_only_a_small_dev_shm(tmp_path):
     (tmp_path / "load.py").write_text(LOAD)
     mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
     words = ["unshare", "-m", "sh", "-c", mount, *forked([PYTHON, str(tmp_path / "load.py")])]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.stdout == "loaded\n", ended.stderr
+
+
+LIMIT_SEC = 30
+
+# The samples are the ids of the processes that load them.
+RANK = f"""
+import os, time
+from kaitian_mpi.train.data.batches import Share
+from kaitian_mpi.train.data.loader import ShareLoader
+
+class Identities:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, indices):
+        return os.getpid()
+
+if __name__ == "__main__":
+    shares = (Share(0, 0, [(1, [index])]) for index in range(8))
+    loading = ShareLoader(Identities(), 1, pin_memory=False).load(shares)
+    print(os.getpid(), next(loading)[0].batch, flush=True)
+    time.sleep({LIMIT_SEC})
+"""
+
+
+def test_a_worker_exits_when_its_rank_is_killed(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    rank = subprocess.Popen(forked([PYTHON, str(script)]), stdout=subprocess.PIPE, text=True)
+    try:
+        rank_pid, loading_pid = map(int, rank.stdout.readline().split())
+        loading = psutil.Process(loading_pid)
+        fork_server = loading.parent()
+        assert fork_server.pid != rank_pid
+    finally:
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+        rank.stdout.close()
+    _, alive = psutil.wait_procs([loading, fork_server], timeout=LIMIT_SEC)
+    for process in alive:
+        process.kill()
+    assert not alive

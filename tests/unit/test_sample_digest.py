@@ -54,11 +54,12 @@ def test_inputs_alone_change_the_digests():
 
 
 def test_random_augmentation_does_not_affect_digests_or_the_generators():
-    data = batches_of_pairs(Samples(range(20), is_random=True))
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    one = digest_samples(data)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert before == after
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    one = digests(range(20), is_random=True)
+    assert states() == before
     torch.rand(7), np.random.rand(7), random.random()
     assert digests(range(20), is_random=True) == one
     assert one != digests(range(20))
@@ -72,9 +73,5 @@ def test_small_and_failing_data_sets():
 
 def test_reading_stops_when_the_time_is_up(monkeypatch):
     monkeypatch.setattr(sample_digest, "_MAX_SEC", 0.02)
-    monkeypatch.setattr(Samples, "__len__", lambda self: time.sleep(0.01) or len(self.order))
-    data = batches_of_pairs(Samples(range(100)))
-    monkeypatch.setattr(
-        sample_digest, "_digest", lambda data, index: (time.sleep(0.01), ("", ""))[1]
-    )
-    assert 1 <= len(digest_samples(data)) <= 3
+    monkeypatch.setattr(sample_digest, "_digest", lambda data, index: time.sleep(0.01))
+    assert 1 <= len(digests(range(100))) <= 3

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,8 @@ from kaitian_mpi.errors import UserError
 
 class Batches(Dataset[Any]):
     """Wraps a map-style dataset; indexed by a list of sample indices, it returns a batch."""
+
+    gives_batches = True
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.data = data
@@ -43,18 +47,13 @@ class Batches(Dataset[Any]):
             )
         return samples
 
-    def one(self, index: int) -> Any:
-        """Return a batch of one sample, fetched without `__getitems__`."""
-        return self.collate([self.data[index]])
-
 
 def as_batches(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
     """Return a dataset that returns a batch when indexed by a list of sample indices.
 
     One whose attribute `gives_batches` is true is that already.
     """
-    is_one = isinstance(data, Batches) or getattr(data, "gives_batches", False)
-    return data if is_one else Batches(data, collate)
+    return data if getattr(data, "gives_batches", False) else Batches(data, collate)
 
 
 class MicroBatch(NamedTuple):
@@ -81,11 +80,8 @@ def split_share(
     """Return the parts of a `Share`; without samples, one with 0 that stands in."""
     if not indices:
         return [(0, list(range(min_batch)))]
-    parts, first = [], 0
-    for size in split_micro_batches(len(indices), micro_batch_size, min_batch):
-        parts.append((size, list(indices[first : first + size])))
-        first += size
-    return parts
+    sizes, left = split_micro_batches(len(indices), micro_batch_size, min_batch), iter(indices)
+    return [(size, list(itertools.islice(left, size))) for size in sizes]
 
 
 class StepBatches(Dataset[list[MicroBatch]]):
@@ -94,10 +90,6 @@ class StepBatches(Dataset[list[MicroBatch]]):
     def __init__(self, batches: Any) -> None:
         self._batches = batches
         self._epoch: int | None = None  # of the dataset in a data-loading process
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._batches)
 
     def __getitem__(self, share: Share) -> list[MicroBatch]:
         """Return the micro-batches of a share."""
@@ -109,10 +101,7 @@ class StepBatches(Dataset[list[MicroBatch]]):
             raise RuntimeError("the dataset, or collate, raised StopIteration") from error
 
     def _prepare_process(self, share: Share) -> None:
-        """Set the epoch of this process's dataset, and seed its random numbers.
-
-        So a share is the same in any process, and after a resume.
-        """
+        # So a share is the same in any process, and after a resume.
         random.seed(share.seed)
         np.random.seed(share.seed)
         torch.manual_seed(share.seed)
@@ -155,26 +144,21 @@ def map_tensors(
     if callable(getattr(batch, "to", None)):  # first: some are tuples or mappings as well
         changed = change_object(batch)
         return batch if changed is None else changed
+    inner = partial(map_tensors, change=change, change_object=change_object)
     if isinstance(batch, Mapping):
-        values = {key: map_tensors(value, change, change_object) for key, value in batch.items()}
-        return _like(batch, values)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change, change_object) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, change, change_object) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
+        values = {key: inner(value) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return values
         copied = copy.copy(batch)
-        for field in fields(batch):
-            value = map_tensors(getattr(batch, field.name), change, change_object)
-            object.__setattr__(copied, field.name, value)
+        copied.update(values)
         return copied
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(inner, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(inner, batch))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for field in fields(batch):
+            object.__setattr__(changed, field.name, inner(getattr(batch, field.name)))
+        return changed
     return batch
-
-
-def _like(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return the values in a mapping of the original's class, if that is mutable."""
-    if type(original) is dict or not isinstance(original, MutableMapping):
-        return values
-    moved = copy.copy(original)
-    moved.update(values)
-    return moved

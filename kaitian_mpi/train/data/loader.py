@@ -9,17 +9,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches
-from kaitian_mpi.train.data.shared_tensors import SharedTensorDataset
 
 _BATCHES_PER_WORKER = 2
 _POLL_SEC = 0.5
@@ -53,9 +51,13 @@ class ShareLoader:
         self._loader = None
 
     def _make_loader(self) -> DataLoader[list[MicroBatch]]:
-        workers = self._workers
+        workers, data = self._workers, cast("Dataset[list[MicroBatch]]", self.data)
+        if workers:
+            from kaitian_mpi.train.data.shared_tensors import SharedTensorDataset
+
+            data = SharedTensorDataset(data)
         return DataLoader(
-            SharedTensorDataset(self.data) if workers else self.data,
+            data,
             sampler=self._shares,
             batch_size=None,
             num_workers=workers,
@@ -94,9 +96,8 @@ def _exit_with_rank(_: int) -> None:
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
-    assert rank.pid is not None
-    watch = partial(_exit_after, rank.pid)
-    threading.Thread(target=watch, name="exit-with-rank", daemon=True).start()
+    args = (rank.pid,)
+    threading.Thread(target=_exit_after, name="exit-with-rank", args=args, daemon=True).start()
 
 
 def _exit_after(rank: int) -> None:

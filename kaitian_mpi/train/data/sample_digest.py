@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kaitian_mpi.train.data.batches import Batches
+
 _MAX_SAMPLES = 16
 _MAX_SEC = 2.0
 _FEW = 4  # whole numbers that are shown: a class, a length
@@ -39,10 +41,11 @@ def digest_samples(data: Any, count: int = _MAX_SAMPLES) -> list[tuple[str, str]
 
 
 def _digest(data: Any, index: int) -> tuple[str, str]:
-    single = getattr(data, "one", None)  # a user's dataset may count the samples it is asked for
     with _fixed_random_numbers():
         try:
-            sample = single(index) if single is not None else data[[index]]
+            # Not by `__getitems__`: a user's dataset may count the samples it is asked for.
+            is_wrapped = isinstance(data, Batches)
+            sample = data.collate([data.data[index]]) if is_wrapped else data[[index]]
         except Exception as error:  # user code may raise anything; training will raise it too
             return f"sample {index} raises {type(error).__name__}", ""
     texts, bits = [], hashlib.sha256()
@@ -76,7 +79,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    """Seed torch's CPU generator, numpy and Python inside the block; restore them afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

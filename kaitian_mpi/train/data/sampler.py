@@ -14,11 +14,6 @@ from kaitian_mpi.balance.shares import apportion, merge_small
 from kaitian_mpi.errors import UserError
 
 
-def samples_of_step(remaining: int, global_batch_size: int, min_batch: int = 1) -> int:
-    """Return how many samples all ranks together take in the next step."""
-    return remaining if remaining < global_batch_size + min_batch else global_batch_size
-
-
 def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
     """Return the number of steps that this many samples take."""
     steps, rest = divmod(samples, global_batch_size)
@@ -27,10 +22,10 @@ def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) ->
 
 def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 1) -> list[int]:
     """Return how many samples each rank takes in the next step, the same on every rank."""
-    samples = samples_of_step(remaining, sum(batch_sizes), min_batch)
-    if samples == sum(batch_sizes):
+    total = sum(batch_sizes)
+    if remaining == total or remaining >= total + min_batch:
         return list(batch_sizes)
-    return merge_small(apportion(samples, batch_sizes), batch_sizes, min_batch)
+    return merge_small(apportion(remaining, batch_sizes), batch_sizes, min_batch)
 
 
 class LoadAdaptiveSampler(Sampler[list[int]]):
@@ -42,9 +37,9 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
     each sample exactly once over all ranks: no padding, no duplicates, none dropped. In an
     epoch's last, partial step a rank's list may be empty.
 
-    The position is a number of samples. So the plan can change between any two steps, and a state
-    can be loaded by any number of ranks. An iterator started in the middle of an epoch continues
-    from there; one started after another reached the end starts the epoch again.
+    The plan can change between any two steps, and a state can be loaded by any number of ranks. An
+    iterator started in the middle of an epoch continues from there; one started after another
+    reached the end starts the epoch again.
 
     No method is collective: ranks agree because they set the same plans at the same steps.
 
@@ -61,7 +56,6 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
     Attributes:
         num_replicas: the number of ranks.
-        rank: this rank.
         epoch: the epoch of the permutation.
         position: samples of the epoch yielded so far, over all ranks. A `DataLoader` with
             workers fetches ahead of training; to save the samples trained, or to apply a plan at
@@ -156,8 +150,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         if self._ran_to_end:
             self.position = 0
             self._ran_to_end = False
-        order = self._permutation()
-        self._plans = [(self.position, self._batch_sizes)]
+        order, self._plans = self._permutation(), [(self.position, self._batch_sizes)]
         while self.position < len(order):
             own, self.position = self._share_at(order, self.position)
             yield own

@@ -77,11 +77,10 @@ class _Pickler(reduction.ForkingPickler):
         storage = value.untyped_storage()
         if value.is_conj() or value.is_neg() or value.is_quantized or storage.is_shared():
             return NotImplemented
-        view = value.storage_offset(), tuple(value.shape), value.stride()
-        if storage.nbytes() == 0:
-            return _tensor, (None, 0, value.dtype, *view)
-        start = self._region.put(storage)
-        return _tensor, (self._region, start, value.dtype, *view)
+        is_empty = storage.nbytes() == 0
+        place = (None, 0) if is_empty else (self._region, self._region.put(storage))
+        shape = tuple(value.shape), value.stride()
+        return _tensor, (*place, value.dtype, value.storage_offset(), shape)
 
 
 def _map(file: Any) -> torch.UntypedStorage:
@@ -91,19 +90,12 @@ def _map(file: Any) -> torch.UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def _tensor(
-    region: torch.UntypedStorage | None,
-    start: int,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> torch.Tensor:
-    """Return a tensor in a region, given the byte offset of its storage there."""
+def _tensor(region: Any, start: int, dtype: torch.dtype, offset: int, shape: Any) -> torch.Tensor:
+    """Return a tensor of a shape and strides, given the byte offset of its storage in a region."""
     if region is None:
-        return torch.empty_strided(shape, stride, dtype=dtype)
+        return torch.empty_strided(*shape, dtype=dtype)
     first = start // dtype.itemsize + offset
-    return torch.empty(0, dtype=dtype).set_(region, first, shape, stride)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=dtype).set_(region, first, *shape)
 
 
 class SharedTensorDataset(Dataset[Any]):
