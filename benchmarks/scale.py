@@ -142,8 +142,7 @@ def run(ranks: int, how: str) -> dict[str, Any]:
 def rebalancing_sec(ranks: int) -> float:
     """Return the seconds a rank takes in each step to look at the times of all ranks."""
     from kaitian_mpi.balance.cost_model import RankCost
-    from kaitian_mpi.balance.monitor import RankSteps
-    from kaitian_mpi.balance.rebalancer import Rebalancer
+    from kaitian_mpi.balance.rebalancer import RankSteps, Rebalancer
     from kaitian_mpi.balance.stragglers import StragglerDetector
 
     chance = np.random.default_rng(0)

@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 
 import kaitian_mpi
-from kaitian_mpi.balance.cost_model import RankCost, fit
-from kaitian_mpi.balance.fastest_split import CostTable
-from kaitian_mpi.balance.monitor import RankSteps
-from kaitian_mpi.balance.rebalancer import Rebalancer
+from kaitian_mpi.balance.cost_model import CostTable, RankCost, fit
+from kaitian_mpi.balance.rebalancer import RankSteps, Rebalancer
 from kaitian_mpi.balance.shares import plan_fastest
 from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.mpi.exchange import gather_values

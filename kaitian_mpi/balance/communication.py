@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +44,7 @@ class MeasuredAllreduce:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of all kinds."""
         return sum(self.ranks_per_kind.values())
 
 
@@ -67,16 +67,12 @@ def ddp_buckets(gradient_bytes: int) -> list[int]:
 def exposed_seconds(
     compute_sec: float, buckets: Sequence[int], cost: AllreduceCost, micro_batches: int = 1
 ) -> float:
-    """Return the seconds of communication that are not hidden behind backward.
+    """Return the seconds from the end of computing to the end of the last allreduce.
 
     Assumes that forward takes a third of the compute time and that gradients become ready evenly
     over the other two thirds, each bucket at its cumulative part of the bytes; that buckets are
     reduced one after the other; and that communication takes no core from computing. With several
     micro-batches, only the last backward overlaps with communication.
-
-    Returns:
-        The time from the end of computing to the end of the last allreduce, in seconds; at least
-        the last bucket's time.
     """
     if not buckets:
         return 0.0
@@ -102,14 +98,14 @@ def scale_allreduce(
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):
             return entry.cost
-    inside = _largest(_inside(measured, wanted))
+    inside = _inside(measured, wanted)
     if len(wanted) == 1:
         return inside
     same = [entry for entry in measured if entry.ranks_per_kind.keys() == wanted.keys()]
     if not same:
         raise _not_measured(f"between {', '.join(wanted)}")
     entry = max(same, key=lambda entry: entry.ranks)
-    then = _largest(_inside(measured, entry.ranks_per_kind))
+    then = _inside(measured, entry.ranks_per_kind)
     return AllreduceCost(
         inside.latency_sec + max(0.0, entry.cost.latency_sec - then.latency_sec),
         inside.sec_per_byte + max(0.0, entry.cost.sec_per_byte - then.sec_per_byte),
@@ -125,10 +121,9 @@ def _alone(measured: Sequence[MeasuredAllreduce], kind: str) -> list[MeasuredAll
     return [e for e in measured if e.ranks_per_kind.keys() == {kind} and e.ranks > 1]
 
 
-def _inside(
-    measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]
-) -> Iterator[AllreduceCost]:
-    """Yield the cost of an allreduce within each group of two ranks or more."""
+def _inside(measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]) -> AllreduceCost:
+    """Return the largest latency and time per byte within any group."""
+    latency_sec = sec_per_byte = 0.0
     for kind, ranks in wanted.items():
         if ranks == 1:
             continue
@@ -141,13 +136,9 @@ def _inside(
         # A ring moves 2(n-1)/n of the bytes.
         calls = math.log2(ranks) / math.log2(known.ranks)
         moved = (1 - 1 / ranks) / (1 - 1 / known.ranks)
-        yield AllreduceCost(known.cost.latency_sec * calls, known.cost.sec_per_byte * moved)
-
-
-def _largest(costs: Iterable[AllreduceCost]) -> AllreduceCost:
-    """Return the largest latency and time per byte of some costs; 0 of none."""
-    parts = [(cost.latency_sec, cost.sec_per_byte) for cost in costs]
-    return AllreduceCost(*map(max, zip((0.0, 0.0), *parts, strict=True)))
+        latency_sec = max(latency_sec, known.cost.latency_sec * calls)
+        sec_per_byte = max(sec_per_byte, known.cost.sec_per_byte * moved)
+    return AllreduceCost(latency_sec, sec_per_byte)
 
 
 def _not_measured(what: str) -> UserError:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from kaitian_mpi.balance.cost_model import RankCost, fit
-from kaitian_mpi.balance.monitor import MEDIAN_DIFFERENCE, RankSteps
+from kaitian_mpi.balance.rebalancer import MAX_GROWTH, MEDIAN_DIFFERENCE, RankSteps
 from kaitian_mpi.balance.shares import plan_fastest
 
 _STEPS_PER_TRIAL = 4
@@ -18,7 +18,6 @@ _PATIENCE = 20
 # The first split is varied: a line through two close batch sizes mostly shows noise.
 _MIN_CHANGE = 1.25
 _SPREAD = 1.3
-MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
 _MIN_GAIN = 0.02
 # Learning ends when the standard error of every rank's time is small, or after many steps.
 _MAX_ERROR = 0.015
@@ -33,7 +32,7 @@ class CostLearner:
     """Learns the ranks' cost models from their first steps, while it moves to the fastest split.
 
     A pure function of values that all ranks have exchanged, so every rank arrives at the same
-    batch sizes at the same step. They always sum to the same global batch.
+    batch sizes, of the same sum, at the same step.
 
     - The first split is the caller's. At a single batch size, nine tenths of a rank's time are
       assumed to be proportional to it.
@@ -42,14 +41,10 @@ class CostLearner:
     - Then it is the fastest by all steps so far. It changes again where that gains 2% or more,
       until all ranks' times are known to 1.5%, or for 20 steps. Then the costs are known.
 
-    Each split is kept until every rank has been timed for four steps at its batch size. Of each
-    batch size, the middle half of the times counts, so single slow steps do no harm; the first
-    step, which compiles and allocates, is ignored. The noisier the times, the more the slope of
-    their line is drawn to the one assumed at first. A batch size at most doubles from one split to
-    the next, so that a batch that does not fit the memory is not reached in one leap.
-
-    A device may report its times late, and several steps at once: they belong to the steps in the
-    order in which these were reported.
+    Each split is kept for four timed steps of every rank. Of each batch size, the middle half of
+    the times counts, without the first step, which compiles. The noisier they are, the more the
+    slope of their line is drawn to the one assumed at first. Devices may report several steps at
+    once, and late.
     """
 
     def __init__(
@@ -83,15 +78,15 @@ class CostLearner:
         self._steps_of_trial += 1
         return self._improve() if self._is_timed() else None
 
-    def _is_timed(self) -> bool:
-        """Return whether the current split has been timed.
+    @property
+    def _is_late(self) -> bool:
+        # If an epoch is shorter than a global batch, for example, no step has these batch sizes.
+        return self._steps_of_trial >= self._patience
 
-        It is not waited for too long: if an epoch is shorter than a global batch, for example,
-        no step has these batch sizes.
-        """
+    def _is_timed(self) -> bool:
         counts = [rank.steps_at(b) for rank, b in zip(self._ranks, self.batch_sizes, strict=True)]
-        is_late = self._steps_of_trial >= self._patience
-        return (min(counts) >= _STEPS_PER_TRIAL or is_late) and all(r.steps for r in self._ranks)
+        enough = min(counts) >= _STEPS_PER_TRIAL or self._is_late
+        return enough and all(rank.steps for rank in self._ranks)
 
     def _improve(self) -> list[int] | None:
         """Return the next split, if any; finish when it is the last."""
@@ -104,19 +99,16 @@ class CostLearner:
         changes = batch_sizes != self.batch_sizes and (is_first or gain >= _MIN_GAIN)
         fastest = plan_fastest(costs, sum(self._first), self._min_batch)
         is_fastest = not changes or batch_sizes == fastest
-        if not is_first and is_fastest and self._is_certain():
+        if (
+            not is_first
+            and is_fastest
+            and (self._is_late or all(r.is_certain for r in self._ranks))
+        ):
             self.costs = costs
         if not changes:
             return None
         self.gain, self.batch_sizes, self._steps_of_trial = gain, batch_sizes, 0
         return batch_sizes
-
-    def _is_certain(self) -> bool:
-        """Return whether the costs are known well enough."""
-        late = self._steps_of_trial >= self._patience
-        return late or all(
-            rank.error <= _MAX_ERROR or rank.steps >= _MAX_STEPS for rank in self._ranks
-        )
 
     def _split(self, costs: Sequence[RankCost]) -> list[int]:
         """Return the fastest split in which no batch grows too much."""
@@ -129,13 +121,10 @@ class CostLearner:
     def _spread(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> list[RankCost]:
         """Return costs whose fastest split changes the batch size of every rank, if possible.
 
-        Of the ranks whose batch size would hardly change, half seem faster: those that would grow
-        most. The others seem slower.
+        Of the ranks whose batch size would hardly change, those that would grow most seem faster.
         """
         changes = [new / old for new, old in zip(batch_sizes, self.batch_sizes, strict=True)]
-        close = [
-            rank for rank, change in enumerate(changes) if 1 / _MIN_CHANGE < change < _MIN_CHANGE
-        ]
+        close = [n for n, change in enumerate(changes) if 1 / _MIN_CHANGE < change < _MIN_CHANGE]
         close.sort(key=lambda rank: -changes[rank])
         seeming = list(costs)
         for index, rank in enumerate(close):
@@ -144,7 +133,6 @@ class CostLearner:
 
 
 def _step_sec(costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:
-    """Return the slowest rank's seconds."""
     return max(cost.seconds(b) for cost, b in zip(costs, batch_sizes, strict=True))
 
 
@@ -165,9 +153,10 @@ class _RankTimes:
         return sum(len(times) for times in self._times.values())
 
     @property
-    def error(self) -> float:
-        """The relative standard error of the cost, at the batch sizes timed."""
-        return self._noise() / math.sqrt(self.steps)
+    def is_certain(self) -> bool:
+        """Whether the cost is known well enough, at the batch sizes timed."""
+        steps = self.steps
+        return steps >= _MAX_STEPS or self._noise() <= _MAX_ERROR * math.sqrt(steps)
 
     def add(self, steps: int, samples: int, work_sec: float) -> None:
         """Add a step, and the mean time of those that the device has finished since the last."""
@@ -181,8 +170,7 @@ class _RankTimes:
         times = self._times.setdefault(timed[0], deque(maxlen=_WINDOW))
         seconds = max(work_sec, 1e-9)
         if times:
-            mean = (seconds + times[-1]) / 2
-            self._differences.append(abs(seconds - times[-1]) / mean)
+            self._differences.append(abs(seconds - times[-1]) / ((seconds + times[-1]) / 2))
         times.extend([seconds] * steps)
 
     def steps_at(self, batch_size: int) -> int:
@@ -193,7 +181,7 @@ class _RankTimes:
         """Return the cost by the times so far, of which there is at least one."""
         often = {b: times for b, times in self._times.items() if len(times) >= _MIN_STEPS}
         known = often or self._times
-        seconds = [_middle(times) for times in known.values()]
+        seconds = [_mean_of_middle_half(times) for times in known.values()]
         # What is assumed of alpha counts as if a step without samples had been measured.
         errors = [*(self._noise() * sec for sec in seconds), _ALPHA_ERROR * seconds[0]]
         counts = [*map(len, known.values()), 1]
@@ -201,14 +189,12 @@ class _RankTimes:
         weights = [n / (error * error) for n, error in zip(counts, errors, strict=True)]
         return fit([*known, 0], [*seconds, _USUAL_ALPHA * seconds[0]], weights)
 
-    def _noise(self) -> float:
-        """Return the relative standard deviation of a step's time."""
+    def _noise(self) -> float:  # of a step's time, relative
         if len(self._differences) < _MIN_DIFFERENCES:
             return _USUAL_NOISE
         return max(_MIN_NOISE, median(self._differences) / MEDIAN_DIFFERENCE)
 
 
-def _middle(times: Sequence[float]) -> float:
-    """Return the mean of the middle half."""
+def _mean_of_middle_half(times: Sequence[float]) -> float:
     cut = (len(times) + 1) // 4
     return fmean(sorted(times)[cut : len(times) - cut])

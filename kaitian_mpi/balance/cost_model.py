@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+
+import numpy as np
 
 MAX_CHANGE = 0.03  # of a predicted step, by more measurements
+_NO_LIMIT = 2.0**62
 _MIN_SLOPE = 0.25  # relative to the largest batch's time per sample
 
 
@@ -38,15 +40,53 @@ class RankCost:
         """Return the cost of a rank that takes `factor` times as long."""
         return RankCost(self.alpha_sec * factor, self.beta_sec * factor, self.largest_micro_batch)
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to values that JSON can hold."""
-        model = {"alpha_sec": self.alpha_sec, "beta_sec": self.beta_sec}
-        return {"model": model, "largest_micro_batch": self.largest_micro_batch}
 
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> RankCost:
-        """Convert back from the result of `to_json`."""
-        return RankCost(**content["model"], largest_micro_batch=content["largest_micro_batch"])
+@dataclass(frozen=True)
+class CostTable:
+    """The costs of many ranks, as arrays with one entry per rank."""
+
+    alpha_sec: np.ndarray
+    beta_sec: np.ndarray
+    largest_micro_batch: np.ndarray
+    """A very large number if there is no limit."""
+
+    @classmethod
+    def of(cls, costs: Sequence[RankCost]) -> CostTable:
+        """Return the table of these costs."""
+        limits = [cost.largest_micro_batch for cost in costs]
+        return cls(
+            np.array([cost.alpha_sec for cost in costs]),
+            np.array([cost.beta_sec for cost in costs]),
+            np.array([_NO_LIMIT if limit is None else float(limit) for limit in limits]),
+        )
+
+    def times(self, factors: np.ndarray) -> CostTable:
+        """Return the costs of ranks that take `factors` times as long, a factor per rank."""
+        return CostTable(
+            self.alpha_sec * factors, self.beta_sec * factors, self.largest_micro_batch
+        )
+
+    def seconds(self, samples: np.ndarray) -> np.ndarray:
+        """Return the seconds that each rank's step takes with its samples; 0 without samples."""
+        micro_batches = np.ceil(samples / self.largest_micro_batch)
+        return self.alpha_sec * micro_batches + self.beta_sec * samples
+
+    def within(self, seconds: float, most: int | np.ndarray) -> np.ndarray:
+        """Return how many samples, at most `most`, each rank can process in this time."""
+        full_sec = self.alpha_sec + self.beta_sec * self.largest_micro_batch
+        full_count = np.minimum(np.floor(seconds / full_sec), most)  # of at least a sample each
+        left_sec = seconds - full_count * full_sec
+        partial = np.floor((left_sec - self.alpha_sec) / self.beta_sec)
+        partial = np.clip(partial, 0, self.largest_micro_batch)
+        return np.minimum(full_count * self.largest_micro_batch + partial, most).astype(np.int64)
+
+    def costs(self) -> list[RankCost]:
+        """Return the cost of each rank."""
+        columns = (self.alpha_sec, self.beta_sec, self.largest_micro_batch)
+        return [
+            RankCost(alpha, beta, None if limit == _NO_LIMIT else int(limit))
+            for alpha, beta, limit in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
 
 def fit(
@@ -54,17 +94,12 @@ def fit(
 ) -> RankCost:
     """Fit a rising line with a non-negative intercept to measured (batch, seconds).
 
-    Weighted least squares that assumes a measurement's variance to be proportional to its time, as
-    for a sum of many small disturbances. Noise can tilt the line too far, and far beyond the
+    By weighted least squares; by default a measurement's variance is assumed to be proportional to
+    its time, as for a sum of many small disturbances. Noise can tilt the line, and far beyond the
     largest measured batch a rank would then look many times faster or slower than it is. So if the
-    intercept is negative, the best line through the origin is used; and if more than three quarters
-    of the largest batch's time would be independent of the batch, the best line with exactly that.
-    A single batch size gives the line through the origin.
-
-    Args:
-        batches: samples, at least 1 each, or 0 if there are others too.
-        seconds: above 0, one for each batch.
-        weights: one for each batch, inversely proportional to the variance; None for the above.
+    intercept is negative, or there is one batch size, the best line through the origin is used; and
+    if more than three quarters of the largest batch's time would be independent of the batch, the
+    best line with exactly that.
     """
     weights = weights or [1.0 / s for s in seconds]
     # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
@@ -100,10 +135,8 @@ def scores(seconds: Sequence[float]) -> list[float]:
 def is_settled(rounds: Mapping[int, Sequence[float]], share: int) -> bool:
     """Return whether another round of measurements would hardly change the predicted step.
 
-    The cost model is fitted to the medians of the rounds. One more round, however fast or slow it
-    is, moves a median no further than halfway to the next measurement; the rank's predicted time is
-    settled if it would then change by at most 3%. A step lasts as long as its slowest rank, so
-    none of its ranks can change it by more.
+    The cost model is fitted to the medians of the rounds. It is settled if one more round, however
+    fast or slow, would change the rank's predicted time, and so the step's, by at most 3%.
     """
     if any(len(times) < 2 for times in rounds.values()):
         return False

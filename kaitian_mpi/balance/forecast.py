@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,8 @@ from kaitian_mpi.balance.communication import (
     exposed_seconds,
     scale_allreduce,
 )
-from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.fastest_split import CostTable, split_cohorts
+from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
 _MAX_KINDS_FOR_ALL_SUBSETS = 8
@@ -50,7 +51,7 @@ class Share:
 class Forecast:
     """The predicted performance of a job. Seconds are per step."""
 
-    shares: tuple[Share, ...]
+    shares: Sequence[Share]
     """In the order of the cohorts, within a cohort the larger share first."""
     exposed_sec: float
     """Communication that is not hidden behind computing."""
@@ -82,10 +83,8 @@ class Forecast:
         Alone means at its share and without communication; a rank without samples counts with its
         rate at one sample.
         """
-        alone = math.fsum(
-            share.ranks * max(share.samples, 1) / share.cohort.cost.seconds(max(share.samples, 1))
-            for share in self.shares
-        )
+        own = [(share.cohort.cost, max(share.samples, 1), share.ranks) for share in self.shares]
+        alone = math.fsum(ranks * samples / cost.seconds(samples) for cost, samples, ranks in own)
         return min(1.0, self.samples_per_sec / alone)  # rounding may exceed 1 slightly
 
 
@@ -93,36 +92,31 @@ class Forecast:
 class SubsetForecasts:
     """Forecasts for subsets of a world's device kinds, at the same global batch size."""
 
-    kinds: tuple[str, ...]
-    """The kinds of the whole world."""
+    world: Mapping[str, int]
+    """Ranks of each kind."""
+    global_batch_size: int
     forecasts: Mapping[tuple[str, ...], Forecast]
-    """By the kinds that take part, in the order of `kinds`."""
+    """By the kinds that take part, in the order of `world`."""
 
     @property
     def whole(self) -> Forecast:
         """The forecast with every rank."""
-        return self.forecasts[self.kinds]
+        return self.forecasts[tuple(self.world)]
 
     @property
     def best(self) -> tuple[str, ...]:
         """The fastest combination of kinds; of equally fast ones the smallest."""
-        return max(
-            self.forecasts, key=lambda kinds: (self.forecasts[kinds].samples_per_sec, -len(kinds))
-        )
+        rates = {kinds: each.samples_per_sec for kinds, each in self.forecasts.items()}
+        return max(rates, key=lambda kinds: (rates[kinds], -len(kinds)))
 
     def gain(self, kind: str) -> float | None:
         """Return a kind's gain: 0.3 for 30% more samples/s with it; None for the only kind."""
-        rest = tuple(other for other in self.kinds if other != kind)
-        if not rest:
-            return None
-        return self.whole.samples_per_sec / self.forecasts[rest].samples_per_sec - 1
+        rest = self.forecasts.get(tuple(other for other in self.world if other != kind))
+        return None if rest is None else self.whole.samples_per_sec / rest.samples_per_sec - 1
 
 
 def forecast(
-    cohorts: Sequence[Cohort],
-    global_batch_size: int,
-    buckets: Sequence[int],
-    allreduce: AllreduceCost,
+    cohorts: Sequence[Cohort], global_batch_size: int, buckets: Sequence[int], cost: AllreduceCost
 ) -> Forecast:
     """Forecast a job with the fastest split of its global batch. A rank may get no samples."""
     costs = CostTable.of([cohort.cost for cohort in cohorts])
@@ -135,10 +129,8 @@ def forecast(
         if count
     ]
     slowest = max(shares, key=lambda share: share.seconds)
-    exposed_sec = exposed_seconds(
-        slowest.seconds, buckets, allreduce, slowest.cohort.cost.micro_batches(slowest.samples)
-    )
-    return Forecast(tuple(shares), exposed_sec)
+    micro_batches = slowest.cohort.cost.micro_batches(slowest.samples)
+    return Forecast(shares, exposed_seconds(slowest.seconds, buckets, cost, micro_batches))
 
 
 def forecast_subsets(
@@ -148,21 +140,20 @@ def forecast_subsets(
     measured: Sequence[MeasuredAllreduce],
 ) -> SubsetForecasts:
     """Forecast the job for every subset of its device kinds."""
-    kinds = tuple(ranks_per_kind(cohorts))
-    forecasts = {}
-    for subset in subsets(kinds):
+    world, forecasts = ranks_per_kind(cohorts), {}
+    for subset in subsets(tuple(world)):
         part = [cohort for cohort in cohorts if cohort.kind in subset]
-        cost = scale_allreduce(measured, ranks_per_kind(part))
+        cost = scale_allreduce(measured, {kind: world[kind] for kind in subset})
         forecasts[subset] = forecast(part, global_batch_size, buckets, cost)
-    return SubsetForecasts(kinds, forecasts)
+    return SubsetForecasts(world, global_batch_size, forecasts)
 
 
 def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:
     """Count the ranks of each kind."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for cohort in cohorts:
-        counts[cohort.kind] = counts.get(cohort.kind, 0) + cohort.ranks
-    return counts
+        counts[cohort.kind] += cohort.ranks
+    return dict(counts)
 
 
 def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
@@ -183,7 +174,6 @@ def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list
 
 def subsets(kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return every subset of kinds; of more than 8, each alone, all, and all but one."""
-    sizes: Iterable[int] = range(1, len(kinds) + 1)
-    if len(kinds) > _MAX_KINDS_FOR_ALL_SUBSETS:
-        sizes = (1, len(kinds) - 1, len(kinds))
+    count = len(kinds)
+    sizes = range(1, count + 1) if count <= _MAX_KINDS_FOR_ALL_SUBSETS else (1, count - 1, count)
     return [subset for size in sizes for subset in itertools.combinations(kinds, size)]

@@ -67,16 +67,14 @@ def read_measurements(path: Path) -> Measurements:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
             raise ValueError("it is of another version of kaitian-mpi")
-        ranks = [
+        content["ranks"] = tuple(
             MeasuredRank(**{**rank, "cost": RankCost(**rank["cost"])}) for rank in content["ranks"]
-        ]
-        allreduces = [
+        )
+        content["allreduces"] = tuple(
             MeasuredAllreduce(entry["ranks_per_kind"], AllreduceCost(**entry["cost"]))
             for entry in content["allreduces"]
-        ]
-        measured = Measurements(
-            **{**content, "ranks": tuple(ranks), "allreduces": tuple(allreduces)}
         )
+        measured = Measurements(**content)
         _check(measured)
     except OSError as error:
         raise UserError(
@@ -112,35 +110,19 @@ def _check(measured: Measurements) -> None:
             raise ValueError(f"unprintable {text!r}")
 
 
-def _check_range(
-    name: str, value: float, low: float, high: float, kind: type | tuple[type, ...] = (int, float)
-) -> None:
+def _check_range(name: str, value: float, low: float, high: float, kind: Any = int | float) -> None:
     if not isinstance(value, kind) or not low <= value <= high:  # False for NaN
         raise ValueError(f"{name} is {value!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedJob:
-    """A job that is forecast."""
-
-    measured: Measurements
-    world: dict[str, int]
-    """Ranks of each kind."""
-    global_batch_size: int
-    subsets: SubsetForecasts
-
-
 def plan_job(
     measured: Measurements, world: dict[str, int] | None, global_batch_size: int | None = None
-) -> PlannedJob:
+) -> SubsetForecasts:
     """Forecast a job; by default of the measured ranks, and their global batch per rank."""
     cohorts = measured.cohorts() if world is None else scale_cohorts(measured.cohorts(), world)
-    counts = ranks_per_kind(cohorts)
     if global_batch_size is None:
-        scaled = round(measured.global_batch_size * sum(counts.values()) / len(measured.ranks))
+        ranks = sum(cohort.ranks for cohort in cohorts)
+        scaled = round(measured.global_batch_size * ranks / len(measured.ranks))
         global_batch_size = min(max(1, scaled), MAX_SAMPLES)
     buckets = ddp_buckets(measured.gradient_bytes)
-    subsets = forecast_subsets(cohorts, global_batch_size, buckets, measured.allreduces)
-    return PlannedJob(
-        measured=measured, world=counts, global_batch_size=global_batch_size, subsets=subsets
-    )
+    return forecast_subsets(cohorts, global_batch_size, buckets, measured.allreduces)

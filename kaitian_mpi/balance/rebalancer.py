@@ -10,17 +10,41 @@ from statistics import median
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.fastest_split import CostTable
-from kaitian_mpi.balance.monitor import RankSteps, SpeedMonitors
+from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.shares import plan_fastest
 
+MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
 _MIN_GAIN = 0.05
 _MIN_GAIN_OF_REFINING = 0.02
 _STEPS_BETWEEN = 5  # so that a plan is judged by its own steps before it is replaced
 _STEPS_TO_REFINE = 10
 _WAIT_WINDOW = 10
 _STANDARD_ERRORS = 2.5
+_WINDOW = 30
+_NEWEST = 3
+_MIN_CHANGE = 0.1  # of the logarithm: about 10%
+_INITIAL_NOISE = 0.1
+# For normally distributed errors: the median of the differences of neighbors in standard
+# deviations, and a median's standard error relative to that of a mean.
+MEDIAN_DIFFERENCE = 0.954
+_MEDIAN_ERROR = 1.253
+_NO_VALUE = 1e300  # sorted behind all values
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """All ranks' times of a step, as arrays with one entry per rank. Seconds are per step.
+
+    In a job of thousands of ranks, an object for each would take longer than a short step.
+    """
+
+    steps: np.ndarray
+    """The number of steps averaged; 0 if the device has not finished one yet."""
+    samples: np.ndarray
+    work_sec: np.ndarray
+    """Time to get the batch and compute, without waiting for other ranks."""
+    wait_sec: np.ndarray
+    """Time spent only waiting for communication."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +66,12 @@ class Rebalancer:
     """Tracks the ranks' speeds and proposes a new plan when it gains 5% or more.
 
     A pure function of values that all ranks have exchanged, so every rank arrives at the same plan
-    at the same step. A rank's cost model keeps its shape and is only scaled: alpha and beta cannot
-    be separated at a single batch size, and at the fixed point, where each rank's time at its own
-    share has been measured, the shape does not matter.
+    at the same step. A rank's cost model is only scaled: alpha and beta cannot be separated at a
+    single batch size, and where each rank's time at its own share is known, that does not matter.
 
     Noise must not move samples back and forth: the gain has to remain even if every estimate is
-    off by 2.5 standard errors towards the values of the current plan. A plan based on little data,
-    i.e. on the first steps after a change or on the benchmark, may be refined once, after ten
-    steps, for a gain of 2%.
+    off by 2.5 standard errors towards the values of the current plan. A plan based on the first
+    steps after a change, or on the benchmark, may be refined once, after ten steps, for 2%.
     """
 
     def __init__(
@@ -61,8 +83,7 @@ class Rebalancer:
     ) -> None:
         """Start from a plan, and the ranks' costs by the benchmark.
 
-        A batch that is computed at once may not fit the memory: so a rank's next one is at most
-        `max_growth` times as large as any before.
+        A batch may not fit the memory: a rank's next is at most `max_growth` times any before.
         """
         self.batch_sizes = list(batch_sizes)
         """The current plan."""
@@ -106,28 +127,24 @@ class Rebalancer:
     def _better_plan(self) -> NewPlan | None:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
         least = _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
-        cautious = self._scaled(self._cautious_logs())
+        changes = self._monitors.log_factors - self._planned_logs
+        # Each moved by some standard errors towards the planned value.
+        certain = np.maximum(0.0, np.abs(changes) - _STANDARD_ERRORS * self._monitors.log_errors)
+        cautious = self._scaled(self._planned_logs + np.copysign(certain, changes))
         if not self._can_gain(cautious, least):
             return None
-        logs = self._monitors.log_factors
-        costs = self._scaled(logs)
-        batch_sizes = plan_fastest(
-            costs.costs(), sum(self.batch_sizes), self._min_batch, self._growth_limits()
-        )
+        costs, total = self._scaled(self._monitors.log_factors), sum(self.batch_sizes)
+        batch_sizes = plan_fastest(costs.costs(), total, self._min_batch, self._growth_limits())
         gain = self._gain(batch_sizes, costs)
         if min(gain, self._gain(batch_sizes, cautious)) < least:
             return None
-        changes = logs - self._planned_logs
         rank = int(np.abs(changes).argmax())
         times = math.exp(changes[rank])
         reason = f"takes {times:.2f}x as long as planned; {gain:.0%} faster steps predicted"
         return NewPlan(batch_sizes, gain, self.factors, rank, reason)
 
     def _can_gain(self, costs: CostTable, least: float) -> bool:
-        """Return whether any plan could gain as much: after most steps none could.
-
-        To know is much cheaper than to find the best plan.
-        """
+        """Return whether any plan could gain as much: much cheaper than to find the best plan."""
         longest = self._step_sec(costs, self.batch_sizes) / (1 + least) - median(self._waits)
         # Rounding must not make the answer False.
         total = sum(self.batch_sizes)
@@ -150,12 +167,6 @@ class Rebalancer:
         self._steps = 0
         self._monitors.restart()
 
-    def _cautious_logs(self) -> np.ndarray:
-        """Return the estimates, each moved by some standard errors towards the planned value."""
-        change = self._monitors.log_factors - self._planned_logs
-        certain = np.maximum(0.0, np.abs(change) - _STANDARD_ERRORS * self._monitors.log_errors)
-        return self._planned_logs + np.copysign(certain, change)
-
     def _scaled(self, logs: np.ndarray) -> CostTable:
         return self._costs.times(np.array(_exponentials(logs)))
 
@@ -170,3 +181,92 @@ class Rebalancer:
 def _exponentials(logs: np.ndarray) -> list[float]:
     """Return the exponentials. Of numpy's, the last bit depends on the processor."""
     return [math.exp(log) for log in logs.tolist()]
+
+
+class SpeedMonitors:
+    """Tracks the compute time of each rank relative to its cost model.
+
+    The estimate is the median of the steps since the last change, at most 30, so that old steps
+    are dropped and single slow steps do not matter. Three consecutive steps that deviate in the
+    same direction, by more than 10% and by more than three times the usual noise, are a change:
+    all earlier steps are dropped. Everything is in logarithms, because slowdowns are factors.
+
+    Every array has one entry per rank.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.log_factors = np.zeros(ranks)
+        """The logarithms of the estimates; 0 before any step."""
+        self._logs = _History(ranks)
+        self._differences = _History(ranks)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The number of steps that each estimate is based on."""
+        return self._logs.counts
+
+    @property
+    def log_errors(self) -> np.ndarray:
+        """The standard errors of `log_factors`; infinite before any step."""
+        errors = _MEDIAN_ERROR * self._noise() / np.sqrt(np.maximum(self.steps, 1))
+        return np.where(self.steps > 0, errors, np.inf)
+
+    def observe(self, ratios: np.ndarray, seen: np.ndarray) -> None:
+        """Add how many times as long as its cost model predicts each rank that was seen took."""
+        # Not numpy's: the last bit of that depends on the processor, and the ranks must agree.
+        values = np.array([math.log(ratio) for ratio in ratios.tolist()])
+        differences = np.abs(values - self._logs.newest(1)[:, 0])
+        self._differences.append(differences, seen & (self.steps > 0))
+        self._logs.append(values, seen)
+        changed = self._have_changed() & seen
+        if changed.any():
+            self._logs.keep_newest(_NEWEST, changed)
+        self.log_factors = np.where(seen, self._logs.medians(), self.log_factors)
+
+    def restart(self) -> None:
+        """Drop the steps but keep the estimates, because the ranks' batch sizes change."""
+        self._logs = _History(len(self.log_factors))
+
+    def _noise(self) -> np.ndarray:
+        """Return the standard deviations of a step, robust to changes of speed."""
+        known = self._differences.counts >= _NEWEST
+        noise = self._differences.medians() / MEDIAN_DIFFERENCE
+        return np.where(known, noise, _INITIAL_NOISE)
+
+    def _have_changed(self) -> np.ndarray:
+        deviations = self._logs.newest(_NEWEST) - self._logs.medians(_NEWEST)[:, None]
+        # How far the newest steps deviate in the same direction.
+        shift = np.maximum(deviations.min(1), -deviations.max(1))
+        far: np.ndarray = (shift > _MIN_CHANGE) & (self.steps >= 2 * _NEWEST)
+        return far & (shift > 3 * self._noise()) if far.any() else far  # most steps find none
+
+
+class _History:
+    """The newest values of each rank, at most 30."""
+
+    def __init__(self, ranks: int) -> None:
+        self.counts = np.zeros(ranks, int)
+        self._ranks = np.arange(ranks)
+        self._values = np.full((ranks, _WINDOW), _NO_VALUE)  # the newest one in the last column
+
+    def append(self, values: np.ndarray, to: np.ndarray) -> None:
+        """Add a value to each of some ranks."""
+        rows = slice(None) if to.all() else np.flatnonzero(to)  # a slice copies nothing
+        self._values[rows, :-1] = self._values[rows, 1:]
+        self._values[rows, -1] = values[rows]
+        self.counts[rows] = np.minimum(self.counts[rows] + 1, _WINDOW)
+
+    def newest(self, count: int) -> np.ndarray:
+        """Return the newest values, [ranks, count]; very large if there are fewer."""
+        return self._values[:, -count:]
+
+    def keep_newest(self, count: int, of: np.ndarray) -> None:
+        """Drop the values of some ranks but for the newest ones."""
+        self._values[of, :-count] = _NO_VALUE
+        self.counts[of] = count
+
+    def medians(self, without_newest: int = 0) -> np.ndarray:
+        """Return each rank's median; meaningless for a rank without values."""
+        ordered = np.sort(self._values[:, : _WINDOW - without_newest])
+        last = np.maximum(self.counts - without_newest, 1) - 1
+        return (ordered[self._ranks, last // 2] + ordered[self._ranks, (last + 1) // 2]) / 2

@@ -1,12 +1,13 @@
-"""Splits a number of samples in integer shares: a step's, a micro-batch's, a plan's."""
+"""Splits samples in integer shares: the fastest over unlike ranks, equal ones, micro-batches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.fastest_split import fastest_split
+import numpy as np
+
+from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.errors import UserError
 
 
@@ -21,9 +22,8 @@ def plan_fastest(
     `most` are the largest shares, None for no limit.
     """
     _check_enough(global_batch_size, len(costs), min_batch)
-    limits = [
-        global_batch_size if limit is None else limit for limit in most or [None] * len(costs)
-    ]
+    none = global_batch_size
+    limits = [none if limit is None else limit for limit in most or [None] * len(costs)]
     if sum(limits) < global_batch_size:
         raise UserError(
             f"--sync-bn computes a step without micro-batches, and of --global-batch-size "
@@ -58,14 +58,91 @@ def _check_enough(global_batch_size: int, ranks: int, min_batch: int) -> None:
     )
 
 
+def fastest_split(
+    costs: Sequence[RankCost],
+    global_batch_size: int,
+    least: int = 0,
+    most: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the shares with the shortest step, i.e. those whose slowest rank finishes first.
+
+    Minimizes max_i (alpha_i * k_i + beta_i * b_i) over integers b_i that sum to the global batch,
+    with k_i = ceil(b_i / limit_i). If `least` is 0, a rank whose smallest share would slow down the
+    step gets none. The same input gives the same shares on every machine.
+
+    Each rank has at least `least` samples, and at most its `most`; None: no limit.
+    """
+    table = CostTable.of(costs)
+    ones, limits = np.ones(len(costs), int), None if most is None else np.array(most)
+    samples, fewer = split_cohorts(table, ones, global_batch_size, least, limits)
+    shares: list[int] = (samples - fewer).tolist()
+    return shares
+
+
+def split_cohorts(
+    costs: CostTable,
+    ranks: np.ndarray,
+    total: int,
+    least: int = 0,
+    most: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the fastest split over cohorts, each of several ranks with the same cost.
+
+    The step time is found by bisection: in a given time each rank can process some number of
+    samples, and the shortest time in which they add up to the global batch is the optimum. The
+    surplus over the global batch is then removed from the ranks that finish last.
+
+    Returns:
+        By cohort, the samples of each of its ranks, and how many of these get one sample fewer.
+
+    Raises:
+        ValueError: a cost is no positive number, or the ranks cannot have so many samples.
+    """
+    alpha, beta = costs.alpha_sec, costs.beta_sec
+    known = (alpha >= 0) & (beta > 0) & np.isfinite(alpha + beta)  # False for NaN
+    if not (known & (costs.largest_micro_batch >= 1)).all():
+        raise ValueError("each cost must be finite, with beta_sec above 0 and a limit of 1 or more")
+    limit = np.full(len(ranks), total) if most is None else np.minimum(most, total)
+    if not least * ranks.sum() <= total <= (limit * ranks).sum():
+        raise ValueError(f"the ranks cannot have {total} samples in all")
+
+    def within(seconds: float) -> np.ndarray:
+        return np.maximum(costs.within(seconds, limit), least)
+
+    def reach(seconds: float) -> bool:
+        return bool((within(seconds) * ranks).sum() >= total)
+
+    if least * ranks.sum() == total:
+        return np.full(len(ranks), least), np.zeros(len(ranks), int)
+    low, high = 0.0, float((alpha + beta).min())
+    while not reach(high):
+        low, high = high, 2 * high
+    while low < (middle := (low + high) / 2) < high:  # until they are adjacent numbers
+        low, high = (low, middle) if reach(middle) else (middle, high)
+    return _without_surplus(costs, ranks, within(high), total, least)
+
+
+def _without_surplus(
+    costs: CostTable, ranks: np.ndarray, samples: np.ndarray, total: int, least: int
+) -> tuple[np.ndarray, np.ndarray]:
+    surplus = int((samples * ranks).sum()) - total
+    reducible = np.where(samples > least, ranks, 0)
+    while surplus >= reducible.sum() > 0:
+        samples, surplus = samples - (reducible > 0), surplus - int(reducible.sum())
+        reducible = np.where(samples > least, ranks, 0)
+    # The last to finish first; of several, the last of them.
+    order = np.lexsort((-np.arange(len(ranks)), -costs.seconds(samples)))
+    before = np.cumsum(reducible[order]) - reducible[order]
+    fewer = np.zeros(len(ranks), int)
+    fewer[order] = np.clip(surplus - before, 0, reducible[order])
+    return samples, fewer
+
+
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Split `total` in proportion to `weights` by the method of largest remainders.
 
     Every share is its exact quota rounded down, or that plus one; leftover units go to the largest
     remainders, with ties to the lower index. The same input gives the same shares on every machine.
-
-    Returns:
-        One share per weight; they sum to `total`.
     """
     # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.
     weight_sum = math.fsum(weights)
@@ -81,18 +158,11 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def merge_small(shares: Sequence[int], planned: Sequence[int], min_batch: int) -> list[int]:
-    """Change as few shares as possible so that each is 0 or at least `min_batch`.
-
-    If all together are smaller than that, they are unchanged.
+    """Change as few shares as possible so that each is 0 or `min_batch` and more, if that can be.
 
     The samples of the shares that are too small are collected and given back to some of the same
     ranks, in order of the planned share, `min_batch` samples each. The remainder goes to the rank
     that is furthest below its planned share.
-
-    Args:
-        shares: of each rank.
-        planned: each rank's usual share, 0 or at least `min_batch`.
-        min_batch: the smallest share, at least 1.
     """
     if sum(shares) < min_batch:
         return list(shares)
@@ -111,11 +181,8 @@ def merge_small(shares: Sequence[int], planned: Sequence[int], min_batch: int) -
 def split_micro_batches(samples: int, most: int | None, min_batch: int = 1) -> list[int]:
     """Split a share into micro-batches of at most `most` samples, equal to within one.
 
-    Args:
-        samples: the share; 0 gives one empty micro-batch.
-        most: at least 1; None for no limit.
-        min_batch: the smallest micro-batch, if the share is that large; it takes precedence over
-            `most`.
+    Each has at least `min_batch` samples if the share does, whatever `most` is. Without samples
+    there is one empty micro-batch.
     """
     count = 1 if most is None else math.ceil(samples / most)
     return apportion(samples, [1] * max(1, min(count, samples // min_batch)))

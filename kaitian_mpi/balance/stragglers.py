@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.fastest_split import CostTable
-from kaitian_mpi.balance.monitor import RankSteps, SpeedMonitors
+from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.rebalancer import RankSteps, SpeedMonitors
 
 COMPUTE, DATA, COMMUNICATION = "compute", "data loading", "communication"
 
@@ -76,12 +75,14 @@ class StragglerDetector:
         self._steps += 1
         if self._steps <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
             return []
-        self._add(steps, data_sec)
+        self._work.append(steps.work_sec)
+        self._data.append(data_sec)
+        self._wait.append(steps.wait_sec)
+        self._compare_with_first(steps, data_sec)
         work, data, wait = map(_medians, (self._work, self._data, self._wait))
         step_sec = np.maximum(work + wait, 1e-9)
         slower = np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
-        versus, parts = _versus_others(work), data / step_sec
-        last = int(wait.argmin())
+        versus, parts, last = _versus_others(work), data / step_sec, int(wait.argmin())
         waits = wait[last] / step_sec[last]
 
         def compute_text(rank: int) -> str:
@@ -101,10 +102,7 @@ class StragglerDetector:
             *self._slow_communication.follow(step, np.array([waits]), communication_text, last),
         ]
 
-    def _add(self, steps: RankSteps, data_sec: np.ndarray) -> None:
-        self._work.append(steps.work_sec)
-        self._data.append(data_sec)
-        self._wait.append(steps.wait_sec)
+    def _compare_with_first(self, steps: RankSteps, data_sec: np.ndarray) -> None:
         work = np.maximum(steps.work_sec - data_sec, 1e-9)
         ratios = work / self._costs.seconds(steps.samples)
         if self._baseline is not None:
@@ -157,7 +155,6 @@ class _Watch:
 
 
 def _medians(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the median of each column."""
     ordered = np.sort(np.array(rows), axis=0)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 

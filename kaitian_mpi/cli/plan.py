@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.balance.communication import guessed_kinds
+from kaitian_mpi.balance.forecast import SubsetForecasts
 from kaitian_mpi.balance.measurements import (
     MAX_SAMPLES,
     Measurements,
-    PlannedJob,
     plan_job,
     read_measurements,
 )
@@ -156,25 +156,25 @@ def report(measured: Measurements, parsed: Parsed) -> None:
         save_json(Path(chosen.save), measured.to_json())
     size = parsed.settings.get("global_batch_size") if chosen.file is not None else None
     job = plan_job(measured, chosen.world, size)
-    show(job)
+    show(measured, job)
     if chosen.save is not None:
         world = f"8x{measured.ranks[0].kind}"
         print(f"written to {chosen.save}; try {PROGRAM} {chosen.save} --world {world}")
 
 
-def show(job: PlannedJob) -> None:
+def show(measured: Measurements, job: SubsetForecasts) -> None:
     """Print the forecast."""
-    measured, subsets, whole = job.measured, job.subsets, job.subsets.whole
+    whole = job.whole
     emulated = " (devices or their speed emulated)" if measured.emulated else ""
     print(f"forecast for {measured.model}, from {len(measured.ranks):,} measured ranks{emulated}")
     print(f"global batch: {job.global_batch_size:,} samples")
     print(f"world: {sum(job.world.values()):,} ranks")
     heads = "kind", "ranks", "samples/step per rank", "ms computing", "without samples"
     _show(heads, [_kind_row(job, kind) for kind in job.world])
-    if 1 < len(subsets.forecasts) <= _MAX_SUBSETS:
+    if 1 < len(job.forecasts) <= _MAX_SUBSETS:
         print("with these kinds alone")
         rows = []
-        for kinds, cast in subsets.forecasts.items():
+        for kinds, cast in job.forecasts.items():
             figures = _rate(cast.samples_per_sec), _ms(cast.step_sec), f"{cast.efficiency:.0%}"
             rows.append((" + ".join(kinds), *figures))
         _show(("kinds", "samples/s", "step ms", "efficiency"), rows)
@@ -184,16 +184,16 @@ def show(job: PlannedJob) -> None:
         f"step: {_ms(whole.step_sec)} ms = {_ms(whole.compute_sec)} ms of computing + "
         f"{_ms(whole.exposed_sec)} ms of communication not hidden behind it"
     )
-    for kind in subsets.kinds:
-        gain = subsets.gain(kind)
+    for kind in job.world:
+        gain = job.gain(kind)
         if gain is not None:
             verdict = "worth it" if gain >= _MIN_GAIN else "not worth it"
             print(
                 f"{kind}: with {kind} {_rate(rate)} samples/s, without {_rate(rate / (1 + gain))}: "
                 f"{verdict} ({gain:+.0%})"
             )
-    best = subsets.forecasts[subsets.best].samples_per_sec
-    print(f"best: {' + '.join(subsets.best)}, {_rate(best)} samples/s")
+    best = job.forecasts[job.best].samples_per_sec
+    print(f"best: {' + '.join(job.best)}, {_rate(best)} samples/s")
     for kind in guessed_kinds(measured.allreduces, job.world):
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
 
@@ -204,8 +204,8 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(["", *map(str.rjust, row, widths)]))
 
 
-def _kind_row(job: PlannedJob, kind: str) -> tuple[str, ...]:
-    shares = [share for share in job.subsets.whole.shares if share.cohort.kind == kind]
+def _kind_row(job: SubsetForecasts, kind: str) -> tuple[str, ...]:
+    shares = [share for share in job.whole.shares if share.cohort.kind == kind]
     least, most = (pick(share.samples for share in shares) for pick in (min, max))
     samples = f"{least:,}" + (f" to {most:,}" if most > least else "")
     idle = sum(share.ranks for share in shares if share.samples == 0)

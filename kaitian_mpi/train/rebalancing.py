@@ -6,12 +6,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.balance.cost_learner import MAX_GROWTH, CostLearner
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.monitor import RankSteps
-from kaitian_mpi.balance.rebalancer import Rebalancer
+from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
 from kaitian_mpi.balance.stragglers import SlowPeriod, StragglerDetector
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
@@ -24,6 +22,9 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 from kaitian_mpi.train.summary import describe_rank
+
+if TYPE_CHECKING:
+    from kaitian_mpi.balance.cost_learner import CostLearner
 
 
 class Balancing(StepObserver):
@@ -56,6 +57,8 @@ class Balancing(StepObserver):
         if adaptive and costs:
             self._follow(costs, plan.batch_sizes)
         elif adaptive:
+            from kaitian_mpi.balance.cost_learner import CostLearner
+
             self._learner = CostLearner(plan.batch_sizes, plan.min_batch, self._steps_ahead)
         self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1

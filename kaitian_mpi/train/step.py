@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.balance.monitor import RankSteps
+from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.devices import Device
 from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.sums import Fraction

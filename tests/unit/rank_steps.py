@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kaitian_mpi.balance.monitor import RankSteps
+from kaitian_mpi.balance.rebalancer import RankSteps
 
 
 def rank_steps(*rows):

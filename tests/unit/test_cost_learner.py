@@ -46,23 +46,21 @@ def quiet(*_):
 class Job:
     """Simulated ranks; plans take effect, and times are known, as late as in training."""
 
-    def __init__(self, models, noise=quiet, seed=0, batch=None, *, ahead=0, lag=0, **options):
+    warm_up, first_of_size, epoch, lag = 20.0, 1.0, None, 0
+
+    def __init__(self, models, noise=quiet, seed=0, batch=None, ahead=0, min_batch=1, **options):
+        vars(self).update(options)
         self.random = random.Random(seed)
-        self.models, self.noise, self.lag = models, noise, lag
-        self.warm_up = options.pop("warm_up", 20.0)
-        self.first_of_size = options.pop("first_of_size", 1.0)
-        self.epoch = options.pop("epoch", None)
-        self.min_batch = options.get("min_batch", 1)
+        self.models, self.noise, self.min_batch = models, noise, min_batch
         self.batch = batch or 32 * len(models)
-        self.sizes = plan_equal(len(models), self.batch, self.min_batch)
-        self.learner = CostLearner(self.sizes, steps_ahead=ahead, **options)
+        self.sizes = plan_equal(len(models), self.batch, min_batch)
+        self.learner = CostLearner(self.sizes, min_batch, ahead)
         self.fetched = deque([self.sizes] * ahead)
         self.untimed = [deque() for _ in models]
         self.reported = None
         self.history = []
         self.learned_at = NEVER
-        best = plan_fastest(models, self.batch, self.min_batch)
-        self.best_sec = self.seconds(best)
+        self.best_sec = self.seconds(plan_fastest(models, self.batch, min_batch))
 
     def seconds(self, sizes):
         return max(m.seconds(b) for m, b in zip(self.models, sizes, strict=True))
@@ -76,11 +74,8 @@ class Job:
     def step(self, sizes):
         if self.epoch and (len(self.history) + 1) % self.epoch == 0:
             sizes = [max(self.min_batch, b // 3) for b in sizes]  # the epoch's last step
-        slow = 1.0
-        if not self.history:
-            slow = self.warm_up
-        elif sizes not in self.history:
-            slow = self.first_of_size
+        slow = 1.0 if sizes in self.history else self.first_of_size
+        slow = slow if self.history else self.warm_up
         self.history.append(sizes)
         report = []
         for model, b, untimed in zip(self.models, sizes, self.untimed, strict=True):
@@ -94,9 +89,7 @@ class Job:
         """A device that is behind has finished some of its steps, or none."""
         left = self.random.randint(0, self.lag) if self.lag else 0
         done = [untimed.popleft() for _ in range(len(untimed) - left)]
-        if not done:
-            return (0, samples, 0.0, 0.0)
-        return (len(done), samples, mean(done), 0.0)
+        return (len(done), samples, mean(done) if done else 0.0, 0.0)
 
     def observe(self, steps):
         known = self.learner.costs is not None
@@ -172,12 +165,11 @@ def test_alpha_and_beta_are_told_apart(slowness, part):
 
 
 def test_compiling_and_slow_first_steps_of_a_batch_size_do_no_harm():
-    as_usual = Job(models([1, 3]), uniform(0.02), 3, warm_up=1.0).run(30)
-    with_spikes = Job(models([1, 3]), uniform(0.02), 3, warm_up=500.0, first_of_size=20.0).run(30)
-    assert with_spikes.steps_to_95 <= 12
-    assert with_spikes.learned_at < 25
-    for cost, usual in zip(with_spikes.learner.costs, as_usual.learner.costs, strict=True):
-        assert cost.seconds(32) == pytest.approx(usual.seconds(32), rel=0.03)
+    job = Job(models([1, 3]), uniform(0.02), 3, warm_up=500.0, first_of_size=20.0).run(30)
+    assert job.steps_to_95 <= 12
+    assert job.learned_at < 25
+    for cost, model in zip(job.learner.costs, job.models, strict=True):
+        assert cost.seconds(32) == pytest.approx(model.seconds(32), rel=0.03)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -15,7 +15,6 @@ from kaitian_mpi.balance.communication import (
     scale_allreduce,
 )
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.fastest_split import fastest_split
 from kaitian_mpi.balance.forecast import (
     Cohort,
     forecast,
@@ -36,40 +35,33 @@ def measured(latency, per_byte, **ranks):
     return MeasuredAllreduce(ranks, AllreduceCost(latency, per_byte))
 
 
-def random_cohorts(chance, count, most_ranks=1):
-    return [
-        cohort(
-            chance.choice(["a", "b", "c"]),
-            chance.choice([0, 0.5, chance.random() * 5]),
-            chance.choice([0.1, 1, 0.01 + chance.random() * 3]),
-            chance.randint(1, most_ranks),
-            chance.choice([None, 1, 2, 5]),
-        )
-        for _ in range(count)
-    ]
+@pytest.mark.parametrize(
+    ("gradient_bytes", "buckets"),
+    [
+        (0, []),
+        (1000, [1000]),
+        (MIB, [MIB]),
+        (26 * MIB, [MIB, 25 * MIB]),
+        (60 * MIB + 5, [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]),
+    ],
+)
+def test_ddp_buckets_are_1_mib_then_25_mib(gradient_bytes, buckets):
+    assert ddp_buckets(gradient_bytes) == buckets
 
 
-# Buckets and their exposed communication.
-
-
-def test_ddp_buckets_are_1_mib_then_25_mib():
-    assert ddp_buckets(0) == []
-    assert ddp_buckets(1000) == [1000]
-    assert ddp_buckets(MIB) == [MIB]
-    assert ddp_buckets(26 * MIB) == [MIB, 25 * MIB]
-    assert ddp_buckets(60 * MIB + 5) == [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]
-
-
-def test_exposed_communication_computed_by_hand():
-    # Forward ends at 3 s; the halves are ready at 6 and 9 s and take 4 s each: 6..10, 10..14.
-    assert exposed_seconds(9.0, [5, 5], AllreduceCost(4.0, 0.0)) == pytest.approx(5.0)
-    # They take 2 s each: 6..8, 9..11.
-    assert exposed_seconds(9.0, [5, 5], AllreduceCost(2.0, 0.0)) == pytest.approx(2.0)
-    # A fifth is ready at 4.2 s, the rest at 9 s; 1 s a byte: 4.2..5.2, 9..13.
-    assert exposed_seconds(9.0, [1, 4], AllreduceCost(0.0, 1.0)) == pytest.approx(4.0)
-    # The last of three micro-batches: forward ends at 7 s, ready at 8 and 9 s: 8..12, 12..16.
-    assert exposed_seconds(9.0, [5, 5], AllreduceCost(4.0, 0.0), 3) == pytest.approx(7.0)
-    assert exposed_seconds(9.0, [], AllreduceCost(4.0, 0.0)) == 0
+@pytest.mark.parametrize(
+    ("buckets", "cost", "micro_batches", "exposed_sec"),
+    [
+        # Forward ends at 3 s; the halves are ready at 6 and 9 s and take 4 s each: 6..10, 10..14.
+        ([5, 5], (4.0, 0.0), 1, 5.0),
+        # The last of three micro-batches: forward ends at 7 s, ready at 8 and 9 s: 8..12, 12..16.
+        ([5, 5], (4.0, 0.0), 3, 7.0),
+        ([], (4.0, 0.0), 1, 0.0),
+    ],
+)
+def test_exposed_communication_computed_by_hand(buckets, cost, micro_batches, exposed_sec):
+    found = exposed_seconds(9.0, buckets, AllreduceCost(*cost), micro_batches)
+    assert found == pytest.approx(exposed_sec)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -86,44 +78,28 @@ def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
     assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
 
 
-# The forecast of one world.
-
-
-def test_a_forecast_computed_by_hand():
-    # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
-    cohorts = [cohort("gpu", 2.0, 1.0), cohort("cpu", 0.0, 2.0)]
-    found = forecast(cohorts, 10, [MIB], AllreduceCost(2.0, 0.0))
-    assert found.batch_sizes == [6, 4]
-    assert found.compute_sec == 8
-    assert found.exposed_sec == 2
-    assert found.step_sec == 10
-    assert found.samples_per_sec == 1
-    assert found.efficiency == pytest.approx(1 / (6 / 8 + 4 / 8))
-
-
-def test_a_rank_without_samples_counts_with_its_rate_at_one_sample():
-    found = forecast([cohort("gpu", 0.0, 1.0), cohort("cpu", 50.0, 1.0)], 10, [], FREE)
-    assert found.batch_sizes == [10, 0]
-    assert found.efficiency == pytest.approx(1 / (1 + 1 / 51))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_split_equals_fastest_split(seed):
-    chance = random.Random(seed)
-    cohorts = random_cohorts(chance, chance.randint(1, 6))
-    total = chance.randint(1, 200)
-    found = forecast(cohorts, total, [], FREE)
-    assert found.batch_sizes == fastest_split([c.cost for c in cohorts], total)
-
-
-def test_each_micro_batch_pays_its_fixed_cost_and_hides_less():
-    found = forecast([cohort("gpu", 1.0, 1.0, limit=5)], 10, [MIB, MIB], AllreduceCost(3.0, 0.0))
-    assert found.compute_sec == 12
-    # The last of two takes 6 s; half of the gradients are ready 2 s before its end.
-    assert found.exposed_sec == pytest.approx(4.0)
-
-
-# Subsets of kinds.
+@pytest.mark.parametrize(
+    ("cohorts", "buckets", "latency", "batch_sizes", "compute_sec", "exposed_sec", "efficiency"),
+    [
+        # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
+        ([(2.0, 1.0), (0.0, 2.0)], [MIB], 2.0, [6, 4], 8, 2, 1 / (6 / 8 + 4 / 8)),
+        # A rank without samples counts with its rate at one sample.
+        ([(0.0, 1.0), (50.0, 1.0)], [], 0.0, [10, 0], 10, 0, 1 / (1 + 1 / 51)),
+        # Each micro-batch pays its fixed cost and hides less: the last of two takes 6 s; half of
+        # the gradients are ready 2 s before its end.
+        ([(1.0, 1.0, 1, 5)], [MIB, MIB], 3.0, [10], 12, 4, 12 / 16),
+    ],
+)
+def test_a_forecast_computed_by_hand(
+    cohorts, buckets, latency, batch_sizes, compute_sec, exposed_sec, efficiency
+):
+    cohorts = [cohort("gpu", *each) for each in cohorts]
+    found = forecast(cohorts, 10, buckets, AllreduceCost(latency, 0.0))
+    assert found.batch_sizes == batch_sizes
+    assert found.compute_sec == compute_sec
+    assert found.exposed_sec == pytest.approx(exposed_sec)
+    assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
+    assert found.efficiency == pytest.approx(efficiency)
 
 
 def test_every_choice_of_kinds_is_forecast_and_judged():
@@ -138,7 +114,7 @@ def test_every_choice_of_kinds_is_forecast_and_judged():
     ]
     found = forecast_subsets(cohorts, 19, [MIB], entries)
     assert len(found.forecasts) == 7
-    assert found.kinds == ("gpu", "mlu", "cpu")
+    assert list(found.world) == ["gpu", "mlu", "cpu"]
     # gpu and mlu take 10 s for 10 and 9 samples; with cpu 9 s for 9, 9 and 1, and 3 s more.
     assert found.whole.samples_per_sec == pytest.approx(19 / 12)
     assert found.forecasts["gpu", "mlu"].samples_per_sec == pytest.approx(1.9)
@@ -166,8 +142,6 @@ def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
     assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
 
 
-# Scaling to another world.
-
 ENTRIES = [
     measured(2e-4, 2e-10, gpu=2),
     measured(4e-4, 3e-10, mlu=4),
@@ -175,26 +149,33 @@ ENTRIES = [
 ]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_scaling_to_the_measured_world_changes_nothing(entry):
-    assert scale_allreduce(ENTRIES, entry.ranks_per_kind) == entry.cost
+@pytest.mark.parametrize(
+    ("world", "latency_sec", "sec_per_byte"),
+    [
+        # The measured world.
+        *((e.ranks_per_kind, e.cost.latency_sec, e.cost.sec_per_byte) for e in ENTRIES),
+        # A group scales like a ring.
+        ({"gpu": 8}, 2e-4 * 3, 2e-10 * (7 / 8) / (1 / 2)),
+        # A single rank has no allreduce.
+        ({"mlu": 1}, 0.0, 0.0),
+        # The slowest group and the crossing add up: that had added 9e-4 - 4e-4 and 8e-10 - 3e-10.
+        (
+            {"gpu": 8, "mlu": 8},
+            5e-4 + max(2e-4 * 3, 4e-4 * 3 / 2),
+            5e-10 + max(2e-10 * 7 / 4, 3e-10 * 7 / 6),
+        ),
+        # A kind measured with one rank is assumed to be like the slowest, here the six ranks.
+        ({"cpu": 36}, 9e-4 * 2, 8e-10 * (35 / 36) / (5 / 6)),
+    ],
+)
+def test_scaling_to_another_world(world, latency_sec, sec_per_byte):
+    cost = scale_allreduce(ENTRIES, world)
+    assert cost.latency_sec == pytest.approx(latency_sec)
+    assert cost.sec_per_byte == pytest.approx(sec_per_byte)
 
 
-def test_a_group_scales_like_a_ring_allreduce():
-    cost = scale_allreduce(ENTRIES, {"gpu": 8})
-    assert cost.latency_sec == pytest.approx(2e-4 * 3)
-    assert cost.sec_per_byte == pytest.approx(2e-10 * (7 / 8) / (1 / 2))
-
-
-def test_a_single_rank_has_no_allreduce():
-    assert scale_allreduce(ENTRIES, {"mlu": 1}) == FREE
-
-
-def test_the_slowest_group_and_the_crossing_add_up():
-    cost = scale_allreduce(ENTRIES, {"gpu": 8, "mlu": 8})
-    # Crossing had added 9e-4 - 4e-4 and 8e-10 - 3e-10 to the slower group, mlu.
-    assert cost.latency_sec == pytest.approx(5e-4 + max(2e-4 * 3, 4e-4 * 3 / 2))
-    assert cost.sec_per_byte == pytest.approx(5e-10 + max(2e-10 * 7 / 4, 3e-10 * 7 / 6))
+def test_the_kinds_whose_allreduce_is_guessed_are_known():
+    assert guessed_kinds(ENTRIES, {"cpu": 2, "gpu": 9, "mlu": 1}) == ["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -210,27 +191,14 @@ def test_what_was_not_measured_is_an_error(entries, world, what):
         scale_allreduce(entries, world)
 
 
-def test_a_kind_measured_with_one_rank_is_assumed_to_be_like_the_slowest():
-    cost = scale_allreduce(ENTRIES, {"cpu": 36})
-    assert cost.latency_sec == pytest.approx(9e-4 * 2)  # of the six ranks
-    assert cost.sec_per_byte == pytest.approx(8e-10 * (35 / 36) / (5 / 6))
-    assert guessed_kinds(ENTRIES, {"cpu": 2, "gpu": 9, "mlu": 1}) == ["cpu"]
-
-
 def test_ranks_reuse_the_measured_costs_in_turn():
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
     found = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})
-    assert [(c.kind, c.cost.beta_sec, c.ranks) for c in found] == [
-        ("gpu", 1.0, 3),
-        ("gpu", 2.0, 2),
-        ("cpu", 5.0, 1),
-    ]
+    rows = [(each.kind, each.cost.beta_sec, each.ranks) for each in found]
+    assert rows == [("gpu", 1.0, 3), ("gpu", 2.0, 2), ("cpu", 5.0, 1)]
     assert [c.ranks for c in scale_cohorts(ranks, {"gpu": 1})] == [1]
-
-
-def test_the_error_for_an_unmeasured_kind_lists_the_measured_ones():
     with pytest.raises(UserError, match="kind 'npu' was not measured, only gpu, cpu"):
-        scale_cohorts([cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 1.0)], {"npu": 2})
+        scale_cohorts(ranks, {"npu": 2})
 
 
 def test_a_hundred_thousand_ranks_of_eight_kinds_take_less_than_three_seconds():

@@ -9,8 +9,7 @@ import pytest
 from rank_steps import rank_steps
 
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.monitor import SpeedMonitors
-from kaitian_mpi.balance.rebalancer import Rebalancer
+from kaitian_mpi.balance.rebalancer import Rebalancer, SpeedMonitors
 from kaitian_mpi.balance.shares import plan_fastest
 
 SEEN = np.array([True])
@@ -59,39 +58,34 @@ class Job:
         self.rebalancer = Rebalancer(costs, self.shares)
         self.plans = []
         self.efficiency = []
-        self.best_sec = {}
 
     def run(self, steps, factors):
         """A rank is factors(step)[rank] times slower; what a step tells is known a step later."""
         told = None
         for step in range(steps):
             now = [m.times(f) for m, f in zip(self.true, factors(step), strict=True)]
-            best_sec = self._best_sec(tuple(factors(step)), now)
-            self.efficiency.append(best_sec / self._seconds(now, self.shares))
-            work = [
-                m.seconds(b) * self.random.uniform(1 - self.noise, 1 + self.noise)
-                for m, b in zip(now, self.shares, strict=True)
-            ]
-            steps_now = [
-                (1, b, w, max(work) - w + 0.005) for b, w in zip(self.shares, work, strict=True)
-            ]
+            best_sec = seconds(now, plan_fastest(now, self.batch))
+            self.efficiency.append(best_sec / seconds(now, self.shares))
             plan = self.rebalancer.observe(rank_steps(*told)) if told else None
-            told = steps_now
+            told = noisy_rows(self.random, now, self.shares, [self.noise] * len(now), 0.005)
             if plan is not None:
                 assert sum(plan.batch_sizes) == self.batch
                 assert min(plan.batch_sizes) >= 1
                 self.plans.append((step, plan))
                 self.shares = plan.batch_sizes
 
-    def _best_sec(self, factors, now):
-        if factors not in self.best_sec:
-            best = plan_fastest(now, self.batch)
-            self.best_sec[factors] = self._seconds(now, best)
-        return self.best_sec[factors]
 
-    @staticmethod
-    def _seconds(models, shares):
-        return max(m.seconds(b) for m, b in zip(models, shares, strict=True))
+def seconds(models, shares):
+    return max(m.seconds(b) for m, b in zip(models, shares, strict=True))
+
+
+def noisy_rows(chance, costs, shares, noises, communication):
+    """Return a step's rows for `rank_steps`."""
+    work = [
+        cost.seconds(b) * chance.uniform(1 - noise, 1 + noise)
+        for cost, b, noise in zip(costs, shares, noises, strict=True)
+    ]
+    return [(1, b, w, max(work) - w + communication) for b, w in zip(shares, work, strict=True)]
 
 
 @pytest.mark.parametrize("speeds", [[1, 3], [1, 1, 3, 3], [1, 1, 1, 1, 2, 2, 3, 3]])
@@ -119,38 +113,38 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
     assert "x as long as planned" in first.reason
 
 
-def test_a_wrong_benchmark_is_corrected():
-    costs = [RankCost(0.0, 0.01), RankCost(0.0, 0.01)]
-    rebalancer = Rebalancer(costs, [32, 32])
-    plan = None
-    for _ in range(20):
-        steps = [(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)]
-        plan = plan or rebalancer.observe(rank_steps(*steps))
-    assert plan is not None
-    assert plan.batch_sizes == [48, 16]
-    assert plan.factors == [pytest.approx(1.0), pytest.approx(3.0)]
-    assert plan.gain == pytest.approx(1.0)
-
-
-def test_new_plans_respect_the_minimum_batch():
-    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch=2)
-    found = [
-        rebalancer.observe(rank_steps((1, 32, 0.32, 32.0), (1, 32, 32.0, 0.0))) for _ in range(20)
-    ]
-    (plan,) = [plan for plan in found if plan is not None]
-    assert plan.batch_sizes == [62, 2]
+@pytest.mark.parametrize(
+    ("rows", "min_batch", "batch_sizes", "factors", "gain"),
+    [
+        # A wrong benchmark is corrected.
+        ([(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)], 1, [48, 16], [1.0, 3.0], 1.0),
+        # New plans respect the minimum batch.
+        ([(1, 32, 0.32, 32.0), (1, 32, 32.0, 0.0)], 2, [62, 2], [1.0, 100.0], 15),
+        # Communication dominates.
+        ([(1, 32, 0.32, 10.0), (1, 32, 0.48, 9.84)], 1, None, [1.0, 1.5], None),
+        # Steps with shares other than the plan's are ignored.
+        ([(1, 8, 0.08, 0), (1, 8, 0.8, 0)], 1, None, [1.0, 1.0], None),
+        # A device without a completed step is ignored.
+        ([(0, 32, 0.0, 0.0), (1, 32, 0.32, 0)], 1, None, [1.0, 1.0], None),
+    ],
+)
+def test_plans_from_constant_times(rows, min_batch, batch_sizes, factors, gain):
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch)
+    found = [rebalancer.observe(rank_steps(*rows)) for _ in range(40)]
+    plans = [plan for plan in found if plan is not None]
+    assert [plan.batch_sizes for plan in plans] == [batch_sizes] * (batch_sizes is not None)
+    assert rebalancer.factors == pytest.approx(factors)
+    for plan in plans:
+        assert plan.factors == pytest.approx(factors)
+        assert plan.gain == pytest.approx(gain)
 
 
 def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
     rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [8, 56], max_growth=2)
-    speeds = [0.001, 0.01]
     largest, sizes = 8, []
     for _ in range(60):
-        shares = rebalancer.batch_sizes
-        times = [share * speed for share, speed in zip(shares, speeds, strict=True)]
-        plan = rebalancer.observe(
-            rank_steps(*((1, b, sec, 0.0) for b, sec in zip(shares, times, strict=True)))
-        )
+        pairs = zip(rebalancer.batch_sizes, (0.001, 0.01), strict=True)
+        plan = rebalancer.observe(rank_steps(*((1, b, b * speed, 0.0) for b, speed in pairs)))
         if plan is not None:
             assert sum(plan.batch_sizes) == 64
             assert plan.batch_sizes[0] <= 2 * largest
@@ -166,31 +160,7 @@ def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed
     costs = [RankCost(0.02, 0.001 * times) for times in (1, 1, 2.5)]
     shares = plan_fastest(costs, 128)
     rebalancer = Rebalancer(costs, shares)
+    faster = [cost.times(0.82) for cost in costs]
     for _ in range(14):
-        work = [
-            cost.seconds(b) * 0.82 * (1 + chance.uniform(-noise, noise))
-            for cost, b, noise in zip(costs, shares, (0.01, 0.01, 0.15), strict=True)
-        ]
-        steps = [(1, b, w, max(work) - w + 0.001) for b, w in zip(shares, work, strict=True)]
-        assert rebalancer.observe(rank_steps(*steps)) is None
-
-
-def test_no_new_plan_where_communication_dominates():
-    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32])
-    for _ in range(40):
-        steps = [(1, 32, 0.32, 10.0), (1, 32, 0.48, 9.84)]
-        assert rebalancer.observe(rank_steps(*steps)) is None
-
-
-def test_steps_with_shares_other_than_the_plans_are_ignored():
-    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32])
-    for _ in range(40):
-        assert rebalancer.observe(rank_steps((1, 8, 0.08, 0), (1, 8, 0.8, 0))) is None
-    assert rebalancer.factors == [1.0, 1.0]
-
-
-def test_a_device_without_a_completed_step_is_ignored():
-    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32])
-    for _ in range(40):
-        assert rebalancer.observe(rank_steps((0, 32, 0.0, 0.0), (1, 32, 0.32, 0))) is None
-    assert rebalancer.factors == [1.0, pytest.approx(1.0)]
+        rows = noisy_rows(chance, faster, shares, (0.01, 0.01, 0.15), 0.001)
+        assert rebalancer.observe(rank_steps(*rows)) is None

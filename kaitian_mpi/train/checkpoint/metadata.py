@@ -41,7 +41,7 @@ class RunMetadata:
     def to_json(self) -> dict[str, Any]:
         """Convert to values that JSON can hold."""
         profiles = {
-            place: {**vars(profile), "cost": profile.cost and profile.cost.to_json()}
+            place: {**vars(profile), "cost": profile.cost and vars(profile.cost)}
             for place, profile in self.profiles.items()
         }
         return {**vars(self), "profiles": profiles}
@@ -50,7 +50,7 @@ class RunMetadata:
     def from_json(content: dict[str, Any]) -> RunMetadata:
         """Convert back from the result of `to_json`."""
         profiles = {
-            place: Profile(**{**profile, "cost": cost and RankCost.from_json(cost)})
+            place: Profile(**{**profile, "cost": cost and RankCost(**cost)})
             for place, profile in content["profiles"].items()
             for cost in [profile["cost"]]
         }
