@@ -130,7 +130,7 @@ def test_another_file_is_an_error(tmp_path, content):
 def test_the_measured_world_is_forecast(run):
     code, shown, errors = run()
     assert (code, errors) == (0, "")
-    subsets = plan_job(MEASURED, None).subsets
+    subsets = plan_job(MEASURED, None)
     assert list(subsets.forecasts) == [("gpu",), ("mlu",), ("gpu", "mlu")]
     whole = subsets.whole
     assert sum(share.ranks * share.samples for share in whole.shares) == 256
