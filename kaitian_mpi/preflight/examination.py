@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,8 +63,10 @@ class Examination:
 
 def start_stage(name: str, seconds: float, **arguments: Any) -> LimitedProcess:
     """Start one of the examinations in `probe.py`; the arguments are such as JSON can hold."""
-    command = [*COMMAND, name, json.dumps(arguments)]
-    return LimitedProcess(command, seconds, _outside_the_job(os.environ))
+    # With the variables by which MPI finds the launcher, a process whose imports start MPI would
+    # join the job as this very rank, and write into the shared memory of the real one.
+    outside = {name: text for name, text in os.environ.items() if not name.startswith(_JOINING)}
+    return LimitedProcess([*COMMAND, name, json.dumps(arguments)], seconds, outside)
 
 
 def result_of(stage: LimitedProcess) -> tuple[Any, str]:
@@ -83,15 +84,6 @@ def result_of(stage: LimitedProcess) -> tuple[Any, str]:
         return json.loads(out), ""
     except ValueError:
         return None, "no result"
-
-
-def _outside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is no rank, even if what it imports starts MPI.
-
-    With the variables by which MPI finds the launcher, it would join the job as this very rank, and
-    write into the shared memory of the real one.
-    """
-    return {name: value for name, value in environ.items() if not name.startswith(_JOINING)}
 
 
 def examine_machine(options: Namespace) -> JobFacts:

@@ -257,6 +257,11 @@ def collect_mpi(comm: MPI.Comm) -> Mpi:
     """Return what is known of MPI, which must be initialized. Not collective."""
     from mpi4py import MPI
 
+    survives = True
+    try:
+        MPI.COMM_SELF.Is_revoked()
+    except (NotImplementedError, MPI.Exception):
+        survives = False
     return Mpi(
         library=loaded_library(),
         threads=_THREADS[MPI.Query_thread()],
@@ -264,18 +269,8 @@ def collect_mpi(comm: MPI.Comm) -> Mpi:
         launched=read_launch(os.environ).world_size,
         by_srun=is_from_srun(os.environ),
         survives_requested=ulfm.is_enabled(),
-        survives=_has_fault_tolerance(),
+        survives=survives,
     )
-
-
-def _has_fault_tolerance() -> bool:
-    from mpi4py import MPI
-
-    try:
-        MPI.COMM_SELF.Is_revoked()
-    except (NotImplementedError, MPI.Exception):
-        return False
-    return True
 
 
 def _version(package: str) -> str:

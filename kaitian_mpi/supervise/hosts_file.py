@@ -80,7 +80,7 @@ class HostsFile:
         self._read, self._report = read, report
         text = read(path)
         self.hosts = parse_hosts(text, path)
-        """The hosts, in the order of the file at first, then of `in_stable_order`."""
+        """The hosts, in an order in which none changes its place (`in_stable_order`)."""
         self._seen = self._judged = (text, "")
         self._since = 0.0
 
@@ -128,7 +128,7 @@ class HostChanges:
         report: Callable[[str], None],
         backoff_sec: float,
     ) -> None:
-        self._file, self._ask, self._report, self._every_sec = file, ask, report, backoff_sec
+        self.file, self._ask, self._report, self._every_sec = file, ask, report, backoff_sec
         self._ready = {host.name for host in file.hosts}
         self._members: dict[str, Host] = {}
         self._losses: dict[str, int] = {}
@@ -138,19 +138,14 @@ class HostChanges:
         self._is_warned = False
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
-        """All hosts of the file, in an order in which none changes its place."""
-        return self._file.hosts
-
-    @property
     def left_out(self) -> frozenset[str]:
         """The hosts of the file that the job is not to be started on."""
-        return frozenset(host.name for host in self.hosts) - self._ready
+        return frozenset(host.name for host in self.file.hosts) - self._ready
 
     @property
     def wanted(self) -> list[Host]:
         """The hosts that the job is to be started on."""
-        return [host for host in self.hosts if host.name in self._ready]
+        return [host for host in self.file.hosts if host.name in self._ready]
 
     def begin(self) -> None:
         """Record that the job is started on the hosts in `wanted`."""
@@ -169,9 +164,9 @@ class HostChanges:
 
     def poll(self, now: float) -> bool:
         """Check for changes, without blocking; return whether to start the job again."""
-        self._file.poll(now)
+        self.file.poll(now)
         self._forget_removed()
-        for host in self.hosts:
+        for host in self.file.hosts:
             is_due = now >= self._ask_at.get(host.name, now)
             is_free = len(self._pending) < MAX_AT_ONCE
             if host.name not in self._ready | self._pending.keys() and is_due and is_free:
@@ -186,7 +181,7 @@ class HostChanges:
         if not self._is_warned:
             self._is_warned = True
             self._report(
-                f"{self._file.path} keeps none of the job's hosts, which have the state; until it "
+                f"{self.file.path} keeps none of the job's hosts, which have the state; until it "
                 "does the hosts stay as they are"
             )
         return False
@@ -197,7 +192,7 @@ class HostChanges:
             self._pending.popitem()[1].cancel()
 
     def _forget_removed(self) -> None:
-        names = {host.name for host in self.hosts}
+        names = {host.name for host in self.file.hosts}
         self._ready &= names
         for name in self._pending.keys() - names:
             self._pending.pop(name).cancel()

@@ -27,14 +27,14 @@ THREE = TWO + "c slots=1\n"
 class Cluster(FakeMachine):
     """A hosts file, hosts that answer or not, and an mpirun whose jobs train a step a second."""
 
-    def __init__(self, folder, text=TWO, backoff_sec=60.0):
+    def __init__(self, folder):
         super().__init__(folder)
-        self.text, self.faulty = text, {}
+        self.text = TWO
         self.starts, self.asked, self.stale = [], [], []
         self.is_requested = False
         self.step, self.script, self.words = 0, [], []
         file = HostsFile("hosts", self.reports.append, self.read)
-        self.changes = HostChanges(file, self.ask, self.reports.append, backoff_sec)
+        self.changes = HostChanges(file, self.ask, self.reports.append, 60.0)
         words = f"mpirun kaitian-train --run-dir {folder}".split()
         self.job = command.make_job(words, file)
 
@@ -51,7 +51,7 @@ class Cluster(FakeMachine):
             def poll(self):
                 if host.name in cluster.silent:
                     return None if cluster.clock < asked_at + 8 else HostAnswer("", "no answer")
-                return cluster.faulty.get(host.name, HostAnswer("1"))
+                return HostAnswer("1")
 
             def cancel(self):
                 cluster.asked.append((host.name, "cancelled"))
@@ -131,11 +131,6 @@ def finish(cluster):
     return 0
 
 
-def stop(cluster):
-    cluster.stopped = signal.SIGTERM
-    return 143
-
-
 @pytest.fixture
 def cluster(tmp_path):
     return Cluster(tmp_path / "run")
@@ -171,7 +166,6 @@ def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):
 
 
 def test_a_lost_host_comes_back_after_a_back_off_that_doubles(cluster):
-    cluster.text = TWO
     script = [(20, lose("b")), (21, revive("b")), (120, lose("b")), (121, revive("b"))]
     assert cluster.play(*script, (400, finish)) == 0
     assert cluster.hosts_of_starts() == ["ab", "a", "ab", "a", "ab"]
@@ -204,7 +198,8 @@ def test_none_of_the_jobs_hosts_left_in_the_file(cluster):
 
 def test_a_stop_during_a_change(cluster):
     def stop_once_asked(cluster):
-        return stop(cluster) if cluster.is_requested else None
+        cluster.stopped = signal.SIGTERM if cluster.is_requested else 0
+        return 143 if cluster.is_requested else None
 
     script = [(20, write(THREE)), *[(20 + n / 2, stop_once_asked) for n in range(40)]]
     assert cluster.play(*script) == 128 + signal.SIGTERM

@@ -111,12 +111,6 @@ def test_the_run_folder_is_relative_to_the_ranks_working_directory(place):
     assert (code, err.count("start")) == (0, 2)
 
 
-def test_a_user_error_is_not_retried(place):
-    code, _, err = run(place, "echo the reason >&2; exit 2", "-np", "2", "kaitian-train")
-    assert (code, calls(place)) == (2, 1)
-    assert err == "kaitian-supervise: start 1 of 4: 2 ranks\nthe reason\n"
-
-
 def test_a_lost_host_is_excluded(place):
     (place / "hf").write_text("localhost slots=2\n198.51.100.3 slots=1\n198.51.100.2 slots=1\n")
     script = """
