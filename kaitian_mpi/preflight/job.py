@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi import __version__
 from kaitian_mpi.preflight.examination import Examination
-from kaitian_mpi.preflight.facts import (
-    JobFacts,
-    Link,
-    OtherVersionError,
-    RankFacts,
-    collect_mpi,
-)
+from kaitian_mpi.preflight.facts import JobFacts, Link, OtherVersionError, RankFacts, collect_mpi
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 

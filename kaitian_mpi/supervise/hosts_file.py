@@ -78,10 +78,11 @@ class HostsFile:
     ) -> None:
         self.path = path
         self._read, self._report = read, report
-        text = read(path)
-        self.hosts = parse_hosts(text, path)
+        self.hosts = parse_hosts(read(path), path)
         """The hosts, in an order in which none changes its place (`in_stable_order`)."""
-        self._seen = self._judged = (text, "")
+        # The hosts, or why the file cannot be used.
+        self._seen: tuple[Host, ...] | str = self.hosts
+        self._judged: tuple[Host, ...] | str = self.hosts
         self._since = 0.0
 
     def poll(self, now: float) -> None:
@@ -89,26 +90,21 @@ class HostsFile:
 
         A file that cannot be used is reported once; until it is corrected, the old hosts count.
         """
+        found: tuple[Host, ...] | str
         try:
-            found = self._read(self.path), ""
+            found = in_stable_order(parse_hosts(self._read(self.path), self.path), self.hosts)
         except UserError as error:
-            found = "", str(error)
+            found = str(error)
         if found != self._seen:
             self._seen, self._since = found, now
         if found == self._judged or now - self._since < _SETTLE_SEC:
             return
         self._judged = found
-        text, fault = found
-        try:
-            if fault:
-                raise UserError(fault)
-            hosts = in_stable_order(parse_hosts(text, self.path), self.hosts)
-        except UserError as error:
-            self._report(f"{error}; until then the hosts stay as they are")
-            return
-        if hosts != self.hosts:
-            self.hosts = hosts
-            shown = ", ".join(hostfile_of(hosts).splitlines())
+        if isinstance(found, str):
+            self._report(f"{found}; until then the hosts stay as they are")
+        elif found != self.hosts:
+            self.hosts = found
+            shown = ", ".join(hostfile_of(found).splitlines())
             self._report(f"{self.path} has changed: {shown}")
 
 

@@ -10,14 +10,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.console import differing_software
 from kaitian_mpi.preflight import job_checks
 from kaitian_mpi.preflight.checks import CHECKS
-from kaitian_mpi.preflight.facts import (
-    JobFacts,
-    Kind,
-    Link,
-    OtherVersionError,
-    RankFacts,
-    collect,
-)
+from kaitian_mpi.preflight.facts import JobFacts, Kind, Link, OtherVersionError, RankFacts, collect
 from kaitian_mpi.preflight.verdict import Level, ranks_text
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL")
