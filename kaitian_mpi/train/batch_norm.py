@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,34 +31,22 @@ class RunningStatistics:
     def __init__(self, model: nn.Module) -> None:
         """Find the batch norm layers of a model: the module, not its DDP wrapper."""
         self._model = model
-        self._norms = [
+        self._norms: list[Any] = [
             module
             for module in model.modules()
             if isinstance(module, _BatchNorm) and module.running_mean is not None
         ]
         self._momenta = [norm.momentum for norm in self._norms]
         self.fractions: list[float] | None = None
-        self._saved_fractions: list[float] | None = None
         self._fractions_before: list[float] = []
         self._step_momenta: list[float] = []
         self._taken, self._samples = 0, 0
 
-    def save(self) -> None:
-        """Save what a step changes besides the model's buffers."""
-        self._saved_fractions = self.fractions
-
-    def restore(self) -> None:
-        """Restore what `save` saved."""
-        self.fractions = self._saved_fractions
-
     def lag(self, step_in_epoch: int) -> bool:
-        """Return whether the statistics may lag behind the weights.
+        """Return whether the statistics may lag behind the weights after so many steps of an epoch.
 
         They do in a short epoch: its first steps count as much as its last, and while the weights
         move fast even the step before is far off.
-
-        Args:
-            step_in_epoch: the number of steps done of the epoch.
         """
         if any(isinstance(norm, nn.SyncBatchNorm) for norm in self._norms):
             return False  # ranks that compute it must do so together
@@ -94,12 +84,8 @@ class RunningStatistics:
         taken = self._taken / self._samples
         by_layer = zip(self._norms, self._fractions_before, self._step_momenta, strict=True)
         return [
-            # Every rank's statistics are then those of all ranks.
-            1.0
-            if _is_synchronized(norm)
-            else taken
-            if momentum == 1.0
-            else before + momentum * (taken - before)
+            # If synchronized, every rank's statistics are those of all ranks.
+            1.0 if _is_synchronized(norm) else taken + (1.0 - momentum) * (before - taken)
             for norm, before, momentum in by_layer
         ]
 
@@ -114,19 +100,14 @@ class RunningStatistics:
 
         Each rank's batch norm has seen only its own samples. The pooled mean is the weighted mean
         of the ranks' means, the pooled variance that of the mixture: E[var + mean^2] - pooled
-        mean^2.
-        So the statistics are those of the global batches, without a collective in every step. All
-        other buffers are copied from rank 0, as in stock DDP.
+        mean^2. So no step needs a collective. All other buffers are copied from rank 0, as in
+        stock DDP.
         """
         if self._norms:
             fractions = self.fractions or [fraction] * len(self._norms)
-            weights = torch.cat(
-                [
-                    torch.full_like(_tensor(norm.running_mean), max(own, _MIN_WEIGHT))
-                    for norm, own in zip(self._norms, fractions, strict=True)
-                ]
-            )
-            weights = weights.cpu().double()  # not every device has float64
+            sizes = torch.tensor([norm.running_mean.numel() for norm in self._norms])
+            own = torch.tensor(fractions, dtype=torch.float64).clamp_min(_MIN_WEIGHT)
+            weights = own.repeat_interleave(sizes)
             sums = torch.cat([self.moments() * weights, weights[None]])
             dist.all_reduce(sums)
             self.load_moments(sums[:2] / sums[2])
@@ -139,25 +120,20 @@ class RunningStatistics:
         """Return the means and mean squares of all layers, float64 [2, channels]."""
         if not self._norms:
             return torch.zeros(2, 0, dtype=torch.float64)
-        means = torch.cat([_tensor(norm.running_mean) for norm in self._norms]).cpu().double()
-        variances = torch.cat([_tensor(norm.running_var) for norm in self._norms]).cpu().double()
+        means = torch.cat([norm.running_mean for norm in self._norms]).cpu().double()
+        variances = torch.cat([norm.running_var for norm in self._norms]).cpu().double()
         return torch.stack([means, variances + means**2])
 
     def load_moments(self, moments: torch.Tensor) -> None:
         """Set the running statistics from a result of `moments`, or a weighted mean of several."""
         means, squares = moments
-        sizes = [_tensor(norm.running_mean).numel() for norm in self._norms]
+        sizes = [norm.running_mean.numel() for norm in self._norms]
         parts = zip(means.split(sizes), squares.split(sizes), strict=True)
         for norm, (mean, square) in zip(self._norms, parts, strict=True):
-            _tensor(norm.running_mean).copy_(mean)
-            _tensor(norm.running_var).copy_((square - mean**2).clamp_min(0))
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_((square - mean**2).clamp_min(0))
 
 
 def _is_synchronized(norm: _BatchNorm) -> bool:
     """Return whether a layer's forward takes the statistics of all ranks."""
     return isinstance(norm, SyncBatchNorm) and not is_local()
-
-
-def _tensor(value: torch.Tensor | None) -> torch.Tensor:
-    assert value is not None
-    return value

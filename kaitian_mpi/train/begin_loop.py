@@ -20,7 +20,6 @@ from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated
-from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, excluded_line, record_plan
@@ -144,6 +143,8 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     state, has_lost = run.state, bool(run.membership.losses)
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
         # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
+        from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
+
         found = find_checkpoint(run.config, world, run.setup.path, "auto")
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)

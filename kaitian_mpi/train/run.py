@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
@@ -25,13 +25,7 @@ from kaitian_mpi.observe.sink import MetricsSink, Sinks
 from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
-from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata
-from kaitian_mpi.train.checkpoint.resume import (
-    EarlierJob,
-    find_earlier_job,
-    load_finished,
-    resume,
-)
+from kaitian_mpi.train.checkpoint.metadata import EarlierJob, Invalidated, RunMetadata
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
@@ -43,6 +37,7 @@ from kaitian_mpi.train.setup import (
     MakeTask,
     Setup,
     describe_optimizers,
+    describe_start,
     prepare,
     start_from_file,
 )
@@ -102,7 +97,7 @@ class Run:
     def metadata(self, world: World, batch_sizes: list[int]) -> RunMetadata:
         """Return the metadata to save with the state, for the active ranks and their plan."""
         return RunMetadata(
-            self.config,
+            asdict(self.config),
             dict(self.profiles.by_place),
             self.excluded_places,
             self.allreduce_algorithm,
@@ -156,11 +151,16 @@ def start(
     with ExitStack() as unless_started:
         setup = on_all(prepare, make_task, config, job)
         unless_started.callback(setup.folder.close)
-        earlier = on_all(find_earlier_job, config, setup)
+        earlier = EarlierJob()
+        if config.resume:
+            from kaitian_mpi.train.checkpoint.resume import find_earlier_job, load_finished
+
+            earlier = on_all(find_earlier_job, config, setup)
         if earlier.is_finished:
             state = on_all(load_finished, config, setup, earlier)
             run = Run(config, membership, setup, earlier, state)
         else:
+            on_all(describe_start, config, setup.folder)
             if config.resume and earlier.metadata is None:
                 on_all(start_from_file, config, setup.task.model)
             run = _new_run(config, membership, setup, earlier)
@@ -193,7 +193,10 @@ def _new_run(
     agrees = on_all(compare_kinds, config, setup, profiles, ranks)
     startup_clock.begin("first step")
     state = on_all(make_state, config, setup, profiles, earlier)
-    earlier = on_all(resume, config, setup, earlier, ranks, state)
+    if earlier.metadata is not None:
+        from kaitian_mpi.train.checkpoint.resume import resume
+
+        earlier = on_all(resume, config, setup, earlier, ranks, state)
     membership.put_on_standby(config.spares, ranks)
     if membership.active is None:
         state.is_begun = False  # it is that of the start, however far the active ranks get

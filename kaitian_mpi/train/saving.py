@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,8 @@ from kaitian_mpi.observe.folders import RestartRequest, snapshots_name
 from kaitian_mpi.observe.outcome import resume_line
 from kaitian_mpi.observe.reading import Event
 from kaitian_mpi.observe.run_folder import RunFolderSink
-from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.checkpoint.exit_save import ExitSave
 from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, describe
@@ -36,7 +33,6 @@ from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state_transfer import copy_state
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 from kaitian_mpi.train.summary import NAME
-from kaitian_mpi.train.weight_files import export_weights
 
 _MODEL = "checkpoints/model.pt"
 _SNAPSHOT_SHARE = 0.05
@@ -137,7 +133,6 @@ class Saving(StepObserver):
                     self._write_results()
                 except StorageError as error:
                     fault = f"training is done, but {error}; {self._keep()}"
-            sleeping_barrier(world.comm)
             fault = gather_values(world.comm, fault)[0]
             if fault:
                 run.fault = AgreedError(fault, StorageError.exit_code)
@@ -155,6 +150,8 @@ class Saving(StepObserver):
             folder.save_model(run.state.weights())
         folder.require(_MODEL)
         if run.config.export:
+            from kaitian_mpi.train.weight_files import export_weights
+
             export_weights(run.config.export, run.state.model)
         folder.write(NAME, run.current_summary(finished=True).to_json())
         folder.require(NAME)
@@ -207,7 +204,7 @@ class Saving(StepObserver):
     def _report_finish(self) -> None:
         run, progress, epochs = self._run, self._progress, self._progress.epoch
         self._checkpoints.close()
-        run.summary = replace(run.summary, finished=True)
+        run.summary = run.current_summary(finished=True)
         self._report_written()
         text = f"finished after {epochs} epoch{'s' * (epochs != 1)}, {progress.step} steps"
         ranks, validation = run.summary.ranks or (), run.summary.validation
@@ -246,13 +243,14 @@ class Saving(StepObserver):
     def _saved_at_signals(self) -> Iterator[None]:
         """Save the state when a signal ends the job or requests it in the block. Not collective."""
         state = self._run.state
-        exit_save = ExitSave(
-            state.lock,
+        state.lock.set_exit_save(
             self._save_at_exit,
             None if device_of(state.computation.device).is_host else self._copy_for_exit,
             after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
         )
-        callbacks = (exit_save.run, exit_save.interrupt) if self._run.owns_files else (lambda: "",)
+        callbacks: tuple[Callable[[], Any], ...] = (lambda: "",)
+        if self._run.owns_files:
+            callbacks = state.lock.save, state.lock.interrupt
         with (
             on_exit_signal(*callbacks, reports=self._world.rank == 0),
             on_checkpoint_request(self._request),

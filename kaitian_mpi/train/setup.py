@@ -26,7 +26,6 @@ from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_lim
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.task import Task
-from kaitian_mpi.train.weight_files import check_export, load_initial_weights
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,10 @@ def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World)
     if not config.resume:  # else it is not known yet whether there is a checkpoint
         start_from_file(config, setup.task.model, world)
     with agree_on_errors(world.comm):
-        check_export(config, setup.task.model, world.rank)
+        if config.export:
+            from kaitian_mpi.train.weight_files import check_export
+
+            check_export(config, setup.task.model, world.rank)
         # Last, so that a run that cannot start does not leave a folder behind.
         folder = open_run_folder(config, world.rank)
         folder.begin(config, job)
@@ -78,11 +80,13 @@ def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World)
 def start_from_file(config: TrainingConfig, model: nn.Module, world: World) -> None:
     """Give every rank's model the weights of `--init`, if that is given. Collective."""
     if config.init:
+        from kaitian_mpi.train.weight_files import load_initial_weights
+
         load_initial_weights(config, model, world)
         broadcast_model(model)
 
 
-def describe_start(config: TrainingConfig, world: World, folder: RunFolder) -> None:
+def describe_start(config: TrainingConfig, folder: RunFolder, world: World) -> None:
     """Write config.json and topology.json, once it is clear that the job will train."""
     folder.write("config.json", asdict(config))
     folder.write(

@@ -22,20 +22,17 @@ from kaitian_mpi.train.progress import Progress, Schedules
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,
     check_loadable,
+    check_reloadable,
     copy_state,
     plain,
-    reload_small,
 )
 from kaitian_mpi.train.task import Computation, Task
 
 _PARTS = {
-    "model": "the model",
-    "optimizers": "the optimizer",
-    "schedulers": "the scheduler",
-    "extra": "extra_state",
+    **{"model": "the model", "optimizers": "the optimizer"},
+    **{"schedulers": "the scheduler", "extra": "extra_state"},
 }
 """The parts of the shared state that the user's objects return, and the objects."""
-_OF_OBJECTS = ("schedulers", "extra")
 
 
 class State:
@@ -48,7 +45,6 @@ class State:
     def __init__(
         self, task: Task, computation: Computation, total_steps: int, wire: str = "fp32"
     ) -> None:
-        """Begin at step 0 of `total_steps`, with the task's model on this rank's device."""
         self.computation = computation
         # Its weights keep the plain layout, which must be the same on every rank: by the layout of
         # the images alone, convolutions run at the same speed.
@@ -67,6 +63,7 @@ class State:
         self.lock = StateLock()
         """Held while the optimizer changes the state; taken by any other reader of the state."""
         self._saved_buffers: list[torch.Tensor] = []
+        self._saved_fractions: list[float] | None = None
         self._is_saved = False
 
     @property
@@ -87,7 +84,7 @@ class State:
         if not self._saved_buffers:
             self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
         _copy(self._saved_buffers, buffers)
-        self.statistics.save()
+        self._saved_fractions = self.statistics.fractions
         self._is_saved = True
 
     def commit(self) -> None:
@@ -99,7 +96,7 @@ class State:
         self.zero_gradients()
         if self._is_saved:
             self.restore_buffers()
-            self.statistics.restore()
+            self.statistics.fractions = self._saved_fractions
         self._is_saved = False
 
     def restore_buffers(self, besides: Collection[int] = ()) -> None:
@@ -156,12 +153,11 @@ class State:
         schedulers with a state of their own have changed are as saved, unless the schedules began
         with other settings: then they begin again with this job's.
         """
-        saved, own_types = state["optimizer_types"], self._optimizer_types()
-        if saved != own_types:
+        saved, own = state["optimizer_types"], self._optimizer_types()
+        if saved != own:
             raise UserError(
                 f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
-                f"uses {', '.join(own_types)}; use the same optimizer, or another run folder "
-                "(--run-dir)"
+                f"uses {', '.join(own)}; use the same optimizer, or another run folder (--run-dir)"
             )
         with self.lock:
             settings = self._schedules.settings()
@@ -180,13 +176,12 @@ class State:
                     value.load_state_dict(state["extra"][name])
             if self.computation.scaler.is_enabled() and state["scaler"]:
                 self.computation.scaler.load_state_dict(state["scaler"])
-            total_steps = self.progress.total_steps
-            self.progress = Progress(**state["progress"])
             for name, parameter in self.model.named_parameters():
                 # As the script's loop has left it, which may not come by there again.
                 if name in state["unfrozen"]:
                     parameter.requires_grad_(state["unfrozen"][name])
-            self.progress.total_steps = total_steps
+            total_steps = self.progress.total_steps
+            self.progress = Progress(**state["progress"] | {"total_steps": total_steps})
             self.equal_at_step = self.progress.step
             self._schedules.resume(
                 *(state["schedulers"], state["begun_with"], settings),
@@ -209,16 +204,10 @@ class State:
         state = self.shared()
         for name, called in _PARTS.items():
             check_loadable(state[name], f"Task: {called}")
-            try:
-                reload_small(state[name])
-            except Exception as error:  # of tensors of the user's own classes
-                raise UserError(
-                    f"Task: the state_dict of {called} cannot be saved and loaded again "
-                    f"({type(error).__name__}); return tensors, numbers and texts, in dicts, lists "
-                    "and tuples"
-                ) from error
+            check_reloadable(state[name], f"Task: the state_dict of {called}")
         # Copies of what the user's objects return, which they may change when they load it.
-        self.load_shared(state | copy_state({name: state[name] for name in _OF_OBJECTS}))
+        own = {name: state[name] for name in ("schedulers", "extra")}
+        self.load_shared(state | copy_state(own))
         self.is_begun = False
 
     def _optimizer_types(self) -> list[str]:

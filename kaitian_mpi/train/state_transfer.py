@@ -11,7 +11,7 @@ import io
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -55,14 +55,11 @@ def plain(state: Any) -> Any:
 
 
 def check_loadable(value: Any, where: str) -> None:
-    """Check that a safe torch.load will accept a value, as torch.save does.
+    """Raise a `UserError` if a safe torch.load does not accept a value, as torch.save does.
 
     Args:
         value: with `plain` containers.
         where: its name in messages.
-
-    Raises:
-        UserError: it holds something else.
     """
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
@@ -79,9 +76,15 @@ def check_loadable(value: Any, where: str) -> None:
         )
 
 
-def reload_small(state: Any) -> None:
-    """Save and load what of a state is no ordinary large tensor; raises anything if that fails."""
-    from_bytes(to_bytes(_split(state)[0]))
+def check_reloadable(state: Any, where: str) -> None:
+    """Raise a `UserError` if what of a state is no ordinary large tensor cannot be reloaded."""
+    try:
+        from_bytes(to_bytes(_split(state)[0]))
+    except Exception as error:  # of tensors of the user's own classes
+        raise UserError(
+            f"{where} cannot be saved and loaded again ({type(error).__name__}); return tensors, "
+            "numbers and texts, in dicts, lists and tuples"
+        ) from error
 
 
 def broadcast_state(
@@ -95,7 +98,7 @@ def broadcast_state(
         root: the rank that sends.
         receives: whether this rank wants the state.
         into: a state of this rank that may be overwritten: its tensors in host memory are received
-            into and become part of the result if shape, strides and dtype match. None for none.
+            into and become part of the result if shape, strides and dtype match.
 
     Returns:
         The state, with its tensors in host memory; on rank `root`, `state` itself. None if this
@@ -115,9 +118,7 @@ def broadcast_state(
     def receive(meta: torch.Tensor, present: Any) -> torch.Tensor:
         if not meta.is_meta or id(meta) in received:  # small, or a tied weight, sent once
             return received.get(id(meta), meta)
-        target = unwanted
-        if receives:
-            target = _target(meta, present if _fits(present, meta) and present.is_cpu else None)
+        target = _room(meta, present, on_host=True) if receives else unwanted
         left = range(meta.nbytes, 0, -_PIECE_BYTES)
         for piece in _pieces(target) if receives else (unwanted[:size] for size in left):
             comm.Bcast(piece.numpy(), root)
@@ -137,8 +138,7 @@ def copy_state(
     Args:
         state: with tensors on any device.
         into: a state that may be overwritten: its large tensors, on any device, become part of the
-            copy if shape, strides and dtype match, as new memory takes many times as long as
-            copying. None for none.
+            copy if shape, strides and dtype match: new memory takes many times as long as copying.
         share: whether a tensor that has all of its storage in host memory is kept, not copied.
         is_mapped: whether the state's memory is a file's; each piece that was copied leaves memory.
     """
@@ -152,14 +152,12 @@ def copy_state(
         known = _identity(tensor)
         if known in copies:  # a tied weight is copied once
             return copies[known]
-        copies[known] = target = _target(tensor, present if _fits(present, tensor) else None)
-        if tensor.is_cpu:
-            for piece, part in zip(_pieces(tensor), _pieces(target), strict=True):
-                part.copy_(piece)
-                if is_mapped:
-                    _leave_memory(piece)
-        else:
-            target.copy_(tensor)
+        copies[known] = target = _room(tensor, present)
+        if not is_mapped:
+            return target.copy_(tensor)
+        for piece, part in zip(_pieces(tensor), _pieces(target), strict=True):
+            part.copy_(piece)
+            _leave_memory(piece)
         return target
 
     return _map(copy, state, into)
@@ -189,13 +187,7 @@ def _split(state: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def _map(change: Callable[[torch.Tensor, Any], Any], state: Any, other: Any = None) -> Any:
-    """Return a state with its tensors changed.
-
-    Args:
-        change: gets each tensor, in order, and what another state has in its place or None.
-        state: anything in it but tensors, dicts, lists and tuples stays as it is.
-        other: the other state; None for none.
-    """
+    """Return a state with each tensor changed, given what another state has in its place."""
     if isinstance(state, torch.Tensor):
         return change(state, other)
     if type(state) in (dict, OrderedDict):
@@ -216,20 +208,16 @@ def _with_metadata(changed: Any, state: Any) -> Any:
     return changed
 
 
-def _target(like: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor to copy or receive into: the present one, or a new one in host memory."""
-    if present is not None:
-        return present.detach()
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-
-
-def _fits(present: Any, like: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Return whether the present value is a large tensor with the other's layout in memory."""
-    return (
+def _room(like: torch.Tensor, present: Any, on_host: bool = False) -> torch.Tensor:
+    """Return the present value, if it is a tensor of this layout in memory, or new host memory."""
+    if (
         _is_large(present)
+        and (present.is_cpu or not on_host)
         and (present.dtype, present.shape) == (like.dtype, like.shape)
         and present.stride() == like.stride()
-    )
+    ):
+        return present.detach()
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

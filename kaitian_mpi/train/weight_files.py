@@ -78,9 +78,9 @@ def _read(path: str) -> Any:
         raise UserError(
             f"--init {path}: {reason}; name a file that can be read on rank 0's host"
         ) from error
-    except UserError:
+    except (UserError, MemoryError):
         raise
-    except Exception as error:  # UnusableError, or of safetensors
+    except Exception as error:  # UnusableError, or safetensors' own
         raise _without_weights(path, str(error).partition("\n")[0]) from error
 
 
@@ -120,8 +120,6 @@ def check_export(config: TrainingConfig, model: nn.Module, rank: int) -> None:
 
     Not collective. Any rank may be the one that writes it, should others be lost.
     """
-    if not config.export:
-        return
     what = f"--export {config.export}"
     save = _safetensors(what).save
     if rank == 0:
@@ -194,9 +192,8 @@ def _plain_names(names: Iterable[str]) -> list[str]:
 def repeated_names(state: Mapping[str, Any], preferred: Container[str] = ()) -> dict[str, str]:
     """Return the names of tensors whose memory belongs to another tensor, with that one's name.
 
-    Such as tied weights: saving or loading the other one is enough. These are the names that
-    `safetensors.torch.load_model` allows a file to lack. Of several tensors that have all of the
-    same memory, a preferred one is named.
+    Such as tied weights: these are the names that `safetensors.torch.load_model` allows a file to
+    lack. Of several tensors that have all of the same memory, a preferred one is named.
     """
     by_memory: dict[tuple[torch.device, int], list[str]] = {}
     for name, value in state.items():

@@ -130,6 +130,7 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     assert set(map(int, reported)) == {4, 6, 8, 12, 16, 18}
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
+    assert summary["checkpoint_fault"] == "No space left on device"
     # A checkpoint that is attempted fills the disk for a moment: a line may be lost meanwhile.
     lines = read_readings(small_disk)
     assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 import psutil
+import pytest
 
 LONGEST_SEC = 30
 
@@ -16,7 +17,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
-from kaitian_mpi.train.checkpoint.exit_save import ExitSave, StateLock
+from kaitian_mpi.train.checkpoint.exit_save import StateLock
 where, fails = sys.argv[2], sys.argv[3] == "fails"
 handle_signals("program")
 lock, state, rank = StateLock(), [0, 0], os.getpid()
@@ -24,8 +25,8 @@ def save():
     time.sleep(1)
     Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")
     return f"step {state[0]} is saved"
-exit_save = ExitSave(lock, save, after_fork=Path(f"{sys.argv[1]}-forked").touch)
-with on_exit_signal(exit_save.run, exit_save.interrupt):
+lock.set_exit_save(save, after_fork=Path(f"{sys.argv[1]}-forked").touch)
+with on_exit_signal(lock.save, lock.interrupt):
     while True:
         with lock:
             state[0] += 1
@@ -49,14 +50,9 @@ def end(folder, where, how):
     """
     saved, has_forked = folder / "saved", folder / "saved-forked"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OMPI_COMM_WORLD")}
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, saved, where, how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    command, pipes = [sys.executable, "-c", RANK, saved, where, how], [subprocess.PIPE] * 2
+    options = {"text": True, "env": environment, "start_new_session": True}
+    rank = subprocess.Popen(command, stdout=pipes[0], stderr=pipes[1], **options)
     assert rank.stdout.readline() == "ready\n"
     os.killpg(rank.pid, signal.SIGTERM)
     ends_at = time.monotonic() + LONGEST_SEC
@@ -71,19 +67,15 @@ def end(folder, where, how):
     return (saved.read_text() if saved.exists() else None), err
 
 
-def test_the_state_is_saved_even_if_the_rank_is_killed(tmp_path):
-    saved, err = end(tmp_path, "outside", "well")
-    assert saved == "3 3"
-    assert err.splitlines()[-1:] == ["program: step 3 is saved"]
-
-
-def test_an_update_in_progress_completes_before_the_save(tmp_path):
-    saved, err = end(tmp_path, "inside", "well")
-    assert saved == "3 3"
-    assert err.splitlines()[-1:] == ["program: step 3 is saved"]
-
-
-def test_a_failed_update_is_not_saved(tmp_path):
-    saved, err = end(tmp_path, "inside", "fails")
-    assert saved is None
-    assert "program: nothing could be saved: planted" in err.splitlines()
+@pytest.mark.parametrize(
+    ("where", "how", "state", "line"),
+    [
+        ("outside", "well", "3 3", "step 3 is saved"),
+        ("inside", "well", "3 3", "step 3 is saved"),  # once the update is complete
+        ("inside", "fails", None, "nothing could be saved: planted"),
+    ],
+)
+def test_the_state_is_saved_even_if_the_rank_is_killed(tmp_path, where, how, state, line):
+    saved, err = end(tmp_path, where, how)
+    assert saved == state
+    assert f"program: {line}" in err.splitlines()[-1 if state else 0 :]

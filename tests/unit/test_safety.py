@@ -47,94 +47,68 @@ ADMITTED = {
 }
 
 
-def dotted(node: ast.expr) -> str:
-    """Return `a.b.c` for a name or an attribute of one; other expressions as source text."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return ast.unparse(node)
-
-
-def imported_names(tree: ast.AST) -> dict[str, str]:
+def imported_names(nodes: list[ast.AST]) -> dict[str, str]:
     """Return the full names of the names that a file imports."""
     names = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.partition(".")[0]
-                names[alias.asname or first] = alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            whole = [(a, a.name if a.asname else a.name.partition(".")[0]) for a in node.names]
+            names |= {alias.asname or name: name for alias, name in whole}
     return names
 
 
-def is_constant(node: ast.expr | None, value: bool) -> bool:
-    return isinstance(node, ast.Constant) and node.value is value
+def is_unsafe(name: str) -> bool:
+    parts = name.split(".")
+    return (
+        parts[0] in UNPICKLERS
+        or parts[-1] in OBJECT_COLLECTIVES
+        or "read_pickle" in parts
+        or any(name == word or name.startswith(f"{word}.") for word in FORBIDDEN)
+    )
 
 
-class Search(ast.NodeVisitor):
-    """Collects the full names of unsafe functions that a file uses."""
+def unsafe(source: str) -> set[str]:
+    """Return the full names of unsafe functions that a file uses."""
+    nodes = list(ast.walk(ast.parse(source)))  # a call comes before its parts
+    imported = imported_names(nodes)
+    used, found, safe = {*imported.values()}, set(), set()
 
-    def __init__(self, source: str) -> None:
-        tree = ast.parse(source)
-        self.found: set[str] = set()
-        self.imported = imported_names(tree)
-        for name in self.imported.values():
-            self.judge(name)
-        self.visit(tree)
+    def full_name(node: ast.expr) -> str:
+        root, dot, rest = ast.unparse(node).partition(".")
+        return imported.get(root, root) + dot + rest
 
-    def full_name(self, node: ast.expr) -> str:
-        root, dot, rest = dotted(node).partition(".")
-        return self.imported.get(root, root) + dot + rest
-
-    def judge(self, name: str) -> None:
-        parts = name.split(".")
-        if parts[0] in UNPICKLERS or parts[-1] in OBJECT_COLLECTIVES or "read_pickle" in parts:
-            self.found.add(name)
-        if any(name == word or name.startswith(f"{word}.") for word in FORBIDDEN):
-            self.found.add(name)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        self.judge(self.full_name(node))
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.judge(self.full_name(node))
-        receiver = dotted(node.value)
-        root = receiver.partition(".")[0]
-        of_module = root in self.imported and not self.full_name(node).startswith("mpi4py.")
-        if (
-            node.attr in MPI_PICKLING
-            and not of_module
-            and receiver not in {"self", *NO_COMMUNICATORS}
-        ):
-            self.found.add(f"{receiver}.{node.attr}")
-        self.visit(node.value)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        name = self.full_name(node.func)
-        given = {word.arg: word.value for word in node.keywords}
-        if name == "numpy.load" and len(node.args) > 2:
-            self.found.add("allow_pickle")
-        for word in ("allow_pickle", "shell"):
-            if word in given and not is_constant(given[word], False):
-                self.found.add(word)
-        if name != "torch.load" or not is_constant(given.get("weights_only"), True):
-            self.visit(node.func)
-        for child in (*node.args, *node.keywords):
-            self.visit(child)
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            name = full_name(node.func)
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if name == "torch.load" and given.get("weights_only") == "True":
+                safe.add(node.func)
+            if name == "numpy.load" and len(node.args) > 2:
+                found.add("allow_pickle")
+            found |= {w for w in ("allow_pickle", "shell") if given.get(w, "False") != "False"}
+        elif isinstance(node, (ast.Name, ast.Attribute)) and node not in safe:
+            used.add(full_name(node))
+        if isinstance(node, ast.Attribute) and node.attr in MPI_PICKLING:
+            receiver = ast.unparse(node.value)
+            is_module = receiver.partition(".")[0] in imported
+            of_mpi = full_name(node).startswith("mpi4py.")
+            if (of_mpi or not is_module) and receiver not in {"self", *NO_COMMUNICATORS}:
+                found.add(f"{receiver}.{node.attr}")
+    return found | set(filter(is_unsafe, used))
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_package_executes_nothing_that_it_reads(path):
     admitted = ADMITTED.get(path.relative_to(ROOT).as_posix(), set())
-    assert Search(path.read_text()).found == admitted
+    assert unsafe(path.read_text()) == admitted
 
 
 @pytest.mark.parametrize(
     ("code", "found"),
     [
         ("import pickle", "pickle"),
-        ("import pickle as p; p.loads(b'')", "pickle.loads"),
         ("from pickle import loads as read; read(b'')", "pickle.loads"),
         ("from marshal import load", "marshal.load"),
         ("eval('1')", "eval"),
@@ -146,7 +120,6 @@ def test_the_package_executes_nothing_that_it_reads(path):
         ("import numpy as np; np.load('f', allow_pickle=True)", "allow_pickle"),
         ("import numpy as np; np.load('f', None, True)", "allow_pickle"),
         ("import pandas; pandas.read_pickle('f')", "pandas.read_pickle"),
-        ("import subprocess; subprocess.run('ls', shell=True)", "shell"),
         ("import subprocess; subprocess.Popen('ls', shell=flag)", "shell"),
         ("import os; os.system('ls')", "os.system"),
         ("import torch.distributed as dist; dist.all_gather_object([], 1)", "all_gather_object"),
@@ -156,11 +129,10 @@ def test_the_package_executes_nothing_that_it_reads(path):
         ("comm.Dup().gather(1)", "comm.Dup().gather"),
         ("from mpi4py import MPI; MPI.COMM_WORLD.scatter([1])", "MPI.COMM_WORLD.scatter"),
         ("import mpi4py.MPI; mpi4py.MPI.COMM_WORLD.recv()", "COMM_WORLD.recv"),
-        ("message.recv()", "message.recv"),
     ],
 )
 def test_unsafe_code_is_detected(code, found):
-    assert any(found in name for name in Search(code).found)
+    assert any(found in name for name in unsafe(code))
 
 
 @pytest.mark.parametrize(
@@ -180,4 +152,4 @@ def test_unsafe_code_is_detected(code, found):
     ],
 )
 def test_safe_code_is_not_reported(code):
-    assert Search(code).found == set()
+    assert unsafe(code) == set()

@@ -13,13 +13,25 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.image_classification import make_optimizer
+from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.loop import apply_step, set_learning_rates
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import from_bytes, to_bytes
 from kaitian_mpi.train.task import Computation, Task
+
+BUFFERS = {
+    "short": torch.tensor([[0.1, -3.0, 1e30], [1e-30, 7.0, float("inf")]], dtype=torch.bfloat16),
+    "whole": torch.tensor([0, -1, 2**53 + 1, 2**62 + 12345, -(2**63) + 1]),
+    "switch": torch.tensor([True, False]),
+    "fine": torch.tensor(1 / 3, dtype=torch.float64),
+    "unsaved": torch.tensor([1.5, -2.5]),
+    "turns": torch.tensor([1 - 2j, 0.5j]),
+    "fine_turns": torch.tensor([1 / 3 - 1j, 1j / 3], dtype=torch.complex128),
+}
 
 
 class Buffered(nn.Module):
@@ -29,24 +41,21 @@ class Buffered(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 3)
         self.norm = nn.BatchNorm1d(3)
-        self.register_buffer("short", torch.zeros(2, 3, dtype=torch.bfloat16))
-        self.register_buffer("whole", torch.zeros(5, dtype=torch.int64))
-        self.register_buffer("switch", torch.zeros(2, dtype=torch.bool))
-        self.register_buffer("fine", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
-        self.register_buffer("turns", torch.zeros(2, dtype=torch.complex64))
-        self.register_buffer("fine_turns", torch.zeros(2, dtype=torch.complex128))
+        for name, value in BUFFERS.items():
+            self.register_buffer(name, torch.zeros_like(value), persistent=name != "unsaved")
 
     def forward(self, x):
         return self.norm(self.linear(x))
 
 
-def make_state(model=None, seed=0, precision="fp32"):
+def state_of(model, optimizer, total_steps=20, **parts):
+    task = Task(model=model, data=[0], optimizer=optimizer, **parts)
+    return State(task, Computation(torch.device("cpu"), "fp32", "contiguous"), total_steps)
+
+
+def make_state(seed=0):
     torch.manual_seed(seed)
-    model = Buffered() if model is None else model
-    computation = Computation(torch.device("cpu"), precision, "contiguous")
-    task = Task(model=model, data=[0], optimizer=partial(make_optimizer, TrainConfig(lr=0.1)))
-    return State(task, computation, total_steps=20)
+    return state_of(Buffered(), partial(make_optimizer, TrainConfig(lr=0.1)))
 
 
 def train(state, steps=3):
@@ -58,13 +67,13 @@ def train(state, steps=3):
 
 
 def fill_buffers(model):
-    model.short.copy_(torch.tensor([[0.1, -3.0, 1e30], [1e-30, 7.0, float("inf")]]))
-    model.whole.copy_(torch.tensor([0, -1, 2**53 + 1, 2**62 + 12345, -(2**63) + 1]))
-    model.switch.copy_(torch.tensor([True, False]))
-    model.fine.fill_(1 / 3)
-    model.unsaved.copy_(torch.tensor([1.5, -2.5]))
-    model.turns.copy_(torch.tensor([1 - 2j, 0.5j]))
-    model.fine_turns.copy_(torch.tensor([1 / 3 - 1j, 1j / 3], dtype=torch.complex128))
+    for name, value in BUFFERS.items():
+        getattr(model, name).copy_(value)
+
+
+def load_saved(other, state):
+    """Have a state load what another one saves."""
+    other.load_shared(from_bytes(to_bytes(state.shared())))
 
 
 def parameters(state):
@@ -87,7 +96,7 @@ def test_shared_state_round_trip_with_momentum():
     train(state)
     state.progress.epoch, state.progress.bad_steps = 2, 1
     assert not equal(parameters(state), parameters(other))
-    other.load_shared(from_bytes(to_bytes(state.shared())))
+    load_saved(other, state)
     assert equal(parameters(state), parameters(other))
     assert other.is_begun
     assert other.progress == state.progress
@@ -96,34 +105,29 @@ def test_shared_state_round_trip_with_momentum():
     for one, another in zip(kept, loaded, strict=True):
         assert torch.equal(one["momentum_buffer"], another["momentum_buffer"])
         assert one["momentum_buffer"].any()
-    inputs = torch.Generator().manual_seed(5)
     for each in (state, other):
-        torch.manual_seed(inputs.initial_seed())
+        torch.manual_seed(5)
         train(each)
     assert equal(parameters(state), parameters(other))
 
 
-def test_the_total_number_of_steps_is_not_restored():
-    state, other = make_state(), make_state()
-    other.progress.total_steps = 99
-    other.load_shared(state.shared())
-    assert other.progress.total_steps == 99
-
-
-def test_the_optimizers_hyperparameters_are_not_restored():
+def test_a_jobs_own_settings_and_number_of_steps_are_kept():
     state, other = make_state(), make_state()
     train(state)
     for group in state.optimizers[0].param_groups:
         group |= {"lr": 7.0, "momentum": 0.1, "nesterov": False, "weight_decay": 0.3}
+    other.progress.total_steps = 99
     before = [dict(group, params=None) for group in other.optimizers[0].param_groups]
-    other.load_shared(from_bytes(to_bytes(state.shared())))
+    load_saved(other, state)
     assert [dict(group, params=None) for group in other.optimizers[0].param_groups] == before
     assert len(other.optimizers[0].state) == 4, "the momentum is the checkpoint's"
+    assert other.progress.total_steps == 99
 
 
 def test_the_state_of_another_model_is_rejected():
+    other = state_of(nn.Linear(4, 2), partial(make_optimizer, TrainConfig()))
     with pytest.raises(UserError, match="the checkpoint is of another model"):
-        make_state(nn.Linear(4, 2)).load_shared(make_state().shared())
+        other.load_shared(make_state().shared())
 
 
 def test_per_rank_state_is_restored_bit_by_bit():
@@ -147,9 +151,8 @@ def test_an_interrupted_transaction_is_rolled_back():
     for _ in range(2):
         state.save()
         state.model(torch.randn(8, 4)).sum().backward()
-        state.model.whole.add_(1)
-        state.model.short.zero_()
-        state.model.switch.logical_not_()
+        for name in BUFFERS:
+            getattr(state.model, name).zero_()
         assert not equal(before, buffers(state))
         state.restore()
         assert equal(before, buffers(state))
@@ -189,6 +192,26 @@ def test_new_ranks_get_the_statistics_of_all_samples():
         other.model.norm.running_var.double(), samples.var(0, correction=0), rtol=1e-5, atol=1e-4
     )
     assert other.model.whole.tolist() == [0] * 5, "what cannot be pooled is the first rank's"
+
+
+@pytest.mark.parametrize(
+    ("layers", "steps", "lags"),
+    [
+        ([nn.BatchNorm1d(2)], 0, False),
+        ([nn.BatchNorm1d(2)], 1, True),
+        ([nn.BatchNorm1d(2)], 49, True),
+        ([nn.BatchNorm1d(2)], 50, False),
+        ([nn.BatchNorm1d(2, momentum=0.5), nn.BatchNorm2d(3)], 49, True),
+        ([nn.BatchNorm1d(2, momentum=0.5)], 10, False),
+        ([nn.BatchNorm1d(2, momentum=None)], 1, False),
+        ([nn.BatchNorm1d(2, track_running_stats=False)], 1, False),
+        ([nn.SyncBatchNorm(2), nn.BatchNorm1d(2)], 1, False),
+        ([convert_sync_batchnorm(nn.BatchNorm1d(2))], 1, True),
+        ([nn.Linear(2, 2), nn.LayerNorm(2)], 1, False),
+    ],
+)
+def test_statistics_lag_in_a_short_epoch(layers, steps, lags):
+    assert RunningStatistics(nn.Sequential(*layers)).lag(steps) is lags
 
 
 @pytest.mark.parametrize(
@@ -232,7 +255,7 @@ STEPS = 12
 class Counter:
     """Extra state of any value."""
 
-    def __init__(self, value=0):
+    def __init__(self, value):
         self.value = value
 
     def state_dict(self):
@@ -244,15 +267,19 @@ class Counter:
 
 def scheduled(make_scheduler, total_steps=STEPS, lr=0.1, weight_decay=0.0, extra=None):
     """Return a state with a scheduler."""
-    task = Task(
-        model=nn.Linear(2, 1),
-        data=[0],
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=lr, weight_decay=weight_decay),
-        scheduler=make_scheduler,
-        extra_state=extra,
-    )
-    computation = Computation(torch.device("cpu"), "fp32", "contiguous")
-    return State(task, computation, total_steps)
+
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+    parts = {"scheduler": make_scheduler, "extra_state": extra}
+    return state_of(nn.Linear(2, 1), optimizer, total_steps, **parts)
+
+
+def trained(*arguments, steps, **settings):
+    """Return a state with a scheduler, after some steps."""
+    state = scheduled(*arguments, **settings)
+    rates(state, steps)
+    return state
 
 
 def rates(state, steps):
@@ -270,7 +297,7 @@ def resumed(state, *arguments, **settings):
     """Return another job's state, after it has loaded this one."""
     other = scheduled(*arguments, **settings)
     other.check_restorable()
-    other.load_shared(from_bytes(to_bytes(state.shared())))
+    load_saved(other, state)
     return other
 
 
@@ -283,11 +310,9 @@ def cosine_of_a_closure(optimizer, steps):
 
 
 def two_in_sequence(optimizer, steps):
-    parts = [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
-        lr_scheduler.CosineAnnealingLR(optimizer, steps - 3),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+    first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    second = lr_scheduler.CosineAnnealingLR(optimizer, steps - 3)
+    return lr_scheduler.SequentialLR(optimizer, [first, second], [3])
 
 
 SCHEDULERS = [
@@ -302,8 +327,7 @@ SCHEDULERS = [
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS)
 def test_a_finished_run_with_more_steps_continues_the_schedule_of_all_of_them(make_scheduler):
     expected = rates(scheduled(make_scheduler, 2 * STEPS), 2 * STEPS)
-    state = scheduled(make_scheduler)
-    rates(state, STEPS)
+    state = trained(make_scheduler, steps=STEPS)
     other = resumed(state, make_scheduler, total_steps=2 * STEPS)
     assert rates(other, STEPS) == pytest.approx(expected[STEPS:])
 
@@ -311,9 +335,7 @@ def test_a_finished_run_with_more_steps_continues_the_schedule_of_all_of_them(ma
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS)
 def test_an_interrupted_run_continues_its_schedule_bit_by_bit(make_scheduler):
     expected = rates(scheduled(make_scheduler), STEPS)
-    state = scheduled(make_scheduler)
-    rates(state, 5)
-    made = []
+    state, made = trained(make_scheduler, steps=5), []
 
     def noted(optimizer, steps):
         made.append(steps)
@@ -328,17 +350,14 @@ def test_settings_of_a_resumed_job_apply_under_a_scheduler_with_a_state():
         return lr_scheduler.StepLR(optimizer, 2, 0.5)
 
     expected = rates(scheduled(halved, lr=0.4), 9)
-    state = scheduled(halved, lr=0.1)
-    rates(state, 5)
-    other = resumed(state, halved, lr=0.4, weight_decay=0.3)
+    other = resumed(trained(halved, lr=0.1, steps=5), halved, lr=0.4, weight_decay=0.3)
     assert rates(other, 4) == pytest.approx(expected[5:])
     assert other.optimizers[0].param_groups[0]["weight_decay"] == 0.3
 
 
 def test_schedulers_follow_a_change_of_the_number_of_steps_while_training():
     expected = rates(scheduled(one_cycle, 20), 20)
-    state = scheduled(one_cycle)
-    rates(state, 5)
+    state = trained(one_cycle, steps=5)
     state.progress.bad_steps += 1  # a step that was skipped has moved no scheduler
     state.progress.step += 1
     state.set_total_steps(20)
@@ -346,8 +365,7 @@ def test_schedulers_follow_a_change_of_the_number_of_steps_while_training():
 
 
 def test_a_scheduler_that_cannot_follow_is_one_line():
-    state = scheduled(one_cycle)
-    rates(state, 8)
+    state = trained(one_cycle, steps=8)
     with pytest.raises(UserError, match="cannot continue at step 8 of 12"):
         resumed(state, lambda optimizer, steps: one_cycle(optimizer, steps - 5))
 
@@ -355,15 +373,12 @@ def test_a_scheduler_that_cannot_follow_is_one_line():
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), numpy.float32(0.1), numpy.float64(0.1)])
 @pytest.mark.parametrize("make_scheduler", [None, lambda o: lr_scheduler.StepLR(o, 2, 0.5)])
 def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys(lr, make_scheduler):
-    def copied():
-        return copy.deepcopy(lr)
-
-    expected = rates(scheduled(make_scheduler, lr=copied()), 6)
+    expected = rates(scheduled(make_scheduler, lr=copy.deepcopy(lr)), 6)
     assert [type(rate) for rate in expected] == [float] * 6
-    state = scheduled(make_scheduler, lr=copied())
-    rates(state, 3)
+    state = trained(make_scheduler, lr=copy.deepcopy(lr), steps=3)
     json.dumps(asdict(state.progress))
-    assert rates(resumed(state, make_scheduler, lr=copied()), 3) == pytest.approx(expected[3:])
+    other = resumed(state, make_scheduler, lr=copy.deepcopy(lr))
+    assert rates(other, 3) == pytest.approx(expected[3:])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import sys
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -20,28 +23,23 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra '
 
 
 class Language(nn.Module):
-    """Has tied weights and buffers."""
+    """Has tied weights, buffers, and a frozen layer or extra state, which is no tensor."""
 
-    def __init__(self, words=5):
+    def __init__(self, words=5, frozen=False):
         super().__init__()
         self.embedding = nn.Embedding(words, 4)
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, words, bias=False)
         self.head.weight = self.embedding.weight
+        if frozen:
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.register_buffer("seen", torch.ones(3, 2, dtype=torch.bool))
 
 
-class Frozen(Language):
-    """Has a frozen layer and a buffer of another type, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.register_buffer("seen", torch.ones(3, 2, dtype=torch.bool))
+Frozen = partial(Language, frozen=True)
 
 
 class Counting(Language):
-    """Has extra state, which is no tensor."""
-
     def get_extra_state(self):
         return {"seen": 7}
 
@@ -62,13 +60,20 @@ def without(*names):
     return {name: value for name, value in some().items() if name not in names}
 
 
-def changed(**values):
+def changed(name, change):
     state = some()
-    return state | {name.replace("__", "."): change(state) for name, change in values.items()}
+    return state | {name: change(state[name])}
 
 
 def with_prefix(prefix):
     return {prefix + name: value for name, value in some().items()}
+
+
+def in_bf16():
+    return {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in some().items()
+    }
 
 
 FITTING = {
@@ -80,13 +85,9 @@ FITTING = {
     "compiled, of DDP": lambda: with_prefix("module._orig_mod."),
     "in a checkpoint": lambda: {"model": some(), "optimizers": [{}], "progress": {"step": 3}},
     "as in torch's tutorial": lambda: {"epoch": 3, "model_state_dict": some()},
-    "bf16": lambda: {name: value.bfloat16() for name, value in some().items()
-                     if value.is_floating_point()} | {"norm.num_batches_tracked":
-                                                      some()["norm.num_batches_tracked"]},
-    "not contiguous": lambda: changed(
-        embedding__weight=lambda state: state["embedding.weight"].T.contiguous().T
-    ),
-}  # fmt: skip
+    "bf16": in_bf16,
+    "not contiguous": lambda: changed("embedding.weight", lambda value: value.T.contiguous().T),
+}
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -94,10 +95,9 @@ def test_weights_of_the_same_model_are_loaded(tmp_path, name):
     torch.save(FITTING[name](), tmp_path / "start.pt")
     model = Language()
     load_weights(model, str(tmp_path / "start.pt"))
-    expected = some()
+    expected = some() | {"embedding.weight": some()["head.weight"]}  # the last one filled is both
     for key, value in model.state_dict().items():
-        assert value.tolist() == expected["head.weight" if "weight" in key and "norm" not in key
-                                          else key].tolist()  # fmt: skip
+        assert value.tolist() == expected[key].tolist()
 
 
 def test_extra_state_may_be_missing_and_is_restored_where_it_is_not(tmp_path):
@@ -112,10 +112,7 @@ def test_extra_state_may_be_missing_and_is_restored_where_it_is_not(tmp_path):
 
 UNFIT = "the weights do not fit: .*"
 WRONG = {
-    "another head": (
-        lambda: Language(7).state_dict(),
-        f"{UNFIT}mismatch for embedding.weight",
-    ),
+    "another head": (lambda: Language(7).state_dict(), f"{UNFIT}mismatch for embedding.weight"),
     "another architecture": (
         lambda: nn.Linear(3, 3).state_dict(),
         f"{UNFIT}has no 'weight'.* lacks 'embedding.weight'.*; give weights of this very model",
@@ -124,11 +121,8 @@ WRONG = {
         lambda: without("embedding.weight", "head.weight"),
         f"{UNFIT}the file lacks 'embedding.weight'; the file lacks 'head.weight'",
     ),
-    "no tensor": (lambda: changed(norm__weight=lambda state: 3), f"{UNFIT}norm"),
-    "sparse": (
-        lambda: changed(norm__weight=lambda state: state["norm.weight"].to_sparse()),
-        f"{UNFIT}norm.weight",
-    ),
+    "no tensor": (lambda: changed("norm.weight", lambda _: 3), f"{UNFIT}norm"),
+    "sparse": (lambda: changed("norm.weight", torch.Tensor.to_sparse), f"{UNFIT}norm.weight"),
     "two models": (
         lambda: {"model": some(), "state_dict": some()},
         "it has no weights .it has both 'model' and 'state_dict'",
@@ -140,14 +134,20 @@ WRONG = {
 }
 
 
+@contextmanager
+def one_line_error(message):
+    with pytest.raises(UserError, match=f"^{message}") as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_other_content_is_a_one_line_error(tmp_path, name):
     make, message = WRONG[name]
     path = tmp_path / "start.pt"
     torch.save(make(), path)
-    with pytest.raises(UserError, match=f"^--init {path}: {message}") as caught:
+    with one_line_error(f"--init {path}: {message}"):
         load_weights(Language(), str(path))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
@@ -163,10 +163,9 @@ def test_a_damaged_or_missing_file_is_a_one_line_error(tmp_path, name, damage):
         path.write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
     elif damage == "missing":
         path.unlink()
-        message = ".*; name a file that can be read"
-    with pytest.raises(UserError, match=f"^--init {path}: {message}") as caught:
+        message = "No such file or directory; name a file that can be read"
+    with one_line_error(f"--init {path}: {message}"):
         load_weights(Language(), str(path))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_rank_lost_while_the_first_weights_are_sent_leaves_each_ranks_own(monkeypatch):
@@ -194,20 +193,23 @@ def transposed():
     return model
 
 
+def with_buffers(**buffers):
+    model = nn.Linear(2, 2)
+    for name, value in buffers.items():
+        model.register_buffer(name, value)
+    return model
+
+
 def views():
     """Return a model whose buffers are parts of one tensor, which is no weight itself."""
-    model, memory = nn.Linear(2, 2), torch.arange(12.0)
-    model.register_buffer("first", memory[:6])
-    model.register_buffer("last", memory[6:].view(2, 3).T)
-    return model
+    memory = torch.arange(12.0)
+    return with_buffers(first=memory[:6], last=memory[6:].view(2, 3).T)
 
 
 def window():
     """Return a model one of whose buffers is a part of another."""
-    model = nn.Linear(2, 2)
-    model.register_buffer("all", torch.arange(12.0))
-    model.register_buffer("some", model.all[2:5])
-    return model
+    memory = torch.arange(12.0)
+    return with_buffers(all=memory, some=memory[2:5])
 
 
 MODELS = {
@@ -265,30 +267,16 @@ def test_tied_weights_are_written_once(tmp_path):
         assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
 
 
-def complex128():
-    return nn.Linear(2, 2, dtype=torch.complex128)
-
-
-def sparse():
-    model = nn.Linear(2, 2)
-    model.register_buffer("adjacent", torch.eye(2).to_sparse())
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (complex128, "complex128"),
-        (sparse, "sparse"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex128), "complex128"),
+        (lambda: with_buffers(adjacent=torch.eye(2).to_sparse()), "sparse"),
     ],
 )
 def test_a_model_that_does_not_fit_the_format_is_rejected_before_training(make, message):
-    with pytest.raises(
-        UserError, match=f"--export m.safetensors: a .*cannot hold.*{message}"
-    ) as caught:
+    with one_line_error(f"--export m.safetensors: a .*cannot hold.*{message}"):
         check_export(TrainConfig(export="m.safetensors"), make(), 1)
-    assert "\n" not in str(caught.value)
-    check_export(TrainConfig(), make(), 0)
 
 
 @pytest.mark.parametrize(
@@ -304,9 +292,8 @@ def test_a_file_that_cannot_be_written_is_rejected_before_training(tmp_path, pat
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=f"^--export .*: .*{why}") as caught:
+    with one_line_error(f"--export .*: .*{why}"):
         check_export(TrainConfig(export=str(tmp_path / path)), nn.Linear(2, 2), 0)
-    assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -324,7 +311,7 @@ def test_other_formats_are_rejected(path):
 
 
 def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(UserError, match=r"safetensors is not installed; pip install 'kaitian"):
         check_export(TrainConfig(export=str(tmp_path / "m.safetensors")), nn.Linear(2, 2), 1)
 

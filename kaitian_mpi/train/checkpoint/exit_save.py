@@ -23,20 +23,34 @@ _PROCESS_NAME = "kaitian-save"
 
 
 class StateLock:
-    """Held while the state changes; taken by any other reader of it."""
+    """Held while the state changes; taken by any other reader of it.
+
+    Has a forked child save the state, once, as soon as a signal arrives. The state is consistent
+    except while the main thread changes it and holds the lock. The change may take longer than the
+    time until the SIGKILL, so then the main thread itself forks, in Python's signal handler: the
+    child completes the change in the rank's place, and saves.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._owner, self._depth = 0, 0
-        self.on_acquired: Callable[[], None] | None = None
-        """Called with the lock held, before the state changes."""
-        self.on_release: Callable[[BaseException | None], None] | None = None
-        """Called with the lock held, after the change, with the exception that ended it, if any."""
+        self._owner = self._depth = self._child = 0
+        self._is_ending = self._saves_on_release = False
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread holds it."""
-        return self._owner == threading.get_ident()
+    def set_exit_save(
+        self,
+        save: Callable[[], str],
+        prepare: Callable[[], None] | None = None,
+        after_fork: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Set how the state is saved from now on.
+
+        Args:
+            save: called in the child; returns a line that reports what was saved.
+            prepare: called in the rank before the fork, with a consistent state, if a child cannot
+                access the state because it is on a device: copies it to the host.
+            after_fork: called first in the child, which has none of this process's other threads.
+        """
+        self._save, self._prepare, self._after_fork = save, prepare, after_fork
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -44,53 +58,24 @@ class StateLock:
         if self._depth == 1:
             # In this order: a signal handler that runs in between finds one or the other.
             self._owner = threading.get_ident()
-            if self.on_acquired is not None:
-                self.on_acquired()
+            if self._is_ending:
+                self._save_unchanged()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._depth == 1:
-            if self.on_release is not None:
-                self.on_release(error)
+            if self._saves_on_release:
+                self._finish(error)
             self._owner = 0
         self._depth -= 1
         self._lock.release()
 
-
-class ExitSave:
-    """Has a forked child save the state, once, as soon as a signal arrives.
-
-    The state is consistent except while the main thread changes it and holds the lock. The change
-    may take longer than the time until the SIGKILL, so then the main thread itself forks, in
-    Python's signal handler: the child completes the change in the rank's place, and saves.
-    """
-
-    def __init__(
-        self,
-        lock: StateLock,
-        save: Callable[[], str],
-        prepare: Callable[[], None] | None = None,
-        after_fork: Callable[[], None] | None = None,
-    ) -> None:
-        """Store the callbacks.
-
-        Args:
-            lock: the state's.
-            save: called in the child; returns a line that reports what was saved.
-            prepare: called in the rank before the fork, with a consistent state, if a child cannot
-                access the state because it is on a device: copies it to the host.
-            after_fork: called first in the child, which has none of this process's other threads.
-        """
-        self._lock, self._save, self._prepare = lock, save, prepare
-        self._after_fork = after_fork
-        self._child = 0
-
-    def run(self) -> str | None:
+    def save(self) -> str | None:
         """Save the state and wait until it is saved; for the thread that handles the signal.
 
         The lock is not released: this process must exit afterwards.
         """
-        self._lock.on_acquired = self._save_unchanged
-        self._lock.__enter__()
+        self._is_ending = True
+        self.__enter__()
         if not self._child:  # no process could be forked
             return self._save()
         os.waitpid(self._child, 0)
@@ -98,21 +83,20 @@ class ExitSave:
 
     def interrupt(self) -> None:
         """Fork now if the main thread is changing the state. For its signal handler."""
-        self._lock.on_acquired = self._save_unchanged
-        if self._lock.is_mine and self._prepare is None:
-            self._fork(self._complete_change)
+        self._is_ending = True
+        if self._owner == threading.get_ident() and self._prepare is None:
+            self._saves_on_release = self._fork()  # once the child has completed the change
 
     def _save_unchanged(self) -> None:
         if self._prepare is not None and not self._child:
             self._prepare()
-        self._fork(lambda: self._finish(None))
+        if self._fork():
+            self._finish(None)
 
-    def _complete_change(self) -> None:
-        self._lock.on_release = self._finish
-
-    def _fork(self, in_child: Callable[[], None]) -> None:
+    def _fork(self) -> bool:
+        """Fork, once; return whether this is the child."""
         if self._child:
-            return
+            return False
         with suppress(OSError):  # no memory, or too many processes
             try:
                 stderr = open_launcher_stderr()
@@ -125,14 +109,14 @@ class ExitSave:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
             self._child = os.fork()
             if self._child == 0:
-                self._lock.on_acquired = None
+                self._is_ending = False
                 os.dup2(stderr, _STDERR)
                 _detach_from_job()
-                if self._after_fork is not None:
-                    self._after_fork()
-                in_child()
+                self._after_fork()
+                return True
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(stderr)
+        return False
 
     def _finish(self, error: BaseException | None) -> None:
         """Save, print what was saved, and exit the child process."""

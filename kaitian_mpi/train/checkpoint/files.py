@@ -48,7 +48,6 @@ class Checkpoint:
     description: dict[str, Any]
     """The content of its .json file: the values given to `write`, and those that it added."""
     file: TensorFile
-    """Holds the state."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -80,14 +79,12 @@ class CheckpointFiles:
 
     def __init__(self, folder: Path, keep: int, private: bool = False) -> None:
         """Create the object only; nothing on disk changes."""
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, not {keep}")
         self.folder, self.keep, self._private = folder, keep, private
 
     def write(
         self, state: dict[str, Any], description: dict[str, Any], only_new: bool = False
     ) -> Path:
-        """Write a checkpoint, then remove old ones that are not to be kept.
+        """Write a checkpoint, then remove old ones that are not to be kept; return the .pt file.
 
         Waits while another process is writing in the folder. Checkpoints of later steps are neither
         removed nor counted: the run may have ignored them because of a transient fault.
@@ -97,9 +94,6 @@ class CheckpointFiles:
             description: JSON values, including "step" and optionally "score": a float, higher is
                 better, or None.
             only_new: whether to keep a checkpoint of this step that exists by then.
-
-        Returns:
-            The .pt file.
 
         Raises:
             OSError: the disk is full or faulty; existing checkpoints are kept.
@@ -140,11 +134,13 @@ class CheckpointFiles:
         self._remove_superseded(name)
         return self._path(name)
 
-    def newest_good(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint, and log each damaged one; None if there is none."""
+    def newest_good(self, after: int = -1) -> Checkpoint | None:
+        """Return the newest intact checkpoint of a step after `after`, and log damaged ones."""
         if self._private and not is_private(self.folder):
             return None
         for name in reversed(self._names("pt", "json")):
+            if name.step <= after:
+                break
             try:
                 return _read(self._path(name))
             except UnusableError as error:
@@ -157,9 +153,7 @@ class CheckpointFiles:
         try:
             return _read(path)
         except UnusableError as error:
-            raise UserError(
-                f"checkpoint {path} cannot be used: {error}; name another one"
-            ) from error
+            raise UserError(f"checkpoint {path} cannot be used: {error}; name another") from error
 
     def adopt(self, path: Path, step: int) -> None:
         """Copy the checkpoint of a .pt file, of this step, into this folder, which has none."""
@@ -239,8 +233,8 @@ def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
     """Write this host's snapshot of this name to the run's checkpoints, if it is the newest."""
     files = run_files(run_folder, keep_checkpoints)
     for folder in SHM.glob(f"kaitian-{name}-*"):
-        snapshot = CheckpointFiles(folder, keep=1, private=True).newest_good()
-        if snapshot is not None and snapshot.step > max(files.steps(), default=-1):
+        snapshots = CheckpointFiles(folder, keep=1, private=True)
+        if (snapshot := snapshots.newest_good(max(files.steps(), default=-1))) is not None:
             files.write(snapshot.state, snapshot.description)
             _log.info("step %d saved from memory: --resume auto resumes from it", snapshot.step)
 

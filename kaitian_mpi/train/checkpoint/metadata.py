@@ -1,24 +1,26 @@
-"""A run's metadata in its checkpoints, and the effects of a changed flag when it is resumed."""
+"""A run's metadata in its checkpoints, and what a job that resumes it may still use of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig, flag_name
 from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.measure.plan import Profile
+from kaitian_mpi.train.summary import Summary
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunMetadata:
     """Plain values that are saved with the state. For a rank's place see `RankInfo.place`."""
 
-    config: Any
-    """The settings by name; also made of a `TrainingConfig`."""
+    config: dict[str, Any]
+    """The settings by name."""
     profiles: dict[str, Profile]
     """The ranks' profiles, by place."""
     excluded_places: list[str]
@@ -33,10 +35,6 @@ class RunMetadata:
     """The losses that the run has survived, as in `summary.json`."""
     dataset_size: str
     """The numbers of training and validation samples."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.config, TrainingConfig):
-            self.config = asdict(self.config)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to values that JSON can hold."""
@@ -55,6 +53,30 @@ class RunMetadata:
             for cost in [profile["cost"]]
         }
         return RunMetadata(**{**content, "profiles": profiles})
+
+
+@dataclass(frozen=True)
+class EarlierJob:
+    """What was found of an earlier job of the run, if anything."""
+
+    metadata: RunMetadata | None = None
+    """That of its last checkpoint, the same on every rank; None if there is none."""
+    progress: dict[str, Any] = field(default_factory=dict)
+    """The fields of `Progress`; the same on every rank."""
+    file: TensorFile | None = None
+    """Holds the checkpoint's state, on the one rank that has read it, until it is restored."""
+    name: str = ""
+    """The checkpoint's file and host, for messages."""
+    invalidated: frozenset[Invalidated] = frozenset()
+    """Results of the earlier job that this one has to determine again."""
+    summary: Summary = field(default_factory=Summary)
+    """Its summary up to that checkpoint."""
+    is_finished: bool = False
+    """Whether the run is finished, so that nothing is left to do."""
+
+    def remembered(self, what: Invalidated) -> RunMetadata | None:
+        """Return the earlier job's metadata, if its result for `what` is still valid."""
+        return None if what in self.invalidated else self.metadata
 
 
 class Invalidated(Enum):

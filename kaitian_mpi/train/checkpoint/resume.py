@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,89 +18,63 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.folder_lock import wait_for_save
-from kaitian_mpi.observe.folders import is_private, remove_private, snapshots_name
-from kaitian_mpi.observe.tensor_files import TensorFile
+from kaitian_mpi.observe.folders import remove_private, snapshots_name
 from kaitian_mpi.train.checkpoint.files import (
     Checkpoint,
     CheckpointFiles,
     run_files,
     snapshot_files,
 )
-from kaitian_mpi.train.checkpoint.metadata import Invalidated, RunMetadata, compare_flags
+from kaitian_mpi.train.checkpoint.metadata import EarlierJob, RunMetadata, compare_flags
 from kaitian_mpi.train.membership import plan_standby
-from kaitian_mpi.train.setup import Setup, describe_start
+from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
 from kaitian_mpi.train.summary import NAME, Summary
 from kaitian_mpi.train.task import Computation
-from kaitian_mpi.train.weight_files import export_weights
-
-
-@dataclass(frozen=True)
-class EarlierJob:
-    """What was found of an earlier job of the run, if anything."""
-
-    metadata: RunMetadata | None = None
-    """That of its last checkpoint, the same on every rank; None if there is none."""
-    progress: dict[str, Any] = field(default_factory=dict)
-    """The fields of `Progress`; the same on every rank."""
-    file: TensorFile | None = None
-    """Holds the checkpoint's state, on the one rank that has read it, until it is restored."""
-    name: str = ""
-    """The checkpoint's file and host, for messages."""
-    invalidated: frozenset[Invalidated] = frozenset()
-    """Results of the earlier job that this one has to determine again."""
-    summary: Summary = field(default_factory=Summary)
-    """Its summary up to that checkpoint."""
-    is_finished: bool = False
-    """Whether the run is finished, so that nothing is left to do."""
-
-    def remembered(self, what: Invalidated) -> RunMetadata | None:
-        """Return the earlier job's metadata, if its result for `what` is still valid."""
-        return None if what in self.invalidated else self.metadata
 
 
 def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> EarlierJob:
-    """Look for a checkpoint, if `--resume` is given, and log what has changed. Collective."""
+    """Look for a checkpoint, and log what has changed since. Collective."""
     earlier = find_checkpoint(config, world, setup.path, config.resume)
-    if earlier.metadata is not None:
-        lines, invalidated = compare_flags(earlier.metadata.config, config)
-        if earlier.metadata.dataset_size != setup.dataset_size:
-            raise AgreedError(
-                f"the dataset has {setup.dataset_size}, but the checkpoint was made with "
-                f"{earlier.metadata.dataset_size}; give the same data, or another --run-dir"
-            )
-        for line in lines:
-            print_rank_0(world, line)
-        summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
-        has_results = summary.finished and summary.steps == earlier.progress["step"]
-        if config.resume == "auto" and has_results and is_over(config, earlier.progress):
-            epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
-            done = f"{epochs}, {summary.steps} steps"
-            warn_rank_0(
-                world,
-                f"{setup.path} is finished ({done}): nothing left to train; to continue it, raise "
-                "--epochs or --max-steps",
-            )
-            return replace(earlier, summary=summary, is_finished=True)
-        if summary.steps is None or summary.steps > earlier.progress["step"]:
-            summary = Summary()  # of steps that are trained again
-        earlier = replace(earlier, invalidated=invalidated, summary=summary)
-    describe_start(config, world, setup.folder)
-    return earlier
+    if earlier.metadata is None:
+        return earlier
+    lines, invalidated = compare_flags(earlier.metadata.config, config)
+    if earlier.metadata.dataset_size != setup.dataset_size:
+        raise AgreedError(
+            f"the dataset has {setup.dataset_size}, but the checkpoint was made with "
+            f"{earlier.metadata.dataset_size}; give the same data, or another --run-dir"
+        )
+    for line in lines:
+        print_rank_0(world, line)
+    summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
+    has_results = summary.finished and summary.steps == earlier.progress["step"]
+    if config.resume == "auto" and has_results and is_over(config, earlier.progress):
+        epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
+        done = f"{epochs}, {summary.steps} steps"
+        warn_rank_0(
+            world,
+            f"{setup.path} is finished ({done}): nothing left to train; to continue it, raise "
+            "--epochs or --max-steps",
+        )
+        return replace(earlier, summary=summary, is_finished=True)
+    if summary.steps is None or summary.steps > earlier.progress["step"]:
+        summary = Summary()  # of steps that are trained again
+    return replace(earlier, invalidated=invalidated, summary=summary)
 
 
 def find_checkpoint(
     config: TrainingConfig, world: World, run_folder: Path | None, resume: str
 ) -> EarlierJob:
     """Find the newest checkpoint, on disk or in a host's memory. Collective."""
-    own, damaged, parts = None, 0, None
+    own, damaged = None, 0
     with agree_on_errors(world.comm):
-        if world.rank == 0 and resume:
+        if world.rank == 0:
             own, damaged = _on_disk(config, run_folder, resume)
         if resume == "auto":
             own = _in_memory(config, world, -1 if own is None else own.step) or own
-    found = gather_values(world.comm, (-1 if own is None else own.step, damaged))
+    parts = own and (own.step, own.state["metadata"], own.state["progress"], own.path.name)
+    found = gather_values(world.comm, parts or (-1, damaged))
     source = max(range(world.size), key=lambda rank: found[rank][0])
     if found[source][0] < 0:
         if damaged := found[0][1]:
@@ -108,21 +82,13 @@ def find_checkpoint(
                 f"--resume auto: none of the {damaged} checkpoints in {run_folder}/checkpoints is "
                 "intact; restore one of them, or name another --run-dir to start from scratch"
             )
-        if resume:
-            where = "without a run folder" if run_folder is None else f"in {run_folder}"
-            warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
+        where = "without a run folder" if run_folder is None else f"in {run_folder}"
+        warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
         return EarlierJob()
-    if world.rank != source:
-        own = None
-    if own is not None:
-        parts = own.state["metadata"], own.state["progress"], own.path.name
-    metadata, progress, name = gather_values(world.comm, parts)[source]
-    return EarlierJob(
-        RunMetadata.from_json(metadata),
-        progress,
-        None if own is None else own.file,
-        f"{name} on {world.infos[source].host}",
-    )
+    _, metadata, progress, name = found[source]
+    file = own.file if own is not None and world.rank == source else None
+    name = f"{name} on {world.infos[source].host}"
+    return EarlierJob(RunMetadata.from_json(metadata), progress, file, name)
 
 
 def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
@@ -140,19 +106,18 @@ def resume(
     state: State,
     world: World,
 ) -> EarlierJob:
-    """Restore the checkpoint that was found, if any, on all ranks. Collective."""
-    if earlier.metadata is not None and not any(
-        gather_values(world.comm, earlier.file is not None)  # the rank that had read it is lost
-    ):
+    """Restore the checkpoint that was found on all ranks. Collective."""
+    if not any(gather_values(world.comm, earlier.file is not None)):
+        # The rank that had read it is lost.
         found = find_checkpoint(config, world, setup.path, config.resume)
         earlier = replace(found, invalidated=earlier.invalidated, summary=earlier.summary)
-    if earlier.metadata is None:
-        return earlier
+        if earlier.metadata is None:
+            return earlier
     standby = plan_standby(world.infos, config.spares, excluded)
     active = [world.infos[rank] for rank in standby.active(world.infos)]
     restore(world, state, earlier, config.seed, active)
     print_rank_0(world, f"resuming from step {state.progress.step} ({earlier.name})")
-    if config.resume not in ("", "auto"):
+    if config.resume != "auto":
         with agree_on_errors(world.comm):
             _begin_branch(config, world, setup.path, state.progress.step)
     return replace(earlier, file=None)
@@ -165,6 +130,8 @@ def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, wor
     restore(world, state, earlier, config.seed, world.infos)
     with agree_on_errors(world.comm):
         if world.rank == 0 and config.export:
+            from kaitian_mpi.train.weight_files import export_weights
+
             export_weights(config.export, setup.task.model)
     if config.export:
         print_rank_0(world, f"exported the weights to {config.export}")
@@ -252,16 +219,10 @@ def _on_disk(
 
 
 def _in_memory(config: TrainingConfig, world: World, after: int) -> Checkpoint | None:
-    """Return this host's snapshot of a step after `after`, on the host's first rank.
-
-    An earlier one is not read: reading and checking takes seconds.
-    """
+    """Return this host's snapshot of a step after `after`, on the host's first rank."""
     hosts = [info.host for info in world.infos]
     name = snapshots_name(config.snapshots, os.environ)
     if not name or hosts.index(world.info.host) != world.rank:
         return None
-    snapshots = snapshot_files(name)
-    if not is_private(snapshots.folder) or max(snapshots.steps(), default=-1) <= after:
-        return None
-    newest = snapshots.newest_good()
-    return newest if newest is not None and newest.step > after else None
+    # An earlier one is not read: reading and checking takes seconds.
+    return snapshot_files(name).newest_good(after)

@@ -174,8 +174,8 @@ class BackgroundWriter:
 
     def write_now(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         """Write a checkpoint after those submitted before; return when it is written."""
-        self.close()
         self.last_submitted = description["step"]
+        self.close()
         self._write(state, description)
 
     def take_spare(self) -> dict[str, Any] | None:
