@@ -417,9 +417,8 @@ from pathlib import Path
 import torch
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
-BackgroundWriter(CheckpointFiles(Path(sys.argv[1]), keep=1)).submit(
-    {"a": torch.ones(1_000_000)}, {"step": 1000}
-)
+writer = BackgroundWriter(CheckpointFiles(Path(sys.argv[1]), keep=1))
+writer.submit({"a": torch.ones(1_000_000)}, {"step": 1000})
 raise SystemExit(3)
 """
 

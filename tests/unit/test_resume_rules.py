@@ -27,26 +27,11 @@ from kaitian_mpi.train.summary import Summary
 THEN = TrainConfig(timeline=True, model="cnn", run_dir="run", resume="auto")
 NAMES = {field.name for field in fields(TrainConfig)}
 OTHER = {
-    "task": "a:b",
-    "optimizer": "adamw",
-    "model": "resnet18",
-    "dataset": "mnist",
-    "val_split": 0.5,
-    "seed": 1,
-    "config": "run.toml",
-    "init": "other.pt",
-    "data_dir": "moved",
-    "quiet": True,
-    "resume": "run/checkpoints/step-00000001.pt",
-    "run_dir": "other",
-    "snapshots": "name",
-    "lr": 0.2,
-    "epochs": 20,
-    "set": {"lr": 0.1},
-    "global_batch_size": 128,
-    "keep_all": True,
-    "precision": "bf16",
-    "allreduce": "flat",
+    **{"task": "a:b", "optimizer": "adamw", "model": "resnet18", "dataset": "mnist"},
+    **{"val_split": 0.5, "seed": 1, "config": "run.toml", "init": "other.pt", "data_dir": "moved"},
+    **{"quiet": True, "resume": "run/checkpoints/step-00000001.pt", "run_dir": "other"},
+    **{"snapshots": "name", "lr": 0.2, "epochs": 20, "set": {"lr": 0.1}, "keep_all": True},
+    **{"global_batch_size": 128, "precision": "bf16", "allreduce": "flat"},
 }
 
 

@@ -143,35 +143,27 @@ def test_per_rank_state_is_restored_bit_by_bit():
     assert not equal(parameters(state), parameters(other))
 
 
-def test_an_interrupted_transaction_is_rolled_back():
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_only_a_transaction_that_is_not_committed_is_rolled_back(is_committed):
     state = make_state()
     train(state)
     fill_buffers(state.model)
     weights, before = parameters(state), buffers(state)
+    state.restore()  # no transaction has begun
     for _ in range(2):
         state.save()
         state.model(torch.randn(8, 4)).sum().backward()
         for name in BUFFERS:
             getattr(state.model, name).zero_()
-        assert not equal(before, buffers(state))
+        after = buffers(state)
+        assert not equal(before, after)
+        if is_committed:
+            state.commit()
         state.restore()
-        assert equal(before, buffers(state))
+        assert equal(after if is_committed else before, buffers(state))
         assert equal(weights, parameters(state))
         assert all(parameter.grad is None for parameter in state.model.parameters())
-
-
-def test_a_committed_transaction_is_not_rolled_back():
-    state = make_state()
-    before = buffers(state)
-    state.restore()  # no transaction has begun
-    assert equal(before, buffers(state))
-    state.save()
-    train(state, 1)
-    state.commit()
-    after = buffers(state)
-    state.restore()
-    assert equal(after, buffers(state))
-    assert not equal(before, after)
+        fill_buffers(state.model)
 
 
 def test_new_ranks_get_the_statistics_of_all_samples():
@@ -235,18 +227,21 @@ def test_total_steps_are_done_plus_remaining(done, flags, batch, steps):
     assert count_steps(TrainConfig(**flags), 100, batch, 1, Progress(0, **done)) == steps
 
 
-def test_the_schedule_counts_samples_whatever_the_global_batch():
-    config = TrainConfig(epochs=4)
-    for batch in (10, 20, 50):
-        progress, done = Progress(0), []
-        while progress.samples < 400:
-            done.append(progress.fraction_done(config, batch, 100))
-            progress.step_done(batch)
-        assert done == [batch * (n + 0.5) / 400 for n in range(400 // batch)]
+@pytest.mark.parametrize("batch", [10, 20, 50])
+def test_the_schedule_counts_samples_whatever_the_global_batch(batch):
+    config, progress = TrainConfig(epochs=4), Progress(0)
+    for step in range(400 // batch):
+        assert progress.fraction_done(config, batch, 100) == batch * (step + 0.5) / 400
+        progress.step_done(batch)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fraction"),
+    [({"epochs": 4}, 175 / 400), ({"epochs": 4, "max_steps": 20}, 15.5 / 20), ({"epochs": 1}, 1.0)],
+)
+def test_the_schedule_goes_on_in_mid_epoch(flags, fraction):
     progress = Progress(0, step=15, epoch=1, position=50, samples=150)
-    assert progress.fraction_done(config, 50, 100) == 175 / 400
-    assert progress.fraction_done(TrainConfig(epochs=4, max_steps=20), 50, 100) == 15.5 / 20
-    assert progress.fraction_done(TrainConfig(epochs=1), 50, 100) == 1.0
+    assert progress.fraction_done(TrainConfig(**flags), 50, 100) == fraction
 
 
 STEPS = 12
