@@ -242,6 +242,7 @@ def test_the_users_own_model_loads_the_file(tmp_path, name):
     if name == "one part compiled":
         own[0] = own[0]._orig_mod
     check_export(TrainConfig(export=path), model, 0)
+    assert os.listdir(tmp_path) == []
     export_weights(path, model)
     assert os.listdir(tmp_path) == ["model.safetensors"]
     with torch.no_grad():
