@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -39,25 +38,8 @@ _YIELD_SEC = 50e-6
 _NAP_SEC = 100e-6
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The ranks of a communicator by host."""
-
-    ranks: tuple[tuple[int, ...], ...]
-    """The ranks on each host, in order; hosts are in the order of their first ranks."""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def lanes(self) -> int:
-        """The most ranks that each host can have for exchanging data with the others."""
-        return min(map(len, self.ranks))
-
-    def lane(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of a lane, one on each host."""
-        return tuple(ranks[number] for ranks in self.ranks)
+Hosts = tuple[tuple[int, ...], ...]
+"""A communicator's ranks on each host, in order; hosts are in the order of their first ranks."""
 
 
 def group_by_host(nodes: Sequence[int]) -> Hosts:
@@ -65,7 +47,7 @@ def group_by_host(nodes: Sequence[int]) -> Hosts:
     by_host: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_host.setdefault(node, []).append(rank)
-    return Hosts(tuple(map(tuple, by_host.values())))
+    return tuple(map(tuple, by_host.values()))
 
 
 class Route(NamedTuple):
@@ -86,7 +68,7 @@ class HostAllreduce:
     def __init__(self, comm: MPI.Comm, hosts: Hosts) -> None:
         """Store where the ranks of `comm` are."""
         self._comm, self._hosts = comm, hosts
-        self._here = next(ranks for ranks in hosts.ranks if comm.rank in ranks)
+        self._here = next(ranks for ranks in hosts if comm.rank in ranks)
         self._unused: list[torch.Tensor] = []
 
     def run(self, tensor: torch.Tensor, op: Reduction, route: Route) -> None:
@@ -102,7 +84,7 @@ class HostAllreduce:
                 self.run(wide, op, route)
                 piece.copy_(wide)
             return
-        length = round_elements(tensor, self._hosts.size, route.lanes)
+        length = round_elements(tensor, len(self._hosts), route.lanes)
         chunks = enumerate(tensor.split(length))
         # A ring would round 16-bit floats on each host.
         is_rounded = tensor.is_floating_point() and tensor.dtype in ACCUMULATION_DTYPES
@@ -117,7 +99,7 @@ class HostAllreduce:
         float32. The result is the same on all ranks, bit for bit.
         """
         wide = tensor.float()
-        length = _ENCODED_PART * self._hosts.size
+        length = _ENCODED_PART * len(self._hosts)
         rounds = (
             self._round(
                 *(number, chunk, SUM, 0),
@@ -139,9 +121,9 @@ class HostAllreduce:
         exchange: Exchange,
         unit: int = 1,
     ) -> Round:
-        lane = self._hosts.lane(lane_number)
+        lane = [ranks[lane_number] for ranks in self._hosts]
         tag = tags.NETWORK[number % len(tags.NETWORK)]
-        leader = next(rank for rank in lane if rank in self._here)
+        leader = self._here[lane_number]
         if self._comm.rank != leader:
             yield [self._comm.Isend(as_raw_buffer(chunk), leader, tag)]
             yield [self._comm.Irecv(as_raw_buffer(chunk), leader, tag)]
@@ -149,31 +131,11 @@ class HostAllreduce:
         members = [rank for rank in self._here if rank != leader]
         share = -(-chunk.numel() // (len(lane) * unit)) * unit
         with self._scratch(chunk.dtype, share * len(lane)) as scratch:
-            yield from self._reduce_here(chunk, members, tag, op, scratch)
-            parts = [chunk[host * share : (host + 1) * share] for host in range(len(lane))]
             crossing = Crossing(self._comm, lane, tag, op, scratch)
+            yield from crossing.reduce_here(chunk, members)
+            parts = [chunk[host * share : (host + 1) * share] for host in range(len(lane))]
             yield from exchange(crossing, parts)
         yield [self._comm.Isend(as_raw_buffer(chunk), rank, tag) for rank in members]
-
-    def _reduce_here(
-        self,
-        chunk: torch.Tensor,
-        members: Sequence[int],
-        tag: int,
-        op: Reduction,
-        scratch: torch.Tensor,
-    ) -> Round:
-        """Reduce the chunks of this host's other ranks to this one's, in the order of ranks."""
-        if not members:
-            return
-        arrived = scratch[: chunk.numel()]
-        wide = ACCUMULATION_DTYPES.get(chunk.dtype) if chunk.is_floating_point() else None
-        total = chunk if wide is None else chunk.to(wide)
-        for rank in members:
-            yield [self._comm.Irecv(as_raw_buffer(arrived), rank, tag)]
-            op.combine(total, arrived, out=total)
-        if total is not chunk:
-            chunk.copy_(total)
 
     @contextmanager
     def _scratch(self, dtype: torch.dtype, elements: int) -> Iterator[torch.Tensor]:

@@ -34,6 +34,19 @@ class Crossing:
         self.size = len(lane)
         """The number of hosts."""
 
+    def reduce_here(self, chunk: torch.Tensor, members: Sequence[int]) -> Round:
+        """Reduce the chunks of this host's other ranks to this one's, in the order of ranks."""
+        if not members:
+            return
+        arrived = self._scratch[: chunk.numel()]
+        wide = ACCUMULATION_DTYPES.get(chunk.dtype) if chunk.is_floating_point() else None
+        total = chunk if wide is None else chunk.to(wide)
+        for rank in members:
+            yield [self._comm.Irecv(as_raw_buffer(arrived), rank, self._tag)]
+            self._op.combine(total, arrived, out=total)
+        if total is not chunk:
+            chunk.copy_(total)
+
     @property
     def others(self) -> list[int]:
         """The other hosts, the next one first, so that not all start with the same one."""

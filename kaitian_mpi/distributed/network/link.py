@@ -85,7 +85,7 @@ class Link:
         """Measure nothing yet, unless the settings force an exchange. Not collective."""
         self.choice: Choice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""
-        self.routes = routes(list(EXCHANGES), hosts.lanes)
+        self.routes = routes(list(EXCHANGES), min(map(len, hosts)))
         """What there is to choose from."""
         self._comm, self._hosts, self._settings = comm, hosts, settings
         self._allreduce = HostAllreduce(comm, hosts)
@@ -131,7 +131,7 @@ class Link:
             check_same(self._comm, {"--network-allreduce": forced}, "give every rank the same")
             self.choice = self._measure() if forced == "auto" else Choice(Route(forced))
             if self._comm.rank == 0:
-                where = f"{self._comm.size} ranks on {self._hosts.size} hosts"
+                where = f"{self._comm.size} ranks on {len(self._hosts)} hosts"
                 _log.info("allreduce among %s: %s", where, self.choice.describe())
         return self.choice
 
@@ -183,6 +183,6 @@ def links_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -
         if comm is not None:
             places = translate_ranks(cast("MPI.Intracomm", comm), comms.world)
             hosts = group_by_host([nodes[place] for place in places])
-            if hosts.size > 1:
+            if len(hosts) > 1:
                 links[comm.py2f()] = Link(comm, hosts, settings)
     return links
