@@ -88,9 +88,9 @@ class WeightedSum:
         Its batch norms over all ranks weight the ranks likewise: so set `weight` before backward.
         """
         participate(model, Participation(lambda: self.weight))
-        model.register_comm_hook(self, _reduce)
+        model.register_comm_hook(self, type(self).reduce)
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the weighted sum of one bucket; return a future of it."""
         gradient = bucket.buffer()
         if self.weight == 0:
@@ -99,10 +99,6 @@ class WeightedSum:
             gradient.mul_(self.weight)
         work = sum_gradients(gradient, group=self._group, in_background=True)
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
-
-
-def _reduce(state: WeightedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state.reduce(bucket)
 
 
 def _check_same_buckets(model: DistributedDataParallel) -> None:
@@ -163,7 +159,7 @@ class _CountedSum(WeightedSum):
         self._samples_in_eval: int | None = None
         self._sum: Fraction | None = None
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._weigh()
         return super().reduce(bucket)
 
