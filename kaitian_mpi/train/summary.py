@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from kaitian_mpi.mpi.topology import RankInfo
@@ -87,9 +88,10 @@ class Summary:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
-        """Return a file's content as a summary, without fields of other releases."""
-        names = {field.name for field in fields(cls)} & content.keys()
-        return cls(**{name: content[name] for name in names})
+        """Return a file's content as a summary; values of a wrong type are ignored."""
+        types = get_type_hints(cls)
+        names = [field.name for field in fields(cls) if field.name in content]
+        return cls(**{name: content[name] for name in names if _fits(content[name], types[name])})
 
 
 def describe_rank(info: RankInfo) -> dict[str, Any]:
@@ -109,3 +111,13 @@ def describe_losses(losses: Sequence[RankLoss]) -> list[dict[str, Any]]:
         }
         for loss in losses
     ]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value from JSON has a field's type; only the outermost type is checked."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is (origin or hint)
