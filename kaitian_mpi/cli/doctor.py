@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kaitian_mpi import __version__
-from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
@@ -136,9 +136,6 @@ def make_parser() -> OneLineParser:
     )
     parser.add("--json", "print one JSON document (docs/doctor.md) instead of text")
     parser.add(
-        "--share-device", "let several ranks use one device, as with this flag of kaitian-train"
-    )
-    parser.add(
         "--hostfile",
         "without mpirun: ask the hosts of this hostfile whether they answer and have this "
         "package, within 10 s; mpirun may wait minutes for one that does not answer",
@@ -150,12 +147,7 @@ def make_parser() -> OneLineParser:
         "the one that runs this command",
         "FILE",
     )
-    parser.add(
-        "--devices",
-        "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu (default auto)",
-        "LIST",
-        "auto",
-    )
+    add_flags(parser, {"devices": "devices share_device"})
     parser.add(
         "--run-dir",
         "folder for results; its file system is examined, and nothing is left there (default runs)",
