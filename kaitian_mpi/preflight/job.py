@@ -150,7 +150,7 @@ def _time_link(post: Post, other: int) -> dict[str, Any]:
 
     trips(1, 1)  # may open the connection
     latency = median(trips(1, _TRIPS)) / 2
-    took = min(trips(size := _SMALL_BYTES, _TRANSFERS))
+    took = min(trips(size := _SMALL_BYTES, 2))
     if took < _QUICK_SEC:
         took = min(trips(size := _LARGE_BYTES, _TRANSFERS))
     post.push(other, b"")
