@@ -6,7 +6,6 @@ ends the job with a traceback.
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Callable
@@ -16,9 +15,11 @@ from itertools import pairwise
 import stand_in
 import torch
 import torch.distributed as dist
-from torch import nn
+from batch_norms import check_any_split
+from collective_cases import check_moves, check_reductions, check_sum
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from uneven import by_hook, by_reducer, check_like_one_process, network
 
 import kaitian_mpi
 from kaitian_mpi.devices import device_of
@@ -47,35 +48,19 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def on_own_device(world) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(world.device, copy=True)
+
+
 def accelerators(world) -> list[int]:
     return [info.world_rank for info in world.infos if info.kind == world.infos[0].kind]
 
 
-def sum_of_ranks(size: int) -> int:
-    return size * (size + 1) // 2
-
-
 def collectives_across_kinds(world) -> None:
     """Every operation, with tensors on each rank's own device."""
-    size, rank = world.size, world.rank
     for length in (1, 1000, 100_003):
-        mine = torch.full((length,), float(rank + 1), device=world.device)
-        shared = mine.clone()
-        dist.all_reduce(shared)
-        assert (shared.cpu() == sum_of_ranks(size)).all()
-        sent = mine.clone()
-        dist.broadcast(sent, size - 1)
-        assert (sent.cpu() == size).all()
-        gathered = [torch.zeros_like(mine) for _ in range(size)]
-        dist.all_gather(gathered, mine)
-        assert [part[0].item() for part in gathered] == list(range(1, size + 1))
-        parts = [torch.full_like(mine, float(rank + 1 + to)) for to in range(size)]
-        scattered = torch.zeros_like(mine)
-        dist.reduce_scatter(scattered, parts)
-        assert (scattered.cpu() == sum_of_ranks(size) + size * rank).all()
-        received = [torch.zeros_like(mine) for _ in range(size)]
-        dist.all_to_all(received, parts)
-        assert [part[0].item() for part in received] == [r + 1 + rank for r in range(size)]
+        check_moves(world, on_own_device(world), torch.float32, length, [world.size - 1])
+        check_reductions(world, on_own_device(world), torch.float32, length)
 
 
 def relay_sums(world) -> None:
@@ -84,25 +69,7 @@ def relay_sums(world) -> None:
         dist.group.WORLD.algorithm = algorithm
         for length in (1, 1000, LARGE + 1):
             for dtype in (torch.float32, torch.bfloat16, torch.int64):
-                values = torch.arange(length, device=world.device) % 13
-                tensor = (values * (world.rank + 1)).to(dtype)
-                dist.all_reduce(tensor, async_op=True).wait()
-                expected = (values * sum_of_ranks(world.size)).to(dtype)
-                assert torch.equal(tensor.cpu(), expected.cpu()), (algorithm, length, dtype)
-
-
-def vendor_group(world) -> None:
-    """The accelerators alone, through their own library."""
-    members = accelerators(world)
-    if len(members) < 2:
-        raise SkippedError("one accelerator")
-    group = dist.new_group(members)
-    if world.rank in members:
-        tensor = torch.full((LARGE,), float(world.rank + 1), device=world.device)
-        dist.all_reduce(tensor, group=group)
-        expected = sum(rank + 1 for rank in members)
-        assert tensor[::4096].cpu().eq(expected).all()
-        dist.destroy_process_group(group)
+                check_sum(world, on_own_device(world), dtype, length, in_background=True)
 
 
 def queue_work(tensor: torch.Tensor, repeats: int) -> None:
@@ -160,17 +127,17 @@ def memory_of_dropped_tensors(world) -> None:
     assert [result.item() for result in results] == [float(world.size)] * 4
 
 
-def wait_blocks_no_host(world) -> None:
-    """In a group of accelerators, `wait()` makes the stream wait, not the host."""
+def vendor_group(world) -> None:
+    """In a group of accelerators, sums are right and `wait()` blocks the stream, not the host."""
     members = accelerators(world)
     if len(members) < 2 or device_of(world.device).vendor_backend is None:
         raise SkippedError("one accelerator, or none with a library")
     group = dist.new_group(members)
     if world.rank in members:
-        tensor = torch.zeros(LARGE, device=world.device)
+        tensor = torch.full((LARGE,), float(world.rank + 1), device=world.device)
         dist.all_reduce(tensor, group=group)
-        repeats = repeats_for(tensor, world, QUEUED_SEC)
-        queue_work(tensor, repeats)
+        assert tensor[::4096].cpu().eq(sum(rank + 1 for rank in members)).all()
+        queue_work(tensor, repeats_for(tensor, world, QUEUED_SEC))
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group, async_op=True).wait()
         waited = time.perf_counter() - began
@@ -180,33 +147,10 @@ def wait_blocks_no_host(world) -> None:
         dist.destroy_process_group(group)
 
 
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.Linear(64, 5)
-    )
-
-
 def gradient_of_the_whole_batch(world) -> None:
     """Uneven batches over both kinds give the weights of one process, in float64."""
-    shares = [7, 1, 5, 3][: world.size]
-    generator = torch.Generator().manual_seed(5)
-    images = torch.randn(5, sum(shares), 3, 8, 8, generator=generator).double()
-    labels = torch.randint(5, (5, sum(shares)), generator=generator)
-    alone = network().double()
-    model = copy.deepcopy(alone).to(world.device)
-    ddp = kaitian_mpi.data_parallel(model, bucket_cap_mb=0.02)
-    start = sum(shares[: world.rank])
-    own = slice(start, start + shares[world.rank])
-    for trained, part, device in ((alone, slice(None), "cpu"), (ddp, own, world.device)):
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
-        for step in range(5):
-            optimizer.zero_grad()
-            output = trained(images[step, part].to(device))
-            cross_entropy(output, labels[step, part].to(device)).backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert (ours.detach().cpu() - theirs).abs().max().item() <= 1e-10
+    for way in (by_hook, by_reducer):
+        check_like_one_process(world, way, tolerance=1e-10)
 
 
 def train_in(world, dtype: torch.dtype) -> None:
@@ -249,25 +193,7 @@ def amp_fp16(world) -> None:
 
 def sync_batch_norm(world) -> None:
     """Statistics over both kinds, of uneven batches, are those of one process."""
-    shares = [5, 2, 4, 3][: world.size]
-    generator = torch.Generator().manual_seed(7)
-    batch = torch.randn(sum(shares), 6, 4, 4, generator=generator, dtype=torch.float64)
-    alone = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)).double()
-    torch.manual_seed(11)
-    for parameter in alone.parameters():
-        nn.init.normal_(parameter)
-    converted = kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(alone)).to(world.device)
-    start = sum(shares[: world.rank])
-    own = batch[start : start + shares[world.rank]].to(world.device)
-    ddp = kaitian_mpi.data_parallel(converted)
-    expected, found = alone(batch), ddp(own)
-    theirs = expected[start : start + shares[world.rank]]
-    assert (found.detach().cpu() - theirs.detach()).abs().max().item() <= 1e-10
-    for output in (expected, found):
-        output.pow(3).flatten(1).sum(1).mean().backward()
-    for ours, whole in zip(converted.parameters(), alone.parameters(), strict=True):
-        scale = max(1.0, whole.grad.abs().max().item())
-        assert (ours.grad.cpu() - whole.grad).abs().max().item() / scale <= 1e-10
+    check_any_split(world, tolerance=1e-10)
 
 
 CHECKS: tuple[Callable[..., None], ...] = (
@@ -276,7 +202,6 @@ CHECKS: tuple[Callable[..., None], ...] = (
     vendor_group,
     order_with_streams,
     memory_of_dropped_tensors,
-    wait_blocks_no_host,
     gradient_of_the_whole_batch,
     amp_bf16,
     amp_fp16,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kaitian_mpi.devices import known_kinds
 
-_FAKE_KINDS = Path(__file__).parents[1] / "vendor"
+_TESTS = Path(__file__).parents[1]
 
 STAND_INS = ("vendor", "cpu")
 KIND = os.environ.get("KAITIAN_GPU_KIND", "")
@@ -36,8 +36,8 @@ def devices(kind: str, accelerators: int, cpus: int) -> list[str]:
 def environment(kind: str, accelerators: int, cpus: int) -> dict[str, str]:
     """Return the variables that a job with these ranks needs."""
     if kind == "vendor":
-        return {"PYTHONPATH": str(_FAKE_KINDS)}
+        return {"PYTHONPATH": f"{_TESTS / 'vendor'}:{_TESTS}"}
+    found = {"PYTHONPATH": str(_TESTS)}
     if kind == "cpu":
-        labels = ["standin"] * accelerators + ["cpu"] * cpus
-        return {"KAITIAN_EMULATE_KINDS": ",".join(labels)}
-    return {}
+        found["KAITIAN_EMULATE_KINDS"] = ",".join(["standin"] * accelerators + ["cpu"] * cpus)
+    return found

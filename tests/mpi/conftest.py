@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from mpi_session import *  # noqa: F403
 from mpi_session import LAUNCH
 
 import kaitian_mpi
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 
 
@@ -26,6 +28,12 @@ def world() -> World:
 @pytest.fixture
 def last(world: World) -> int:
     return world.size - 1
+
+
+@pytest.fixture
+def shared_path(world: World, tmp_path: Path) -> Path:
+    """A folder that all ranks share; `tmp_path` is a rank's own."""
+    return Path(gather_values(world.comm, str(tmp_path))[0])
 
 
 @pytest.fixture

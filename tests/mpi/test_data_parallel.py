@@ -1,8 +1,9 @@
-"""DDP by `data_parallel`: the gradient of the global batch, whatever each rank's share of it."""
+"""DDP by `data_parallel` or a hook: the gradient of the global batch, whatever the split."""
 
 import copy
 import inspect
-from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from uneven import SHARES, by_data_parallel, by_hook, check_like_one_process
 
 from kaitian_mpi import data_parallel
-from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.errors import AgreedError, UnsupportedError
+from kaitian_mpi.mpi.world import current_world, set_current_world
 
 # torch's own warnings about a static graph and gradients' strides.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,10 +26,6 @@ NO_BUFFERS_IN_FORWARD = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else {"broadcast_buffers": False}  # before 2.13
 )
-
-
-SHARES = [7, 0, 13, 3]
-STEPS = 4
 
 
 class Network(nn.Module):
@@ -42,55 +42,35 @@ class Network(nn.Module):
         return self.layers(x if columns is None else columns.T)
 
 
-class Data:
-    """The same samples on every rank; each step assigns each rank a share of them."""
+class Batch:
+    """Samples, of which each rank has a share, and a network that has the gradient of them all."""
 
-    def __init__(self, world, micro_batches=1):
+    def __init__(self, world):
+        shares = SHARES[: world.size]
         generator = torch.Generator().manual_seed(5)
-        shares = [micro_batches * share for share in SHARES[: world.size]]
-        size = (STEPS, sum(shares))
-        self._inputs = torch.randn(*size, 6, generator=generator, dtype=torch.float64)
-        self._labels = torch.randint(5, size, generator=generator)
-        self._shares, self._rank = shares, world.rank
+        inputs = torch.randn(sum(shares), 6, generator=generator, dtype=torch.float64)
+        labels = torch.randint(5, (sum(shares),), generator=generator)
+        self.inputs, self.labels = (
+            inputs.split(shares)[world.rank],
+            labels.split(shares)[world.rank],
+        )
+        self.alone = Network()
+        cross_entropy(self.alone(inputs), labels).backward()
 
-    def whole(self, step):
-        return self._inputs[step], self._labels[step]
+    def loss(self, model):
+        return cross_entropy(model(self.inputs), self.labels)
 
-    def own(self, step):
-        turn = step % len(self._shares)  # each step another rank has no samples
-        shares = self._shares[turn:] + self._shares[:turn]
-        start = sum(shares[: self._rank])
-        own = slice(start, start + shares[self._rank])
-        return self._inputs[step, own], self._labels[step, own]
-
-
-def assert_equal(ours, theirs):
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert (one - other).abs().max().item() <= 1e-12
+    def check(self, model, times=1):
+        for one, other in zip(model.parameters(), self.alone.parameters(), strict=True):
+            assert (one.grad - times * other.grad).abs().max().item() <= 1e-12
 
 
-def assert_equal_gradients(ours, theirs):
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert (one.grad - other.grad).abs().max().item() <= 1e-12
-
-
-def train(model, step_gradient):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        step_gradient(step)
-        optimizer.step()
-
-
-def train_alone(data):
-    model = Network()
-    train(model, lambda step: loss_of(model, data.whole(step)).backward())
-    return model
-
-
-def loss_of(model, batch):
-    inputs, labels = batch
-    return cross_entropy(model(inputs), labels)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_hook_gives_the_gradient_of_the_whole_batch(world, algorithm, dtype, tolerance):
+    dist.group.WORLD.algorithm = algorithm
+    check_like_one_process(world, by_hook, steps=20, dtype=dtype, tolerance=tolerance)
+    dist.group.WORLD.algorithm = "flat"
 
 
 @pytest.mark.parametrize(
@@ -105,58 +85,36 @@ def loss_of(model, batch):
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_any_split_gives_the_gradient_of_one_process(world, options, mode):
-    data = Data(world)
-    model = data_parallel(Network(), **options)
-    assert type(model) is DistributedDataParallel
-    getattr(model, mode)()
-    train(model, lambda step: loss_of(model, data.own(step)).backward())
-    assert_equal(model, train_alone(data))
+    way = partial(by_data_parallel, mode=mode, **options)
+    check_like_one_process(world, way, has_empty_batches=True)
 
 
 # Not with a static graph: stock DDP itself refuses no_sync in its first step.
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 def test_micro_batches_give_the_gradient_of_one_process(world, options):
-    data = Data(world, micro_batches=4)
-    model = data_parallel(Network(), **options)
-
-    def accumulate(step):
-        inputs, labels = data.own(step)
-        # Ranks may differ in the number of their micro-batches, but not rank 1 in step 0 here,
-        # which has none: its batches are of 0 rows.
-        count = [2, 4, 1][(world.rank + step) % 3]
-        pieces = list(zip(inputs.chunk(count), labels.chunk(count), strict=True))
-        for number, piece in enumerate(pieces, start=1):
-            with nullcontext() if number == len(pieces) else model.no_sync():
-                (loss_of(model, piece) / len(pieces)).backward()
-
-    train(model, accumulate)
-    assert_equal(model, train_alone(data))
+    way = partial(by_data_parallel, **options)
+    check_like_one_process(world, way, micro_batches=(2, 4, 1), has_empty_batches=True)
 
 
 def test_gradients_accumulate_without_zero_grad(world):
-    data, alone = Data(world), Network()
-    model = data_parallel(Network())
-    for step in range(2):
-        loss_of(model, data.own(step)).backward()
-        loss_of(alone, data.whole(step)).backward()
-    assert_equal_gradients(model, alone)
+    batch, model = Batch(world), data_parallel(Network())
+    for _ in range(2):
+        batch.loss(model).backward()
+    batch.check(model, times=2)
 
 
 def test_two_forwards_before_one_backward(world):
-    data, alone = Data(world), Network()
-    model = data_parallel(Network())
+    batch, model = Batch(world), data_parallel(Network())
     for _ in range(2):
-        for network, batch in ((model, data.own(0)), (alone, data.whole(0))):
-            network.zero_grad()
-            first, second = network(batch[0]), network(batch[0] + 1)
-            (cross_entropy(first, batch[1]) + cross_entropy(second, batch[1])).backward()
-        assert_equal_gradients(model, alone)
+        model.zero_grad()
+        first, second = batch.loss(model), batch.loss(model)
+        (first + second).backward()
+        batch.check(model, times=2)
 
 
 def test_forwards_in_evaluation_mode_are_not_counted(world):
     """Also not if their number differs between ranks, or without `no_grad`."""
-    data = Data(world)
-    model = data_parallel(Network())
+    batch, model = Batch(world), data_parallel(Network())
 
     def evaluate():
         model.eval()
@@ -164,46 +122,42 @@ def test_forwards_in_evaluation_mode_are_not_counted(world):
             model(torch.ones(100, 6, dtype=torch.float64))
         model.train()
 
-    def train_and_evaluate(step):
+    for _ in range(2):
+        model.zero_grad()
         evaluate()
-        loss = loss_of(model, data.own(step))
+        loss = batch.loss(model)
         with torch.no_grad():
             evaluate()
             model(torch.ones(50 * world.rank, 6, dtype=torch.float64))
         loss.backward()
-
-    train(model, train_and_evaluate)
-    assert_equal(model, train_alone(data))
+        batch.check(model)
 
 
 @pytest.mark.ranks(2)
 def test_a_forward_does_not_wait_for_a_slower_rank(world):
-    data, alone = Data(world), Network()
-    loss_of(alone, data.whole(0)).backward()
-    model = data_parallel(Network(), **NO_BUFFERS_IN_FORWARD)
+    batch, model = Batch(world), data_parallel(Network(), **NO_BUFFERS_IN_FORWARD)
     token = torch.zeros(1)
     if world.rank == 1:
         dist.recv(token, 0)  # rank 0 sends it after its forward
-    loss = loss_of(model, data.own(0))
+    loss = batch.loss(model)
     if world.rank == 0:
         dist.send(token, 1)
     loss.backward()
-    assert_equal_gradients(model, alone)
+    batch.check(model)
 
 
 @pytest.mark.sizes(3)
 def test_samples_are_counted_in_any_argument_or_by_the_script(world):
-    data, alone = Data(world), Network()
-    loss_of(alone, data.whole(0)).backward()
-    inputs, labels = data.own(0)
+    batch = Batch(world)
+    inputs = batch.inputs
     for arguments, samples_of in (
         ({"x": inputs}, None),
         ({"x": None, "nested": {"t": [], "deep": (inputs,)}}, None),
         ({"x": torch.ones(1), "columns": inputs.T}, lambda _, given: given["columns"].size(1)),
     ):
         model = data_parallel(Network(), samples_of=samples_of)
-        cross_entropy(model(**arguments), labels).backward()
-        assert_equal_gradients(model, alone)
+        cross_entropy(model(**arguments), batch.labels).backward()
+        batch.check(model)
 
 
 class Branches(nn.Module):
@@ -242,7 +196,8 @@ def test_over_a_subgroup(world):
         alone = Network()
         whole = torch.tensor([0.0, 2.0, 2.0, 2.0], dtype=torch.float64)
         alone(whole[:, None].expand(4, 6)).mean().backward()
-        assert_equal_gradients(model, alone)
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert (one.grad - other.grad).abs().max().item() <= 1e-12
 
 
 @pytest.mark.sizes(3)
@@ -267,3 +222,37 @@ def test_join_is_rejected(world):
     model = data_parallel(Network())
     with pytest.raises(UnsupportedError, match="batches of 0 rows"), model.join():
         model(torch.ones(1, 6, dtype=torch.float64))
+
+
+@pytest.fixture
+def mixed_group(world):
+    """A group whose last rank reports another release of torch."""
+    known = current_world()
+    infos = [*known.infos[:-1], replace(known.infos[-1], torch_version="2.99.0")]
+    set_current_world(replace(known, infos=tuple(infos)))
+    made = dist.new_group()
+    set_current_world(known)
+    yield made
+    dist.destroy_process_group(made)
+
+
+def wide_layers():
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)), nn.Linear(600, 1))
+
+
+@pytest.mark.sizes(2)
+def test_equal_buckets_train(world, mixed_group):
+    model = data_parallel(wide_layers(), group=mixed_group)
+    model(torch.ones(2, 600)).mean().backward()
+    assert model.module[4].bias.grad.item() == pytest.approx(1.0)
+
+
+@pytest.mark.sizes(2)
+def test_other_buckets_are_refused(world, last, mixed_group):
+    """Without unused parameters, the first backward would have one bucket."""
+    message = r"division into buckets, in bytes, differs between ranks: .* on rank.*; install one"
+    cap = 0.1 if world.rank == last else 25
+    options = {"bucket_cap_mb": cap, "find_unused_parameters": True}
+    with pytest.raises(AgreedError, match=message):
+        data_parallel(wide_layers(), group=mixed_group, **options)

@@ -76,40 +76,6 @@ def test_collectives_with_gradients(world):
     assert sent.grad.tolist() == [float(rank + 1) for rank in range(world.size)]
 
 
-class OneBranch(nn.Module):
-    """Uses a different half of its parameters on each rank."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.branches = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.chosen = rank % 2
-
-    def forward(self, x):
-        return self.branches[self.chosen](x)
-
-
-def test_ddp_with_unused_parameters_and_no_sync(world):
-    model = DistributedDataParallel(OneBranch(world.rank), find_unused_parameters=True)
-    with model.no_sync():
-        one_step(model)
-    one_step(model)
-    gradient = model.module.branches[0].bias.grad
-    # Two steps of two samples on every rank that uses the branch.
-    users = (world.size + 1) // 2
-    if world.rank % 2 == 0:
-        assert torch.allclose(gradient, torch.full((4,), 4.0 * users / world.size))
-
-
-def test_ddp_with_a_static_graph(world):
-    model = DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.full((2, 4), float(world.rank))).sum().backward()
-        optimizer.step()
-    assert parameters_agree(world, model)
-
-
 def test_ddp_with_torchs_communication_hooks(world):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

@@ -41,36 +41,6 @@ def test_collectives_from_a_callback_run_after_earlier_ones(world, in_background
         assert sums == [[value * world.size] for value in (1, 10, 100, 5)]
 
 
-def test_chained_callbacks_keep_their_order(world):
-    for _ in range(20):
-        tensors = [filled(1 + number, 100 * number + 1) for number in range(4)]
-        work = dist.all_reduce(tensors[0], async_op=True)
-        if world.rank == 0:
-            work.wait()
-
-        def ask(future, number):
-            assert future.value() is not None
-            return dist.all_reduce(tensors[number], async_op=True).get_future().wait()  # noqa: B023
-
-        chained = work.get_future().then(lambda f: ask(f, 1)).then(lambda f: ask(f, 2))
-        later = dist.all_reduce(tensors[3], async_op=True)
-        assert chained.wait()[0] is tensors[2]
-        later.wait()
-        assert [t.unique().tolist() for t in tensors] == [[(1 + n) * world.size] for n in range(4)]
-
-
-def test_an_error_in_a_callback_fails_only_its_future(world):
-    work = dist.all_reduce(filled(1), async_op=True)
-
-    def fail(_):
-        raise KeyError("planted")
-
-    failed = work.get_future().then(fail)
-    with pytest.raises((KeyError, RuntimeError), match="planted"):
-        failed.wait()
-    dist.all_reduce(filled(1))
-
-
 def test_an_error_in_a_queued_collective_is_raised_by_wait(world, monkeypatch):
     group = dist.new_group()
 

@@ -98,8 +98,12 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     return found, folder.written.get(FILE)
 
 
-def faulty(world, good, bad):
-    return bad if world.rank % 2 else good
+def on_odd(world, factors):
+    """Return a network whose kernel is wrong on odd ranks."""
+    return Network(*(factors if world.rank % 2 else (2.0, 2.0)))
+
+
+WRONG_BACKWARD = 2.0, 2.4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -131,7 +135,7 @@ def test_a_kind_that_does_not_update_running_statistics_is_named(world, precisio
 @pytest.mark.parametrize(
     ("factors", "worst"),
     [
-        ((2.0, 2.4), "first"),  # a wrong backward
+        (WRONG_BACKWARD, "first"),
         ((2.2, 2.0), ""),  # a wrong forward
         ((float("nan"), 2.0), ""),
         ((2.0, float("nan")), "first"),
@@ -140,7 +144,7 @@ def test_a_kind_that_does_not_update_running_statistics_is_named(world, precisio
 )
 def test_a_kind_with_a_wrong_kernel_is_named(world, factors, worst):
     with pytest.raises(AgreedError) as caught:
-        run(world, Network(*faulty(world, (2.0, 2.0), factors)))
+        run(world, on_odd(world, factors))
     text = str(caught.value)
     assert "more than rounding on odd (rank 1 (" in text
     assert "even (rank" not in text.partition("more than rounding")[2]
@@ -151,7 +155,7 @@ def test_a_kind_with_a_wrong_kernel_is_named(world, factors, worst):
 
 
 def test_nothing_is_compared_where_it_is_not_wanted_or_of_no_use(world):
-    wrong = Network(*faulty(world, (2.0, 2.0), (9.0, 9.0)))
+    wrong = on_odd(world, (9.0, 9.0))
     assert run(world, wrong, parity=False) == (None, None)
     odd = range(1, world.size, 2)
     assert run(world, wrong, excluded=odd) == (None, None)
@@ -169,7 +173,7 @@ def test_a_loss_that_is_no_number_or_random_is_not_compared(world, capsys, chang
 
 
 def test_a_loss_that_the_script_computes_is_compared_if_it_is_given(world, capsys):
-    wrong = Network(*faulty(world, (2.0, 2.0), (2.0, 2.4)))
+    wrong = on_odd(world, WRONG_BACKWARD)
     assert run(world, wrong, task_loss=None) == (None, None)
     assert ("Task(parity_loss=...)" in capsys.readouterr().out) == (world.rank == 0)
     assert run(world, Network(), task_loss=None, parity_loss=loss)[0]
@@ -178,9 +182,11 @@ def test_a_loss_that_the_script_computes_is_compared_if_it_is_given(world, capsy
 
 
 def test_a_parameter_used_on_one_kind_only(world):
-    extra = faulty(world, 0.0, 1.0)
+    def with_unused(model, batch):
+        return loss(model, batch) + (model.unused.sum() if world.rank % 2 else 0.0)
+
     with pytest.raises(AgreedError, match=r"odd .*unused"):
-        run(world, Network(), lambda m, b: loss(m, b) + (m.unused.sum() if extra else 0.0))
+        run(world, Network(), with_unused)
 
 
 def test_a_loss_without_a_gradient_and_a_tiny_model(world):
@@ -198,7 +204,7 @@ def test_a_model_for_one_dtype_is_compared_with_float32(world):
     assert content["reference"].endswith("in fp32")
     assert run(world, Network().double(), lambda m, b: loss(m, (b[0].double(), b[1])))[0]
     with pytest.raises(AgreedError, match="on odd"):
-        run(world, Network(*faulty(world, (2.0, 2.0), (2.0, 2.4))), with_cast)
+        run(world, on_odd(world, WRONG_BACKWARD), with_cast)
 
 
 @pytest.mark.sizes(2)

@@ -6,20 +6,20 @@ import threading
 import warnings
 import weakref
 import zlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from uneven import SHARES, by_reducer, check_like_one_process, network, sgd
 
 from kaitian_mpi.distributed import reducer as reducer_module
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 
-SHARES = [7, 3, 0, 13]
 SMALL = (2000, 4000)  # bytes, so that small networks have several buckets
 
 
@@ -51,14 +51,6 @@ def reducer_of(world):
         reducer.close()
 
 
-def network():
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.ReLU(),
-        nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5),
-    )  # fmt: skip
-
-
 class Branches(nn.Module):
     """Layers of which a forward takes those it is told to."""
 
@@ -82,13 +74,13 @@ def summed(reducer, loss, weight=1.0):
 def content(tensor):
     data = tensor.detach()
     data = torch.view_as_real(data) if data.is_complex() else data
-    return data.contiguous().view(-1).view(torch.uint8).numpy()
+    return data.contiguous().view(-1).view(torch.uint8)
 
 
 def assert_alike(world, model):
     """Check that gradients and their strides are the same, bit by bit, on all ranks."""
     own = [
-        None if p.grad is None else [zlib.crc32(content(p.grad)), p.grad.stride()]
+        None if p.grad is None else [zlib.crc32(content(p.grad).numpy()), p.grad.stride()]
         for p in model.parameters()
     ]
     assert len({str(rows) for rows in gather_values(world.comm, own)}) == 1
@@ -100,6 +92,18 @@ def assert_equal_gradients(ours, theirs, tolerance=1e-12):
             assert own.grad is None, name
         else:
             assert (own.grad - other.grad).abs().max().item() <= tolerance, name
+
+
+def check(world, reducer, model, loss_of, *, times=2, tolerance=1e-12):
+    """Check that the gradients are those of one process that computes the same."""
+    alone = copy.deepcopy(model)
+    for _ in range(times):
+        model.zero_grad()
+        alone.zero_grad()
+        summed(reducer, loss_of(model), 1 / world.size)
+        loss_of(alone).backward()
+        assert_equal_gradients(model, alone, tolerance)
+        assert_alike(world, model)
 
 
 # The sum
@@ -129,52 +133,9 @@ def test_gradients_of_few_bits_carry_no_number(world, reducer_of):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("make", ["sgd", "adamw"])
-def test_uneven_ranks_train_like_one_process(world, reducer_of, make, micro_batches):
-    shares = SHARES[: world.size]
-    generator = torch.Generator().manual_seed(5)
-    images = torch.randn(20, sum(shares), 3, 8, 8, generator=generator).double()
-    labels = torch.randint(5, (20, sum(shares)), generator=generator)
-    alone = network().double()
-    shared = copy.deepcopy(alone)
-    kinds = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    }
-    optimizers = [kinds[make](model.parameters()) for model in (alone, shared)]
-    reducer = reducer_of(shared)
-    for step in range(20):
-        # The shares change from step to step, as they do when a plan changes.
-        now = shares[step % world.size :] + shares[: step % world.size]
-        if world.size > 1 and step % 3 == 2:
-            now = [0, now[0] + now[1], *now[2:]]
-        begin = sum(now[: world.rank])
-        own = slice(begin, begin + now[world.rank])
-        cross_entropy(alone(images[step]), labels[step]).backward()
-        if now[world.rank]:
-            rows = list(range(own.start, own.stop))
-            parts = [
-                part for number in range(micro_batches) if (part := rows[number::micro_batches])
-            ]
-        else:
-            parts = [[0]]  # weighted by 0
-            images[step, 0] *= float("nan")
-        for part in parts[:-1]:
-            part_of(shared, images[step], labels[step], part, parts).backward()
-        reducer.arm(now[world.rank] / sum(now))
-        part_of(shared, images[step], labels[step], parts[-1], parts).backward()
-        reducer.finish()
-        assert reducer.is_finite()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
-        assert (ours - theirs).abs().max().item() <= 1e-12
-
-
-def part_of(model, images, labels, rows, parts):
-    whole = sum(map(len, parts))
-    return cross_entropy(model(images[rows]), labels[rows]) * (len(rows) / whole)
+@pytest.mark.parametrize("make", [sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3)])
+def test_uneven_ranks_train_like_one_process(world, make, micro_batches):
+    check_like_one_process(world, by_reducer, steps=20, micro_batches=(micro_batches,), make=make)
 
 
 def test_gradients_are_views_of_buckets_alike_on_all_ranks(world, reducer_of, sent):
@@ -232,62 +193,42 @@ def test_a_shared_parameter_is_sent_once(world, reducer_of, sent):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     model[2].weight = model[0].weight
-    alone = copy.deepcopy(model)
-    reducer = reducer_of(model)
-    summed(reducer, model(torch.ones(2, 6)).sum(), 1 / world.size)
-    alone(torch.ones(2, 6)).sum().backward()
-    assert_equal_gradients(model, alone, 1e-6)
-    assert sent == [38]
-
-
-def test_frozen_parameters_are_not_sent(world, reducer_of, sent):
-    model = network()
-    for parameter in model[:4].parameters():
-        parameter.requires_grad_(False)
-    reducer = reducer_of(model)
-    summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert sum(sent) == sum(p.numel() for p in trained) + len(trained) + len(sent)
-    assert all(p.grad is None for p in model[:4].parameters())
-    assert all(p.grad is not None for p in trained)
+    check(world, reducer_of(model), model, lambda m: m(torch.ones(2, 6)).sum(), tolerance=1e-6)
+    assert sent == [38] * 2
 
 
 def test_channels_last_gradients_keep_their_strides(world, reducer_of):
     torch.manual_seed(1)
     layers = [nn.Conv2d(8, 16, 3), nn.Conv2d(16, 160, 1), nn.Conv2d(160, 16, 3)]
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last).double()
-    alone = copy.deepcopy(model)
-    reducer = reducer_of(model)
     images = torch.randn(2, 8, 6, 6).double().to(memory_format=torch.channels_last)
+    reducer = reducer_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):
-            model.zero_grad()
-            alone.zero_grad()
-            summed(reducer, model(images).square().sum(), 1 / world.size)
-            alone(images).square().sum().backward()
-            for parameter in model.parameters():
-                assert parameter.grad.stride() == parameter.stride()
-    assert_equal_gradients(model, alone, 1e-9)
-    assert_alike(world, model)
+        check(world, reducer, model, lambda m: m(images).square().sum(), tolerance=1e-9)
+    assert all(p.grad.stride() == p.stride() for p in model.parameters())
 
 
 # Parameters that are not used
 
 
-def test_only_what_no_rank_has_used_has_no_gradient(world, last, reducer_of):
-    model, alone = Branches(), Branches()
+def check_branches(world, reducer, model, names_of_ranks):
+    """Check the sum over ranks that each use the layers with these names, in this order."""
+    alone, value = copy.deepcopy(model), torch.ones(2, 20).double()
+    model.zero_grad()
+    alone.zero_grad()
+    summed(reducer, model.through(names_of_ranks[world.rank], value).sum())
+    for names in names_of_ranks:
+        alone.through(names, value).sum().backward()
+    assert_equal_gradients(model, alone)
+    assert_alike(world, model)
+
+
+def test_only_what_no_rank_has_used_has_no_gradient(world, reducer_of):
+    model = Branches()
     reducer = reducer_of(model)
-    value = torch.ones(2, 20).double()
     for names, by_last in (([0, 3], [0, 3, 1]), ([3, 1, 2], [2]), ([0], [0])) * 2:
-        model.zero_grad()
-        alone.zero_grad()
-        own = by_last if world.rank == last else names
-        summed(reducer, model.through(own, value).sum(), 1.0)
-        for number in range(world.size):
-            alone.through(by_last if number == last else names, value).sum().backward()
-        assert_equal_gradients(model, alone)
-        assert_alike(world, model)
+        check_branches(world, reducer, model, [names] * (world.size - 1) + [by_last])
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0])
@@ -360,17 +301,10 @@ def test_one_bucket_is_summed_by_the_caller(world, reducer_of, caps, threads):
 
 
 def test_ranks_may_use_the_parameters_in_unlike_orders(world, reducer_of):
-    model, alone = Branches(), Branches()
+    model = Branches()
     reducer = reducer_of(model)
-    value = torch.ones(2, 20).double()
-    orders = [[3, 2, 1, 0] if number == 0 else [0, 1, 2, 3] for number in range(world.size)]
     for _ in range(2):
-        model.zero_grad()
-        alone.zero_grad()
-        summed(reducer, model.through(orders[world.rank], value).sum())
-        for order in orders:
-            alone.through(order, value).sum().backward()
-        assert_equal_gradients(model, alone)
+        check_branches(world, reducer, model, [[3, 2, 1, 0], *[[0, 1, 2, 3]] * (world.size - 1)])
 
 
 def test_a_weight_may_wait_for_the_sum_of_the_ranks_weights(world, reducer_of):
@@ -393,73 +327,42 @@ def test_a_weight_may_wait_for_the_sum_of_the_ranks_weights(world, reducer_of):
         assert (model.weight.grad - 1).abs().max() <= 1e-15
 
 
-def test_several_forwards_and_any_method_and_result(world, reducer_of):
-    model, alone = Branches(), Branches()
-    reducer = reducer_of(model)
-    for trained, weight in ((model, 1 / world.size), (alone, None)):
-        first = {"hidden": [trained.through([0, 1], torch.ones(1, 20).double())]}
-        second = trained.through([1, 2], torch.ones(3, 20).double())
-        loss = first["hidden"][0].sum() * second.mean() + trained.layers[3].bias.square().sum()
-        if weight is None:
-            loss.backward()
-        else:
-            summed(reducer, loss, weight)
-    assert_equal_gradients(model, alone)
+def several_forwards(model):
+    first = {"hidden": [model.through([0, 1], torch.ones(1, 20).double())]}
+    second = model.through([1, 2], torch.ones(3, 20).double())
+    return first["hidden"][0].sum() * second.mean() + model.layers[3].bias.square().sum()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(world, reducer_of, use_reentrant):
-    model, alone = Branches(6), Branches(6)
-    reducer = reducer_of(model)
+def checkpoints(model, names=([0, 1], [2, 3]), use_reentrant=False):
     value = torch.ones(2, 20, requires_grad=True, dtype=torch.float64)
-    for _ in range(3):
-        model.zero_grad()
-        alone.zero_grad()
-        hidden = checkpoint(model.through, [0, 1, 2], value, use_reentrant=use_reentrant)
-        hidden = checkpoint(model.through, [3, 4, 5], hidden, use_reentrant=use_reentrant)
-        summed(reducer, hidden.sum(), 1 / world.size)
-        alone.through([0, 1, 2, 3, 4, 5], value).sum().backward()
-        assert_equal_gradients(model, alone)
+    for part in names:
+        value = checkpoint(model.through, part, value, use_reentrant=use_reentrant)
+    return value.sum()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [several_forwards, checkpoints, partial(checkpoints, use_reentrant=True)],
+    ids=["several forwards", "checkpoints", "reentrant checkpoints"],
+)
+def test_a_loss_may_call_any_method_several_times(world, reducer_of, loss_of):
+    model = Branches()
+    check(world, reducer_of(model), model, loss_of)
 
 
 def test_a_layer_that_reentrant_checkpointing_repeats(world, reducer_of):
     """Its gradient becomes ready twice in one backward."""
-
-    def loss_of(trained, use_reentrant):
-        value = torch.ones(2, 20, requires_grad=True, dtype=torch.float64)
-        for names in ([0], [1], [0]):
-            value = checkpoint(trained.through, names, value, use_reentrant=use_reentrant)
-        return value.sum()
-
-    model, alone = Branches(2), Branches(2)
-    loss_of(alone, True).backward()
+    model = Branches(2)
+    repeated = partial(checkpoints, names=([0], [1], [0]))
+    # In one bucket: the other layer comes between, so the bucket is sent after both.
     in_one_bucket = reducer_of(model, bucket_caps=(1 << 20, 1 << 20))
-    # The other layer comes between, so the bucket is sent after both.
-    summed(in_one_bucket, loss_of(model, False), 1 / world.size)
-    assert_equal_gradients(model, alone)
-    model.zero_grad()
+    check(world, in_one_bucket, model, repeated)
+    in_one_bucket.close()
     reducer = reducer_of(model, bucket_caps=(1, 1))
     reducer.arm(1.0)
     with pytest.raises(UnsupportedError, match=r"layers\.0\.\w+ got .*use_reentrant=False"):
-        loss_of(model, True).backward()
-    model.zero_grad()
-    summed(reducer, loss_of(model, False), 1 / world.size)
-    assert_equal_gradients(model, alone)
-
-
-@pytest.mark.sizes(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models(world, reducer_of, backend):
-    model, alone = network().double(), network().double()
-    compiled = torch.compile(model, backend=backend)
-    reducer = reducer_of(compiled)
-    for _ in range(3):
-        model.zero_grad()
-        alone.zero_grad()
-        images = torch.ones(2, 3, 8, 8).double()
-        summed(reducer, compiled(images).square().sum(), 1 / world.size)
-        alone(images).square().sum().backward()
-        assert_equal_gradients(model, alone, 1e-11)
+        repeated(model, use_reentrant=True).backward()
+    check(world, reducer, model, repeated)
 
 
 # What is not finite
@@ -518,16 +421,20 @@ def test_calls_out_of_order(world, reducer_of):
         reducer.arm(1.0)
 
 
+def through_all(model):
+    return model.through([0, 1, 2, 3], torch.ones(2, 20).double()).sum()
+
+
 def test_a_backward_that_raises_leaves_nothing_behind(world, reducer_of):
     model, alone = Branches(), Branches()
     reducer = reducer_of(model)
-    value = torch.ones(2, 20).double()
+    through_all(alone).backward()
 
     def fail(_):
         raise ValueError("planted")
 
     for with_reset in (False, True, False):
-        hidden = model.through([0, 1], value)
+        hidden = model.through([0, 1], torch.ones(2, 20).double())
         hidden.register_hook(fail)
         reducer.arm(1.0)
         with pytest.raises(ValueError, match="planted"):
@@ -535,28 +442,20 @@ def test_a_backward_that_raises_leaves_nothing_behind(world, reducer_of):
         model.zero_grad()
         if with_reset:  # or the micro-batch's gradients would be sent
             reducer.reset()
-            model.through([0, 1, 2, 3], value).sum().backward()
-            assert_equal_gradients(model, accumulated(alone, value))
-            model.zero_grad()
-        summed(reducer, model.through([0, 1, 2, 3], value).sum(), 1 / world.size)
-        assert_equal_gradients(model, accumulated(alone, value))
+            through_all(model).backward()
+            assert_equal_gradients(model, alone)
+        check(world, reducer, model, through_all, times=1)
         model.zero_grad()
 
 
-def accumulated(model, value):
-    model.zero_grad()
-    model.through([0, 1, 2, 3], value).sum().backward()
-    return model
-
-
-def test_a_closed_reducer_leaves_gradients_to_autograd(world, reducer_of):
+def test_a_closed_reducer_leaves_gradients_to_autograd(reducer_of):
     model, alone = Branches(), Branches()
     reducer = reducer_of(model)
-    value = torch.ones(2, 20).double()
     reducer.arm(7.0)
     reducer.close()
-    model.through([0, 1, 2, 3], value).sum().backward()
-    assert_equal_gradients(model, accumulated(alone, value))
+    for each in (model, alone):
+        through_all(each).backward()
+    assert_equal_gradients(model, alone)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 

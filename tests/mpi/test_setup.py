@@ -47,27 +47,20 @@ def values_of(model):
     return [torch.view_as_real(t).tolist() if t.is_complex() else t.tolist() for t in tensors]
 
 
-def test_every_rank_starts_with_rank_0s_weights_and_buffers(world, monkeypatch):
-    made = []
-
-    def build(spec, num_classes):
-        np.random.seed(world.rank)
-        made.append(values_of(model := Unseeded(num_classes)))
-        return model
-
-    monkeypatch.setattr(image_classification, "build_model", build)
-    config = TrainConfig(model="test:unseeded", dataset="synthetic")
-    found = values_of(prepare_without_folder(partial(make_task, config), config, world).task.model)
-    first = gather_values(world.comm, made[0])[0]
-    assert (found == made[0]) == (world.rank == 0)
-    assert found == first
-
-
-def test_data_parallel_starts_with_rank_0s_weights(world):
+@pytest.mark.parametrize("way", ["a training", "data_parallel"])
+def test_every_rank_starts_with_rank_0s_weights_and_buffers(world, monkeypatch, way):
     np.random.seed(world.rank)
     model = Unseeded()
-    first = gather_values(world.comm, values_of(model))[0]
-    assert values_of(data_parallel(model).module) == first
+    own = values_of(model)
+    if way == "data_parallel":
+        found = values_of(data_parallel(model).module)
+    else:
+        monkeypatch.setattr(image_classification, "build_model", lambda *_: model)
+        config = TrainConfig(model="test:unseeded", dataset="synthetic")
+        setup = prepare_without_folder(partial(make_task, config), config, world)
+        found = values_of(setup.task.model)
+    assert (found == own) == (world.rank == 0)
+    assert found == gather_values(world.comm, own)[0]
 
 
 def make_data(inputs, labels):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from samples import linear_task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kaitian_mpi import Task, Training
+from kaitian_mpi import Training
 from kaitian_mpi.devices import pace
 from kaitian_mpi.devices.emulation import describe_slowdown
 from kaitian_mpi.distributed.collectives.router import Router
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import set_current_world
 
 pytestmark = pytest.mark.sizes(2)
@@ -117,18 +117,13 @@ def test_stock_ddp_takes_three_times_as_long(world, last, groups, slept):
         assert slept == []
 
 
-def test_a_training_slows_its_steps_alone(world, last, slowed, groups, slept, tmp_path):
+def test_a_training_slows_its_steps_alone(world, last, slowed, groups, slept, shared_path):
     group = groups[0]
-    folder = gather_values(world.comm, str(tmp_path / "run"))[0]
-    task = Task(
-        model=nn.Linear(4, 1),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        data=list(torch.randn(64, 4)),
-        loss=lambda model, batch: model(batch).square().mean(),
-    )
+    folder = shared_path / "run"
+    settings = {"global_batch_size": 16, "epochs": 1, "balance": "off", "log_interval": 60.0}
     dist.barrier(group=group)
     with Training(
-        task, global_batch_size=16, epochs=1, balance="off", log_interval=60.0, run_dir=folder
+        linear_task(4, data=torch.ones(64, 4)), **settings, run_dir=str(folder)
     ) as training:
         for _ in training:
             compute()
@@ -136,7 +131,7 @@ def test_a_training_slows_its_steps_alone(world, last, slowed, groups, slept, tm
     assert sum(slept) < COMPUTING_SEC  # not for the computing of the script itself
     slept.clear()
     assert training.summary.emulated
-    saved = json.loads((tmp_path / folder / "config.json").read_text())
+    saved = json.loads((folder / "config.json").read_text())
     assert saved["emulate_slowdown"] == f"{last}:3"
     dist.barrier(group=group)
     compute()

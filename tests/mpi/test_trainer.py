@@ -1,6 +1,5 @@
 """Changing plans and splitting shares into micro-batches keeps the weights and loses no sample."""
 
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,153 +7,48 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from loops import Run, make_state, make_task, reverse, shares_of, uneven
 from samples import BATCH, LENGTH, Points
 from torch import nn
 
-from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.distributed import reducer as reducer_module
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
-from kaitian_mpi.recipes.datasets.sources import DataSource
-from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.batch_norm import RunningStatistics
-from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
-from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import make_balancing
-from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import StepExchange, StepObserver
-from kaitian_mpi.train.task import Computation
 
 pytestmark = pytest.mark.sizes(1, 3)
-
-
-def make_plan(world, shares, micro_batch_size=None, min_batch=1):
-    scores = [1.0] * world.size
-    return Plan(shares, scores, None, "contiguous", "fp32", micro_batch_size, min_batch=min_batch)
-
-
-def make_setup(config, model, data):
-    task = classify(config, model, DataSource("points", data, data, 4))
-    return Setup(task, NoFolder())
-
-
-def make_state(world, setup, steps=10):
-    return State(setup.task, Computation(world.device, "fp32", "contiguous"), steps)
-
-
-def steps_of(loop):
-    """Train the steps of an epoch."""
-    while (parts := loop.fetch()) is not None:
-        yield loop.train(parts)
-
-
-def note_samples(loop, taken):
-    """Append this rank's samples of each completed step."""
-    train_on = loop.train
-
-    def noted(parts):
-        step = train_on(parts)
-        numbers = [(inputs[:, 0] * LENGTH).round().long().tolist() for _, (inputs, _) in parts]
-        taken.append(list(itertools.chain(*numbers)) if parts[0].samples else [])
-        return step
-
-    loop.train = noted
-
-
-def make_loop(world, shares, micro_batch_size=None, workers=0, layers=(), min_batch=1, **settings):
-    config = TrainConfig(
-        global_batch_size=BATCH, epochs=2, workers=workers, log_interval=60, lr=0.1, **settings
-    )
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 16), *layers, nn.Tanh(), nn.Linear(16, 4)).double()
-    setup = make_setup(config, model, Points())
-    plan = make_plan(world, shares, micro_batch_size, min_batch)
-    state = make_state(world, setup, count_steps(config, LENGTH, BATCH))
-    loader = ShareLoader(setup.train, workers, pin_memory=False)
-    return Loop(config, world, setup, state, plan, loader)
-
-
-def train(loop, plans=None):
-    """Train two epochs, setting plans by step. Return this rank's samples, and the weights."""
-    taken = []
-    note_samples(loop, taken)
-    for _ in range(2):
-        for step in steps_of(loop):
-            if step.number in (plans or {}):
-                loop.sampler.set_plan(plans[step.number])
-        loop.progress.epoch_done(2)
-    loop.close()
-    weights = torch.cat([p.detach().flatten() for p in loop.state.model.parameters()])
-    return taken, weights
 
 
 @pytest.mark.parametrize(("relay_dtype", "sums"), [("fp32", 1), ("bf16", 2)])
 def test_the_loss_travels_with_the_gradients_unless_these_are_rounded(
     world, monkeypatch, relay_dtype, sums
 ):
-    calls = []
+    calls, own = [], []
     for module, name in ((dist, "all_reduce"), (reducer_module, "sum_gradients")):
         sums_of = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, call=sums_of, **k: calls.append(a) or call(*a, **k)
         )
-    shares = shares_of(world, [1, 3, 0][: world.size])
-    loop = make_loop(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
-    own = []
-    loss_of = loop._computation.loss
-    loop._computation.loss = lambda task, model, batch, counts: (
-        own.append((len(batch[0]), loss_of(task, model, batch, counts))) or own[-1][1]
-    )
-    step = next(steps_of(loop))
-    loop.close()
+    shares = shares_of([1, 3, 0][: world.size])
+    run = Run(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
+    computation = run.loop._computation
+    loss_of = computation.loss
+
+    def noting(task, model, batch, counts):
+        own.append((len(batch[0]), loss_of(task, model, batch, counts)))
+        return own[-1][1]
+
+    computation.loss = noting
+    step = next(run.epoch())
+    run.close()
     assert len(calls) == sums
     losses = gather_values(world.comm, [(n, loss.item()) for n, loss in own if n])
     counted = [pair for rank, pairs in enumerate(losses) if shares[rank] for pair in pairs]
     expected = sum(n * loss for n, loss in counted) / sum(n for n, _ in counted)
     assert step.mean_loss.item() == pytest.approx(expected, rel=1e-6)
-
-
-def shares_of(world, weights):
-    shares = [BATCH * w // sum(weights) for w in weights]
-    shares[0] += BATCH - sum(shares)
-    return shares
-
-
-def uneven(world):
-    return shares_of(world, [rank + 1 for rank in range(world.size)])
-
-
-def reverse(world):
-    return shares_of(world, [world.size - rank for rank in range(world.size)])
-
-
-def by_step(world, taken):
-    """Return the samples of all ranks, by step."""
-    ranks = gather_values(world.comm, taken)
-    return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.sizes(3))])
-def test_changing_plans_in_mid_epoch_loses_and_repeats_no_sample(world, workers):
-    steps = math.ceil(LENGTH / BATCH)
-    expected, weights = train(make_loop(world, uneven(world)))
-    plans = {2: reverse(world), 5: uneven(world), steps + 1: reverse(world)}
-    taken, other = train(make_loop(world, uneven(world), workers=workers), plans)
-    assert by_step(world, taken) == by_step(world, expected)
-    for epoch in range(2):
-        of_epoch = by_step(world, taken)[epoch * steps : (epoch + 1) * steps]
-        assert sorted(itertools.chain(*of_epoch)) == list(range(LENGTH))
-    assert (other - weights).abs().max() < 1e-12
-    if world.size > 1:
-        # Batches that workers have already fetched follow the previous plan on every rank.
-        ahead = 2 * workers
-        sizes = [len(indices) for indices in taken]
-        assert sizes[1 + ahead] == uneven(world)[world.rank]
-        assert sizes[2 + ahead] == reverse(world)[world.rank]
 
 
 class Batches(nn.Module):
@@ -175,28 +69,18 @@ class Batches(nn.Module):
 @pytest.mark.parametrize("rest", [0, 1, 2, 3])
 def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_size):
     shares = [5] + [2] * (world.size - 1)
-    length = 2 * sum(shares) + rest
-    data, model = Points(length), Batches()
-    config = TrainConfig(global_batch_size=sum(shares), epochs=2, log_interval=60)
-    setup = make_setup(config, model, data)
-    plan = Plan(
-        shares, [1.0] * world.size, None, "contiguous", "fp32", micro_batch_size, min_batch=2
-    )
-    steps = count_steps(config, length, sum(shares), 2)
-    assert steps == 2 * (2 if rest < 2 else 3)
-    state = make_state(world, setup, steps)
-    loader = ShareLoader(setup.train, 0, pin_memory=False)
-    loop = Loop(config, world, setup, state, plan, loader)
-    taken = []
-    note_samples(loop, taken)
-    assert [step.number for step in steps_of(loop)] == list(range(1, steps // 2 + 1))
-    result = loop.evaluate()
-    assert (loop.progress.position, loop.progress.step) == (length, steps // 2)
+    data, model = Points(2 * sum(shares) + rest), Batches()
+    run = Run(world, shares, model=model, data=data, micro_batch_size=micro_batch_size, min_batch=2)
+    assert run.steps == 2 * (2 if rest < 2 else 3)
+    assert [step.number for step in run.epoch()] == list(range(1, run.steps // 2 + 1))
+    result = run.loop.evaluate()
+    run.close()
+    progress = run.loop.progress
+    assert (progress.position, progress.step) == (len(data), run.steps // 2)
     assert math.isfinite(result["loss"])
     assert 2 <= min(model.trained)
     assert max(model.trained) <= max(micro_batch_size or 99, 3)
-    trained = gather_values(world.comm, sum(map(len, taken)))
-    assert sum(trained) == length
+    assert sum(map(len, run.by_step())) == len(data)
     # An evaluation does not use larger batches than fit the memory in training.
     assert max(model.evaluated, default=0) <= (micro_batch_size or 64)
 
@@ -219,60 +103,93 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
 
 
 def test_a_requested_checkpoint_is_due_after_the_same_step_on_all_ranks(world):
-    loop = make_loop(world, uneven(world))
+    run = Run(world, uneven(world))
     due = []
 
     class Requests(StepObserver):
         def wants_checkpoint(self):
-            return world.rank == 0 and loop.progress.step == 3
+            return world.rank == 0 and run.loop.progress.step == 3
 
         def step_done(self, step, reports):
             due.append(reports is not None and any(reports.wants_checkpoint))
 
-    loop.observers.append(Requests())
-    for step in steps_of(loop):
-        loop.step_done(step)
-    loop.close()
+    run.loop.observers.append(Requests())
+    for step in run.epoch():
+        run.loop.step_done(step)
+    run.close()
     assert [number for number, is_due in enumerate(due, 1) if is_due] == [4]
 
 
 @pytest.mark.ranks(3)
 def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
     """A rank without workers waits until those with some have used up what they fetched ahead."""
-    loop = make_loop(world, uneven(world), workers=world.rank % 2)
-    config = replace(loop._config, balance="adaptive")
+    run = Run(world, uneven(world), workers=world.rank % 2, balance="adaptive")
     plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
-    taken = []
-    note_samples(loop, taken)
-    balancing = make_balancing(config, loop, NoFolder())
+    balancing = make_balancing(run.config, run.loop, NoFolder())
     balancing.observe = lambda number, reports: plans.get(number)
-    loop.observers.append(balancing)
+    run.loop.observers.append(balancing)
     for _ in range(2):
-        for step in steps_of(loop):
-            loop.step_done(step)
+        for step in run.epoch():
+            run.loop.step_done(step)
         balancing.epoch_ends()
-        loop.progress.epoch_done(2)
-    loop.close()
-    steps = by_step(world, taken)
-    half = len(steps) // 2
-    for epoch in (steps[:half], steps[half:]):
-        assert sorted(itertools.chain(*epoch)) == list(range(LENGTH))
-    assert gather_values(world.comm, len(taken[-2])) == reverse(world)
+        run.loop.progress.epoch_done(2)
+    run.close()
+    run.assert_each_sample_once()
+    assert gather_values(world.comm, len(run.taken[-2])) == reverse(world)
+
+
+def test_pooled_statistics_equal_those_of_all_samples(world):
+    """One batch a rank, momentum 1: the pooled moments are exactly the whole batch's."""
+    counts = [4 * (rank + 1) for rank in range(world.size)]
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(sum(counts), 5, generator=generator, dtype=torch.float64) * 3 + 1
+    start = sum(counts[: world.rank])
+    norm = nn.BatchNorm1d(5, momentum=1.0).double()
+    model = nn.Sequential(norm)
+    own = whole[start : start + counts[world.rank]]
+    norm(own)
+    # torch's running variance is unbiased; pooling applies to the biased one.
+    norm.running_var.mul_((len(own) - 1) / len(own))
+    RunningStatistics(model).pool(counts[world.rank] / sum(counts))
+    assert torch.allclose(norm.running_mean, whole.mean(0), rtol=1e-12)
+    assert torch.allclose(norm.running_var, whole.var(0, unbiased=False), rtol=1e-12)
+
+
+def test_statistics_of_an_epoch_average_its_steps_before_momentum_applies():
+    norm = nn.BatchNorm1d(1, momentum=0.25)
+    statistics = RunningStatistics(nn.Sequential(norm))
+    norm.running_mean.fill_(1000.0)  # from an epoch long ago
+    means = [8.0, 2.0, 5.0]
+    for step, mean in enumerate(means):
+        statistics.before_step(step, 2, 2)
+        statistics.before_batch(2)
+        norm(torch.tensor([[mean - 1], [mean + 1]]))
+    assert torch.allclose(norm.running_mean, torch.tensor([5.0]))
+    statistics.before_step(100, 2, 2)
+    statistics.before_batch(2)
+    assert norm.momentum == 0.25
+
+
+def test_other_buffers_come_from_rank_0(world):
+    model = nn.Module()
+    model.register_buffer("counter", torch.tensor(world.rank + 7))
+    RunningStatistics(model).pool(1 / world.size)
+    assert model.counter.item() == 7
 
 
 def running_mean(world, shares, micro_batch_size=None, plans=None):
     """Return the running mean of the inputs after two epochs."""
-    loop = make_loop(world, shares, micro_batch_size)
+    run = Run(world, shares, micro_batch_size=micro_batch_size)
     norm = nn.BatchNorm1d(3, momentum=0.2).double()
 
     def see(model, inputs):
         if model.training:  # not for ranks without samples, which only take part in the sum
             norm.running_mean += norm.momentum * (inputs[0].mean(0) - norm.running_mean)
 
-    loop.state.model.register_forward_pre_hook(see)
-    loop.state.statistics = RunningStatistics(nn.Sequential(norm))
-    train(loop, plans)
-    loop.state.statistics.pool(0.0)
+    run.model.register_forward_pre_hook(see)
+    run.state.statistics = RunningStatistics(nn.Sequential(norm))
+    run.train(plans)
+    run.state.statistics.pool(0.0)
     return norm.running_mean
 
 
@@ -288,32 +205,16 @@ def test_an_evaluation_uses_statistics_of_the_current_weights(world, micro_batch
     shares = [BATCH - 4] + [0] * (world.size - 2) + [4] if world.size > 1 else [BATCH]
     norm = nn.BatchNorm1d(16)
     layers = (norm, nn.Dropout())
-    loop = make_loop(world, shares, micro_batch_size, layers=layers, min_batch=2)
-    for _ in steps_of(loop):
+    run = Run(world, shares, layers=layers, micro_batch_size=micro_batch_size, min_batch=2)
+    for _ in run.epoch():
         pass
     random_state = torch.get_rng_state()
-    loop.evaluate()
+    run.loop.evaluate()
+    run.close()
     assert torch.equal(torch.get_rng_state(), random_state)
     inputs, _ = Points()[list(range(LENGTH))]
-    expected = loop.state.model[0](inputs).mean(0)
+    expected = run.model[0](inputs).mean(0)
     assert (norm.running_mean - expected).abs().max() < 1e-12
-
-
-@pytest.mark.ranks(2)
-def test_a_repair_keeps_the_running_statistics_of_healthy_ranks(world):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    state = make_state(world, make_setup(TrainConfig(), model, Points()))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-        model[1].running_mean.fill_(world.rank)
-        model[0].weight[0, 0] += world.rank == 1
-    state.statistics.fractions = [0.125]
-    assert repair_divergence(world, state) == [1]
-    assert model[0].weight[0, 0] == 1
-    broken = world.rank == 1
-    assert model[1].running_mean.tolist() == [0 if broken else world.rank] * 4
-    assert state.statistics.fractions == (None if broken else [0.125])
 
 
 class UlpOff(torch.optim.AdamW):
@@ -330,14 +231,10 @@ class UlpOff(torch.optim.AdamW):
                     tensor.mul_(1 + 2 * torch.finfo(tensor.dtype).eps)
 
 
-def replicas(world, off=(), unlike=(), steps=20):
-    """Train some steps alone, alike on every rank; return the state, and the ranks' world.
+def replicas(world, off=(), unlike=()):
+    """Train alone, alike on every rank; return the state, and the ranks' world.
 
-    Args:
-        world: the ranks.
-        off: those that round differently.
-        unlike: those that say that they may.
-        steps: how many.
+    The ranks in `off` round differently; those in `unlike` say that they may.
     """
     infos = [
         replace(info, kind="", device_name="other" if info.world_rank in unlike else "one")
@@ -345,11 +242,10 @@ def replicas(world, off=(), unlike=(), steps=20):
     ]
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    setup = make_setup(TrainConfig(), model, Points())
-    task = replace(setup.task, optimizer=lambda m: UlpOff(m.parameters(), lr=0.01))
-    state = make_state(world, replace(setup, task=task))
+    task = replace(make_task(model), optimizer=lambda m: UlpOff(m.parameters(), lr=0.01))
+    state = make_state(world, task)
     state.optimizers[0].is_off = world.rank in off
-    for step in range(steps):
+    for step in range(20):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape)
         state.optimizers[0].step()
@@ -411,7 +307,7 @@ def test_a_single_bit_among_equal_devices_is_a_difference(world, unlike):
 @pytest.mark.ranks(2)
 def test_ranks_that_are_behind_get_the_state_and_others_keep_theirs(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    state = make_state(world, make_setup(TrainConfig(), model, Points()))
+    state = make_state(world, make_task(model))
     model[1].running_mean.fill_(world.rank)
     state.progress.step, state.is_begun = 7, world.rank > 0
     assert state.sync_to_latest(world) == 1

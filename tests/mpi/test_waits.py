@@ -1,10 +1,13 @@
 """Every wait ends: errors name the missing rank, and destroying a group needs no other rank."""
 
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -29,11 +32,31 @@ def add(group=None):
     return tensor[0].item()
 
 
-def seconds_until_error(call, message):
+def fails(call, message, after_sec=0.0):
+    """Check that a call raises this error, soon."""
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=message):
         call()
-    return time.monotonic() - began
+    assert after_sec <= time.monotonic() - began < SOON_SEC
+
+
+@pytest.fixture(autouse=True)
+def looking_often(monkeypatch):
+    """Let a rank that waits soon look for others that are late, lost or have ended the group."""
+    monkeypatch.setattr(arrivals, "_RECORD_AFTER_SEC", 0.1)
+    monkeypatch.setattr(arrivals, "_EVENTS_INTERVAL_SEC", 0.1)
+    monkeypatch.setattr(point_to_point, "_LEFT_INTERVAL_SEC", 0.1)
+
+
+@contextmanager
+def group_of_all(world, timeout=LONG, ended_by=None):
+    """A group that no rank but `ended_by` destroys while others still wait in it."""
+    group = dist.new_group(timeout=timeout)
+    yield group
+    add()
+    if world.rank != ended_by:
+        dist.destroy_process_group(group)
+    assert add() == world.size
 
 
 def meet_without_python(comm):
@@ -77,36 +100,31 @@ def test_destroying_a_group_does_not_wait_for_other_ranks(world):
     assert add() == world.size
 
 
-@pytest.mark.sizes(3)
-def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world, monkeypatch):
-    monkeypatch.setattr(arrivals, "_RECORD_AFTER_SEC", 0.1)
-    monkeypatch.setattr(arrivals, "_EVENTS_INTERVAL_SEC", 0.1)
-    monkeypatch.setattr(point_to_point, "_LEFT_INTERVAL_SEC", 0.1)
+def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world):
     group, comm = dist.new_group([1, 2]), world.comm.Dup()
     add()  # the group is made
     if world.rank > 0:
-        time.sleep(world.rank)  # rank 1 waits for rank 2 so long that it looks for lost ranks
+        time.sleep(world.rank / 2)  # rank 1 waits for rank 2 so long that it looks for lost ranks
         assert add(group) == 2
         if world.rank == 1:
             received = torch.zeros(3)
             dist.recv(received, 2, group=group)
             assert received.tolist() == [2.0] * 3
         else:
-            time.sleep(1)
+            time.sleep(0.5)
             dist.send(torch.full((3,), 2.0), 1, group=group)
         dist.destroy_process_group(group)
     meet_without_python(comm)
     assert add() == world.size
 
 
-@pytest.mark.sizes(3)
 def test_a_time_out_ends_while_rank_0_does_not_let_python_run(world, monkeypatch):
     """Only its store knows who is missing, so the error says why it names nobody."""
     monkeypatch.setattr(mpi_store, "_MARGIN_SEC", 0.5)
     group, comm = dist.new_group([1, 2], timeout=SHORT), world.comm.Dup()
     add()  # the group is made
     if world.rank == 1:
-        seconds_until_error(
+        fails(
             lambda: add(group),
             r"^all_reduce #1: rank 0, which serves the store, has not answered within 1 s",
         )
@@ -118,20 +136,15 @@ def test_a_time_out_ends_while_rank_0_does_not_let_python_run(world, monkeypatch
 
 @pytest.mark.parametrize("length", [3, 300_000], ids=["short", "long"])
 def test_waiting_for_a_rank_that_has_destroyed_the_group_raises(world, last, length):
-    group = dist.new_group(timeout=LONG)
-    add(group)
-    if world.rank == last:
-        dist.destroy_process_group(group)
-    else:
-        took = seconds_until_error(
-            lambda: dist.all_reduce(torch.ones(length), group=group),
-            rf"^rank {last} of {world.size} ended the group before all_reduce #2",
-        )
-        assert took < SOON_SEC
-    add()  # only the last rank destroys the group while others wait in it
-    if world.rank != last:
-        dist.destroy_process_group(group)
-    assert add() == world.size
+    with group_of_all(world, ended_by=last) as group:
+        add(group)
+        if world.rank == last:
+            dist.destroy_process_group(group)
+        else:
+            fails(
+                lambda: dist.all_reduce(torch.ones(length), group=group),
+                rf"^rank {last} of {world.size} ended the group before all_reduce #2",
+            )
 
 
 @pytest.mark.parametrize(
@@ -144,35 +157,25 @@ def test_waiting_for_a_rank_that_has_destroyed_the_group_raises(world, last, len
 )
 def test_an_unmatched_message_times_out(world, last, one_second_group, call, length, waiting_for):
     if world.rank == last:
-        reason = waiting_for.format(size=world.size)
-        took = seconds_until_error(
-            lambda: call(torch.zeros(length), 0, group=one_second_group),
-            rf"^timed out after 1 s in {call.__name__}: waiting for {reason}$",
-        )
-        assert 0.9 < took < SOON_SEC
+        group, reason = one_second_group, waiting_for.format(size=world.size)
+        message = rf"^timed out after 1 s in {call.__name__}: waiting for {reason}$"
+        fails(lambda: call(torch.zeros(length), 0, group=group), message, after_sec=0.9)
         failed_before = "this process group failed before: timed"
-        with pytest.raises(CollectiveError, match=f"^send: {failed_before}"):
-            dist.send(torch.zeros(3), 0, group=one_second_group)
-        with pytest.raises(CollectiveError, match=f"^all_reduce: {failed_before}"):
-            add(one_second_group)
+        fails(lambda: dist.send(torch.zeros(3), 0, group=group), f"^send: {failed_before}")
+        fails(lambda: add(group), f"^all_reduce: {failed_before}")
     assert add() == world.size
 
 
 def test_a_groups_timeout_can_be_changed(world, last):
-    group = dist.new_group(timeout=LONG)
-    add(group)
-    group.set_timeout(SHORT)
-    if world.rank == last:
-        named = rf"^timed out after 1 s in recv: waiting for a message from rank 0 of {world.size}$"
-        assert (
-            seconds_until_error(lambda: group.recv([torch.zeros(3)], 0, 0).wait(), named) < SOON_SEC
-        )
-    else:
-        named = rf"^timed out after 1 s in all_reduce #2: waiting for rank {last} of {world.size}"
-        assert seconds_until_error(lambda: add(group), named) < SOON_SEC
-    add()  # no rank destroys the group while others still wait in it
-    dist.destroy_process_group(group)
-    assert add() == world.size
+    with group_of_all(world) as group:
+        add(group)
+        group.set_timeout(SHORT)
+        if world.rank == last:
+            named = "recv: waiting for a message from rank 0"
+            call = lambda: group.recv([torch.zeros(3)], 0, 0).wait()  # noqa: E731
+        else:
+            named, call = f"all_reduce #2: waiting for rank {last}", lambda: add(group)
+        fails(call, rf"^timed out after 1 s in {named} of {world.size}")
 
 
 @pytest.mark.parametrize("call", [dist.send, dist.recv])
@@ -197,21 +200,17 @@ def test_a_receive_may_be_posted_long_before_the_wait(world, last, one_second_gr
 
 
 def test_a_receive_from_a_rank_that_has_destroyed_the_group_raises(world, last):
-    group = dist.new_group(timeout=LONG)
-    if world.rank == 0:
-        dist.send(torch.ones(1), last, group=group)
-        dist.destroy_process_group(group)
-    elif world.rank == last:
-        time.sleep(0.5)
-        dist.recv(torch.zeros(1), 0, group=group)  # sent before the group was destroyed
-        took = seconds_until_error(
-            lambda: dist.recv(torch.zeros(1), 0, group=group),
-            rf"^waiting for a message from rank 0 of {world.size}, which has ended the group$",
-        )
-        assert took < SOON_SEC
-    if world.rank != 0:
-        dist.destroy_process_group(group)
-    assert add() == world.size
+    with group_of_all(world, ended_by=0) as group:
+        if world.rank == 0:
+            dist.send(torch.ones(1), last, group=group)
+            dist.destroy_process_group(group)
+        elif world.rank == last:
+            time.sleep(0.5)
+            dist.recv(torch.zeros(1), 0, group=group)  # sent before the group was destroyed
+            fails(
+                lambda: dist.recv(torch.zeros(1), 0, group=group),
+                rf"^waiting for a message from rank 0 of {world.size}, which has ended the group$",
+            )
 
 
 def test_a_receive_cancelled_by_destroying_its_group_fails(world, monkeypatch):
@@ -229,26 +228,21 @@ def test_a_receive_cancelled_by_destroying_its_group_fails(world, monkeypatch):
 
 def test_new_group_times_out_if_a_rank_does_not_arrive(world, last):
     """The rank that arrives late gets the same error, and the next group can be created."""
-    began = time.monotonic()
     if world.rank == last:
         add()
-    with pytest.raises(
-        CollectiveError,
-        match=rf"^timed out after 1 s in new_group: waiting for rank {last} of {world.size}$",
-    ):
-        dist.new_group(timeout=SHORT)
+    fails(
+        lambda: dist.new_group(timeout=SHORT),
+        rf"^timed out after 1 s in new_group: waiting for rank {last} of {world.size}$",
+        after_sec=0.9 if world.rank != last else 0.0,
+    )
     if world.rank != last:
-        assert 0.9 < time.monotonic() - began < SOON_SEC
         add()
-    group = dist.new_group(timeout=LONG)
-    assert add(group) == world.size
-    dist.destroy_process_group(group)
+    with group_of_all(world) as group:
+        assert add(group) == world.size
 
 
-def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, last):
-    """The calls time out side by side, each in a group and a thread of its own."""
-    size = world.size
-    calls = {
+def collective_calls(size):
+    return {
         "short": lambda group: dist.all_reduce(torch.ones(3), group=group),
         "long": lambda group: dist.all_reduce(torch.ones(300_000), group=group),
         "all_gather": lambda group: dist.all_gather(
@@ -261,30 +255,30 @@ def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, las
         "barrier": dist.barrier,
     }
 
-    named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {size}; give the group"
 
-    def time_out(name, group):
-        assert 0.9 < seconds_until_error(lambda: calls[name](group), named) < LONG.seconds, name
-        seconds_until_error(lambda: calls[name](group), "this process group failed before: .* rank")
+def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, last):
+    """The calls time out side by side, each in a group and a thread of its own."""
+    named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {world.size}; give the"
+    too_late = rf"^rank {last} of {world.size} arrived too late in \w+ #2: the others timed out"
 
-    groups = {name: dist.new_group(timeout=SHORT) for name in calls}
-    for name, group in groups.items():
-        calls[name](group)
+    def time_out(call, group):
+        fails(lambda: call(group), named, after_sec=0.9)
+        fails(lambda: call(group), "this process group failed before: .* rank")
+
+    calls = collective_calls(world.size).values()
+    groups = [dist.new_group(timeout=SHORT) for _ in calls]
+    for call, group in zip(calls, groups, strict=True):
+        call(group)
     if world.rank == last:
         add()  # after the others have timed out
-        for name, group in groups.items():
-            took = seconds_until_error(
-                lambda call=calls[name], group=group: call(group),
-                rf"^rank {last} of {size} arrived too late in \w+ #2: the others timed out",
-            )
-            assert took < SOON_SEC, name
+        for call, group in zip(calls, groups, strict=True):
+            fails(partial(call, group), too_late)
     else:
         with ThreadPoolExecutor(len(groups)) as threads:
-            for timed_out in [threads.submit(time_out, *each) for each in groups.items()]:
-                timed_out.result()
+            list(threads.map(time_out, calls, groups))  # raises their errors
         add()
-    assert add() == size
-    for group in groups.values():
+    assert add() == world.size
+    for group in groups:
         dist.destroy_process_group(group)
 
 
@@ -298,7 +292,7 @@ def test_a_broadcast_does_not_hide_that_the_others_have_timed_out(world, last):
     error = (
         rf"^rank {last} of {world.size} arrived too late" if world.rank == last else "^timed out"
     )
-    seconds_until_error(lambda: dist.all_reduce(torch.ones(300_000), group=group), error)
+    fails(lambda: dist.all_reduce(torch.ones(300_000), group=group), error)
     if world.rank != last:
         add()
     dist.destroy_process_group(group)
@@ -308,7 +302,8 @@ def test_a_broadcast_does_not_hide_that_the_others_have_timed_out(world, last):
 def test_waiting_for_a_tcp_store_key_does_not_block_a_collective(world, last):
     """The store's client serves one thread at a time, so the collective must not need it."""
     dist.destroy_process_group()
-    port = world.comm.bcast(_free_port() if world.rank == 0 else None)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = world.comm.bcast(probe.getsockname()[1])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     numbers = {"rank": world.rank, "world_size": world.size, "timeout": LONG}
     dist.init_process_group("kaitian", init_method="env://", **numbers)
@@ -342,11 +337,3 @@ def test_threads_waiting_for_keys_do_not_block_the_store(world):
     for thread in waiting:
         thread.join()
     assert sorted(found) == [b"0", b"1", b"2", b"3"]
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,41 +1,25 @@
 """Runs that start from weights in a file, or export theirs."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from samples import linear_task
 from torch import nn
 
-from kaitian_mpi import Task, Training
+from kaitian_mpi import Training
 from kaitian_mpi.errors import AgreedError, StorageError
-from kaitian_mpi.mpi.exchange import gather_values
 
 pytestmark = pytest.mark.sizes(3)
 
-QUIET = {
-    "global_batch_size": 12,
-    "epochs": 2,
-    "balance": "off",
-    "log_interval": 60.0,
-}
-
-
-@pytest.fixture
-def folder(world, tmp_path):
-    """A folder that all ranks share; `tmp_path` is a rank's own."""
-    return Path(gather_values(world.comm, str(tmp_path))[0])
+QUIET = {"global_batch_size": 12, "epochs": 2, "balance": "off", "log_interval": 60.0}
 
 
 def make_task(seed=0, size=2):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, size)).double()
-    return Task(
-        model=model,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
-        data=list(torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(60, 4)),
-        loss=lambda model, batch: model(batch).square().mean(),
-    )
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, size)
+    data = torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(60, 4)
+    return linear_task(4, data=data, model=nn.Sequential(*layers).double())
 
 
 def weights_of(task):
@@ -70,9 +54,9 @@ def test_every_rank_starts_from_a_file_that_rank_0_alone_can_read(world, tmp_pat
         assert weights_of(task) == weights_of(original)
 
 
-def test_a_run_that_is_resumed_does_not_load_the_file_again(world, folder):
-    path = folder / "start.pt"
-    settings = {"init": str(path), "run_dir": str(folder / "run"), "resume": "auto"}
+def test_a_run_that_is_resumed_does_not_load_the_file_again(world, shared_path):
+    path = shared_path / "start.pt"
+    settings = {"init": str(path), "run_dir": str(shared_path / "run"), "resume": "auto"}
     with pytest.raises(AgreedError, match=f"--init {path}: No such file or directory"):
         train(make_task(), **settings)
     if world.rank == 0:
@@ -92,12 +76,12 @@ def test_a_run_that_is_resumed_does_not_load_the_file_again(world, folder):
     assert weights_of(again) == weights_of(task)
 
 
-def test_all_ranks_have_the_same_error_and_no_folder_is_left(world, folder):
+def test_all_ranks_have_the_same_error_and_no_folder_is_left(world, shared_path):
     if world.rank == 0:
-        torch.save(make_task(size=3).model.state_dict(), folder / "start.pt")
+        torch.save(make_task(size=3).model.state_dict(), shared_path / "start.pt")
     with pytest.raises(AgreedError, match=r"the weights do not fit: .*size mismatch for 2\.weight"):
-        train(make_task(), init=str(folder / "start.pt"), run_dir=str(folder / "run"))
-    assert not (folder / "run").exists()
+        train(make_task(), init=str(shared_path / "start.pt"), run_dir=str(shared_path / "run"))
+    assert not (shared_path / "run").exists()
 
 
 def assert_has_weights(path, task):
@@ -109,9 +93,9 @@ def assert_has_weights(path, task):
 
 
 @pytest.fixture
-def target(folder):
+def target(shared_path):
     pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
-    return folder / "model.safetensors"
+    return shared_path / "model.safetensors"
 
 
 def test_weights_are_exported_once_the_training_is_finished(world, target):
@@ -131,9 +115,9 @@ def test_weights_are_exported_once_the_training_is_finished(world, target):
     assert_has_weights(target, again)
 
 
-def test_a_finished_run_exports_its_weights_when_it_is_called_again(world, folder, target):
-    settings = {"run_dir": str(folder / "run"), "resume": "auto"}
-    inside = folder / "run/model.safetensors"  # the folder does not exist yet
+def test_a_finished_run_exports_its_weights_when_it_is_called_again(world, shared_path, target):
+    settings = {"run_dir": str(shared_path / "run"), "resume": "auto"}
+    inside = shared_path / "run/model.safetensors"  # the folder does not exist yet
     train(make_task(), **settings, export=inside)
     task = make_task()
     assert train(task, **settings, export=target) == []
@@ -141,10 +125,10 @@ def test_a_finished_run_exports_its_weights_when_it_is_called_again(world, folde
     assert target.read_bytes() == inside.read_bytes()
 
 
-def test_a_run_is_not_finished_before_its_weights_are_exported(world, folder, target):
-    there = folder / "to"
+def test_a_run_is_not_finished_before_its_weights_are_exported(world, shared_path, target):
+    there = shared_path / "to"
     path = there / "m.safetensors"
-    settings = {"run_dir": str(folder / "run"), "resume": "auto", "export": path}
+    settings = {"run_dir": str(shared_path / "run"), "resume": "auto", "export": path}
 
     def replace_folder_by_file():
         if world.rank == 0:
@@ -160,7 +144,7 @@ def test_a_run_is_not_finished_before_its_weights_are_exported(world, folder, ta
     with pytest.raises(AgreedError, match=message) as caught:
         train(task, after_step_5=replace_folder_by_file, **settings)
     assert caught.value.exit_code == StorageError.exit_code
-    assert not json.loads((folder / "run/summary.json").read_text())["finished"]
+    assert not json.loads((shared_path / "run/summary.json").read_text())["finished"]
     world.comm.Barrier()
     if world.rank == 0:
         there.unlink()
@@ -170,15 +154,11 @@ def test_a_run_is_not_finished_before_its_weights_are_exported(world, folder, ta
     assert train(again, **settings) == []  # nothing is trained again
     assert_has_weights(path, again)
     assert weights_of(again) == weights_of(task)
-    assert json.loads((folder / "run/summary.json").read_text())["finished"]
+    assert json.loads((shared_path / "run/summary.json").read_text())["finished"]
 
 
-def test_a_model_that_cannot_be_exported_leaves_no_folder(world, folder, target):
-    task = Task(
-        model=nn.Linear(4, 2, dtype=torch.complex128),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        data=[1],
-    )
+def test_a_model_that_cannot_be_exported_leaves_no_folder(world, shared_path, target):
+    task = linear_task(4, data=[1], model=nn.Linear(4, 2, dtype=torch.complex128))
     with pytest.raises(AgreedError, match=r"a .safetensors file cannot hold .*complex128"):
-        train(task, run_dir=str(folder / "run"), export=target)
-    assert not (folder / "run").exists()
+        train(task, run_dir=str(shared_path / "run"), export=target)
+    assert not (shared_path / "run").exists()

@@ -8,9 +8,13 @@ layouts, one after the other, in which the library keeps the contracts of severa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import contracts
 import pytest
+import torch
 import torch.distributed as dist
+from fake_device import on_device
 from mpi_session import *  # noqa: F403
 from mpi_session import LAUNCH
 
@@ -49,3 +53,9 @@ def world(request: pytest.FixtureRequest) -> World:
     if devices == "auto":  # which prefers any accelerator to the CPU
         assert set(made.kinds) == {"vendor"}
     return made
+
+
+@pytest.fixture
+def device_of(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that creates tensors on this rank's device from host tensors."""
+    return torch.clone if world.info.kind == "cpu" else on_device

@@ -75,21 +75,20 @@ class Stream:
     def __init__(self, device: object = None) -> None:
         self.ends_at = 0.0
         """When what has been noted ends; what the thread still has to do ends later."""
-        self._left = 0  # what the thread has not done
-        self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._work = StreamWork()
+        self._thread = threading.Thread(target=self._work.do, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._work.tasks.put, None).atexit = False
 
     def give(self, task, then=lambda: None) -> None:
         """Queue a task for the thread, and what it does once it no longer has the task."""
-        with self._lock:
-            self._left += 1
-        self._tasks.put((self.ends_at, task, then))
+        with self._work.lock:
+            self._work.left += 1
+        self._work.tasks.put((self.ends_at, task, then))
 
     def is_foreseeable(self) -> bool:
         """Return whether all that it was given ends at a known time."""
-        return not self._left
+        return not self._work.left
 
     def wait_event(self, event: Event) -> None:
         reached, reached_at = event.reached, event.reached_at
@@ -107,16 +106,27 @@ class Stream:
         if threading.current_thread() is not self._thread:
             Event(self, blocking=True).synchronize()
 
-    def _loop(self) -> None:
+
+class StreamWork:
+    """What a stream's thread has to do. It does not keep the stream, with which it ends."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        """How many tasks have not been done."""
+        self.lock = threading.Lock()
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+
+    def do(self) -> None:
         reduce_timer_slack()
-        while True:
+        while (given := self.tasks.get()) is not None:
             try:
-                begins_at, task, then = self._tasks.get()
+                begins_at, task, then = given
                 sleep_until(begins_at)
                 task()
-                with self._lock:
-                    self._left -= 1
+                with self.lock:
+                    self.left -= 1
                 then()
+                del given, task, then  # which may keep the stream
             except BaseException:
                 abort_with_traceback("the fake accelerator failed:\n")
 

@@ -1,21 +1,31 @@
-"""Groups by kind and host beside groups by kind; which rank is on which host is made up here."""
+"""Groups by kind and host, and of ranks that share a device; who is on which host is made up."""
 
 from dataclasses import replace
 
 import contracts
 import fake_kinds
+import fake_library
 import pytest
-import test_vendor
 import torch
 import torch.distributed as dist
+from collective_cases import (
+    agree,
+    check_average,
+    check_moves,
+    check_reductions,
+    check_sum,
+    check_uneven_parts,
+    factor,
+)
 from fake_device import on_device, values
 from mpi_session import LAUNCH
-from test_vendor import agree, factor
+from uneven import by_hook, check_like_one_process
 
 import kaitian_mpi
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
 from kaitian_mpi.distributed.network.allreduce import HostAllreduce
 from kaitian_mpi.distributed.startup import open_process_group
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.console import show_topology
 from kaitian_mpi.train.measure.allreduce import choose_algorithm
@@ -47,12 +57,6 @@ def world(request):
     return made
 
 
-@pytest.fixture
-def put(world):
-    """A function that creates this rank's tensors from host tensors."""
-    return (lambda tensor: tensor.clone()) if world.info.kind == "cpu" else on_device
-
-
 @pytest.fixture(params=[*ALGORITHMS, *BY_HOST])
 def algorithm(request, world):
     if request.param not in dist.group.WORLD.algorithms:
@@ -64,28 +68,28 @@ def algorithm(request, world):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int16])
-def test_sums_are_exact(world, put, algorithm, dtype):
+def test_sums_are_exact(world, device_of, algorithm, dtype):
     for number, length in enumerate([1, 1_000, 70_001, 600_000]):
-        test_vendor.check_sum(world, put, dtype, length, in_background=bool(number % 2))
+        check_sum(world, device_of, dtype, length, in_background=bool(number % 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
-    test_vendor.test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype)
+def test_an_average_is_the_same_on_every_rank(world, device_of, algorithm, dtype):
+    check_average(world, device_of, dtype)
 
 
-def test_operations_other_than_all_reduce(world, put):
+def test_operations_other_than_all_reduce(world, device_of):
     for length in (7, 70_001):
-        test_vendor.check_moves(world, put, torch.float32, length, range(world.size))
-        test_vendor.check_reductions(world, put, torch.float32, length)
-    test_vendor.test_uneven_parts_of_one_tensor(world, put)
+        check_moves(world, device_of, torch.float32, length, range(world.size))
+        check_reductions(world, device_of, torch.float32, length)
+    check_uneven_parts(world, device_of)
 
 
 def test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm):
-    test_vendor.test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm)
+    check_like_one_process(world, by_hook)
 
 
-def test_no_library_connects_hosts(world, put, algorithm, monkeypatch):
+def test_no_library_connects_hosts(world, device_of, algorithm, monkeypatch):
     connected = []
     create = fake_kinds.VendorDevice.create_vendor_group
 
@@ -96,7 +100,7 @@ def test_no_library_connects_hosts(world, put, algorithm, monkeypatch):
     monkeypatch.setattr(fake_kinds.VendorDevice, "create_vendor_group", noting)
     group = dist.new_group()
     group.algorithm = algorithm
-    tensor = put(torch.full((100_000,), world.rank + 1.0))
+    tensor = device_of(torch.full((100_000,), world.rank + 1.0))
     dist.all_reduce(tensor, group=group)
     assert values(tensor).unique().tolist() == [float(factor(world))]
     dist.destroy_process_group(group)
@@ -110,7 +114,7 @@ def test_no_library_connects_hosts(world, put, algorithm, monkeypatch):
         assert connected == ([size] if size > 1 else [])  # a single rank needs no library
 
 
-def test_the_lane_crosses_the_hosts_links_once_for_all_kinds(world, put, algorithm, monkeypatch):
+def test_the_lane_crosses_hosts_once_for_all_kinds(world, device_of, algorithm, monkeypatch):
     runs = []
     run = HostAllreduce.run
 
@@ -122,7 +126,7 @@ def test_the_lane_crosses_the_hosts_links_once_for_all_kinds(world, put, algorit
     monkeypatch.setattr(HostAllreduce, "run", noting)
     group = dist.new_group()
     group.algorithm = algorithm
-    tensor = put(torch.full((400_000,), world.rank + 1.0))
+    tensor = device_of(torch.full((400_000,), world.rank + 1.0))
     dist.all_reduce(tensor, group=group)
     assert agree(world, tensor)
     dist.destroy_process_group(group)
@@ -154,14 +158,42 @@ def test_the_table_says_that_groups_are_by_host(world, capsys):
         assert ("groups by kind and host" in text) == (world.relay.group_by == "kind-and-host")
 
 
-def test_a_subset_of_the_ranks_follows_the_same_rule(world, put):
+def test_a_subset_of_the_ranks_follows_the_same_rule(world, device_of):
     made = dist.new_group(list(range(world.size - 1)))
     if world.rank < world.size - 1:
         nodes = {info.node for info in world.infos[:-1]}
         kinds = {info.kind for info in world.infos[:-1]}
         is_by_host = world.relay.group_by == "kind-and-host"
         assert made.has_one_group == (len(kinds) == 1 and (len(nodes) == 1 or not is_by_host))
-        tensor = put(torch.ones(5_000))
+        tensor = device_of(torch.ones(5_000))
         dist.all_reduce(tensor, group=made)
         assert values(tensor).unique().tolist() == [world.size - 1.0]
         dist.destroy_process_group(made)
+
+
+@pytest.mark.sizes(2)
+def test_two_ranks_on_one_device_are_refused_or_use_host_memory(capsys):
+    devices = f"vendor:{fake_kinds.SHARED},vendor:{fake_kinds.SHARED}"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    pair = r"rank 0 \(\S+, \S+ \S+\) and rank 1 \(.*\)"
+    refused = rf"{pair} share one device \(shared\), which \S+ refuses within a group"
+    with pytest.raises(AgreedError, match=refused) as raised:
+        kaitian_mpi.init(devices=devices)
+    assert "--share-device" in str(raised.value)
+    world = kaitian_mpi.init(devices=devices, share_device=True)
+    assert world.kinds == ("vendor", "vendor")
+    calls = list(fake_library.calls)
+    tensor = on_device(torch.full((5,), world.rank + 1.0))
+    dist.all_reduce(tensor)
+    assert values(tensor).tolist() == [3.0] * 5
+    alone = [dist.new_group([rank]) for rank in range(2)][world.rank]
+    assert fake_library.calls == calls
+    dist.all_reduce(tensor, group=alone)  # which needs neither library nor host memory
+    assert values(tensor).tolist() == [3.0] * 5
+    assert fake_library.calls == calls
+    show_topology(world)
+    if world.rank == 0:
+        line = "share one device: group vendor communicates through host memory, not by fakeccl"
+        assert line in " ".join(capsys.readouterr().out.split())
+    dist.destroy_process_group()

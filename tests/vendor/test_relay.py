@@ -8,14 +8,24 @@ import fake_kinds  # noqa: F401 - makes torch know the device type
 import pytest
 import torch
 import torch.distributed as dist
+from collective_cases import agree
 from fake_device import Stream, current_stream, on_device, values
-from test_vendor import agree
 
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.distributed.sums import sum_gradients
+from kaitian_mpi.observe.timeline.recorder import (
+    COPY_BACK,
+    COPY_OUT,
+    NO_LABEL,
+    Recorder,
+    recorded,
+    start_recording,
+    stop_recording,
+)
 
 DEVICE = torch.device(fake_device.TYPE, 0)
 CHUNK = 1_000  # float32 values
@@ -202,14 +212,13 @@ def test_ordinary_memory_takes_the_place_of_page_locked_memory(caplog, monkeypat
 
 @on_two_ranks
 @pytest.mark.parametrize("algorithm", ["flat", "leader"])
-def test_memory_is_bounded_and_the_sum_right(world, algorithm):
+def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
     dist.group.WORLD.algorithm = algorithm
     before, world.relay.memory_mb = world.relay.memory_mb, 1
-    put = torch.clone if world.info.kind == "cpu" else on_device
     for length in (300_001, 70_001):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
             content = (torch.arange(length) % 5).to(dtype)
-            tensor = put(content * (world.rank + 1))
+            tensor = device_of(content * (world.rank + 1))
             dist.all_reduce(tensor)
             assert torch.equal(values(tensor), content * 3), (length, dtype)
     assert dist.group.WORLD.relay.allocated_bytes <= 1 << 20
@@ -218,14 +227,13 @@ def test_memory_is_bounded_and_the_sum_right(world, algorithm):
 
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradients_alone_cross_as_bf16(world, algorithm):
+def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
     dist.group.WORLD.algorithm, world.relay.dtype = algorithm, "bf16"
-    put = torch.clone if world.info.kind == "cpu" else on_device
     generator = torch.Generator().manual_seed(7)
     own = torch.randn(world.size, 200_003, generator=generator)
     exact = own.sum(0)
     for length, is_gradient in ((200_003, True), (200_003, False), (16_384, True)):
-        tensor = put(own[world.rank, :length].clone())
+        tensor = device_of(own[world.rank, :length].clone())
         if is_gradient:
             sum_gradients(tensor, in_background=True).wait()
         else:
@@ -242,10 +250,10 @@ def test_gradients_alone_cross_as_bf16(world, algorithm):
 
 
 @on_two_ranks
-def test_wait_does_not_wait_for_the_last_copy_back(world):
+def test_wait_does_not_wait_for_the_last_copy_back(world, device_of):
     dist.group.WORLD.algorithm = "leader"
     on_host = world.info.kind == "cpu"
-    tensor = torch.ones(200_000) if on_host else on_device(torch.ones(200_000))
+    tensor = device_of(torch.ones(200_000))
     dist.all_reduce(tensor)  # which measures
     fake_device.set_bandwidth(float("inf"), 200_000 * 4 / 0.2)
     work = dist.all_reduce(tensor, async_op=True)
@@ -254,3 +262,35 @@ def test_wait_does_not_wait_for_the_last_copy_back(world):
     tensor.add_(1)  # on the current stream, which waits
     assert set(values(tensor).tolist()) == {5.0}
     assert work.is_completed()
+
+
+CHUNKS = 8
+LANES = (COPY_OUT, COPY_BACK)
+ROUNDING_SEC = 1e-6
+
+
+@on_two_ranks
+def test_copies_are_recorded_when_the_device_carries_them_out():
+    recorder = Recorder(1)
+    fake_device.set_bandwidth(BUS)
+
+    began = time.monotonic()
+    start_recording(recorder)
+    try:
+        assert recorded(lambda: relayed(StreamCopies, chunks=CHUNKS), "all_reduce", NO_LABEL, 1)()
+    finally:
+        stop_recording()
+        fake_device.set_bandwidth()
+    anchor = device_of(DEVICE).mark()
+    anchor.wait()
+    now = recorder.now()
+    events = recorder.take_device_spans(anchor, now)
+    by_lane = {lane: [each for each in events if each.lane == lane] for lane in LANES}
+    for spans in by_lane.values():
+        assert len(spans) == CHUNKS
+        assert all(span.end - span.start > 0.9 * COPY_SEC for span in spans[:-1])
+        assert all(began < span.start and span.end < now for span in spans)
+        # A copy is not shown while it waits for its turn.
+        assert all(b.start > a.end - ROUNDING_SEC for a, b in itertools.pairwise(spans))
+    stages = zip(*by_lane.values(), strict=True)
+    assert all(back.start > out.end for out, back in stages)

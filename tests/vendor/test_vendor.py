@@ -1,10 +1,9 @@
 """Ranks with a vendor's library together with ranks without one or of another vendor."""
 
-import copy
 import threading
 import time
-import zlib
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import fake_device
@@ -12,19 +11,30 @@ import fake_library
 import pytest
 import torch
 import torch.distributed as dist
+from batch_norms import check_any_split
+from collective_cases import (
+    agree,
+    check_average,
+    check_moves,
+    check_reduction_operations,
+    check_reductions,
+    check_sum,
+    check_uneven_parts,
+    check_views_and_lists,
+    factor,
+)
 from contracts import CONTRACTS, chosen_name
-from fake_device import DeviceTensor, Stream, current_stream, on_device, values
+from fake_device import Stream, current_stream, on_device, values
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from uneven import by_hook, by_reducer, check_like_one_process, network
 
-from kaitian_mpi import WeightedSum
 from kaitian_mpi.distributed.collectives import vendor
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
+from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.step import StepClock, StepInProgress
 
 # The last four are not supported by the vendor: they are staged through host memory.
@@ -53,25 +63,10 @@ def put(request, world):
     return (lambda tensor: tensor.clone()) if on_host else on_device
 
 
-@pytest.fixture
-def device_of(world):
-    return (lambda tensor: tensor.clone()) if world.info.kind == "cpu" else on_device
-
-
 @pytest.fixture(params=ALGORITHMS)
 def algorithm(request, world):
     dist.group.WORLD.algorithm = request.param
     return request.param
-
-
-def factor(world):
-    return world.size * (world.size + 1) // 2
-
-
-def agree(world, tensor):
-    """Return whether a tensor is the same, bit by bit, on all ranks."""
-    content = values(tensor).contiguous().view(-1).view(torch.uint8)
-    return len(set(gather_values(world.comm, zlib.crc32(content.numpy())))) == 1
 
 
 def test_the_vendors_library_is_used(world, device_of, algorithm):
@@ -81,7 +76,11 @@ def test_the_vendors_library_is_used(world, device_of, algorithm):
     several = len(world.group.ranks) > 1 and algorithm != "flat"
     used = world.info.kind != "cpu" and (alone or several)
     assert bool(fake_library.calls) == used
-    assert not alone or fake_library.calls == ["allreduce"]
+    if alone:
+        dist.broadcast(device_of(torch.ones(3)), 0)
+        dist.all_reduce(device_of(torch.ones(3, dtype=torch.int16)))  # a type that it lacks
+        dist.barrier()
+        assert fake_library.calls == ["allreduce", "broadcast of 0"]
 
 
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
@@ -103,60 +102,14 @@ def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, e
     check_sum(world, device_of, dtype, edge + 1, in_background=True)
 
 
-def check_sum(world, put, dtype, length, *, in_background):
-    content = torch.arange(length) % 7
-    tensor = put((content * (world.rank + 1)).to(dtype))
-    work = dist.all_reduce(tensor, async_op=in_background)
-    if work is not None:
-        work.wait()
-    assert torch.equal(values(tensor), (content * factor(world)).to(dtype)), length
-
-
-def test_all_reduce_of_other_shapes(world, put):
-    for in_background in (False, True):
-        whole = put(torch.full((12,), 100.0))
-        view = whole[::2]
-        view.copy_(put(torch.full((6,), world.rank + 1.0)))
-        work = dist.all_reduce(view, async_op=in_background)
-        if work is not None:
-            work.wait()
-        assert values(whole).tolist() == [float(factor(world)), 100.0] * 6
-    scalar = put(torch.tensor(world.rank + 1.0))
-    dist.all_reduce(scalar)
-    assert values(scalar).item() == factor(world)
-    several = [put(torch.full((3,), world.rank + 1.0)), put(torch.ones(2, 2))]
-    dist.group.WORLD.allreduce_coalesced(several).wait()
-    assert values(several[0]).tolist() == [float(factor(world))] * 3
-    assert values(several[1]).tolist() == [[float(world.size)] * 2] * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.bool, torch.int16], ids=str)
 def test_all_reduce_operations(world, put, algorithm, dtype):
-    own = [(torch.arange(9) + rank) % 3 for rank in range(world.size)]
-    content = [tensor.to(dtype) for tensor in own]
-    wide = torch.stack(content).double()
-    expected = {
-        dist.ReduceOp.MIN: wide.amin(0),
-        dist.ReduceOp.MAX: wide.amax(0),
-        dist.ReduceOp.PRODUCT: wide.prod(0),
-    }
-    for op, result in expected.items():
-        tensor = put(content[world.rank])
-        dist.all_reduce(tensor, op)
-        assert torch.equal(values(tensor), result.to(dtype)), op
+    check_reduction_operations(world, put, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_average_is_the_same_on_every_rank(world, put, algorithm, dtype):
-    generator = torch.Generator().manual_seed(1)
-    content = torch.randn(world.size, 50_001, generator=generator).to(dtype)
-    for length in (5, 50_001):
-        tensor = put(content[world.rank, :length].clone())
-        dist.all_reduce(tensor, dist.ReduceOp.AVG)
-        assert agree(world, tensor)
-        near = content[:, :length].double().mean(0)
-        error = (values(tensor).double() - near).abs().max()
-        assert error <= 8 * torch.finfo(dtype).eps
+    check_average(world, put, dtype)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 70_001])
@@ -168,74 +121,15 @@ def test_operations_that_move_data(world, put, length):
         check_moves(world, put, dtype, length, roots)
 
 
-def check_moves(world, put, dtype, length, roots):
-    size, rank = world.size, world.rank
-
-    def content(number):
-        return ((torch.arange(length) + number) % 2).to(dtype)
-
-    for root in roots:
-        tensor = put(content(rank))
-        dist.broadcast(tensor, root)
-        assert torch.equal(values(tensor), content(root))
-        pieces = [put(content(0)) for _ in range(size)]
-        dist.gather(put(content(rank)), pieces if rank == root else None, dst=root)
-        if rank == root:
-            for source, piece in enumerate(pieces):
-                assert torch.equal(values(piece), content(source))
-        got = put(content(0))
-        given = [put(content(each + 1)) for each in range(size)]
-        dist.scatter(got, given if rank == root else None, src=root)
-        assert torch.equal(values(got), content(rank + 1))
-    pieces = [put(content(0)[: max(0, length - each)]) for each in range(size)]
-    dist.all_gather(pieces, put(content(rank)[: max(0, length - rank)]))
-    for source, piece in enumerate(pieces):
-        assert torch.equal(values(piece), content(source)[: max(0, length - source)])
-    whole = put(torch.cat([content(0)] * size))
-    dist.all_gather_single(whole, put(content(rank)))
-    assert torch.equal(values(whole), torch.cat([content(each) for each in range(size)]))
-    received = [put(content(0)) for _ in range(size)]
-    dist.all_to_all(received, [put(content(rank + target)) for target in range(size)])
-    for source, piece in enumerate(received):
-        assert torch.equal(values(piece), content(source + rank))
-    swapped = put(torch.cat([content(0)] * size))
-    dist.all_to_all_single(swapped, put(torch.cat([content(rank + t) for t in range(size)])))
-    assert torch.equal(values(swapped), torch.cat([content(s + rank) for s in range(size)]))
-
-
 @pytest.mark.parametrize("length", [1, 7, 70_001])
 def test_operations_that_reduce(world, put, length):
     for dtype in SUMMED if length == 7 else (torch.float32, torch.int16):
         check_reductions(world, put, dtype, length)
 
 
-def check_reductions(world, put, dtype, length):
-    size, rank = world.size, world.rank
-    content = torch.arange(length) % 3
-    own = (content * (rank + 1)).to(dtype)
-    summed = (content * factor(world)).to(dtype)
-    for root in range(size):
-        tensor = put(own)
-        dist.reduce(tensor, root)
-        if rank == root:
-            assert torch.equal(values(tensor), summed)
-    output = put(torch.zeros(length, dtype=dtype))
-    dist.reduce_scatter_single(output, put(torch.cat([own] * size)))
-    assert torch.equal(values(output), summed)
-    shorter = [own[: max(0, length - each)] for each in range(size)]
-    output = put(torch.zeros_like(shorter[rank]))
-    dist.reduce_scatter(output, [put(piece) for piece in shorter])
-    assert torch.equal(values(output), summed[: max(0, length - rank)])
-
-
-def test_uneven_parts_of_one_tensor(world, put):
-    given = [rank + 1 for rank in range(world.size)]
-    taken = [world.rank + 1] * world.size
-    output = put(torch.zeros(sum(taken), 3))
-    tensor = put(torch.full((sum(given), 3), float(world.rank)))
-    dist.all_to_all_single(output, tensor, taken, given)
-    expected = torch.arange(world.size).repeat_interleave(world.rank + 1).float()
-    assert torch.equal(values(output), expected[:, None].expand(-1, 3))
+def test_views_lists_and_uneven_parts(world, put):
+    check_views_and_lists(world, put)
+    check_uneven_parts(world, put)
 
 
 def test_sparse_sums(world, device_of):
@@ -522,44 +416,43 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm):
     assert torch.equal(values(total), expected)
 
 
-def small_network():
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.Linear(64, 5)
-    ).double()
+@pytest.mark.parametrize(
+    "way",
+    [by_hook, by_reducer, partial(by_reducer, bucket_caps=(1 << 20, 1 << 20))],
+    ids=["hook", "reducer", "one bucket"],
+)
+def test_uneven_ranks_train_like_one_process(world, algorithm, way):
+    check_like_one_process(world, way)
 
 
-def test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm):
-    shares = [7, 1, 5, 3][: world.size]
-    generator = torch.Generator().manual_seed(5)
-    images = torch.randn(5, sum(shares), 3, 8, 8, generator=generator).double()
-    labels = torch.randint(5, (5, sum(shares)), generator=generator)
-    alone = small_network()
-    model = copy.deepcopy(alone).to(world.device)
-    gradients = WeightedSum()
-    gradients.weight = shares[world.rank] / sum(shares)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
-    gradients.attach(ddp)
-    start = sum(shares[: world.rank])
-    own = slice(start, start + shares[world.rank])
-    trained = ((alone, slice(None), "cpu"), (ddp, own, world.device))
-    for network, part, device in trained:
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-        for step in range(5):
-            optimizer.zero_grad()
-            output = network(images[step, part].to(device))
-            cross_entropy(output, labels[step, part].to(device)).backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert isinstance(ours, DeviceTensor) == (world.info.kind != "cpu")
-        assert (values(ours.detach()) - theirs).abs().max().item() <= 1e-12
+def test_a_reducers_parameters_that_some_ranks_do_not_use(world, device_of, algorithm):
+    sizes = (5, 20_000, 7, 30)
+    model = nn.ParameterList([nn.Parameter(device_of(torch.ones(n))) for n in sizes])
+    reducer = GradientReducer(model)
+    for _ in range(2):
+        for parameter in model:
+            parameter.grad = None
+        used = [model[0], model[1], *([model[2]] if world.rank == 0 else [])]
+        reducer.arm((world.rank + 1) / 2)
+        sum((parameter * 2.0).sum() for parameter in used).backward()
+        reducer.finish()
+        for number, expected in enumerate((factor(world), factor(world), 1)):
+            assert values(model[number].grad).unique().tolist() == [float(expected)]
+        assert model[3].grad is None
+        assert reducer.is_finite()
+    reducer.close()
 
 
 def test_stock_ddp(world, algorithm):
-    model = DistributedDataParallel(small_network().float().to(world.device))
+    model = DistributedDataParallel(network().to(world.device))
     model(torch.full((2, 3, 8, 8), world.rank + 1.0).to(world.device)).sum().backward()
     for parameter in model.parameters():
         assert agree(world, parameter.grad)
+
+
+@pytest.mark.sizes(2, 3)
+def test_batch_norm_over_all_kinds_equals_one_process(world):
+    check_any_split(world)
 
 
 def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
