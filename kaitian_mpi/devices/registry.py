@@ -41,8 +41,8 @@ class Kinds:
     """The number of devices of each kind that this process sees."""
     faults: Mapping[str, str]
     """For each kind that is installed but cannot be used: why, and what to do."""
-    absent: Mapping[str, str]
-    """For each built-in kind that torch does not have here: what to install."""
+    unusable: Mapping[str, str]
+    """The same, also for each built-in kind that torch does not have here: what to install."""
 
     def accelerators(self) -> dict[str, tuple[str, ...]]:
         """Return the physical ids that this process sees, by kind and index; initializes them."""
@@ -51,11 +51,6 @@ class Kinds:
             for kind, device in self.devices.items()
             if self.counts[kind] and not device.is_host
         }
-
-    @property
-    def unusable(self) -> dict[str, str]:
-        """Why kinds cannot be used, whether they are faulty or not installed."""
-        return {**self.absent, **self.faults}
 
 
 @functools.cache
@@ -86,7 +81,7 @@ def known_kinds() -> Kinds:
             )
     # Last in order of preference, because it always exists.
     devices["cpu"], counts["cpu"] = devices.pop("cpu"), counts.pop("cpu")
-    return Kinds(devices, counts, faults, absent)
+    return Kinds(devices, counts, faults, {**absent, **faults})
 
 
 def _lacks(kind: str) -> str:

@@ -179,10 +179,7 @@ class MPIStore(dist.Store):
 
     def departed(self, until: Callable[[], bool] = _never) -> list[int]:
         """Return the ranks whose script has ended; none if `until` stops the wait for an answer."""
-        return [
-            int(key.removeprefix(DEPARTED))
-            for key in self._ask("items", DEPARTED, until=until)[::2]
-        ]
+        return [*map(int, self.items(DEPARTED.decode(), until))]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key. As with torch's TCPStore, the server may do it a moment later."""

@@ -105,10 +105,11 @@ def handle_signals(program: str) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CHECKPOINT_SIGNALS)
         while True:
             number = os.read(reader, 1)[0]
-            if number in CHECKPOINT_SIGNALS and _requests:
-                _requests[-1]()
-            elif number in _REASONS:
+            if number in _REASONS:
                 _exit_by_signal(number)
+            elif number in CHECKPOINT_SIGNALS:
+                for callback in _requests[-1:]:
+                    callback()
 
     threading.Thread(target=wait_for_signal, name="kaitian-signals", daemon=True).start()
 
@@ -147,7 +148,8 @@ def _keep_from_children() -> None:
 
 
 def _exit_by_signal(number: int) -> None:
-    own = _exits[-1] if _exits else _Exit(lambda: None, None, None)
+    # By a slice: the main thread may leave the block at this moment.
+    own = [_Exit(lambda: None, None, None), *_exits[-1:]][-1]
     if read_launch(os.environ).world_rank == 0 if own.reports is None else own.reports:
         write_to_launcher_stderr(f"{_REASONS[number]}; ending the job")
     try:

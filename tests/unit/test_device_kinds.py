@@ -387,7 +387,7 @@ def test_the_build_of_torch_says_whose_devices_are_called_cuda(build, other, mon
     known_kinds.cache_clear()
     known = known_kinds()
     known_kinds.cache_clear()
-    assert (known.counts[build], other in known.absent) == (3, True)
+    assert (known.counts[build], other in known.unusable) == (3, True)
     assert known.devices[build].torch_device(2) == torch.device("cuda", 2)
     assert known.devices[build].library == {"cuda": "NCCL", "rocm": "RCCL"}[build]
 
