@@ -21,8 +21,8 @@ GROUP = "kaitian_mpi.devices"
 """The entry point group by which other packages add kinds: kind = module:Class."""
 
 BUILT_IN = {
-    "cuda": "kaitian_mpi.devices.cuda:CudaDevice",
-    "rocm": "kaitian_mpi.devices.cuda:RocmDevice",
+    "cuda": "kaitian_mpi.devices.vendors:CudaDevice",
+    "rocm": "kaitian_mpi.devices.vendors:RocmDevice",
     "npu": "kaitian_mpi.devices.vendors:NpuDevice",
     "mlu": "kaitian_mpi.devices.vendors:MluDevice",
     "musa": "kaitian_mpi.devices.vendors:MusaDevice",

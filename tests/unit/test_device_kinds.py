@@ -24,9 +24,8 @@ from vendor.contracts import CONTRACTS
 
 from kaitian_mpi.devices import known_kinds, registry
 from kaitian_mpi.devices.choice import choose_device
-from kaitian_mpi.devices.cuda import CudaDevice, is_on_pci
 from kaitian_mpi.devices.plugin import AUTOLOAD, PLUGINS, KindError, import_plugin, import_torch
-from kaitian_mpi.devices.vendors import MusaDevice, NpuDevice
+from kaitian_mpi.devices.vendors import CudaDevice, MusaDevice, NpuDevice, is_on_pci
 from kaitian_mpi.distributed import registration
 from kaitian_mpi.errors import UserError
 
@@ -416,7 +415,7 @@ def test_an_nvidia_gpu_that_torch_cannot_open_is_named(devices, tmp_path, monkey
     assert not is_on_pci("0x10de", "0x03", tmp_path / "absent")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr("kaitian_mpi.devices.cuda.is_on_pci", lambda *_: True)
+    monkeypatch.setattr("kaitian_mpi.devices.vendors.is_on_pci", lambda *_: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(KindError, match=r"cannot open the host's NVIDIA GPU.*for CUDA 13\.0"):
         devices["cuda"].count()

@@ -16,8 +16,7 @@ import torch
 from contracts import chosen_name
 
 from kaitian_mpi.devices.accelerator import Accelerator
-from kaitian_mpi.devices.cuda import CudaDevice
-from kaitian_mpi.devices.vendors import MusaDevice, NpuDevice, XpuDevice
+from kaitian_mpi.devices.vendors import CudaDevice, MusaDevice, NpuDevice, XpuDevice
 
 _LIBRARY = fake_device.install()  # as a vendor's plug-in makes torch know the device type
 fake_library.register()
