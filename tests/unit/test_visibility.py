@@ -19,37 +19,24 @@ from kaitian_mpi.mpi.topology import RankInfo
 UUIDS = [f"GPU-{letter}" for letter in "abcdefgh"]
 
 
-class Cuda:
-    """A process's view of its host's GPUs, taken once, as the driver takes it."""
-
-    def __init__(self, environ, gpus):
-        listed = environ.get("CUDA_VISIBLE_DEVICES")
-        self.gpus, self.current = [], 0
-        entries = map(str, range(len(gpus))) if listed is None else listed.split(",")
-        for entry in entries:
-            known = [entry] if entry.startswith("MIG-") else [g for g in gpus if g == entry]
-            known += [gpus[int(entry)]] if entry.isdigit() and int(entry) < len(gpus) else []
-            if not known:
-                break
-            self.gpus += known
-        if len(set(self.gpus)) < len(self.gpus):
-            self.gpus = []
-        if any(gpu.startswith("MIG-") for gpu in self.gpus):
-            del self.gpus[1:]
-
-    def at(self, index):
-        if not 0 <= index < len(self.gpus):
-            raise RuntimeError("invalid device ordinal")
-        return self.gpus[index]
-
-    def set_device(self, index):
-        self.at(index)
-        self.current = index
+def visible(environ, gpus):
+    """Return the GPUs that a process sees, which its driver takes once."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    seen = []
+    for entry in map(str, range(len(gpus))) if listed is None else listed.split(","):
+        if entry.startswith("MIG-"):
+            return [entry]
+        numbered = gpus[int(entry) :][:1] if entry.isdigit() else []
+        known = [gpu for gpu in gpus if gpu == entry] or numbered
+        if not known:
+            break
+        seen += known
+    return seen
 
 
 def taken(hosts, environs=({},)):
     """Return each rank's LOCAL_RANK and device; the last environment holds for the rest."""
-    drivers, infos, indices = [], [], []
+    infos, own = [], []
     for node, (gpus, devices) in enumerate(hosts):
         size = 2 if devices == "auto" else len(devices.split(","))
         on_host = []
@@ -58,33 +45,22 @@ def taken(hosts, environs=({},)):
             launch = {"RANK": len(infos), "SIZE": 9, "LOCAL_RANK": local, "LOCAL_SIZE": size}
             environ |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in launch.items()}
             hide_unused_devices(environ, devices)
-            on_host.append(Cuda(environ, gpus))
-        seen = [{"cuda": tuple(driver.gpus)} for driver in on_host]
-        for local, driver in enumerate(on_host):
-            counts = {"cuda": len(driver.gpus), "cpu": 1}
-            inventories = seen if devices == "auto" else ()
+            on_host.append(visible(environ, gpus))
+        inventories = [{"cuda": seen} for seen in on_host] if devices == "auto" else ()
+        for local, seen in enumerate(on_host):
+            counts = {"cuda": len(seen), "cpu": 1}
             choice = choose_device(devices, counts, local, size, "h", inventories=inventories)
             device = "cpu" if choice.kind == "cpu" else f"cuda:{choice.index}"
-            if device != "cpu":
-                driver.set_device(choice.index)  # as kaitian-run does
-            fields = (len(infos), local, "h", choice.kind, device, "", 0, "2.13")
-            infos.append(RankInfo(*fields, node=node))
-            drivers.append(driver)
-            indices.append(choice.index)
-    ranks = [local_rank_of(infos, rank, index) for rank, index in enumerate(indices)]
-    return list(zip(ranks, map(asked, drivers, ranks), strict=True))
-
-
-def asked(driver, local_rank):
-    """Return the device that a script gets: plain, by LOCAL_RANK, current, and by set_device."""
-    if not driver.gpus:  # torch.cuda.is_available() is False
-        return "cpu"
-    plain = driver.at(driver.current)
-    by_number = driver.at(local_rank)
-    current = driver.at(driver.current)  # current_accelerator() has no index
-    driver.set_device(local_rank)
-    (only,) = {plain, by_number, current, driver.at(driver.current)}
-    return only
+            infos.append(
+                RankInfo(len(infos), local, "h", choice.kind, device, "", 0, "", node=node)
+            )
+            # Without GPUs, torch.cuda.is_available() is False.
+            own.append((choice.index, seen if device != "cpu" else seen and ["another's"]))
+    ranks = [local_rank_of(infos, rank, index) for rank, (index, _) in enumerate(own)]
+    for rank, (index, seen) in zip(ranks, own, strict=True):
+        # kaitian-run makes it the current one, and the script takes that or the one of its number.
+        assert not seen or seen[index] == seen[rank]
+    return [(rank, seen[i] if seen else "cpu") for rank, (i, seen) in zip(ranks, own, strict=True)]
 
 
 TWO, EIGHT, ONE = UUIDS[:2], UUIDS, UUIDS[:1]
