@@ -1,8 +1,11 @@
 """torch's collectives: how each is executed in host memory, and by a vendor's library."""
 
+# The signatures are those by which torch calls, not those of its stubs.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +45,14 @@ class CollectiveCalls(dist.ProcessGroup):
         """Carry out the collective with these fields of a `Collective`."""
         return self._run(Collective(*call, **options))
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.AllreduceOptions()
         op = opts.reduceOp
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
             return self._sum_sparse(tensors, opts)
         return self._start(
             *("all_reduce", tensors, [], opts),
-            lambda host: call_for_each(
-                host.allreduce, [(tensor, reduction(tensor.dtype, op)) for tensor in tensors]
-            ),
+            lambda host: call_for_each(host.allreduce, _reductions(zip(tensors), op)),
             _all_reduce_on_library(opts),
             op,
         )
@@ -101,19 +102,19 @@ class CollectiveCalls(dist.ProcessGroup):
             options.reduceOp, options.asyncOp = opts.reduceOp, opts.asyncOp
         return self.allreduce(tensors, options)
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.ReduceOptions()
         op, root = opts.reduceOp, opts.rootRank
         return self._start(
             *("reduce", tensors, [], opts),
             lambda host: call_for_each(
-                host.reduce, [(each, root, reduction(each.dtype, op)) for each in tensors]
+                host.reduce, _reductions([(tensor, root) for tensor in tensors], op)
             ),
             lambda library, outputs, _: [library.reduce(outputs, opts)],
             op,
         )
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.BroadcastOptions()
         root = opts.rootRank
         return self._start(
@@ -122,9 +123,7 @@ class CollectiveCalls(dist.ProcessGroup):
             lambda library, outputs, _: [library.broadcast(outputs, opts)],
         )
 
-    def allgather(  # type: ignore[override]
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank; sizes may differ."""
         opts = opts or c10d.AllgatherOptions()
         pairs = [*zip(outputs, inputs, strict=True)]
@@ -148,12 +147,12 @@ class CollectiveCalls(dist.ProcessGroup):
         by_tensor = [list(pieces) for pieces in zip(*output_lists, strict=True)]
         return self.allgather(by_tensor, inputs, opts)
 
-    def all_gather_single(  # type: ignore[override]
+    def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(  # type: ignore[override]
+    def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather each rank's `inputs[i]` into `outputs[i]`, along its first dimension."""
@@ -167,9 +166,7 @@ class CollectiveCalls(dist.ProcessGroup):
             partial(torch_releases.all_gather_single, opts),
         )
 
-    def gather(  # type: ignore[override]
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.GatherOptions()
         root = opts.rootRank
         pieces = outputs[0] if self.rank() == root else []
@@ -195,9 +192,7 @@ class CollectiveCalls(dist.ProcessGroup):
         pieces = output.view(self.size(), *tensor.shape)
         return self.gather([list(pieces)], [tensor], opts)
 
-    def scatter(  # type: ignore[override]
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
-    ) -> Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         opts = opts or c10d.ScatterOptions()
         root = opts.rootRank
         pieces = inputs[0] if self.rank() == root else []
@@ -211,9 +206,7 @@ class CollectiveCalls(dist.ProcessGroup):
             ],
         )
 
-    def reduce_scatter(  # type: ignore[override]
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
-    ) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         """Reduce `inputs[i][r]` to rank r's `outputs[i]`; sizes may differ between ranks."""
         opts = opts or c10d.ReduceScatterOptions()
         op = opts.reduceOp
@@ -222,19 +215,17 @@ class CollectiveCalls(dist.ProcessGroup):
             check_pieces(pieces, output, self.size(), "reduce_scatter")
         return self._start(
             *("reduce_scatter", outputs, inputs, opts),
-            lambda host: call_for_each(
-                host.reduce_scatter, [(*pair, reduction(pair[0].dtype, op)) for pair in pairs]
-            ),
+            lambda host: call_for_each(host.reduce_scatter, _reductions(pairs, op)),
             lambda library, outputs, inputs: [library.reduce_scatter(outputs, inputs, opts)],
             op,
         )
 
-    def reduce_scatter_single(  # type: ignore[override]
+    def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(  # type: ignore[override]
+    def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Reduce each of `inputs`; each rank gets its part of the first dimension in `outputs`."""
@@ -245,17 +236,12 @@ class CollectiveCalls(dist.ProcessGroup):
             check_whole(tensor, output, self.size(), "reduce_scatter_single")
         return self._start(
             *("reduce_scatter", outputs, inputs, opts),
-            lambda host: call_for_each(
-                host.reduce_scatter_single,
-                [(*pair, reduction(pair[0].dtype, op)) for pair in pairs],
-            ),
+            lambda host: call_for_each(host.reduce_scatter_single, _reductions(pairs, op)),
             partial(torch_releases.reduce_scatter_single, opts),
             op,
         )
 
-    def alltoall(  # type: ignore[override]
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.AllToAllOptions()
         for pieces in (outputs, inputs):
             check_pieces(pieces, inputs[0], self.size(), "all_to_all")
@@ -265,7 +251,7 @@ class CollectiveCalls(dist.ProcessGroup):
             lambda library, outputs, inputs: [library.alltoall(outputs, inputs, opts)],
         )
 
-    def all_to_all_single(  # type: ignore[override]
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
@@ -293,6 +279,11 @@ class CollectiveCalls(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def _reductions(calls: Iterable[tuple[Any, ...]], op: Any) -> list[tuple[Any, ...]]:
+    """Return each call's arguments, the first of which is a tensor, and then its reduction."""
+    return [(*arguments, reduction(arguments[0].dtype, op)) for arguments in calls]
 
 
 def _all_reduce_on_library(opts: c10d.AllreduceOptions) -> Callable[[Any, Any, Any], list[Work]]:

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.topology import (
-    free_unused_comms,
-    split_into_groups,
-    subset,
-    translate_ranks,
-)
+from kaitian_mpi.mpi.topology import free_unused_comms, split_into_groups, subset, translate_ranks
 from kaitian_mpi.mpi.world import (
     World,
     current_world,
