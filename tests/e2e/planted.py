@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from kaitian_mpi.recipes.datasets import images
+from kaitian_mpi.recipes import images
 from kaitian_mpi.recipes.models import SmallCNN
 from kaitian_mpi.runtime.launcher import read_launch
 

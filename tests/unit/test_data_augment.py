@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.recipes.datasets.images import Augmented, ImageArrays, crop, draw_crops_and_flips
+from kaitian_mpi.recipes.images import Augmented, ImageArrays, crop, draw_crops_and_flips
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from jobs import PYTHON, forked
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.images import Augmented, ImageArrays
+from kaitian_mpi.recipes.images import Augmented, ImageArrays
 from kaitian_mpi.train.data.batches import Batches, Share, split_share
 from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
 from kaitian_mpi.train.data.shared_tensors import SharedTensors
@@ -156,7 +156,7 @@ LOAD = """
 import torch
 from kaitian_mpi.train.data.batches import Share
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.recipes.datasets.sources import batches_of_pairs
+from kaitian_mpi.recipes.sources import batches_of_pairs
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.config.factory import load_factory, one_line, parameters_of
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.images import Augmented, shuffled_split
+from kaitian_mpi.recipes.images import Augmented, shuffled_split
 from kaitian_mpi.train.data.batches import Batches
 
 
@@ -51,7 +51,7 @@ def load_data(config: TrainConfig) -> DataSource:
             )
         return load_user_data(config.dataset, config.data_dir, config.val_split)
     module, function, automatic = _BUILT_IN[config.dataset]
-    load = getattr(import_module(f"kaitian_mpi.recipes.datasets.{module}"), function)
+    load = getattr(import_module(f"kaitian_mpi.recipes.{module}"), function)
     arrays, validation = load(config.val_split if module == "images" else config.data_dir)
     kind = automatic if config.augment == "auto" else config.augment
     train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)

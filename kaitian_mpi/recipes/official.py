@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets.images import ImageArrays
+from kaitian_mpi.recipes.images import ImageArrays
 
 _PIXELS = 3072  # of a CIFAR-10 image
 _RECORD = 1 + _PIXELS

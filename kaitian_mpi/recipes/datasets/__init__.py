@@ -1,1 +1,0 @@
-"""The built-in datasets, and those from a user's factory."""
