@@ -103,7 +103,7 @@ class Bench:
 
     def setup(self, config: TrainConfig) -> Setup:
         """Return a new model to train on the repeated data."""
-        data = DataSource("repeated", self.data, self.source.validation, self.source.num_classes)
+        data = DataSource(self.data, self.source.validation, self.source.num_classes)
         return Setup(classify(config, self.model(), data), NoFolder())
 
     def plan(self, batch: int, schedules: tuple[Schedule, ...]) -> Plan:

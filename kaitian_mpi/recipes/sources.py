@@ -21,8 +21,6 @@ from kaitian_mpi.train.data.batches import Batches
 class DataSource:
     """The data of a run. A batch of n samples is inputs [n, ...] and labels int64 [n]."""
 
-    name: str
-    """The value of `--dataset`."""
     train: Dataset
     """Augmented."""
     validation: Dataset
@@ -55,7 +53,7 @@ def load_data(config: TrainConfig) -> DataSource:
     arrays, validation = load(config.val_split if module == "images" else config.data_dir)
     kind = automatic if config.augment == "auto" else config.augment
     train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
-    return DataSource(config.dataset, train, validation, num_classes=10)
+    return DataSource(train, validation, num_classes=10)
 
 
 def load_user_data(spec: str, data_dir: str, val_split: float) -> DataSource:
@@ -77,7 +75,7 @@ def load_user_data(spec: str, data_dir: str, val_split: float) -> DataSource:
     if len(parts) == 1:
         split = shuffled_split(len(parts[0]), val_split)
         parts = tuple(Subset(parts[0], indices.tolist()) for indices in split)
-    return DataSource(spec, batches_of_pairs(parts[0]), batches_of_pairs(parts[1]), classes)
+    return DataSource(batches_of_pairs(parts[0]), batches_of_pairs(parts[1]), classes)
 
 
 def batches_of_pairs(dataset: Any) -> Batches:

@@ -46,7 +46,7 @@ def make_plan(world, shares, micro_batch_size=None, min_batch=1):
 
 def make_task(model, config=None, data=None):
     data = data or Points()
-    return classify(config or TrainConfig(), model, DataSource("points", data, data, 4))
+    return classify(config or TrainConfig(), model, DataSource(data, data, 4))
 
 
 def make_state(world, task, steps=10):

@@ -89,7 +89,7 @@ def test_a_run_starts_only_if_all_ranks_have_the_same_data(world, monkeypatch, p
     same = make_data(inputs, labels)
     other = make_data(inputs, (labels + world.rank) % 7)
     parts = (other, same) if part == "training" else (same, other)
-    data = DataSource("planted", *parts, num_classes=7)
+    data = DataSource(*parts, num_classes=7)
     monkeypatch.setattr(image_classification, "load_data", lambda config: data)
     config = TrainConfig(model="cnn")
     with pytest.raises(AgreedError, match=f"the {part} data differs .* int64 "):

@@ -112,7 +112,7 @@ class Hungry(nn.Module):
 
 
 def make_setup(config, model):
-    task = classify(config, model, DataSource("planted", Data(), Data(), 2))
+    task = classify(config, model, DataSource(Data(), Data(), 2))
     return Setup(task, NoFolder())
 
 
