@@ -27,10 +27,7 @@ class RankCost:
 
     def micro_batches(self, samples: int) -> int:
         """Return the number of micro-batches of a share."""
-        if samples == 0:
-            return 0
-        limit = self.largest_micro_batch
-        return 1 if limit is None else math.ceil(samples / limit)
+        return math.ceil(samples / (self.largest_micro_batch or max(samples, 1)))
 
     def seconds(self, samples: int) -> float:
         """Return the seconds of a step with this share; 0 without samples."""

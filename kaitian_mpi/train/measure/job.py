@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from kaitian_mpi.balance.communication import MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import scores
-from kaitian_mpi.balance.forecast import forecast_subsets, subsets
-from kaitian_mpi.balance.measurements import MeasuredRank, Measurements
+from kaitian_mpi.balance.forecast import subsets
+from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, plan_job
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World, slowed_as
 from kaitian_mpi.observe.console import show_topology
@@ -17,11 +17,7 @@ from kaitian_mpi.train.measure.allreduce import (
     measure_allreduce,
 )
 from kaitian_mpi.train.measure.plan import find_min_batch
-from kaitian_mpi.train.measure.rank_benchmark import (
-    benchmark_ranks,
-    is_emulated,
-    show_benchmark,
-)
+from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, is_emulated, show_benchmark
 from kaitian_mpi.train.measure.rank_timer import Workload, equal_share
 from kaitian_mpi.train.setup import MakeTask, prepare_without_folder
 
@@ -42,6 +38,12 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     results = benchmark_ranks(Workload(config, world, setup, min_batch))
     buckets = gradient_buckets(setup.task.model)
     choose_allreduce(config.allreduce, world, buckets)
+
+    def measure_among(kinds: tuple[str, ...]) -> MeasuredAllreduce:
+        ranks = [rank for rank, kind in enumerate(world.kinds) if kind in kinds]
+        cost = measure_allreduce(config.allreduce, world, ranks, buckets)
+        return MeasuredAllreduce({kind: world.kinds.count(kind) for kind in kinds}, cost)
+
     measured = Measurements(
         model=setup.task.name,
         emulated=is_emulated(world),
@@ -51,23 +53,9 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
             MeasuredRank(info.world_rank, info.host, info.kind, info.device, r.cost, r.fit_error)
             for info, r in zip(world.infos, results, strict=True)
         ),
-        allreduces=tuple(
-            MeasuredAllreduce(
-                {kind: world.kinds.count(kind) for kind in kinds},
-                measure_allreduce(
-                    config.allreduce,
-                    world,
-                    [rank for rank, kind in enumerate(world.kinds) if kind in kinds],
-                    buckets,
-                ),
-            )
-            for kinds in subsets(tuple(dict.fromkeys(world.kinds)))
-        ),
+        allreduces=tuple(map(measure_among, subsets(tuple(dict.fromkeys(world.kinds))))),
     )
-    planned = forecast_subsets(
-        measured.cohorts(), config.global_batch_size, buckets, measured.allreduces
-    ).whole
     share = equal_share(config, world.size)
     by_rank = scores([result.cost.seconds(share) for result in results])
-    show_benchmark(world, results, by_rank, planned.batch_sizes)
+    show_benchmark(world, results, by_rank, plan_job(measured, None).whole.batch_sizes)
     return measured
