@@ -80,11 +80,7 @@ def fastest_split(
 
 
 def split_cohorts(
-    costs: CostTable,
-    ranks: np.ndarray,
-    total: int,
-    least: int = 0,
-    most: np.ndarray | None = None,
+    costs: CostTable, ranks: np.ndarray, total: int, least: int = 0, most: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the fastest split over cohorts, each of several ranks with the same cost.
 

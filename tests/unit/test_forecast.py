@@ -15,13 +15,7 @@ from kaitian_mpi.balance.communication import (
     scale_allreduce,
 )
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.forecast import (
-    Cohort,
-    forecast,
-    forecast_subsets,
-    scale_cohorts,
-    subsets,
-)
+from kaitian_mpi.balance.forecast import Cohort, forecast, forecast_subsets, scale_cohorts, subsets
 from kaitian_mpi.errors import UserError
 
 MIB = 2**20

@@ -10,12 +10,7 @@ from torch.nn import functional
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.recipes.image_classification import make_task
 from kaitian_mpi.train.data.batches import as_batches
-from kaitian_mpi.train.measure.parity import (
-    compute_outcome,
-    distances,
-    rounding_unit,
-    tolerances,
-)
+from kaitian_mpi.train.measure.parity import compute_outcome, distances, rounding_unit, tolerances
 from kaitian_mpi.train.task import Computation, Task
 
 CPU = torch.device("cpu")

@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from kaitian_mpi.balance.cost_model import (
-    MAX_CHANGE,
-    RankCost,
-    fit,
-    fit_error,
-    is_settled,
-)
+from kaitian_mpi.balance.cost_model import MAX_CHANGE, RankCost, fit, fit_error, is_settled
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
