@@ -242,6 +242,7 @@ def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
         ("{", RunState()),
         ("[]", RunState()),
         ('{"finished": false, "steps": 7}', RunState(steps=7)),
+        ('{"finished": "yes", "steps": "7"}', RunState()),
         ('{"finished": true, "steps": 7}', RunState(finished=True, steps=7)),
     ],
 )
