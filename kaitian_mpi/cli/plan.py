@@ -11,7 +11,6 @@ from pathlib import Path
 from kaitian_mpi.balance.communication import guessed_kinds
 from kaitian_mpi.balance.forecast import SubsetForecasts
 from kaitian_mpi.balance.measurements import (
-    MAX_SAMPLES,
     Measurements,
     plan_job,
     read_measurements,
@@ -108,8 +107,8 @@ def read_options(arguments: Sequence[str]) -> Parsed:
     chosen = parsed.others
     if chosen.world is not None:
         chosen.world = parse_world(chosen.world)
+    TrainConfig(**parsed.settings)  # raises if one is invalid
     if chosen.file is None:
-        TrainConfig(**parsed.settings)  # raises if one is invalid
         return parsed
     unused = sorted(parsed.settings.keys() - {"global_batch_size"})
     if unused or chosen.save is not None:
@@ -118,9 +117,6 @@ def read_options(arguments: Sequence[str]) -> Parsed:
             f"{flag} cannot be combined with {chosen.file}, which holds measurements; remove one "
             "of them"
         )
-    size = parsed.settings.get("global_batch_size", 1)
-    if not 1 <= size <= MAX_SAMPLES:
-        raise UserError(f"--global-batch-size must be from 1 to {MAX_SAMPLES}, not {size}")
     return parsed
 
 
