@@ -10,16 +10,23 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.train.measure import exclusion
 from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
 
-FAST, SLOW = RankCost(0.0, 0.01), RankCost(0.0, 0.04)
-
-
+FAST, SLOW, SNAIL = (RankCost(0.0, beta_sec) for beta_sec in (0.01, 0.04, 5.0))
 TINY = [RankCost(0.75e-4, 4e-7), RankCost(2.5e-4, 4e-7)]
 """Of a tiny model: a step costs 0.1 ms, 0.25 ms on the other core, whatever its samples."""
-MIXED = ["gpu", "gpu", "mlu", "mlu"]
+MIXED, CPUS = ["gpu", "gpu", "mlu", "mlu"], ["cpu"] * 2
+LAST = "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s"
 
 
-def crossing(ranks):
+def between_kinds(ranks):
     return 0.5 if set(ranks) & {2, 3} and set(ranks) & {0, 1} else 0.001
+
+
+def to_rank_2(ranks):
+    return 1.0 if 2 in ranks else 0.001
+
+
+def of_two(ranks):
+    return 0.02 * (len(ranks) == 2)
 
 
 @pytest.mark.parametrize(
@@ -28,47 +35,20 @@ def crossing(ranks):
         # Communication is cheap.
         (MIXED, "aabb", [FAST] * 4, 1e-3, 0, [], "", [[0, 1, 2, 3]]),
         # A rank with a best share of zero is excluded first; there is nothing else to compare.
-        (
-            ["gpu"] * 3,
-            "aaa",
-            [FAST, RankCost(0.0, 5.0), FAST],
-            0.0,
-            0,
-            [1],
-            "a single sample takes it 5 s, but a whole step takes the other ranks 0.32 s",
-            [[0, 1, 2]],
-        ),
+        (["gpu"] * 3, "aaa", [FAST, SNAIL, FAST], 0.0, 0, [1], LAST, [[0, 1, 2]]),
         # A rank is kept where the step is mostly communication.
-        (["cpu"] * 2, "aa", TINY, 0.0, 0, [1], "a single sample", [[0, 1]]),
-        (["cpu"] * 2, "aa", TINY, 1e-3, 0, [1], "a single sample", [[0, 1]]),
-        (["cpu"] * 2, "aa", TINY, 4e-3, 0, [], "", [[0, 1]]),
+        (CPUS, "aa", TINY, 0.0, 0, [1], "a single sample", [[0, 1]]),
+        (CPUS, "aa", TINY, 1e-3, 0, [1], "a single sample", [[0, 1]]),
+        (CPUS, "aa", TINY, 4e-3, 0, [], "", [[0, 1]]),
         # A rank is kept if its measurement is too uncertain.
-        (["cpu"] * 2, "aa", TINY, 0.0, 0.2, [1], "a single sample", [[0, 1]]),
-        (["cpu"] * 2, "aa", TINY, 0.0, 0.6, [], "", [[0, 1]]),
+        (CPUS, "aa", TINY, 0.0, 0.2, [1], "a single sample", [[0, 1]]),
+        (CPUS, "aa", TINY, 0.0, 0.6, [], "", [[0, 1]]),
         # A kind that costs more communication than it computes.
-        (MIXED, "aaaa", [*[FAST] * 2, *[SLOW] * 2], crossing, 0, [2, 3], "with kind mlu", None),
+        (MIXED, "aaaa", [FAST, FAST, SLOW, SLOW], between_kinds, 0, [2, 3], "with kind mlu", None),
         # A host behind a slow link, whatever its kind.
-        (
-            ["cpu"] * 3,
-            ["near", "near", "far"],
-            [FAST] * 3,
-            lambda ranks: 1.0 if 2 in ranks else 0.001,
-            0,
-            [2],
-            "with host far",
-            None,
-        ),
+        (["cpu"] * 3, "aab", [FAST] * 3, to_rank_2, 0, [2], "with host b", None),
         # A gain below 5% excludes nothing.
-        (
-            ["gpu", "mlu"],
-            "aa",
-            [FAST, RankCost(0.0, 0.3)],
-            lambda ranks: 0.02 * (len(ranks) == 2),
-            0,
-            [],
-            "",
-            None,
-        ),
+        (["gpu", "mlu"], "aa", [FAST, RankCost(0.0, 0.3)], of_two, 0, [], "", None),
     ],
 )
 def test_which_ranks_are_excluded_and_why(

@@ -50,7 +50,7 @@ def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
     assert "as long" in slow.text
 
 
-ROWS = even()
+ROWS, WAITS = even(), (1, 32, 0.3, 0.4)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,7 @@ ROWS = even()
         # 0.15 s of these for its batch.
         ([*ROWS[:2], (1, 32, 0.45, 0.01)], 0.15, [(2, COMPUTE, 1.5), (2, DATA, 0.33)]),
         # Communication is the wait of the last rank to arrive.
-        (
-            [(1, 32, 0.3, 0.4), (1, 32, 0.35, 0.35), (1, 32, 0.3, 0.4)],
-            0.0,
-            [(1, COMMUNICATION, 0.5)],
-        ),
+        ([WAITS, (1, 32, 0.35, 0.35), WAITS], 0.0, [(1, COMMUNICATION, 0.5)]),
     ],
 )
 def test_a_slow_rank_and_why(rows, data, found):
