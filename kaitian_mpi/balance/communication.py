@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_model import fit
 from kaitian_mpi.errors import UserError
 
 _MIB = 2**20
@@ -46,12 +45,6 @@ class MeasuredAllreduce:
     def ranks(self) -> int:
         """The number of ranks of all kinds."""
         return sum(self.ranks_per_kind.values())
-
-
-def fit_allreduce(sizes: Sequence[int], seconds: Sequence[float]) -> AllreduceCost:
-    """Fit a line to measured (bytes, seconds); neither part is negative."""
-    line = fit(sizes, seconds)
-    return AllreduceCost(line.alpha_sec, line.beta_sec)
 
 
 def ddp_buckets(gradient_bytes: int) -> list[int]:

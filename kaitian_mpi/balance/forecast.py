@@ -20,8 +20,6 @@ from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
-_MAX_KINDS_FOR_ALL_SUBSETS = 8
-
 
 @dataclass(frozen=True)
 class Cohort:
@@ -173,7 +171,6 @@ def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list
 
 
 def subsets(kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return every subset of kinds; of more than 8, each alone, all, and all but one."""
-    count = len(kinds)
-    sizes = range(1, count + 1) if count <= _MAX_KINDS_FOR_ALL_SUBSETS else (1, count - 1, count)
+    """Return every subset of kinds but the empty one, small ones first."""
+    sizes = range(1, len(kinds) + 1)
     return [subset for size in sizes for subset in itertools.combinations(kinds, size)]

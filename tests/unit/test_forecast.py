@@ -127,15 +127,6 @@ def test_ties_prefer_the_fewest_kinds():
     assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
 
 
-def test_with_many_kinds_only_the_relevant_subsets_are_forecast():
-    kinds = [f"k{index}" for index in range(9)]
-    entries = [MeasuredAllreduce(dict.fromkeys(kept, 1), FREE) for kept in subsets(tuple(kinds))]
-    found = forecast_subsets([cohort(k, 0.0, 1.0) for k in kinds], 72, [MIB], entries)
-    assert sorted({len(subset) for subset in found.forecasts}) == [1, 8, 9]
-    assert len(found.forecasts) == 9 + 9 + 1
-    assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
-
-
 ENTRIES = [
     measured(2e-4, 2e-10, gpu=2),
     measured(4e-4, 3e-10, mlu=4),

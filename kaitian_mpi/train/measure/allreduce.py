@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.balance.communication import FREE, AllreduceCost, ddp_buckets, fit_allreduce
+from kaitian_mpi.balance.communication import FREE, AllreduceCost, ddp_buckets
+from kaitian_mpi.balance.cost_model import fit
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.distributed.sums import sum_gradients
@@ -143,7 +144,8 @@ def measure_allreduce(
             dist.destroy_process_group(group)
     sleeping_barrier(world.comm)  # ranks that take no part wait here without spinning
     gathered = gather_values(world.comm, seconds)
-    return fit_allreduce(sizes, next(values for values in gathered if values is not None))
+    line = fit(sizes, next(values for values in gathered if values is not None))
+    return AllreduceCost(line.alpha_sec, line.beta_sec)
 
 
 def _default_group() -> KaitianProcessGroup:
