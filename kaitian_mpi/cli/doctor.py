@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.checks import CHECKS
-from kaitian_mpi.preflight.examination import Examination, examine_machine
+from kaitian_mpi.preflight.examination import Examination
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job import Job, NoAnswerError
 from kaitian_mpi.preflight.job_checks import judge
@@ -58,9 +59,9 @@ def main() -> None:
     handle_signals(PROGRAM)
 
     def show(job: JobFacts, verdicts: Sequence[tuple[str, Verdict]] = (), subject: str = "") -> int:
-        report = Report(
-            job, verdicts or list(judge(job, CHECKS)), time.monotonic() - began, subject
-        )
+        job = replace(job, mpirun=None if tasks else shutil.which("mpirun") or "")
+        verdicts = verdicts or list(judge(job, CHECKS))
+        report = Report(job, verdicts, time.monotonic() - began, subject)
         if chosen.json:
             date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             print_text(json.dumps(to_json(report, __version__, date), indent=2))
@@ -75,25 +76,26 @@ def main() -> None:
             pythons = read_environments(chosen.env) if chosen.env else {}
             verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
             code = show(JobFacts(ranks=()), verdicts, f"hosts of {chosen.hostfile}")
-        elif tasks is None:
-            code = show(examine_machine(chosen))
         else:
-            code = examine_rank(chosen, show, tasks[0])
+            code = examine_rank(chosen, show, tasks)
     sys.exit(code)
 
 
-def examine_rank(chosen: argparse.Namespace, show: Show, rank: int) -> int:
-    """Examine this rank of a job; return its exit code."""
+def examine_rank(chosen: argparse.Namespace, show: Show, tasks: tuple[int, int] | None) -> int:
+    """Examine this rank of a job, or this machine alone; return the exit code."""
     # Works while a call holds the GIL, as the start of MPI does, and names it. Not the watchdog's
     # SIGKILL: if all ranks die of signals, mpirun --with-ft ulfm exits with code 0.
     faulthandler.dump_traceback_later(chosen.timeout + _START_EXTRA_SEC, exit=True)
     watchdog = start_watchdog(chosen.timeout + _WATCHDOG_EXTRA_SEC)
     enter_phase("the start of MPI, which needs all ranks", limited=False)
+    rank = tasks[0] if tasks else 0
     examination = Examination(chosen, rank)
     try:
         comm = initialize_mpi()
     except UserError as error:
-        return examine_without_mpi(examination, str(error), show, rank)
+        if tasks or not is_mpi_running():
+            return examine_without_mpi(examination, str(error), show, rank)
+        comm = sys.modules["mpi4py.MPI"].COMM_WORLD  # one machine of a larger allocation
     finally:
         faulthandler.cancel_dump_traceback_later()
     enter_phase(PROGRAM, limited=False)

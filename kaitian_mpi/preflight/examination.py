@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -15,7 +14,7 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
-from kaitian_mpi.preflight.facts import JobFacts, RankFacts, collect, part_from_json
+from kaitian_mpi.preflight.facts import RankFacts, collect, part_from_json
 from kaitian_mpi.preflight.process import LimitedProcess
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 
@@ -29,7 +28,7 @@ _MAX_MESSAGE = 400
 class Examination:
     """The examinations of one rank, which run in the background, by the doctor's `options`."""
 
-    def __init__(self, options: Namespace, rank: int, *, with_mpi: bool = False) -> None:
+    def __init__(self, options: Namespace, rank: int) -> None:
         self.first_facts = facts = collect(socket.gethostname(), rank)
         """The facts that are known at once."""
         self._stages = {
@@ -46,8 +45,6 @@ class Examination:
         if facts.local_rank == 0:
             stage = start_stage("storage", options.timeout, run_dir=options.run_dir)
             self._stages["storage"] = stage
-        if with_mpi:
-            self._stages["mpi"] = start_stage("mpi", options.timeout)
 
     def results(self) -> RankFacts:
         """Return the facts when every examination has ended or has taken too long."""
@@ -84,9 +81,3 @@ def result_of(stage: LimitedProcess) -> tuple[Any, str]:
         return json.loads(out), ""
     except ValueError:
         return None, "no result"
-
-
-def examine_machine(options: Namespace) -> JobFacts:
-    """Examine this machine, without a launcher: also where MPI or torch cannot be loaded."""
-    ranks = (Examination(options, 0, with_mpi=True).results(),)
-    return JobFacts(ranks=ranks, mpirun=shutil.which("mpirun") or "")

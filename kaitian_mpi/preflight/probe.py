@@ -18,13 +18,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.preflight.facts import Devices, Kind, Storage, collect_mpi
-from kaitian_mpi.runtime.lifecycle import is_mpi_running
+from kaitian_mpi.preflight.facts import Devices, Kind, Storage
 from kaitian_mpi.runtime.system import prctl
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from kaitian_mpi.devices.registry import Kinds
 
 _PR_SET_PDEATHSIG = 1
@@ -50,27 +47,6 @@ def main() -> None:
         json.dump(facts, file)
     sys.stdout.flush()
     os._exit(0)  # a vendor's library may hang where it is unloaded
-
-
-def _examine_mpi() -> dict[str, Any]:
-    return asdict(collect_mpi(_start_mpi()))
-
-
-def _start_mpi() -> MPI.Intracomm:
-    """Start MPI as training does, which may choose other transports than MPI by itself."""
-    from kaitian_mpi.errors import UserError
-    from kaitian_mpi.runtime.launcher import unlaunched
-    from kaitian_mpi.runtime.lifecycle import initialize_mpi
-
-    try:
-        return initialize_mpi()
-    except UserError as error:
-        # It may examine a machine of a larger allocation alone.
-        if is_mpi_running() and unlaunched(os.environ):
-            from mpi4py import MPI
-
-            return MPI.COMM_WORLD
-        sys.exit(str(error))
 
 
 def examine_storage(run_dir: str) -> Storage:
@@ -183,7 +159,6 @@ def _read(path: Path) -> str:
 _EXAMINATIONS: Mapping[str, Callable[..., Any]] = {
     "storage": lambda run_dir: asdict(examine_storage(run_dir)),
     "devices": _examine_devices,
-    "mpi": _examine_mpi,
 }
 
 if __name__ == "__main__":
