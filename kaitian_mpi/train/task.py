@@ -24,9 +24,6 @@ _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 _FUNCTIONS = "optimizer", "loss", "parity_loss", "weight", "collate", "scheduler", "metrics"
 
-MetricValue = Any
-"""A sum over a batch's samples, or a pair (sum, count), of numbers or tensors of one element."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -72,9 +69,9 @@ class Task:
     """The largest norm of the whole gradient, after the sum over all ranks; None: no limit."""
     validation: Any = None
     """The held-out data, evaluated after each epoch; None: no evaluation."""
-    metrics: Callable[[nn.Module, Any], Mapping[str, MetricValue]] | None = None
-    """`metrics(model, batch)`: by name, a sum over the batch's samples, or a pair (sum, count).
-    None: the loss alone is evaluated."""
+    metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
+    """`metrics(model, batch)`: by name, a sum over the batch's samples, or a pair (sum, count), of
+    numbers or tensors of one element. None: the loss alone is evaluated."""
     name: str = ""
     """Its name in results; by default the class of the model."""
     extra_state: Any = None
