@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -130,9 +130,12 @@ class Training:
         self._last_step: Step | None = None
         self._logged: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
-        self._has_begun = self._is_done = self._is_closed = self._owns_watchdog = False
+        self._is_done = self._is_closed = False
+        self._at_end = ExitStack()
         _open.append(self)
+        self._at_end.callback(_open.remove, self)
         register_close(self.close, ends_work=True)
+        self._at_end.callback(unregister_close, self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -211,7 +214,7 @@ class Training:
 
         Collective only if it is the first use of the training.
         """
-        return self._prepared().setup.task.model
+        return self._prepared.setup.task.model
 
     @property
     def world(self) -> World:
@@ -225,7 +228,7 @@ class Training:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and a loss in the training's precision."""
-        return self._prepared().state.computation.autocast()
+        return self._prepared.state.computation.autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradient of this rank's share, and sum it over the ranks, in the open form.
@@ -323,28 +326,34 @@ class Training:
         self._end()
 
     def _start(self) -> Run:
+        """Check that the training is open; at its first use, prepare the first step."""
         self._check_open()
-        return self._prepared()
-
-    def _prepared(self) -> Run:
-        """At the first use of an open training, do everything before the first step."""
         if self._run is not None:
             return self._run
-        self._check_open()
-        self._has_begun = True
+        config, at_end = self._config, self._at_end
         try:
-            set_quiet(self._config.quiet)
+            set_quiet(config.quiet)
+            at_end.callback(set_quiet, False)
             self._device.pace.go_to(0)
             self._device.calls.pause()  # the loop has the pace of its steps
-            self._owns_watchdog = _watch_process(self._config)
-            if self._config.timeline:
-                start_recording(Recorder(self._config.timeline_every))
-            self._run = start(self._make_task, self._config, self._membership, self._own_sinks)
+            at_end.callback(self._device.calls.resume)
+            if _watch_process(config):
+                at_end.callback(stop_watchdog)
+            if config.timeline:
+                start_recording(Recorder(config.timeline_every))
+                at_end.callback(stop_recording)
+            self._run = start(self._make_task, config, self._membership, self._own_sinks)
+            at_end.callback(self._run.close)
         except BaseException:
             self._end()
             raise
         self._is_done = self._run.earlier.is_finished
         return self._run
+
+    @property
+    def _prepared(self) -> Run:
+        """The run, also of a training that was closed."""
+        return self._run or self._start()
 
     @property
     def _current_loop(self) -> Loop:
@@ -382,7 +391,7 @@ class Training:
             if world is None:
                 self._end_standby(is_active=False)
             else:
-                self._loop, self._saving = begin_loop(self._prepared(), world, self._logged)
+                self._loop, self._saving = begin_loop(self._prepared, world, self._logged)
         return self._loop
 
     def _follow(self, step: Step | None) -> Step | None:
@@ -415,7 +424,7 @@ class Training:
 
     def _end_standby(self, is_active: bool) -> None:
         """End the job's work, with that of the ranks on standby."""
-        membership, run = self._membership, self._prepared()
+        membership, run = self._membership, self._prepared
         if is_active:
             membership.commit()
         membership.end_standby()
@@ -450,9 +459,7 @@ class Training:
         except Exception as error:
             failure = error
         # Outside the handler, which would keep what the error refers to.
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close(together=False)
+        self._drop_loop()
         if recorder.current is not None:
             recorder.current.enter_phase("recovery", None)
         try:
@@ -472,29 +479,24 @@ class Training:
         if self._is_closed:
             return
         self._is_closed = True
-        world = self._membership.all_ranks
+        run, world = self._run, self._membership.all_ranks
         if error is not None and world.device_kind.is_out_of_memory(error):
             error.add_note(_OUT_OF_MEMORY.format(world.info))
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close(together=False)
-        if (run := self._run) is not None:
-            if error is not None and not self._is_done:
+        self._drop_loop()
+        if run is not None and error is not None:
+            if not self._is_done:
                 self._membership.close()
-            if error is not None and not run.summary.finished:
+            if not run.summary.finished:
                 lines = str(error).strip().splitlines() or [""]
                 text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
                 run.sinks.event("stop", run.state.progress.step, text)
-            run.close()
-        if self._has_begun:
-            stop_recording()
-            set_quiet(False)
-            self._device.calls.resume()
-        if self._owns_watchdog:
-            stop_watchdog()
-        unregister_close(self.close)
-        if self in _open:
-            _open.remove(self)
+        self._at_end.close()
+
+    def _drop_loop(self) -> None:
+        """Close the loop, if there is one, without waiting for a rank."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close(together=False)
 
     def _enter_script(self) -> None:
         """Begin the phase of the script's own code, which may last."""
