@@ -30,6 +30,8 @@ from kaitian_mpi.train.task import Task
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_BATCH_NORM = "the sums of a batch norm"
+
 
 class StepTimes(NamedTuple):
     """The summed times of some steps, in seconds."""
@@ -57,8 +59,9 @@ class StepClock:
     Per step, call `start`, `enter` with each phase that follows, `gradients_summed` and `stop`.
     """
 
-    FORWARD, BACKWARD, WAIT = "forward", "backward", "the sum of gradients"
-    _OPTIMIZER = "the optimizer"
+    FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "the optimizer"
+    """The phases of computing; all others are waiting."""
+    _SUM = "the sum of gradients"
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -83,10 +86,10 @@ class StepClock:
         From there on nothing is left to compute. If no bucket was, all until now is waiting.
         """
         if ready is None:
-            self._phases = [(self.WAIT, self._phases[0][1])]
+            self._phases = [(self._SUM, self._phases[0][1])]
         else:
-            self._phases.append((self.WAIT, ready))
-        self.enter(self._OPTIMIZER)
+            self._phases.append((self._SUM, ready))
+        self.enter(self.OPTIMIZER)
 
     def stop(self) -> None:
         """Mark the end of the step."""
@@ -102,13 +105,17 @@ class StepClock:
         """Return the times of the steps that the device has finished since the last call."""
         if wait and self._steps:
             self._steps[-1][-1][1].wait()
-        steps = 0
-        seconds = dict.fromkeys((self.FORWARD, self.BACKWARD, self._OPTIMIZER, self.WAIT), 0.0)
+        steps, waited = 0, 0.0
+        computed = {self.FORWARD: 0.0, self.BACKWARD: 0.0, self.OPTIMIZER: 0.0}
         while self._steps and self._steps[0][-1][1].is_reached():
             steps += 1
             for (phase, since), (_, to) in pairwise(self._steps.popleft()):
-                seconds[phase] += to.seconds_since(since)
-        return StepTimes(steps, *seconds.values())
+                if phase in computed:
+                    computed[phase] += to.seconds_since(since)
+                else:
+                    waited += to.seconds_since(since)
+        forward, backward, optimizer = computed.values()
+        return StepTimes(steps, forward, backward, optimizer, waited)
 
 
 class StepReports(NamedTuple):
@@ -268,8 +275,8 @@ class StepInProgress(Participation):
     def waits(self) -> Iterator[None]:
         """Return the context of a batch norm's sum, which may wait for other ranks."""
         self._pace.catch_up()
-        before = self.clock.enter(StepClock.WAIT)
-        enter_phase("the sums of a batch norm", step=self.number, waits=True)
+        before = self.clock.enter(_BATCH_NORM)
+        enter_phase(_BATCH_NORM, step=self.number, waits=True)
         yield
         enter_phase("forward or backward", step=self.number)
         self.clock.enter(before)

@@ -66,7 +66,7 @@ def test_a_step_in_every_precision_and_layout_lowers_the_loss(precision, memory_
 
 
 BUCKET, SUMMED = "bucket", "summed"
-FORWARD, BACKWARD, WAIT = StepClock.FORWARD, StepClock.BACKWARD, StepClock.WAIT
+FORWARD, BACKWARD, WAIT = StepClock.FORWARD, StepClock.BACKWARD, "waiting for something"
 
 
 @pytest.mark.parametrize(
