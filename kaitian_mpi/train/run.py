@@ -1,7 +1,7 @@
 """A run as this rank knows it, and everything before its first step, from top to bottom in `start`.
 
-Each stage is a function from frozen results to a frozen result, collective over the ranks that it
-is given. If a rank is lost meanwhile, the stage is repeated on the surviving ranks.
+Each stage is a function that changes nothing of the run, collective over the ranks that it is
+given. If a rank is lost meanwhile, the stage is repeated on the surviving ranks.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class Run:
     """The task and the run folder."""
     earlier: EarlierJob
     """What was found of an earlier job."""
-    state: State
+    own_sinks: Sequence[MetricsSink] = ()
+    """The script's own."""
+    state: State = field(init=False)
     profiles: Profiles = field(default_factory=lambda: Profiles({}))
     allreduce_algorithm: str = ""
     """The algorithm that sums gradients across device kinds, or did while there were several."""
     excluded_places: list[str] = field(default_factory=list)
     """The places of the ranks without which the job is faster."""
-    own_sinks: Sequence[MetricsSink] = ()
-    """The script's own."""
     sinks: Sinks = field(default_factory=Sinks)
     """Take the metrics; empty on a rank that does not write the files."""
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
     """Whether any loop has begun on this rank."""
-    was_on_standby: bool = field(init=False)
+    was_on_standby: bool = False
     """Whether this rank was on standby at first."""
     fault: AgreedError | None = None
     """The error by which all ranks end the run, if any."""
@@ -81,7 +81,6 @@ class Run:
         self.loader = ShareLoader(self.setup.train, self.config.workers, pins_memory)
         self.checkpoints = Checkpoints(self.config, self.setup.path)
         self.summary = self.earlier.summary
-        self.was_on_standby = self.membership.active is None
 
     @property
     def owns_files(self) -> bool:
@@ -156,15 +155,12 @@ def start(
             from kaitian_mpi.train.checkpoint.resume import find_earlier_job, load_finished
 
             earlier = on_all(find_earlier_job, config, setup)
+        run = Run(config, membership, setup, earlier, own_sinks)
         if earlier.is_finished:
-            state = on_all(load_finished, config, setup, earlier)
-            run = Run(config, membership, setup, earlier, state)
+            run.state = on_all(load_finished, config, setup, earlier)
         else:
             on_all(describe_start, config, setup.folder)
-            if config.resume and earlier.metadata is None:
-                on_all(start_from_file, config, setup.task.model)
-            run = _new_run(config, membership, setup, earlier)
-            run.own_sinks = own_sinks
+            _choose_ranks(run)
         unless_started.pop_all()
     return run
 
@@ -179,38 +175,36 @@ def check_settings(config: TrainingConfig, world: World) -> None:
             parse_profile(config.profile).check_ranks(world.size)
 
 
-def _new_run(
-    config: TrainingConfig, membership: Membership, setup: Setup, earlier: EarlierJob
-) -> Run:
-    """Find out what each rank can do, and choose those that train. Collective."""
+def _choose_ranks(run: Run) -> None:
+    """Find out what each rank can do, choose those that train, and make the state. Collective."""
+    config, setup, membership = run.config, run.setup, run.membership
     on_all, world = membership.attempt, membership.all_ranks
+    if config.resume and run.earlier.metadata is None:
+        on_all(start_from_file, config, setup.task.model)
     startup_clock.begin("benchmark")
-    remembered = earlier.remembered(Invalidated.COSTS)
+    remembered = run.earlier.remembered(Invalidated.COSTS)
     known = {} if remembered is None else remembered.profiles
-    profiles = on_all(lambda world: find_profiles(config, world, setup, known))
-    algorithm, excluded = on_all(select_ranks, config, setup, earlier, profiles)
+    run.profiles = on_all(lambda world: find_profiles(config, world, setup, known))
+    run.allreduce_algorithm, excluded = on_all(select_ranks, run)
+    run.excluded_places = [info.place for info in excluded]
     ranks = [info.world_rank for info in excluded]
-    agrees = on_all(compare_kinds, config, setup, profiles, ranks)
+    agrees = on_all(compare_kinds, config, setup, run.profiles, ranks)
     startup_clock.begin("first step")
-    state = on_all(make_state, config, setup, profiles, earlier)
-    if earlier.metadata is not None:
+    run.state = on_all(make_state, run)
+    if run.earlier.metadata is not None:
         from kaitian_mpi.train.checkpoint.resume import resume
 
-        earlier = on_all(resume, config, setup, earlier, ranks, state)
+        run.earlier = on_all(resume, config, setup, run.earlier, ranks, run.state)
     membership.put_on_standby(config.spares, ranks)
     if membership.active is None:
-        state.is_begun = False  # it is that of the start, however far the active ranks get
-    run = Run(
-        *(config, membership, setup, earlier, state, profiles, algorithm),
-        excluded_places=[info.place for info in excluded],
-    )
+        run.was_on_standby = True
+        run.state.is_begun = False  # it is that of the start, however far the active ranks get
     run.summary = replace(
-        run.summary,
+        run.earlier.summary,
         emulated=is_emulated(world),
         excluded=[{"rank": info.world_rank, "reason": why} for info, why in excluded.items()],
         parity=agrees,
     )
-    return run
 
 
 def compare_kinds(
@@ -229,18 +223,17 @@ def compare_kinds(
     return check_parity(config, setup, profiles, excluded, world)
 
 
-def select_ranks(
-    config: TrainingConfig, setup: Setup, earlier: EarlierJob, profiles: Profiles, world: World
-) -> tuple[str, dict[RankInfo, str]]:
+def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
     """Choose the allreduce algorithm, and the ranks to exclude, with the reasons."""
-    buckets = gradient_buckets(setup.task.model)
+    config, profiles = run.config, run.profiles
+    buckets = gradient_buckets(run.setup.task.model)
     places = [info.place for info in world.infos]
-    metadata = earlier.remembered(Invalidated.ALLREDUCE)
+    metadata = run.earlier.remembered(Invalidated.ALLREDUCE)
     is_same = metadata is not None and metadata.active_places == places
     known = metadata.allreduce_algorithm if metadata is not None and is_same else ""
     algorithm, seconds = choose_allreduce(known or config.allreduce, world, buckets)
-    record_allreduce(setup, seconds)
-    metadata = earlier.remembered(Invalidated.EXCLUSION)
+    record_allreduce(run.setup, seconds)
+    metadata = run.earlier.remembered(Invalidated.EXCLUSION)
     costs = profiles.costs(world.infos)
     wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
     excluded: dict[int, str] = {}
@@ -260,15 +253,14 @@ def select_ranks(
     return algorithm, reasons
 
 
-def make_state(
-    config: TrainingConfig, setup: Setup, profiles: Profiles, earlier: EarlierJob, world: World
-) -> State:
+def make_state(run: Run, world: World) -> State:
     """Create the training state, on later spares too, because creating the first takes a second."""
+    config, setup, profiles, done = run.config, run.setup, run.profiles, run.earlier.progress
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
     batch = sum(profiles.plan(config, world).batch_sizes)
-    done = Progress(**earlier.progress) if earlier.progress else None
-    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, done)
+    progress = Progress(**done) if done else None
+    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, progress)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
         state = State(setup.task, computation, total_steps, config.wire)
