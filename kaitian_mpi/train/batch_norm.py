@@ -23,6 +23,7 @@ class RunningStatistics:
     step's samples, however the plan changes.
 
     Attributes:
+        norms: the layers.
         fractions: per layer, this rank's fraction of the samples that the ranks' statistics are
             based on. Steps are weighted as in the statistics themselves. None if unknown, e.g. for
             statistics loaded from elsewhere: then the fraction in the next step is used.
@@ -31,12 +32,12 @@ class RunningStatistics:
     def __init__(self, model: nn.Module) -> None:
         """Find the batch norm layers of a model: the module, not its DDP wrapper."""
         self._model = model
-        self._norms: list[Any] = [
+        self.norms: list[Any] = [
             module
             for module in model.modules()
             if isinstance(module, _BatchNorm) and module.running_mean is not None
         ]
-        self._momenta = [norm.momentum for norm in self._norms]
+        self._momenta = [norm.momentum for norm in self.norms]
         self.fractions: list[float] | None = None
         self._fractions_before: list[float] = []
         self._step_momenta: list[float] = []
@@ -48,7 +49,7 @@ class RunningStatistics:
         They do in a short epoch: its first steps count as much as its last, and while the weights
         move fast even the step before is far off.
         """
-        if any(isinstance(norm, nn.SyncBatchNorm) for norm in self._norms):
+        if any(isinstance(norm, nn.SyncBatchNorm) for norm in self.norms):
             return False  # ranks that compute it must do so together
         momentum = min((momentum for momentum in self._momenta if momentum), default=0.0)
         return momentum > 0 and 0 < step_in_epoch < _TIME_CONSTANTS / momentum
@@ -61,13 +62,13 @@ class RunningStatistics:
         momentum applies as usual.
         """
         own = own_samples / samples
-        self._fractions_before = self.fractions or [own] * len(self._norms)
+        self._fractions_before = self.fractions or [own] * len(self.norms)
         self._step_momenta = [
             max(momentum or 0.0, 1.0 / (step_in_epoch + 1)) for momentum in self._momenta
         ]
         self._taken, self._samples = 0, samples
         self.fractions = self._current_fractions()
-        for norm, step_momentum in zip(self._norms, self._step_momenta, strict=True):
+        for norm, step_momentum in zip(self.norms, self._step_momenta, strict=True):
             if norm.momentum is not None and _is_synchronized(norm):
                 norm.momentum = step_momentum
 
@@ -75,14 +76,14 @@ class RunningStatistics:
         """Weight the next forward pass by its number of samples in the step."""
         self._taken += samples
         self.fractions = self._current_fractions()
-        weights = zip(self._norms, self._momenta, self._step_momenta, self.fractions, strict=True)
+        weights = zip(self.norms, self._momenta, self._step_momenta, self.fractions, strict=True)
         for norm, momentum, step_momentum, fraction in weights:
             if momentum is not None and not _is_synchronized(norm):
                 norm.momentum = step_momentum * (samples / self._samples / fraction)
 
     def _current_fractions(self) -> list[float]:
         taken = self._taken / self._samples
-        by_layer = zip(self._norms, self._fractions_before, self._step_momenta, strict=True)
+        by_layer = zip(self.norms, self._fractions_before, self._step_momenta, strict=True)
         return [
             # If synchronized, every rank's statistics are those of all ranks.
             1.0 if _is_synchronized(norm) else taken + (1.0 - momentum) * (before - taken)
@@ -91,7 +92,7 @@ class RunningStatistics:
 
     def synchronized_buffers(self) -> set[int]:
         """Return the ids of the buffers that a step gives the same content on every rank."""
-        norms = [norm for norm in self._norms if _is_synchronized(norm)]
+        norms = [norm for norm in self.norms if _is_synchronized(norm)]
         return {id(buffer) for norm in norms for buffer in norm.buffers()}
 
     @torch.no_grad()
@@ -103,33 +104,33 @@ class RunningStatistics:
         mean^2. So no step needs a collective. All other buffers are copied from rank 0, as in
         stock DDP.
         """
-        if self._norms:
-            fractions = self.fractions or [fraction] * len(self._norms)
-            sizes = torch.tensor([norm.running_mean.numel() for norm in self._norms])
+        if self.norms:
+            fractions = self.fractions or [fraction] * len(self.norms)
+            sizes = torch.tensor([norm.running_mean.numel() for norm in self.norms])
             own = torch.tensor(fractions, dtype=torch.float64).clamp_min(_MIN_WEIGHT)
             weights = own.repeat_interleave(sizes)
             sums = torch.cat([self.moments() * weights, weights[None]])
             dist.all_reduce(sums)
             self.load_moments(sums[:2] / sums[2])
-        pooled = {id(b) for m in self._norms for b in (m.running_mean, m.running_var)}
+        pooled = {id(b) for m in self.norms for b in (m.running_mean, m.running_var)}
         for buffer in self._model.buffers():
             if id(buffer) not in pooled:
                 dist.broadcast(buffer, src=0)
 
     def moments(self) -> torch.Tensor:
         """Return the means and mean squares of all layers, float64 [2, channels]."""
-        if not self._norms:
+        if not self.norms:
             return torch.zeros(2, 0, dtype=torch.float64)
-        means = torch.cat([norm.running_mean for norm in self._norms]).cpu().double()
-        variances = torch.cat([norm.running_var for norm in self._norms]).cpu().double()
+        means = torch.cat([norm.running_mean for norm in self.norms]).cpu().double()
+        variances = torch.cat([norm.running_var for norm in self.norms]).cpu().double()
         return torch.stack([means, variances + means**2])
 
     def load_moments(self, moments: torch.Tensor) -> None:
         """Set the running statistics from a result of `moments`, or a weighted mean of several."""
         means, squares = moments
-        sizes = [norm.running_mean.numel() for norm in self._norms]
+        sizes = [norm.running_mean.numel() for norm in self.norms]
         parts = zip(means.split(sizes), squares.split(sizes), strict=True)
-        for norm, (mean, square) in zip(self._norms, parts, strict=True):
+        for norm, (mean, square) in zip(self.norms, parts, strict=True):
             norm.running_mean.copy_(mean)
             norm.running_var.copy_((square - mean**2).clamp_min(0))
 

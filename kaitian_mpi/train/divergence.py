@@ -144,9 +144,7 @@ def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> b
 
 def by_frequency(values: Sequence[object]) -> list[int]:
     """Return the first rank with each value: the most frequent first, or else the lowest rank."""
-    counts = Counter(values)
-    first = {value: rank for rank, value in reversed(list(enumerate(values)))}
-    return sorted(first.values(), key=lambda rank: (-counts[values[rank]], rank))
+    return [values.index(value) for value, _ in Counter(values).most_common()]
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> int:

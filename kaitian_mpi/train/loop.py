@@ -216,7 +216,9 @@ class Loop:
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
             self.state.save()
-        self.state.statistics.before_step(self.progress.step_in_epoch, step.own_samples, samples)
+        statistics, step_in_epoch = self.state.statistics, self.progress.step_in_epoch
+        if statistics.norms:
+            statistics.before_step(step_in_epoch, step.own_samples, samples)
         if self._task.weight is not None:
             step.sum_weights()
         self._pace.go_to(number)
@@ -238,7 +240,7 @@ class Loop:
 
     def place(self, part: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
-        if part.samples:
+        if part.samples and self.state.statistics.norms:
             self.state.statistics.before_batch(part.samples)
         return self._computation.place(part.batch)
 

@@ -90,12 +90,10 @@ def count_steps(
 ) -> int:
     """Return the steps of a whole run of so many samples an epoch: those done and those left."""
     done = progress or Progress(0)
-    left = 0
-    if done.epoch < config.epochs:
-        rest = samples - done.position
-        left = steps_per_epoch(rest, global_batch_size, min_batch)
-        epochs = config.epochs - done.epoch - 1
-        left += epochs * steps_per_epoch(samples, global_batch_size, min_batch)
+    left, epochs = 0, config.epochs - done.epoch
+    if epochs > 0:
+        left = steps_per_epoch(samples - done.position, global_batch_size, min_batch)
+        left += (epochs - 1) * steps_per_epoch(samples, global_batch_size, min_batch)
     if config.max_steps:
         left = min(left, max(0, config.max_steps - done.step))
     return done.step + left
