@@ -21,13 +21,6 @@ _MAX_BATCH = 64
 _MAX_READ_SEC = 0.1
 
 
-def quality(means: Mapping[str, float]) -> float | None:
-    """Return a score of a model, higher is better: its accuracy, or else minus its loss."""
-    if "accuracy" in means:
-        return means["accuracy"]
-    return -means["loss"] if "loss" in means else None
-
-
 @torch.no_grad()
 def evaluate(
     task: Task,

@@ -20,7 +20,6 @@ from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limi
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
-from kaitian_mpi.train.evaluation import evaluate
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.setup import Setup
@@ -219,8 +218,6 @@ class Loop:
         statistics, step_in_epoch = self.state.statistics, self.progress.step_in_epoch
         if statistics.norms:
             statistics.before_step(step_in_epoch, step.own_samples, samples)
-        if self._task.weight is not None:
-            step.sum_weights()
         self._pace.go_to(number)
         self._ready.step, self._ready.last = number, None
         self.clock.start()
@@ -309,6 +306,8 @@ class Loop:
         self.state.statistics.pool(shares[self._rank] / sum(shares))
         means: dict[str, float] = {}
         if self._setup.validation is not None:
+            from kaitian_mpi.train.evaluation import evaluate
+
             means = evaluate(
                 self._task,
                 self.state.model,

@@ -27,7 +27,6 @@ from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, describe
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.evaluation import quality
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state_transfer import copy_state
@@ -83,7 +82,7 @@ class Saving(StepObserver):
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
         """Save a checkpoint at the end of an epoch."""
-        self._save(quality(means))
+        self._save(_quality(means))
 
     def close(self, together: bool) -> None:
         """Leave signals alone."""
@@ -289,3 +288,10 @@ class Saving(StepObserver):
             kept = writer.files.newest_step()
             return text if kept is None else f"{text}; the checkpoint of step {kept} is kept"
         return f"step {step} is saved: --resume auto resumes from it"
+
+
+def _quality(means: Mapping[str, float]) -> float | None:
+    """Return a score of a model, higher is better: its accuracy, or else minus its loss."""
+    if "accuracy" in means:
+        return means["accuracy"]
+    return -means["loss"] if "loss" in means else None

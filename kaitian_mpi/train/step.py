@@ -221,7 +221,7 @@ class StepInProgress(Participation):
     def begin(
         self, number: int, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]
     ) -> None:
-        """Begin a step, counted from 1, with this rank's share."""
+        """Begin a step, counted from 1, with this rank's share. Collective."""
         self.number, self._losses, self._outputs = number, [], []
         self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
         self.own_samples = sum(part.samples for part in parts)
@@ -229,11 +229,9 @@ class StepInProgress(Participation):
             task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
         ]
         self.own_weight = sum(self.weights, 0.0)
-        self._fraction = Fraction(self.own_weight, self.samples)
-
-    def sum_weights(self) -> None:
-        """Start to sum the ranks' weights, if they are not their samples. Collective."""
-        self._fraction = Fraction(self.own_weight)
+        # The sum of the ranks' weights is known if these are their samples; else it starts here.
+        total = self.samples if task.weight is None else None
+        self._fraction = Fraction(self.own_weight, total)
 
     def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         """Return what a micro-batch adds to the mean loss over this rank's share."""
