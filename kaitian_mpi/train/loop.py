@@ -87,6 +87,7 @@ class Loop:
         self.clock = self._step.clock
         participate(state.model, self._step)
         self.observers: list[StepObserver] = []
+        self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
         self._is_in_epoch = False
 
     @property
@@ -150,8 +151,7 @@ class Loop:
 
     def step_done(self, step: Step) -> None:
         """Let the observers follow a step."""
-        wants_checkpoint = any(each.wants_checkpoint() for each in self.observers)
-        reports = self._exchange.swap(step.report(wants_checkpoint))
+        reports = self._exchange.swap(step.report(self.wants_checkpoint()))
         for observer in self.observers:
             observer.step_done(step, reports)
 

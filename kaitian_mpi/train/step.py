@@ -177,10 +177,6 @@ class StepObserver:
     def step_begins(self, number: int) -> None:
         """Prepare for a step, counted from 1. Not collective."""
 
-    def wants_checkpoint(self) -> bool:
-        """Return whether this rank requests a checkpoint. Not collective."""
-        return False
-
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Handle a step that all ranks have done, with the reports about the step before it."""
 

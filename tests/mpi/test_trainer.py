@@ -107,13 +107,11 @@ def test_a_requested_checkpoint_is_due_after_the_same_step_on_all_ranks(world):
     due = []
 
     class Requests(StepObserver):
-        def wants_checkpoint(self):
-            return world.rank == 0 and run.loop.progress.step == 3
-
         def step_done(self, step, reports):
             due.append(reports is not None and any(reports.wants_checkpoint))
 
     run.loop.observers.append(Requests())
+    run.loop.wants_checkpoint = lambda: world.rank == 0 and run.loop.progress.step == 3
     for step in run.epoch():
         run.loop.step_done(step)
     run.close()
