@@ -81,11 +81,16 @@ class ProfiledSteps(StepObserver):
             return
         self._window = None
         enter_phase("writing the profile", limited=False)
-        last = self._state.progress.step
-        count = self._gather(self._export(), f"steps-{first}-{last}")
-        if count and self._folder is not None:
-            which = f"steps {first}-{last} is in {self._folder / FOLDER}"
-            print_rank_0(self._world, f"the profile of {which}")
+        world, own = self._world, self._export()
+        steps = f"{first}-{self._state.progress.step}"
+        are_there = gather_values(world.comm, bool(own))
+        for info, is_there in zip(world.infos, are_there, strict=True):
+            if is_there:  # one after the other, to hold no more than one in memory
+                trace = gather_bytes(world.comm, own if info == world.info else b"", root=0)
+                if world.rank == 0:
+                    self._write(f"rank-{info.world_rank}-steps-{steps}.json.gz", b"".join(trace))
+        if any(are_there) and self._folder is not None:
+            print_rank_0(world, f"the profile of steps {steps} is in {self._folder / FOLDER}")
 
     def _export(self) -> bytes:
         """Stop the profiler; return its compressed trace, empty if there is none."""
@@ -101,21 +106,6 @@ class ProfiledSteps(StepObserver):
         except Exception as error:  # the trace is not worth the training
             _log.warning("no profile of this rank: %s: %s", type(error).__name__, error)
             return b""
-
-    def _gather(self, own: bytes, steps: str) -> int:
-        """Send the traces to rank 0, which writes them, one after the other. Collective.
-
-        Returns:
-            How many there are.
-        """
-        world = self._world
-        are_there = gather_values(world.comm, bool(own))
-        for info, is_there in zip(world.infos, are_there, strict=True):
-            if is_there:
-                trace = gather_bytes(world.comm, own if info == world.info else b"", root=0)
-                if world.rank == 0:
-                    self._write(f"rank-{info.world_rank}-{steps}.json.gz", b"".join(trace))
-        return sum(are_there)
 
     def _write(self, name: str, content: bytes) -> None:
         assert self._folder is not None
