@@ -145,7 +145,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
     import kaitian_mpi
     from kaitian_mpi.observe.run_folder import DiskFolder
     from kaitian_mpi.train import begin_loop, saving
-    from kaitian_mpi.train import run as runs
+    from kaitian_mpi.train.checkpoint import resume as resuming
     from kaitian_mpi.train.checkpoint.writer import Checkpoints
     from kaitian_mpi.train.run import Run
 
@@ -176,7 +176,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
             meter.record(job, peak=meter.peak(before))
 
     begin_loop._restore_state = restore_state
-    resume = runs.resume
+    resume = resuming.resume
 
     def resume_run(*arguments: Any) -> Any:
         result = resume(*arguments)
@@ -184,7 +184,7 @@ def train(job: str, state_bytes: int, folder: Path) -> None:
             meter.record(job, peak=meter.peak(None))
         return result
 
-    runs.resume = resume_run
+    resuming.resume = resume_run
     if job == "save":
         meter.watch(Checkpoints, "save", lambda: "checkpoint", Checkpoints.wait)
         meter.watch(DiskFolder, "save_model", lambda: "model.pt")
