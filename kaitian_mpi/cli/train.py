@@ -146,8 +146,7 @@ def _devices_in_map(path: str, devices: str, comm: MPI.Intracomm) -> str:
             known = read_device_map(path)
     path, known = gather_values(comm, (path, known))[0]
     with agree_on_errors(comm):
-        devices = devices_for(known, socket.gethostname(), is_local, path)
-    return devices
+        return devices_for(known, socket.gethostname(), is_local, path)
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:

@@ -18,12 +18,7 @@ from kaitian_mpi.runtime.hosts import Host, place_by_slot, total_slots
 
 _PYTHON = 'python = "/opt/torch/bin/python"'
 _DEVICES = 'node-a = ["cuda:0", "cuda:1"]'
-_MODULES = {
-    "kaitian-doctor": "kaitian_mpi.cli.doctor",
-    "kaitian-plan": "kaitian_mpi.cli.plan",
-    "kaitian-run": "kaitian_mpi.cli.run",
-    "kaitian-train": "kaitian_mpi.cli.train",
-}
+_COMMANDS = ("kaitian-doctor", "kaitian-plan", "kaitian-run", "kaitian-train")
 
 
 def read_toml(source: str, path: str) -> dict[str, Any]:
@@ -32,11 +27,10 @@ def read_toml(source: str, path: str) -> dict[str, Any]:
         content = Path(path).expanduser().read_bytes()
         return tomllib.loads(content.decode())
     except OSError as error:
-        fault = f"{error.strerror}; name a TOML file that can be read"
-        raise UserError(f"{source} {path}: {fault}") from error
+        fault = f": {error.strerror}; name a TOML file that can be read"
     except (ValueError, RecursionError) as error:
-        fault = " ".join(str(error).split())
-        raise UserError(f"{source} {path} is not valid TOML ({fault}); correct it") from error
+        fault = f" is not valid TOML ({' '.join(str(error).split())}); correct it"
+    raise UserError(f"{source} {path}{fault}")
 
 
 def read_environments(path: str) -> dict[str, str]:
@@ -108,13 +102,14 @@ def _program(program: Sequence[str], python: str) -> list[str]:
     name = PurePath(program[0]).name if program else ""
     if not python:
         return list(program)
-    if name in _MODULES:
-        return [python, "-m", _MODULES[name], *program[1:]]
+    if name in _COMMANDS:
+        module = f"kaitian_mpi.cli.{name.removeprefix('kaitian-')}"
+        return [python, "-m", module, *program[1:]]
     if name.startswith("python"):
         return [python, *program[1:]]
     raise UserError(
         f"mpirun cannot start {' '.join(program[:1]) or 'nothing'} with an interpreter per host; "
-        f"name {', '.join(_MODULES)}, or python with its arguments"
+        f"name {', '.join(_COMMANDS)}, or python with its arguments"
     )
 
 
