@@ -16,15 +16,18 @@ from torch.utils.data import Dataset
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.sampler import random_bits
 
-AUGMENTATIONS = ("crop", "crop-flip")
 _BRIGHTEST_DIGIT = 16
 _DIGITS_MEAN, _DIGITS_STD = (0.3052,) * 3, (0.3236,) * 3  # over all digits, after resizing
 _SYNTHETIC_SAMPLES, _SYNTHETIC_CLASSES = 2048, 10
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Labeled images, indexed by a list of sample indices."""
+    """Labeled images, indexed by a list of sample indices; cropped and flipped at random if wanted.
+
+    A sample's augmentation depends only on (seed, epoch, sample index), not on the rank, the batch
+    or the order, so that a run's images are the same however they are divided among the ranks.
+    """
 
     images: torch.Tensor
     """uint8 [N, C, H, W]; C is 1 if all channels are equal."""
@@ -33,22 +36,35 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     mean: tuple[float, ...]
     """Per channel, for pixels scaled to 0 to 1, as is `std`."""
     std: tuple[float, ...]
+    augment: str = "none"
+    """One of none, crop and crop-flip."""
+    seed: int = 0
+    epoch: int = 0
     gives_batches: ClassVar = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that seeds the augmentation; call it before a loader's iterator starts."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.labels)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of these n samples, normalized; n may be 0."""
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        return self.normalize(self.images[chosen]), self.labels[chosen]
+        """Return the batch of these n samples; n may be 0.
 
-    def normalize(self, images: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 images to float32 with mean 0 and standard deviation 1 per channel."""
-        mean = torch.tensor(self.mean).view(-1, 1, 1) * 255
-        std = torch.tensor(self.std).view(-1, 1, 1) * 255
-        return (images.float() - mean).div_(std)
+        The images are float32, with mean 0 and standard deviation 1 per channel.
+        """
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        images = self.images[chosen]
+        if self.augment != "none":
+            pad = images.shape[2] // 8
+            top, left, flipped = draw_crops_and_flips(self.seed, self.epoch, indices, pad)
+            images = crop(images, top, left)
+            if self.augment == "crop-flip":
+                images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+        mean, std = (torch.tensor(each).view(-1, 1, 1) * 255 for each in (self.mean, self.std))
+        return (images.float() - mean).div_(std), self.labels[chosen]
 
     def split(self, fraction: float) -> tuple[ImageArrays, ImageArrays]:
         """Return training and validation images, by a fixed permutation."""
@@ -69,41 +85,6 @@ def shuffled_split(length: int, fraction: float) -> tuple[torch.Tensor, torch.Te
     train = length - min(max(round(length * fraction), 1), length - 1)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
     return order[:train], order[train:]
-
-
-@dataclass
-class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Applies a random crop, and with "crop-flip" a random horizontal flip, to images.
-
-    A sample's augmentation depends only on (seed, epoch, sample index), not on the rank, the batch
-    or the order, so that a run's images are the same however they are divided among the ranks.
-    """
-
-    arrays: ImageArrays
-    kind: str
-    """One of `AUGMENTATIONS`."""
-    seed: int
-    epoch: int = 0
-    gives_batches: ClassVar = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that seeds the augmentation; call it before a loader's iterator starts."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.arrays)
-
-    def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of these samples, augmented and normalized, as `ImageArrays` does."""
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        images = self.arrays.images[chosen]
-        pad = images.shape[2] // 8
-        top, left, flipped = draw_crops_and_flips(self.seed, self.epoch, indices, pad)
-        images = crop(images, top, left)
-        if self.kind == "crop-flip":
-            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-        return self.arrays.normalize(images), self.arrays.labels[chosen]
 
 
 def draw_crops_and_flips(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.config.factory import load_factory, one_line, parameters_of
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.images import Augmented, shuffled_split
+from kaitian_mpi.recipes.images import shuffled_split
 from kaitian_mpi.train.data.batches import Batches
 
 
@@ -52,7 +52,7 @@ def load_data(config: TrainConfig) -> DataSource:
     load = getattr(import_module(f"kaitian_mpi.recipes.{module}"), function)
     arrays, validation = load(config.val_split if module == "images" else config.data_dir)
     kind = automatic if config.augment == "auto" else config.augment
-    train = arrays if kind == "none" else Augmented(arrays, kind, config.seed)
+    train = replace(arrays, augment=kind, seed=config.seed)
     return DataSource(train, validation, num_classes=10)
 
 

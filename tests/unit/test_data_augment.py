@@ -1,10 +1,12 @@
 """Images in memory, their augmentation, and the random numbers behind it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from kaitian_mpi.recipes.images import Augmented, ImageArrays, crop, draw_crops_and_flips
+from kaitian_mpi.recipes.images import ImageArrays, crop, draw_crops_and_flips
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def test_images_are_normalized(arrays):
 
 
 def test_an_empty_list_gives_an_empty_batch(arrays):
-    for dataset in (arrays, Augmented(arrays, "crop-flip", 0)):
+    for dataset in (arrays, replace(arrays, augment="crop-flip")):
         inputs, labels = dataset[[]]
         assert (inputs.shape, inputs.dtype) == ((0, 3, 32, 32), torch.float32)
         assert (labels.shape, labels.dtype) == ((0,), torch.int64)
@@ -44,7 +46,7 @@ def test_splitmix64_reference_values():
 
 @pytest.mark.parametrize("kind", ["crop", "crop-flip"])
 def test_augmentation_depends_only_on_the_sample(arrays, kind):
-    augmented = Augmented(arrays, kind, seed=5)
+    augmented = replace(arrays, augment=kind, seed=5)
     augmented.set_epoch(3)
     order = np.random.default_rng(0).permutation(50).tolist()
     together = augmented[order]
@@ -57,7 +59,7 @@ def test_augmentation_depends_only_on_the_sample(arrays, kind):
 def test_augmentation_differs_between_epochs_and_seeds(arrays):
     batches = []
     for seed in range(3):
-        augmented = Augmented(arrays, "crop", seed)
+        augmented = replace(arrays, augment="crop", seed=seed)
         for epoch in range(3):
             augmented.set_epoch(epoch)
             batches.append(augmented[list(range(50))][0])
@@ -75,8 +77,8 @@ def test_crop_is_a_zero_padded_shift():
 
 def test_a_flipped_image_is_the_crop_mirrored(arrays):
     everything = list(range(50))
-    plain, _ = Augmented(arrays, "crop", 0)[everything]
-    mirrored, _ = Augmented(arrays, "crop-flip", 0)[everything]
+    plain, _ = replace(arrays, augment="crop")[everything]
+    mirrored, _ = replace(arrays, augment="crop-flip")[everything]
     _, _, flags = draw_crops_and_flips(0, 0, everything, 4)
     assert 10 < int(flags.sum()) < 40
     for index, flag in enumerate(flags.tolist()):

@@ -14,23 +14,17 @@ import torch
 from jobs import PYTHON, forked
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.images import Augmented, ImageArrays
+from kaitian_mpi.recipes.images import ImageArrays
 from kaitian_mpi.train.data.batches import Batches, Share, split_share
 from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
 from kaitian_mpi.train.data.shared_tensors import SharedTensors
-
-
-def make_data():
-    images = torch.randint(0, 256, (23, 3, 32, 32), dtype=torch.uint8)
-    arrays = ImageArrays(images, torch.arange(23), (0.5,) * 3, (0.25,) * 3)
-    return Augmented(arrays, "crop-flip", seed=0)
 
 
 def shares(epoch, count=6):
     return (Share(epoch, 10 * epoch + step, [(1, [step]), (2, [3, 4])]) for step in range(count))
 
 
-class Noted(Augmented):
+class Noted(ImageArrays):
     """Also returns where each batch was loaded: the process, its open files, random numbers."""
 
     def __getitem__(self, indices):
@@ -42,8 +36,9 @@ class Noted(Augmented):
 # A worker takes seconds to import torch, so one test covers everything that needs one.
 @pytest.mark.parametrize("workers", [0, 1])
 def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers):
-    arrays = make_data().arrays
-    data, expected = (kind(arrays, "crop-flip", seed=0) for kind in (Noted, Augmented))
+    images = torch.randint(0, 256, (23, 3, 32, 32), dtype=torch.uint8)
+    arrays = images, torch.arange(23), (0.5,) * 3, (0.25,) * 3
+    data, expected = (kind(*arrays, augment="crop-flip") for kind in (Noted, ImageArrays))
     loader = ShareLoader(data, workers, pin_memory=False)
     loaded, before = [], torch.get_rng_state()
     for epoch, count in ((0, 6), (1, 2), (1, 6), (0, 6)):  # one is left early and begun again
