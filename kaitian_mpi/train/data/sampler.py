@@ -108,20 +108,14 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             ValueError: there is not one size per rank, one is negative, one is below `min_batch`
                 but not 0, or all are 0.
         """
-        if len(batch_sizes) != self.num_replicas:
+        sizes, least = list(batch_sizes), self.min_batch
+        is_valid = any(sizes) and all(size == 0 or size >= least for size in sizes)
+        if len(sizes) != self.num_replicas or not is_valid:
             raise ValueError(
-                f"batch_sizes has {len(batch_sizes)} sizes; give one for each of "
-                f"{self.num_replicas} ranks"
+                f"batch_sizes must be {self.num_replicas} numbers, one for each rank, of 0 or at "
+                f"least {least}, and not all 0: {sizes}"
             )
-        if min(batch_sizes) < 0 or max(batch_sizes) == 0:
-            raise ValueError(
-                f"batch_sizes must be numbers of at least 0, not all 0: {list(batch_sizes)}"
-            )
-        if any(0 < size < self.min_batch for size in batch_sizes):
-            raise ValueError(
-                f"batch_sizes must each be 0 or at least {self.min_batch}: {list(batch_sizes)}"
-            )
-        self._batch_sizes = list(batch_sizes)
+        self._batch_sizes = sizes
         self._plans.append((self.position, self._batch_sizes))
 
     def set_epoch(self, epoch: int) -> None:
