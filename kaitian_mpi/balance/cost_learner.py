@@ -47,10 +47,8 @@ class CostLearner:
     once, and late.
     """
 
-    def __init__(
-        self, batch_sizes: Sequence[int], min_batch: int = 1, steps_ahead: int = 0
-    ) -> None:
-        """Start from a split, usually an equal one."""
+    def __init__(self, batch_sizes: Sequence[int], min_batch: int = 1, ahead: int = 0) -> None:
+        """Start from a split, usually an equal one; others apply so many steps later."""
         self.batch_sizes = list(batch_sizes)
         self.steps = 0
         """The number of steps observed."""
@@ -60,7 +58,7 @@ class CostLearner:
         """Estimated gain in throughput by the latest change, without communication."""
         self._first, self._is_first = list(batch_sizes), True
         self._min_batch = min_batch
-        self._patience = steps_ahead + _PATIENCE
+        self._patience = ahead + _PATIENCE
         self._ranks = [_RankTimes() for _ in batch_sizes]
         self._steps_of_trial = 0
 
@@ -98,12 +96,8 @@ class CostLearner:
         gain = _step_sec(costs, self.batch_sizes) / _step_sec(costs, batch_sizes) - 1
         changes = batch_sizes != self.batch_sizes and (is_first or gain >= _MIN_GAIN)
         fastest = plan_fastest(costs, sum(self._first), self._min_batch)
-        is_fastest = not changes or batch_sizes == fastest
-        if (
-            not is_first
-            and is_fastest
-            and (self._is_late or all(r.is_certain for r in self._ranks))
-        ):
+        is_certain = self._is_late or all(rank.is_certain for rank in self._ranks)
+        if not is_first and is_certain and (not changes or batch_sizes == fastest):
             self.costs = costs
         if not changes:
             return None

@@ -220,7 +220,7 @@ def test_partial_steps_at_the_end_of_short_epochs_are_no_trial():
 
 
 def test_learning_ends_where_no_step_has_the_planned_sizes():
-    learner = CostLearner([32, 32], steps_ahead=4)
+    learner = CostLearner([32, 32], ahead=4)
     for _ in range(100):
         learner.observe(rank_steps((1, 10, 0.1, 0.0), (1, 10, 0.3, 0.0)))
     assert learner.costs is not None
