@@ -34,9 +34,9 @@ MPI_PICKLING = {
 NO_COMMUNICATORS = {
     *("host", "super()"),  # HostOperations
     "library",  # a vendor's process group
-    "self._mailbox",  # Mailbox
+    "self._messages('send')",  # Mailbox
     "self._backend",  # a vendor's process group
-    "state",  # WeightedSum, in DDP's hook
+    "type(self)",  # WeightedSum, whose hook DDP is given
     *("config", "self.config", "run.config"),  # TrainConfig: --allreduce
     "self._post",  # Post of the doctor, which sends JSON
 }
@@ -147,7 +147,7 @@ def test_unsafe_code_is_detected(code, found):
         "from kaitian_mpi.mpi import host_collectives; host_collectives.gather(comm, a, b, 0)",
         "import torch.distributed as dist; dist.scatter(a); dist.all_gather_into_tensor(a, b)",
         "import functools; functools.reduce(f, a)",
-        "self.allreduce(a); self._mailbox.send(a, 0, 0)",
+        "self.allreduce(a); self._messages('send').send(a, 0, 0)",
         "from mpi4py import MPI; MPI.COMM_WORLD.Scatter(a, b)",
     ],
 )
