@@ -91,6 +91,8 @@ def test_write_and_load_round_trip(tmp_path):
     assert path == tmp_path / "new" / "folder" / "step-00000120.pt"
     found = files.newest_good()
     assert (found.path, found.step) == (path, 120)
+    assert files.newest_good(after=119).step == 120
+    assert files.newest_good(after=120) is None
     assert_same(found.state, state)
     assert_same(torch.load(path), state)  # by plain torch, as users do
     assert found.description == json.loads(path.with_suffix(".json").read_text())

@@ -392,6 +392,16 @@ def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values(value, 
     assert (type(found), found) == (type(saved), saved)
 
 
+class OwnTensor(torch.Tensor):
+    """Not loaded by a safe torch.load."""
+
+
+def test_a_tensor_of_the_users_own_class_is_found_before_training():
+    extra = Counter(torch.ones(2).as_subclass(OwnTensor))
+    with pytest.raises(UserError, match="state_dict of extra_state cannot be saved and loaded"):
+        scheduled(None, extra=extra).check_restorable()
+
+
 @pytest.mark.parametrize("value", [{1, 2}, [object()], numpy.zeros(2)])
 def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training(value):
     with pytest.raises(UserError, match=r"Task: extra_state\['extra_state'\]\['value'\].* is a"):
