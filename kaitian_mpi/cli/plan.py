@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.balance.communication import guessed_kinds
-from kaitian_mpi.balance.forecast import SubsetForecasts
-from kaitian_mpi.balance.measurements import (
-    Measurements,
-    plan_job,
-    read_measurements,
-)
+from kaitian_mpi.balance.forecast import Measurements, SubsetForecasts, plan_job, read_measurements
 from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name

@@ -9,7 +9,7 @@ import pytest
 
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, plan_job, read_measurements
+from kaitian_mpi.balance.forecast import MeasuredRank, Measurements, plan_job, read_measurements
 from kaitian_mpi.cli import plan
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import save_json
