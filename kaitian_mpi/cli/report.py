@@ -14,7 +14,7 @@ from pathlib import Path
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import replacing
+from kaitian_mpi.observe.files import write_output
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page, reloading
 from kaitian_mpi.observe.report.run_files import read_run
@@ -120,7 +120,7 @@ def make_report(options: argparse.Namespace) -> None:
     for number, run in enumerate(runs, 1) if options.images else ():
         prefix = f"run{number}-" if len(runs) > 1 else ""
         for spec in FIGURES:
-            if (figure := spec.draw(run)) is not None:
+            if (figure := spec.draw(run)[0]) is not None:
                 path = options.images / f"{prefix}{spec.name}.png"
                 _write(path, to_image(figure, "png"), "--images")
     for run in runs:
@@ -159,18 +159,10 @@ def _watch(paths: Sequence[Path], target: Path, every_sec: float) -> None:
 def _write(path: Path, content: str | bytes, flag: str = "-o") -> None:
     """Write a file atomically; if it cannot be, name the flag for another place."""
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    try:
-        if flag == "--images":
+    if flag == "--images":
+        with suppress(OSError):  # writing the file tells why it cannot be
             path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)  # such as /dev/stdout
-            return
-        with replacing(path.resolve(), shared=True) as file:
-            file.write(data)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); name another place with {flag}"
-        ) from error
+    write_output(path, data, f"name another place with {flag}")
 
 
 if __name__ == "__main__":

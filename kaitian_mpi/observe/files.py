@@ -84,23 +84,29 @@ def json_bytes(content: Any, *, allow_nan: bool = True) -> bytes:
     return (json.dumps(content, indent=2, allow_nan=allow_nan) + "\n").encode()
 
 
+def write_output(path: Path, content: bytes, advice: str) -> None:
+    """Write a file named on the command line.
+
+    Raises:
+        UserError: the file cannot be written; `advice` says what to do.
+    """
+    try:
+        target = path.resolve()  # keeps a symbolic link
+        if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
+            path.write_bytes(content)  # such as /dev/stdout, or a file in another user's folder
+            return
+        with replacing(target, shared=True) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {advice}") from error
+
+
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file given on the command line, without infinities and NaN.
+    """Write a JSON file named on the command line.
 
     Raises:
         UserError: the file cannot be written.
         ValueError: a number is not finite.
     """
-    text = json_bytes(content, allow_nan=False)
-    try:
-        target = path.resolve()  # keeps a symbolic link
-        if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
-            path.write_bytes(text)  # such as /dev/stdout, or a file in another user's folder
-            return
-        with replacing(target) as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists "
-            "and is writable"
-        ) from error
+    advice = "name a file in a folder that exists and is writable"
+    write_output(path, json_bytes(content, allow_nan=False), advice)

@@ -35,9 +35,18 @@ class _Lock:
 
     def take(self) -> bool:
         """Return whether this process holds the lock now, or files cannot be locked here."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:
+            try:
+                descriptor = os.open(self._path, flags, 0o666)
+            except PermissionError:  # another user's: held, or left behind
+                if _is_locked(self._path):
+                    return False
+                os.remove(self._path)
+                descriptor = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                _log.warning("%s cannot be locked against other jobs: %s", self._path, error)
             return True
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,6 +69,7 @@ class _Lock:
         return True
 
     def close(self) -> None:
+        """Release the lock; does nothing after the first call."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             if _is_at(descriptor, self._path):
@@ -68,7 +78,7 @@ class _Lock:
             os.close(descriptor)
 
 
-class Claim:
+class Claim(_Lock):
     """A job's claim on its run folder, until `close`.
 
     Attributes:
@@ -76,18 +86,13 @@ class Claim:
     """
 
     def __init__(self, folder: Path, job: str) -> None:
-        """Claim a folder."""
         path = folder / _JOB
         self.is_renewed = read_json(path).get("job") == job
         if self.is_renewed:
             with suppress(OSError):
                 os.remove(path)  # of a rank that is lost or on standby
-        self._lock = _Lock(path, job)
-        _wait_until(folder, self._lock.take)
-
-    def close(self) -> None:
-        """Let other jobs train in the folder; does nothing after the first call."""
-        self._lock.close()
+        super().__init__(path, job)
+        _wait_until(folder, self.take)
 
 
 def check_unclaimed(folder: Path) -> None:

@@ -60,7 +60,6 @@ class LiveProgress(MetricsSink):
             self._draw()
 
     def on_evaluation(self, evaluated: Figures) -> None:
-        """Draw the results of an evaluation."""
         self._held_out = dict(evaluated.values)
         self._draw()
 

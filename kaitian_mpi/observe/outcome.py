@@ -67,11 +67,9 @@ class Outcome(MetricsSink):
             self._spent[OTHER] += weight * max(0.0, rest)
 
     def on_evaluation(self, evaluated: Figures) -> None:
-        """Keep the last results."""
         self._held_out = evaluated.values
 
     def on_event(self, event: Event) -> None:
-        """Keep what the last lines need; print them when the run finishes."""
         if event.kind in ("start", "resume"):
             self._first = self._first or event
         elif event.kind == "loss":

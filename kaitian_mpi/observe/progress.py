@@ -22,7 +22,6 @@ class PlainProgress(MetricsSink):
     """Prints a line for each reading."""
 
     def on_reading(self, reading: Reading) -> None:
-        """Print epoch, step, loss, samples per second, time left, and the script's own figures."""
         parts = [
             f"epoch {reading.epoch + 1}/{reading.epochs}",
             f"step {reading.step}/{reading.total_steps}",

@@ -72,20 +72,14 @@ class Event:
     time: float
     """In seconds since 1970."""
     kind: str
-    """One of `KINDS`."""
+    """`start`, `resume`, `exclusion`, `plan`, `slow`, `slow_end`, `loss`, `recovery`, `checkpoint`,
+    `bad_step`, `divergence`, `stop` or `finish`."""
     text: str
     """A sentence for people."""
     ranks: Sequence[int] = ()
     """The world ranks that it concerns."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """A JSON object."""
-
-
-KINDS = (
-    *("start", "resume", "exclusion", "plan", "slow", "slow_end", "loss", "recovery"),
-    *("checkpoint", "bad_step", "divergence", "stop", "finish"),
-)
-"""The kinds of events."""
 
 
 def duration(seconds: float) -> str:

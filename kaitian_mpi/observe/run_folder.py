@@ -80,7 +80,6 @@ class DiskFolder(RunFolder):
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the folder if it does not exist."""
         self.path = path
         self._claim: Claim | None = None
         self._faults: dict[Path, str] = {}
@@ -93,7 +92,6 @@ class DiskFolder(RunFolder):
             raise _unwritable(path, error) from error
 
     def begin(self, config: TrainingConfig, job: str) -> None:
-        """Claim the folder, as `RunFolder.begin`."""
         self.claim(job)
         config_file = self.path / "config.json"
         try:
@@ -115,16 +113,13 @@ class DiskFolder(RunFolder):
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     def close(self) -> None:
-        """Let other jobs train in the folder; does nothing after the first call."""
         if self._claim is not None:
             self._claim.close()
 
     def write(self, name: str, content: Any) -> None:
-        """Write a JSON file atomically."""
         self._replace(self.path / name, json_bytes(content))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
-        """Append a line to a JSON lines file."""
         target = self.path / name
         with _warned(target):
             before = target.stat().st_size if target.exists() else 0
@@ -137,7 +132,6 @@ class DiskFolder(RunFolder):
                 raise
 
     def cut_after(self, step: int) -> None:
-        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
         for path in self.path.glob("*.jsonl"):
             lines = path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
@@ -145,26 +139,21 @@ class DiskFolder(RunFolder):
                 self._replace(path, b"".join(kept))
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return a JSON file's content; empty if it is missing or invalid."""
         return read_json(self.path / name)
 
     def confirm(self, name: str) -> None:
-        """Update a file's modification time, because its content is valid for this job as well."""
         with _warned(self.path / name):
             os.utime(self.path / name)
 
     def save_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Save the model's weights as `checkpoints/model.pt`, atomically."""
         needed = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
         target = self.path / "checkpoints" / "model.pt"
         self._fill(target, needed, lambda file: write_tensors(file, state))
 
     def has(self, name: str) -> bool:
-        """Return whether the last content given to this object for a file is on disk."""
         return self._faults.get(self.path / name) == ""
 
     def require(self, name: str) -> None:
-        """Raise `StorageError` if the last content given for a file is not on disk."""
         path = self.path / name
         reason = self._faults.get(path, "")
         if not reason:
@@ -258,7 +247,6 @@ class RunFolderSink(MetricsSink):
         self._folder = folder
 
     def on_reading(self, reading: Reading) -> None:
-        """Append a line to metrics.jsonl."""
         kept = {
             name: value
             for name, value in dataclasses.asdict(reading).items()
@@ -267,15 +255,12 @@ class RunFolderSink(MetricsSink):
         self._folder.append("metrics.jsonl", kept)
 
     def on_evaluation(self, evaluated: Figures) -> None:
-        """Append a line to metrics.jsonl."""
         self._append_values(evaluated, "validation")
 
     def on_logged(self, logged: Figures) -> None:
-        """Append a line to metrics.jsonl."""
         self._append_values(logged, "logged")
 
     def on_event(self, event: Event) -> None:
-        """Append a line to events.jsonl."""
         self._folder.append(_HISTORY, dataclasses.asdict(event))
 
     def _append_values(self, content: Figures, name: str) -> None:

@@ -49,19 +49,15 @@ class _Forwarding(MetricsSink):
     """Passes on everything by the name of the method, to be called somewhere else."""
 
     def on_reading(self, reading: Reading) -> None:
-        """Pass on a reading."""
         self._forward("on_reading", reading)
 
     def on_evaluation(self, evaluated: Figures) -> None:
-        """Pass on the results of an evaluation."""
         self._forward("on_evaluation", evaluated)
 
     def on_logged(self, logged: Figures) -> None:
-        """Pass on the script's own figures."""
         self._forward("on_logged", logged)
 
     def on_event(self, event: Event) -> None:
-        """Pass on an event."""
         self._forward("on_event", event)
 
     def _forward(self, method: str, argument: Any) -> None:

@@ -98,16 +98,13 @@ class _Tracker(MetricsSink):
     """Logs numbers by name."""
 
     def on_reading(self, reading: Reading) -> None:
-        """Log a reading's numbers."""
         self._log(of_reading(reading), reading.step, reading.time)
 
     def on_evaluation(self, evaluated: Figures) -> None:
-        """Log an evaluation's numbers."""
         values = {f"{name}/validation": value for name, value in evaluated.values.items()}
         self._log(values, evaluated.step, evaluated.time)
 
     def on_logged(self, logged: Figures) -> None:
-        """Log the user's own figures."""
         self._log(of_logged(logged.values), logged.step, logged.time)
 
     def _log(self, values: Mapping[str, float], step: int, at: float) -> None:
@@ -132,7 +129,6 @@ class TensorBoardSink(_Tracker):
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
-        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -266,7 +262,6 @@ class MlflowSink(_Tracker):
             folder.write(_MLFLOW_ID, {**where, "run_id": self._run_id})
 
     def close(self, finished: bool) -> None:
-        """End the run."""
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "FAILED")
 
     def _begin(self, experiment: str, config: Mapping[str, Any], name: str) -> str:

@@ -74,27 +74,23 @@ def test_damage_is_reported_and_the_rest_is_read(folder, name, content, missing)
 
 
 def test_values_of_a_wrong_type_are_left_out(folder):
-    content = {
-        "step": 5,
-        "time": START,
-        "loss": math.nan,
-        "step_time_sec": "x",
-        "samples_per_sec": math.inf,
-    }
-    content |= {"ranks": [0, 0, 1, 2], "compute_time_sec": [0.1, None, math.nan, True]}
-    content |= {"wait_time_sec": [1, 2], "logged": {"a": 1, "b": "x", "c": math.inf}, "epoch": 1e99}
-    write_lines(
-        folder / "metrics.jsonl",
-        [content, {"step": 10**400}, {"step": 7, "time": START, "loss": 1}],
-    )
+    damaged = reading(5, [0, 0, 1, 2], loss=math.nan, step_time_sec="x", samples_per_sec=math.inf)
+    damaged |= {"compute_time_sec": [0.1, None, math.nan, True], "wait_time_sec": [1, 2]}
+    damaged |= {"logged": {"a": 1, "b": "x", "c": math.inf}, "epoch": 1e99}
+    lines = [damaged, {"step": 10**400}, {"step": 7, "time": START, "loss": 1}]
+    write_lines(folder / "metrics.jsonl", lines)
     write_json(folder / "topology.json", {"ranks": [7, {"world_rank": -1}], "groups": {"a": 1}})
     write_json(folder / "summary.json", {"finished": "yes", "ranks": {}, "failures": [1, {}]})
     write_lines(folder / "events.jsonl", [{"kind": 1}, {"kind": "loss", "step": 1, "ranks": "x"}])
     first, second = read_run(folder).intervals
-    assert first.loss is None
-    assert first.step_time_sec is None
-    assert first.logged == {"a": 1.0}
+    assert (first.loss, first.step_time_sec, first.logged) == (None, None, {"a": 1.0})
     assert second.loss == 1.0
+
+
+def test_a_step_that_took_a_negative_time_has_none(folder):
+    times = enumerate([-0.1, 0.1, 0.1, 0.1], 1)
+    write_lines(folder / "metrics.jsonl", [reading(s, step_time_sec=t) for s, t in times])
+    assert [(i.steps, i.step_time_sec) for i in read_run(folder).intervals][0] == (2, 0.1)
 
 
 def test_a_long_run_is_thinned_without_losing_its_means(folder):

@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.observe.report import rank_figures
+from kaitian_mpi.observe.report.rank_figures import (
+    draw_batch_sizes,
+    draw_step_times,
+    draw_utilization,
+)
 from kaitian_mpi.observe.report.run import Event, Run
 from kaitian_mpi.observe.report.style import (
     BLACK,
@@ -18,6 +22,7 @@ from kaitian_mpi.observe.report.style import (
     PURPLE,
     TIME,
     VERMILLION,
+    Drawn,
     drawing,
     finish_axes,
     mark_changes,
@@ -26,7 +31,6 @@ from kaitian_mpi.observe.report.style import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _MAX_PANELS = 4
 _MAX_MARKERS = 500
@@ -43,16 +47,22 @@ _EVENT_ROWS = {
 }
 
 
-def draw_learning(run: Run) -> Figure | None:
+def draw_learning(run: Run, title: str) -> Drawn:
     """Draw the losses, and the metrics and the script's own figures in a panel each."""
     measured = [name for each in run.evaluations for name in each.values if name != "loss"]
     logged = [name for interval in run.intervals for name in interval.logged]
     names = list(dict.fromkeys(measured + logged))[: _MAX_PANELS - 1]
     losses = [(i.step, i.loss) for i in run.intervals if i.loss is not None]
+    parts = []
+    if losses:
+        parts.append(f"training loss from {losses[0][1]:.4g} to {losses[-1][1]:.4g}")
+    if run.evaluations:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(run.results.items())[:6])
+        parts.append(f"held-out results at step {run.evaluations[-1].step}: {shown}")
+    text = f"{title} over the steps: " + ("; ".join(parts) or "none yet") + "."
     if not (losses or run.evaluations or names):
-        return None
-    title = "Loss and held-out results"
-    figure = new_figure(title, emulated=run.emulated, height=3.2 + 2.2 * len(names))
+        return None, text
+    figure = new_figure(run, title, height=3.2 + 2.2 * len(names))
     panels: list[Axes] = list(figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0])
     _plot(panels[0], losses, "training", _TRAINING)
     for axes, name in zip(panels, ["loss", *names], strict=True):
@@ -63,7 +73,7 @@ def draw_learning(run: Run) -> Figure | None:
         unit = "mean per sample" if axes is panels[0] else "as reported"
         finish_axes(axes, "step" if axes is panels[-1] else "", f"{name} ({unit})")
     mark_changes(panels, run, lambda change: change.step)
-    return figure
+    return figure, text
 
 
 def _plot(
@@ -76,39 +86,20 @@ def _plot(
         axes.plot(xs, ys, **style, label=label, markevery=max(1, len(xs) // 30))
 
 
-def describe_learning(run: Run) -> str:
-    """Describe that figure in words."""
-    losses = [i.loss for i in run.intervals if i.loss is not None]
-    parts = []
-    if losses:
-        parts.append(f"training loss from {losses[0]:.4g} to {losses[-1]:.4g}")
-    if run.evaluations:
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(run.results.items())[:6])
-        parts.append(f"held-out results at step {run.evaluations[-1].step}: {shown}")
-    return "Loss and held-out results over the steps: " + ("; ".join(parts) or "none yet") + "."
-
-
-def draw_rate(run: Run) -> Figure | None:
+def draw_rate(run: Run, title: str) -> Drawn:
     """Draw the samples per second over time."""
     points = [(i.at_sec, i.samples_per_sec) for i in run.intervals if i.samples_per_sec]
     if not points:
-        return None
-    figure = new_figure("Training rate", emulated=run.emulated, height=3.2)
+        return None, "No rate is known."
+    figure = new_figure(run, title, height=3.2)
     axes = figure.subplots()
     _plot(axes, points, "all ranks", {**_TRAINING, "marker": "o"})
     finish_axes(axes, TIME, "samples/s")
     axes.set_ylim(bottom=0)
     mark_changes([axes], run, lambda change: change.at_sec)
-    return figure
-
-
-def describe_rate(run: Run) -> str:
-    """Describe that figure in words."""
-    rates = [i.samples_per_sec for i in run.intervals if i.samples_per_sec]
-    if not rates:
-        return "No rate is known."
-    return (
-        f"Training rate over time: {rates[0]:,.0f} samples/s at first, {rates[-1]:,.0f} at last, "
+    rates = [rate for _, rate in points]
+    return figure, (
+        f"{title} over time: {rates[0]:,.0f} samples/s at first, {rates[-1]:,.0f} at last, "
         f"between {min(rates):,.0f} and {max(rates):,.0f}."
     )
 
@@ -122,12 +113,12 @@ def event_rows(run: Run) -> dict[str, list[Event]]:
     return {name: events for name, events in rows.items() if events}
 
 
-def draw_events(run: Run) -> Figure | None:
+def draw_events(run: Run, title: str) -> Drawn:
     """Draw what happened on a time line, a row for each sort."""
     rows = event_rows(run)
     if not rows:
-        return None
-    figure = new_figure("What happened when", emulated=run.emulated, height=1.4 + 0.35 * len(rows))
+        return None, "Nothing is recorded."
+    figure = new_figure(run, title, height=1.4 + 0.35 * len(rows))
     axes = figure.subplots()
     end = max([i.at_sec for i in run.intervals] + [event.at_sec for event in run.events])
     for row, (name, events) in enumerate(rows.items()):
@@ -144,17 +135,9 @@ def draw_events(run: Run) -> Figure | None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(left=False)
     axes.set_xlabel(TIME)
-    return figure
-
-
-def describe_events(run: Run) -> str:
-    """Describe that figure in words."""
-    rows = event_rows(run)
-    if not rows:
-        return "Nothing is recorded."
     counts = ", ".join(f"{name} {len(events)}" for name, events in rows.items())
     losses = [event.text for event in run.events if event.kind == "loss"][:3]
-    return f"What happened when, by number: {counts}." + "".join(f" {text}." for text in losses)
+    return figure, f"{title}, by number: {counts}." + "".join(f" {text}." for text in losses)
 
 
 @dataclass(frozen=True)
@@ -166,21 +149,17 @@ class FigureSpec:
     title: str
     explanation: str
     """How to read it."""
-    _draw: Callable[[Run], Figure | None]
-    _describe: Callable[[Run], str]
+    _draw: Callable[[Run, str], Drawn]
 
-    def draw(self, run: Run) -> Figure | None:
-        """Return the figure; None if there is nothing to show yet.
+    def draw(self, run: Run) -> Drawn:
+        """Return the figure, None if there is nothing to show yet; and its main numbers in words.
 
         Raises:
             UserError: matplotlib is not installed.
         """
         with drawing():
-            return self._draw(run)
-
-    def alt(self, run: Run) -> str:
-        """Return what the figure shows, in words and with its main numbers."""
-        return self._describe(run) + (f" {EMULATED}." if run.emulated else "")
+            figure, text = self._draw(run, self.title)
+        return figure, text + (f" {EMULATED}." if run.emulated else "")
 
 
 FIGURES = (
@@ -190,15 +169,13 @@ FIGURES = (
         "Numbers above the figure mark new plans, that is, new batch sizes, which are explained "
         "below “Batch size of each rank”.",
         draw_rate,
-        describe_rate,
     ),
     FigureSpec(
         "batch-sizes",
         "Batch size of each rank",
         "How many samples of each step a rank computes. Each number above marks a new plan; the "
         "table below says why it was made.",
-        rank_figures.draw_batch_sizes,
-        rank_figures.describe_batch_sizes,
+        draw_batch_sizes,
     ),
     FigureSpec(
         "utilization",
@@ -206,16 +183,14 @@ FIGURES = (
         "The share of each step in which a rank computes; the rest is waiting for other ranks, "
         "for data and for communication. The closer all ranks are to 100%, the better the batch "
         "sizes fit the devices.",
-        rank_figures.draw_utilization,
-        rank_figures.describe_utilization,
+        draw_utilization,
     ),
     FigureSpec(
         "step-phases",
         "What a step's time is spent on",
         "Means over the steps with the first plan and with the last one. “other” is the rest of "
         "the step's time.",
-        rank_figures.draw_step_times,
-        rank_figures.describe_step_times,
+        draw_step_times,
     ),
     FigureSpec(
         "learning",
@@ -223,13 +198,11 @@ FIGURES = (
         "The training loss is a mean over the steps since the last reading; held-out results are "
         "from data that is not trained on.",
         draw_learning,
-        describe_learning,
     ),
     FigureSpec(
         "events",
         "What happened when",
         "The table below describes each event in words.",
         draw_events,
-        describe_events,
     ),
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,18 +67,16 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, or None for anything else."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    if type(value) is int:  # not a bool
-        return float(value) if -_MAX_WHOLE <= value <= _MAX_WHOLE else None
-    return None
+    """Return a finite number, or None for anything else, such as a bool."""
+    is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return float(value) if is_number else None
 
 
 def whole(value: Any) -> int | None:
     """Return a whole number of 0 or more, or None for anything else."""
     found = number(value)
-    return int(found) if found is not None and found >= 0 and found == int(found) else None
+    is_whole = found is not None and 0 <= found <= _MAX_WHOLE and found == int(found)
+    return int(value) if is_whole else None
 
 
 def wholes(value: Any) -> tuple[int, ...]:

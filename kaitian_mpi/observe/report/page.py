@@ -156,7 +156,8 @@ def _summary(run: Run) -> str:
 
 
 def _figure(run: Run, spec: FigureSpec, place: str) -> str:
-    figure, alt = spec.draw(run), _text(spec.alt(run))
+    figure, words = spec.draw(run)
+    alt = _text(words)
     if figure is None:
         shown = f"<p>Nothing to show. {alt}</p>"
     else:

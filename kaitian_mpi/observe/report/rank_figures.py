@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from kaitian_mpi.observe.report.run import PHASES, Interval, PlanChange, Run
 from kaitian_mpi.observe.report.style import (
+    FILLS,
     MUTED,
     SMALL,
     TIME,
+    Drawn,
     finish_axes,
     mark_changes,
     new_figure,
     rank_style,
 )
-from kaitian_mpi.observe.report.style import PHASES as FILLS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,34 +60,27 @@ def batch_series(run: Run) -> Series:
     return series
 
 
-def draw_utilization(run: Run) -> Figure | None:
+def draw_utilization(run: Run, title: str) -> Drawn:
     """Draw each rank's utilization over time."""
-    return _draw(run, utilization(run), "Utilization of each rank", is_batch=False)
-
-
-def draw_batch_sizes(run: Run) -> Figure | None:
-    """Draw each rank's batch size over the steps."""
-    return _draw(run, batch_series(run), "Batch size of each rank", is_batch=True)
-
-
-def describe_utilization(run: Run) -> str:
-    """Describe that figure in words."""
     series = utilization(run)
     if not series:
-        return "No utilization is known."
+        return None, "No utilization is known."
     means = {rank: sum(v for _, v in points) / len(points) for rank, points in series.items()}
-    return f"Utilization of each rank over time, mean: {_list(means, '{:.0f}%')}."
+    figure = _draw(run, series, title, is_batch=False)
+    return figure, f"{title} over time, mean: {_list(means, '{:.0f}%')}."
 
 
-def describe_batch_sizes(run: Run) -> str:
-    """Describe that figure in words."""
+def draw_batch_sizes(run: Run, title: str) -> Drawn:
+    """Draw each rank's batch size over the steps."""
     if not run.plans:
-        return "No batch sizes are known."
-    text = f"Samples per step: at first {_list(run.plans[0].batch_sizes, '{:.0f}')}"
+        return None, "No batch sizes are known."
+    text = f"Samples per step: at first {_list(run.plans[0].batch_sizes, '{:.0f}')}; "
     if len(run.plans) == 1:
-        return f"{text}; never planned again."
-    last = _list(run.plans[-1].batch_sizes, "{:.0f}")
-    return f"{text}; planned again {len(run.plans) - 1} times; at last {last}."
+        text += "never planned again."
+    else:
+        last = _list(run.plans[-1].batch_sizes, "{:.0f}")
+        text += f"planned again {len(run.plans) - 1} times; at last {last}."
+    return _draw(run, batch_series(run), title, is_batch=True), text
 
 
 def _list(values: Mapping[int, float], form: str) -> str:
@@ -96,12 +90,10 @@ def _list(values: Mapping[int, float], form: str) -> str:
     return ", ".join(f"rank {rank} {form.format(value)}" for rank, value in values.items())
 
 
-def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure | None:
-    """Draw a line for each rank, or colors for many; None without any."""
-    if not series:
-        return None
+def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
+    """Draw a line for each rank, or colors for many."""
     is_many = len(series) > _MAX_LINES
-    figure = new_figure(title, emulated=run.emulated, height=5.5 if is_many else 3.9)
+    figure = new_figure(run, title, height=5.5 if is_many else 3.9)
     axes = figure.subplots()
     unit = "samples per step" if is_batch else "computing (% of the step's time)"
     (_draw_heat_map if is_many else _draw_lines)(axes, run, series, unit, is_batch)
@@ -183,7 +175,7 @@ def step_times(run: Run, plan: PlanChange | None = None) -> dict[str, dict[str, 
 def _add(sums: dict[str, float], interval: Interval, place: int) -> None:
     """Add the seconds that a rank spent on each phase, and on what is none of them."""
     own = {name: interval.phases[name][place] for name in PHASES if name in interval.phases}
-    known = {name: seconds for name, seconds in own.items() if not math.isnan(seconds)}
+    known = {name: seconds for name, seconds in own.items() if seconds is not None}
     rest = (interval.step_time_sec or 0.0) - sum(known.values())
     for name, seconds in (*known.items(), ("other", max(0.0, rest))):
         sums[name] = sums.get(name, 0.0) + seconds * interval.steps
@@ -202,31 +194,38 @@ def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     return dict([*found[:1], *found[-1:]])
 
 
-def draw_step_times(run: Run) -> Figure | None:
+def draw_step_times(run: Run, title: str) -> Drawn:
     """Draw what each rank spent a step's time on, with the first plan and with the last one."""
     periods = _periods(run)
     if not periods:
-        return None
+        return None, "What each rank spends a step's time on: not known."
     heights = [len(times) + 0.6 for times in periods.values()]
     height = 1.5 + 0.3 * sum(heights) + 0.4 * len(periods)
-    figure = new_figure("What a step's time is spent on", emulated=run.emulated, height=height)
+    figure = new_figure(run, title, height=height)
     panels = figure.subplots(len(periods), 1, sharex=True, squeeze=False, height_ratios=heights)
-    longest = max(
-        1e3 * sum(parts.values()) for times in periods.values() for parts in times.values()
-    )
-    for axes, (title, times) in zip(panels[:, 0], periods.items(), strict=True):
-        _draw_bars(axes, times, longest)
-        axes.set_title(title, loc="left")
+    longest = {
+        period: 1e3 * max(sum(parts.values()) for parts in times.values())
+        for period, times in periods.items()
+    }
+    texts = []
+    for axes, (period, times) in zip(panels[:, 0], periods.items(), strict=True):
+        _draw_bars(axes, times, max(longest.values()))
+        axes.set_title(period, loc="left")
+        waits = [1e3 * parts.get("wait", 0.0) for parts in times.values()]
+        texts.append(
+            f"{period}: {longest[period]:.0f} ms per step, of which ranks wait "
+            f"{min(waits):.0f} to {max(waits):.0f} ms"
+        )
     panels[-1, 0].set_xlabel("mean time per step (ms)")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    return figure
+    return figure, f"What each rank spends a step's time on: {'; '.join(texts)}."
 
 
 def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: float) -> None:
     """Draw a bar for each label, made of a part for each phase."""
     left = [0.0] * len(times)
-    for name, fill in FILLS.items():
+    for name, (color, hatch) in FILLS.items():
         widths = [1e3 * parts.get(name, 0.0) for parts in times.values()]
         if not any(widths):
             continue
@@ -234,8 +233,8 @@ def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: fl
             *(range(len(times)), widths),
             left=left,
             height=0.74,
-            color=fill.color,
-            hatch=fill.hatch,
+            color=color,
+            hatch=hatch,
             edgecolor=MUTED,
             linewidth=0.6,
             label=_NAMES.get(name, name),
@@ -248,17 +247,3 @@ def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: fl
     axes.set_yticks(range(len(times)), list(times))
     axes.invert_yaxis()
     axes.tick_params(left=False)
-
-
-def describe_step_times(run: Run) -> str:
-    """Describe that figure in words."""
-    texts = []
-    for title, times in _periods(run).items():
-        waits = [1e3 * parts.get("wait", 0.0) for parts in times.values()]
-        step = 1e3 * max(sum(parts.values()) for parts in times.values())
-        texts.append(
-            f"{title}: {step:.0f} ms per step, of which ranks wait {min(waits):.0f} to "
-            f"{max(waits):.0f} ms"
-        )
-    known = "; ".join(texts) or "not known"
-    return f"What each rank spends a step's time on: {known}."

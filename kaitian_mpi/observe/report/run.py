@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +42,8 @@ class Interval:
     step_time_sec: float | None = None
     ranks: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = ()
-    phases: Mapping[str, tuple[float, ...]]
-    """Mean seconds per step by rank, by phase; NaN where a rank has none."""
+    phases: Mapping[str, tuple[float | None, ...]]
+    """Mean seconds per step by rank, by phase; None where a rank has none."""
     logged: Mapping[str, float]
 
     @property
@@ -56,8 +55,8 @@ class Interval:
         """Return how much of its time each rank computed, in percent, where that is known."""
         found = {}
         for place, rank in enumerate(self.ranks):
-            known = [self.phases[name][place] for name in _COMPUTING if name in self.phases]
-            known = [seconds for seconds in known if not math.isnan(seconds)]
+            times = [self.phases[name][place] for name in _COMPUTING if name in self.phases]
+            known = [seconds for seconds in times if seconds is not None]
             if known and self.step_time_sec:
                 found[rank] = min(100.0, 100 * sum(known) / self.step_time_sec)
         return found

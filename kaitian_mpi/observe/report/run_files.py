@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,13 +67,11 @@ def read_run(path: Path) -> Run:
     # A signal may end a job some steps after its last reading.
     last = [event["step"] for event in event_lines[-1:]] + [i.step for i in intervals[-1:]]
     steps = max([0, whole(summary.get("steps")) or 0, *last])
-    is_stopped = bool(events) and event_lines[-1].get("kind") == "stop"
+    state = "stopped" if events and event_lines[-1].get("kind") == "stop" else "unfinished"
     return Run(
         path=path,
         name=text(path.resolve().name) or "run",
-        state="finished"
-        if summary.get("finished") is True
-        else ("stopped" if is_stopped else "unfinished"),
+        state="finished" if summary.get("finished") is True else state,
         emulated=_is_emulated(config, topology, benchmark, summary),
         ranks=ranks,
         steps=steps,
@@ -92,12 +89,10 @@ def read_run(path: Path) -> Run:
 def _check(path: Path) -> None:
     try:
         names = {entry.name for entry in path.iterdir()}
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such folder; name the folder of a run") from None
-    except NotADirectoryError:
-        raise UserError(f"{path}: this is a file; name the folder of a run") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name a folder that can be read") from error
+        found = {FileNotFoundError: "no such folder", NotADirectoryError: "this is a file"}
+        reason = found.get(type(error), error.strerror)
+        raise UserError(f"{path}: {reason}; name the folder of a run, which can be read") from error
     if not names & {*_OBJECTS, *_LINES}:
         raise UserError(
             f"{path}: this is not the folder of a run, as it has no config.json or metrics.jsonl; "
@@ -166,19 +161,19 @@ def _reading(line: dict[str, Any], steps: int) -> Interval:
     for name in PHASES:
         values = line.get(f"{name}_time_sec")
         if isinstance(values, list) and len(values) == len(ranks) > 0:
-            known = [number(value) for value in values]
-            phases[name] = tuple(math.nan if value is None else value for value in known)
+            phases[name] = tuple(map(number, values))
     # The compute time is the sum of these three, of which all or none are measured.
     for name in ("compute",) if "forward" in phases else ("forward", "backward", "optimizer"):
         phases.pop(name, None)
     batch_sizes = wholes(line.get("batch_sizes"))
+    step_time = number(line.get("step_time_sec"))
     return Interval(
         step=line["step"],
         steps=steps,
         at_sec=line["time"],
         loss=number(line.get("loss")),
         samples_per_sec=number(line.get("samples_per_sec")),
-        step_time_sec=number(line.get("step_time_sec")),
+        step_time_sec=step_time if step_time and step_time > 0 else None,
         ranks=ranks,
         batch_sizes=batch_sizes if len(batch_sizes) == len(ranks) else (),
         phases=phases,
@@ -201,35 +196,24 @@ def _thin(intervals: Sequence[Interval]) -> list[Interval]:
 
 def _merge(first: Interval, second: Interval) -> list[Interval]:
     """Return the means over both, weighted by their steps; both if their plans differ."""
-    if (first.ranks, first.batch_sizes, set(first.phases)) != (
-        *(second.ranks, second.batch_sizes),
-        set(second.phases),
-    ):
+    plans = [(each.ranks, each.batch_sizes, each.phases.keys()) for each in (first, second)]
+    if plans[0] != plans[1]:
         return [first, second]
 
     def mean(x: float | None, y: float | None) -> float | None:
-        if x is None or math.isnan(x):
-            return y
-        if y is None or math.isnan(y):
-            return x
+        if x is None or y is None:
+            return y if x is None else x
         return (first.steps * x + second.steps * y) / (first.steps + second.steps)
 
     seconds = first.seconds + second.seconds
     samples = [(each.samples_per_sec or 0.0) * each.seconds for each in (first, second)]
-    phases = {
-        name: tuple(
-            math.nan if (value := mean(x, y)) is None else value
-            for x, y in zip(first.phases[name], values, strict=True)
-        )
-        for name, values in second.phases.items()
-    }
     merged = replace(
         second,
         steps=first.steps + second.steps,
         loss=mean(first.loss, second.loss),
         samples_per_sec=sum(samples) / seconds if all(samples) else second.samples_per_sec,
         step_time_sec=mean(first.step_time_sec, second.step_time_sec),
-        phases=phases,
+        phases={n: tuple(map(mean, first.phases[n], times)) for n, times in second.phases.items()},
         logged={**first.logged, **second.logged},
     )
     return [merged]

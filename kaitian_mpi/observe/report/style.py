@@ -10,7 +10,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.report.run import Event, PlanChange, Run
@@ -31,22 +31,19 @@ MUTED = "#555555"
 GRID = "#D9D9D9"
 
 
-class Fill(NamedTuple):
-    """How an area looks."""
+Drawn: TypeAlias = "tuple[Figure | None, str]"
+"""A figure, None if there is nothing to show, and what it shows in words."""
 
-    color: str
-    hatch: str
-
-
-PHASES = {
-    "data": Fill("#F0E442", "---"),
-    "forward": Fill(SKY_BLUE, ""),
-    "backward": Fill("#4A9BCB", "///"),
-    "compute": Fill(SKY_BLUE, "///"),
-    "optimizer": Fill(GREEN, "\\\\\\"),
-    "wait": Fill("#E6E6E6", "xx"),
-    "other": Fill("#FFFFFF", ""),
+FILLS = {
+    "data": ("#F0E442", "---"),
+    "forward": (SKY_BLUE, ""),
+    "backward": ("#4A9BCB", "///"),
+    "compute": (SKY_BLUE, "///"),
+    "optimizer": (GREEN, "\\\\\\"),
+    "wait": ("#E6E6E6", "xx"),
+    "other": ("#FFFFFF", ""),
 }
+"""The color and the hatch of each phase of a step."""
 
 WIDTH = 9.0
 """Of all figures of a report, in inches."""
@@ -107,12 +104,12 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def new_figure(title: str, *, emulated: bool, height: float) -> Figure:
+def new_figure(run: Run, title: str, height: float) -> Figure:
     """Return an empty figure; its title says whether what it shows is emulated."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
-    suffix = f" · {EMULATED}" if emulated else ""
+    suffix = f" · {EMULATED}" if run.emulated else ""
     figure.suptitle(title + suffix, x=0.01, ha="left", fontweight="bold")
     return figure
 

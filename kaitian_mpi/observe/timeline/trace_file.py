@@ -133,7 +133,6 @@ class TimelineSink(MetricsSink):
         self._batch_sizes: dict[int, int] = {}
 
     def on_reading(self, reading: Reading) -> None:
-        """Add the rate and the loss, and the ranks' batch sizes."""
         self._count(reading.time, RUN_PID, "samples/s", reading.samples_per_sec)
         self._count(reading.time, RUN_PID, "loss", reading.loss)
         for rank, size in zip(reading.ranks, reading.batch_sizes, strict=True):
@@ -142,11 +141,9 @@ class TimelineSink(MetricsSink):
                 self._batch_sizes[rank] = size
 
     def on_evaluation(self, evaluated: Figures) -> None:
-        """Add the results on the held-out samples."""
         self._mark(evaluated.time, "evaluation", evaluated.step, evaluated.values)
 
     def on_event(self, event: Event) -> None:
-        """Add an event."""
         args = {"text": event.text, "ranks": list(event.ranks), **event.details}
         self._mark(event.time, event.kind.replace("_", " "), event.step, args)
 
