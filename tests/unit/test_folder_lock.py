@@ -1,5 +1,7 @@
-"""Processes that write checkpoints to the same folder wait for each other."""
+"""One job at a time trains in a run folder, and one process at a time saves in it."""
 
+import errno
+import fcntl
 import functools
 import os
 import re
@@ -7,69 +9,193 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
-from kaitian_mpi.observe.folder_lock import saving_in, wait_for_save
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed, saving_in, wait_for_save
+from kaitian_mpi.observe.run_folder import open_run_folder
 
 LONGEST_SEC = 30
-
-# Writes `done` to the folder just before it releases the lock.
-WRITER = """
-import sys, time
+# Trains or saves in the folder until it is told to end; writes `done` just before.
+HOLDER = """
+import sys
 from pathlib import Path
-from kaitian_mpi.observe.folder_lock import saving_in
+from kaitian_mpi.observe.folder_lock import Claim, saving_in
 folder = Path(sys.argv[1])
-with saving_in(folder):
-    print("ready", flush=True)
-    time.sleep(float(sys.argv[2]))
-    (folder / "done").touch()
+if sys.argv[2] == "trains":
+    claim = Claim(folder, "job")
+    (folder / "config.json").touch()
+else:
+    saving = saving_in(folder)
+    saving.__enter__()
+print("holds", flush=True)
+sys.stdin.readline()
+(folder / "done").touch()
+claim.close() if sys.argv[2] == "trains" else saving.__exit__(None, None, None)
 """
 
 
-def start_writer(folder, seconds):
-    command = [sys.executable, "-c", WRITER, folder, str(seconds)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout.readline() == "ready\n"
-    return writer
+@contextmanager
+def other_process(folder, does):
+    command = [sys.executable, "-c", HOLDER, str(folder), does]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
 
 
-def test_an_active_writer_is_logged_and_waited_for(tmp_path, caplog):
+@pytest.fixture
+def training(tmp_path):
+    """Yield a process that trains in the folder, for the job `job`."""
+    with other_process(tmp_path, "trains") as process:
+        yield process
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """Yield a process that saves in the folder."""
+    with other_process(tmp_path, "saves") as process:
+        yield process
+
+
+def begin_run(folder, job, **settings):
+    config = TrainConfig(run_dir=str(folder), **settings)
+    found = open_run_folder(config, 0)
+    found.begin(config, job)
+    return found
+
+
+def test_two_jobs_do_not_train_in_one_folder(tmp_path, training):
+    message = (
+        rf"another job is training in it \(process {training.pid} on .*remove {tmp_path}/.job$"
+    )
+    for begin in (
+        lambda: check_unclaimed(tmp_path),
+        lambda: begin_run(tmp_path, "another", resume="auto"),
+        lambda: Claim(tmp_path, "another"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            begin()
+        assert "\n" not in str(caught.value)
+    training.communicate("end\n")
+    assert not (tmp_path / ".job").exists()
+    check_unclaimed(tmp_path)
+    begin_run(tmp_path, "another", resume="auto").close()
+
+
+def test_the_claim_of_a_job_that_was_killed_is_none(tmp_path, training):
+    training.kill()
+    training.wait()
+    assert (tmp_path / ".job").exists()
+    check_unclaimed(tmp_path)
+    with pytest.raises(UserError, match="the folder has the results of another run; name a new"):
+        begin_run(tmp_path, "another")
+    begin_run(tmp_path, "another", resume="auto").close()
+    assert not (tmp_path / ".job").exists()
+
+
+def test_a_new_run_is_begun_by_the_rank_after_the_one_that_was_lost(tmp_path, training):
+    training.kill()
+    training.wait()
+    assert begin_run(tmp_path, "job", lr=0.3).read("config.json")["lr"] == 0.3
+    begin_run(tmp_path, "job")  # the same process again, after a loss
+
+
+def test_a_job_takes_over_from_its_own_rank_that_does_not_end(tmp_path, training):
+    """It is on standby, or on a host that is not reached; also for a job that replaces it."""
+    taken = Claim(tmp_path, "job")
+    training.communicate("end\n")
+    assert (tmp_path / ".job").exists(), "the claim is another one's now"
+    taken.close()
+    assert not (tmp_path / ".job").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_files_cannot_be_locked_nothing_is_claimed(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    check_unclaimed(tmp_path)
+    begin_run(tmp_path, "job").close()
+    assert (tmp_path / "config.json").is_file()
+
+
+def test_a_claim_that_cannot_be_written_stops_nobody(tmp_path):
+    (tmp_path / ".job").mkdir()
+    begin_run(tmp_path, "job").close()
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """Let nobody write to claims that exist, as if they were of another user."""
+    real_open = os.open
+
+    def refuse(path, flags, *mode, **others):
+        if flags & os.O_RDWR and os.path.basename(path) == ".job" and os.path.exists(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real_open(path, flags, *mode, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.usefixtures("forbidden")
+def test_another_users_claim_holds_while_its_job_trains(tmp_path, training, monkeypatch, caplog):
+    with pytest.raises(UserError, match="another job is training in it"):
+        Claim(tmp_path, "another")
+    training.kill()
+    training.wait()
+    with monkeypatch.context() as context:
+        context.setattr(os, "remove", lambda path: os.open(path, os.O_RDWR))
+        Claim(tmp_path, "another")
+        assert f"{tmp_path}/.job cannot be locked against other jobs: " in caplog.text
+    claim = Claim(tmp_path, "another")
+    assert '"another"' in (tmp_path / ".job").read_text()
+    claim.close()
+
+
+# Saving
+
+
+def test_an_active_writer_is_logged_and_waited_for(tmp_path, writer, caplog):
     caplog.set_level("INFO")
-    with start_writer(tmp_path, 0.7) as writer:
-        wait_for_save(tmp_path)
-        assert (tmp_path / "done").exists()
-        assert writer.wait(LONGEST_SEC) == 0
+    end_soon(writer)
+    wait_for_save(tmp_path)
+    assert (tmp_path / "done").exists()
+    assert writer.wait(LONGEST_SEC) == 0
     wait_for_save(tmp_path)
     (line,) = caplog.messages  # of the first
     assert f"process {writer.pid} of " in line
     assert os.listdir(tmp_path) == ["done"]
 
 
-def test_processes_write_one_at_a_time(tmp_path):
-    with start_writer(tmp_path, 0.7) as writer, saving_in(tmp_path):
+def test_processes_write_one_at_a_time(tmp_path, writer):
+    end_soon(writer)
+    with saving_in(tmp_path):
         assert (tmp_path / "done").exists()
         assert writer.wait(LONGEST_SEC) == 0
 
 
-def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, caplog):
+def end_soon(writer):
+    threading.Timer(0.3, writer.stdin.close).start()
+
+
+def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, writer, caplog):
     caplog.set_level("INFO")
-    with start_writer(tmp_path, 1000) as writer:
-        writer.kill()
-    wait_for_save(tmp_path)
+    writer.kill()
+    writer.wait()
+    for folder in (tmp_path, tmp_path / "none"):
+        wait_for_save(folder)
     assert caplog.messages == []
     with saving_in(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
-
-
-def test_waiting_for_no_writer_creates_nothing(tmp_path, caplog):
-    caplog.set_level("INFO")
-    for folder in (tmp_path, tmp_path / "none"):
-        wait_for_save(folder)
-    assert caplog.messages == []
-    assert list(tmp_path.iterdir()) == []
 
 
 # Stands for mpirun and one rank; the process that saves the rank's state outlives both.

@@ -38,13 +38,12 @@ def event(kind, ranks=(), step=5, time=1.5e9, **details):
     return Event(step=step, time=time, kind=kind, text=f"{kind}!", ranks=ranks, details=details)
 
 
-def info(rank):
-    return types.SimpleNamespace(
+INFOS = [
+    types.SimpleNamespace(
         world_rank=rank, host=f"node-{rank % 2}", device=f"cuda:{rank}", kind="gpu"
     )
-
-
-INFOS = [info(rank) for rank in range(64)]
+    for rank in range(64)
+]
 
 
 def evaluated(**values):
@@ -171,17 +170,15 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def outcome(*readings, events=(), folder="run", values=None):
+def outcome(*readings, events=(), folder="run"):
     sink = Outcome(folder, emulated=False)
     sink.on_event(event("start", step=0, time=100.0))
     for each in readings:
         sink.on_reading(each)
-    sink.on_evaluation(Figures(step=40, epoch=3, time=0.0, values=values or {"accuracy": 0.75}))
+    sink.on_evaluation(evaluated(accuracy=0.75))
     for each in events:
         sink.on_event(each)
-    return sink.lines(
-        Event(step=40, time=165.0, kind="finish", text="finished after 4 epochs, 40 steps")
-    )
+    return sink.lines(event("finish", step=40, time=165.0))
 
 
 def two_ranks(compute, wait, data=(0.0, 0.0), **others):
@@ -190,29 +187,28 @@ def two_ranks(compute, wait, data=(0.0, 0.0), **others):
     return reading(ranks=2, **{**usual, **times, **others})
 
 
-def test_outcome_says_what_was_reached():
-    first = outcome(reading())[0]
-    assert first == (
-        "finished after 4 epochs, 40 steps, in 1:05 | loss 1.2346 | held-out accuracy 0.7500"
-    )
-
-
-def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds():
-    # Rank 0 computes 750 samples/s and rank 1 500: 900 of 1250.
-    found = outcome(two_ranks([0.08, 0.06], [0.01, 0.03], [0.01, 0.01]))[1]
-    assert found == (
-        "devices: 72% of the sum of their speeds (900.0 of 1,250.0 samples/s); lost to "
-        "communication 10%, loading data 10%, other 8%"
-    )
-
-
-def test_a_rank_without_samples_has_no_speed():
-    found = outcome(two_ranks([0.09, 0.0], [0.01, 0.1], batch_sizes=[90, 0]))[1]
-    assert "90% of the sum of their speeds (900.0 of 1,000.0 samples/s)" in found
-
-
-def test_outcome_of_a_run_without_a_step():
-    assert outcome()[1] == "devices: nothing was measured, as no step was trained"
+@pytest.mark.parametrize(
+    ("readings", "devices"),
+    [
+        (
+            # Rank 0 computes 750 samples/s and rank 1 500: 900 of 1250.
+            [two_ranks([0.08, 0.06], [0.01, 0.03], [0.01, 0.01])],
+            "devices: 72% of the sum of their speeds (900.0 of 1,250.0 samples/s); lost to "
+            "communication 10%, loading data 10%, other 8%",
+        ),
+        (
+            [two_ranks([0.09, 0.0], [0.01, 0.1], batch_sizes=[90, 0])],  # which has no speed
+            "devices: 90% of the sum of their speeds (900.0 of 1,000.0 samples/s); lost to "
+            "communication 10%",
+        ),
+        ([], "devices: nothing was measured, as no step was trained"),
+    ],
+)
+def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds(readings, devices):
+    reached, used, _ = outcome(*readings)
+    loss = " | loss 1.2346" * len(readings)
+    assert reached == f"finish!, in 1:05{loss} | held-out accuracy 0.7500"
+    assert used == devices
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def test_values_of_a_wrong_type_are_left_out(folder):
 def test_a_step_that_took_a_negative_time_has_none(folder):
     times = enumerate([-0.1, 0.1, 0.1, 0.1], 1)
     write_lines(folder / "metrics.jsonl", [reading(s, step_time_sec=t) for s, t in times])
-    assert [(i.steps, i.step_time_sec) for i in read_run(folder).intervals][0] == (2, 0.1)
+    first = read_run(folder).intervals[0]
+    assert (first.steps, first.step_time_sec) == (2, 0.1)
 
 
 def test_a_long_run_is_thinned_without_losing_its_means(folder):

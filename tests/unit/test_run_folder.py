@@ -1,7 +1,6 @@
 """Run folders on full disks, and folders that cannot be created."""
 
 import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ import torch
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.observe import folders
-from kaitian_mpi.observe.folder_lock import check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.observe.run_folder import DiskFolder, check_run_folder, open_run_folder
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
@@ -51,32 +49,23 @@ def memory(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
-def full(monkeypatch):
-    """Return a function that makes the disk full for files of some names."""
+def full(monkeypatch, name):
+    """Make the disk full for files of a name."""
+    real_open = Path.open
 
-    def fill(*names):
-        real_open = Path.open
+    def refuse(path, mode="r", *args, **kwargs):
+        if "w" in mode and path.name.removesuffix(".partial") == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_open(path, mode, *args, **kwargs)
 
-        def refuse(path, mode="r", *args, **kwargs):
-            if "w" in mode and path.name.removesuffix(".partial") in names:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real_open(path, mode, *args, **kwargs)
-
-        monkeypatch.setattr(Path, "open", refuse)
-
-    return fill
-
-
-def begin_run(config, job="job"):
-    folder = open_run_folder(config, 0)
-    folder.begin(config, job)
-    return folder
+    monkeypatch.setattr(Path, "open", refuse)
 
 
 def run_in(folder, **flags):
     config = TrainConfig(run_dir=str(folder), **flags)
-    return begin_run(config), Checkpoints(config, folder)
+    run_folder = open_run_folder(config, 0)
+    run_folder.begin(config, "job")
+    return run_folder, Checkpoints(config, folder)
 
 
 def finish(folder, checkpoints, **flags):
@@ -96,8 +85,13 @@ def summary_in(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory):
+@pytest.mark.parametrize("was_full", [False, True])
+def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory, monkeypatch, was_full):
     folder, checkpoints = run_in(tmp_path / "run")
+    if was_full:  # writing is retried
+        with monkeypatch.context() as context:
+            full(context, "model.pt")
+            folder.save_model(WEIGHTS)
     finish(folder, checkpoints)
     assert summary_in(tmp_path / "run") == {"steps": 26, "finished": True}
     assert torch.equal(torch.load(tmp_path / "run" / MODEL)["weight"], WEIGHTS["weight"])
@@ -105,11 +99,11 @@ def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory):
 
 
 @pytest.mark.parametrize("given", ["", "mine"])
-def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full, given, capsys):
+def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, monkeypatch, given):
     folder, checkpoints = run_in(tmp_path / "run", snapshots=given)
     folder.save_model({"weight": torch.zeros(3)})  # of an earlier epoch
     folder.write("summary.json", {"steps": 13, "finished": False})
-    full("model.pt")
+    full(monkeypatch, "model.pt")
     folder.save_model(WEIGHTS)
     with pytest.raises(StorageError) as caught:
         finish(folder, checkpoints, snapshots=given)
@@ -130,20 +124,8 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, full
     assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
 
 
-def test_writing_is_retried_after_the_disk_was_full(tmp_path, memory, full, monkeypatch):
-    folder, checkpoints = run_in(tmp_path / "run")
-    with monkeypatch.context():
-        full("model.pt")
-        folder.save_model(WEIGHTS)
-        monkeypatch.undo()
-    monkeypatch.setattr(folders, "SHM", memory)
-    finish(folder, checkpoints)
-    assert summary_in(tmp_path / "run")["finished"] is True
-    assert (tmp_path / "run" / MODEL).exists()
-
-
-def test_a_disk_full_at_the_start_is_an_error(tmp_path, full):
-    full("config.json")
+def test_a_disk_full_at_the_start_is_an_error(tmp_path, monkeypatch):
+    full(monkeypatch, "config.json")
     with pytest.raises(StorageError, match=r"config.json could not be written: No space left on"):
         run_in(tmp_path / "run")
 
@@ -167,9 +149,6 @@ def test_a_partial_line_does_not_corrupt_the_next(tmp_path, monkeypatch, caplog)
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
 
 
-# A folder for each job
-
-
 def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     """Processes that create a folder of the same name at the same moment."""
     script = (
@@ -184,102 +163,6 @@ def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     names = {Path(name).name for name in made}
     assert len(made) == 200
     assert names == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
-
-
-def test_a_second_job_in_the_same_folder_is_rejected(tmp_path):
-    config = TrainConfig(run_dir=str(tmp_path))
-    begin_run(config, "job")
-    begin_run(config, "job")  # the same process again, after a loss
-    with pytest.raises(UserError, match="the folder has the results of another run; name a new"):
-        begin_run(config, "another")
-    begin_run(TrainConfig(run_dir=str(tmp_path), resume="auto"), "another")
-
-
-HOLDER = """
-import sys
-from functools import partial
-from pathlib import Path
-from kaitian_mpi.observe.folder_lock import Claim
-
-folder = Path(sys.argv[1])
-claim = Claim(folder, "job")
-(folder / "config.json").touch()
-print("holds", flush=True)
-sys.stdin.readline()
-claim.close()
-"""
-
-
-@pytest.fixture
-def held(tmp_path):
-    """Yield a process that trains in the folder, for the job `job`."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:
-        assert process.stdout.readline() == "holds\n"
-        yield process
-        process.kill()
-
-
-def test_two_jobs_do_not_train_in_one_folder(tmp_path, held):
-    resuming = TrainConfig(run_dir=str(tmp_path), resume="auto")
-    message = rf"another job is training in it \(process {held.pid} on .*remove {tmp_path}/.job$"
-    for begin in (
-        lambda: check_unclaimed(tmp_path),
-        lambda: begin_run(resuming, "another"),
-        lambda: DiskFolder(tmp_path).claim("another"),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            begin()
-        assert "\n" not in str(caught.value)
-    held.communicate("end\n")
-    assert not (tmp_path / ".job").exists()
-    check_unclaimed(tmp_path)
-    begin_run(resuming, "another").close()
-
-
-def test_the_claim_of_a_job_that_was_killed_is_none(tmp_path, held):
-    held.kill()
-    held.wait()
-    assert (tmp_path / ".job").exists()
-    check_unclaimed(tmp_path)
-    with pytest.raises(UserError, match="the folder has the results of another run"):
-        begin_run(TrainConfig(run_dir=str(tmp_path)), "another")
-    begin_run(TrainConfig(run_dir=str(tmp_path), resume="auto"), "another").close()
-    assert not (tmp_path / ".job").exists()
-
-
-def test_a_new_run_is_begun_by_the_rank_after_the_one_that_was_lost(tmp_path, held):
-    held.kill()
-    held.wait()
-    folder = begin_run(TrainConfig(run_dir=str(tmp_path), lr=0.3), "job")
-    assert folder.read("config.json")["lr"] == 0.3
-
-
-def test_a_job_takes_over_from_its_own_rank_that_does_not_end(tmp_path, held):
-    """It is on standby, or on a host that is not reached; also for a job that replaces it."""
-    taken = DiskFolder(tmp_path)
-    taken.claim("job")
-    held.communicate("end\n")
-    assert (tmp_path / ".job").exists(), "the claim is another one's now"
-    taken.close()
-    assert not (tmp_path / ".job").exists()
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_where_files_cannot_be_locked_nothing_is_claimed(tmp_path, monkeypatch, number):
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    check_unclaimed(tmp_path)
-    begin_run(TrainConfig(run_dir=str(tmp_path)), "job").close()
-    assert (tmp_path / "config.json").is_file()
-
-
-def test_a_claim_that_cannot_be_written_stops_nobody(tmp_path):
-    (tmp_path / ".job").mkdir()
-    begin_run(TrainConfig(run_dir=str(tmp_path)), "job").close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import logging
 import math
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,34 +21,22 @@ from kaitian_mpi.distributed.relay.copies import Copies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import Event
-from kaitian_mpi.observe.timeline import recorder
+from kaitian_mpi.observe.timeline import recorder, trace_file
 from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset, RoundTrip, estimate_offset
 from kaitian_mpi.observe.timeline.recorder import (
     COLLECTIVES,
     EXCHANGE,
     MAIN,
-    GroupLabel,
     Recorder,
     is_sampled,
     part,
     recorded,
-    start_recording,
-    stop_recording,
 )
-from kaitian_mpi.observe.timeline.trace_file import (
-    NAME,
-    ChromeLanes,
-    TimelineFile,
-    TimelineSink,
-    encode,
-    process_events,
-    run_events,
-    status_events,
-)
+from kaitian_mpi.observe.timeline.trace_file import NAME, TimelineFile, TimelineSink
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.step import StepClock
 
-GROUP = GroupLabel("0", "a1b2")
+GROUP = recorder.GroupLabel("0", "a1b2")
 
 # The clocks
 
@@ -63,8 +53,7 @@ def test_offset_is_that_of_the_shortest_round_trip_and_at_most_half_of_it_wrong(
 def test_offsets_are_interpolated_between_alignments_and_constant_outside():
     clock = AlignedClock()
     clock.align(10.0, Offset(5.0, 0.1))
-    assert clock.run_time(0.0) == 5.0
-    assert clock.run_time(12.0) == 17.0
+    assert [clock.run_time(time) for time in (0.0, 12.0)] == [5.0, 17.0]
     clock.align(20.0, Offset(6.0, 0.2))
     clock.align(40.0, Offset(6.0, 0.0))
     assert [clock.run_time(time) for time in (0.0, 10.0, 15.0, 20.0, 30.0, 50.0)] == (
@@ -72,7 +61,7 @@ def test_offsets_are_interpolated_between_alignments_and_constant_outside():
     )
 
 
-# Which steps
+# The recorder
 
 
 def test_the_first_steps_and_each_tenth_are_recorded_and_fewer_in_long_runs():
@@ -81,43 +70,35 @@ def test_the_first_steps_and_each_tenth_are_recorded_and_fewer_in_long_runs():
     assert {b - a for a, b in itertools.pairwise(chosen) if 3000 < a < 5900} == {20}
     assert {b - a for a, b in itertools.pairwise(chosen) if a > 6100} == {40}
     assert sum(is_sampled(step) for step in range(0, 10_000_000, 10)) < 3000
-
-
-def test_every_nth_step_is_recorded_if_that_is_asked_for():
+    # Or every n-th, if that is asked for.
     assert [step for step in range(1, 13) if is_sampled(step, 4)] == [4, 8, 12]
     assert all(is_sampled(step, 1) for step in range(1, 100))
 
 
-# The recorder
+@contextmanager
+def recording(every=1, **options):
+    made = Recorder(every, **options)
+    recorder.start_recording(made)
+    try:
+        yield made
+    finally:
+        recorder.stop_recording()
 
 
-@pytest.fixture
-def recording():
-    """A recorder of every second step, whose clock is set by the test."""
+def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded():
     clock = [0.0]
-    made = Recorder(2, now=lambda: clock[0])
-    start_recording(made)
-    yield made, clock
-    stop_recording()
-
-
-def seen(made):
-    return [(event.lane, event.name, event.start, event.end) for event in made.take()]
-
-
-def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded(recording):
-    made, clock = recording
-    for now, phase, step in (
-        (1, "loading the dataset", None),
-        (2, "forward", 2),
-        (4, "forward", 3),
-        (7, "forward", 4),
-        (8, "evaluation", None),
-        (9, "forward", 5),
-    ):
-        clock[0] = now
-        enter_phase(phase, step=step)
-    assert seen(made) == [
+    with recording(2, now=lambda: clock[0]) as made:
+        for now, phase, step in (
+            (1, "loading the dataset", None),
+            (2, "forward", 2),
+            (4, "forward", 3),
+            (7, "forward", 4),
+            (8, "evaluation", None),
+            (9, "forward", 5),
+        ):
+            clock[0] = now
+            enter_phase(phase, step=step)
+    assert [(event.lane, event.name, event.start, event.end) for event in made.take()] == [
         (MAIN, "loading the dataset", 1, 2),
         (MAIN, "forward", 2, 4),
         (MAIN, "forward", 7, 8),
@@ -126,47 +107,46 @@ def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded(recording):
     assert made.take() == []
 
 
-def test_a_collective_is_recorded_where_it_is_carried_out_with_its_parts(recording):
-    made, clock = recording
-    enter_phase("backward", step=2)
-
+def test_a_collective_is_recorded_where_it_is_carried_out_with_its_parts():
     def call():
-        clock[0] = 2
         made.annotate(algorithm="leader")
         with part("wait"):
-            clock[0] = 3
+            pass
         with part("exchange", EXCHANGE, bytes=8):
-            clock[0] = 5
+            pass
         return "done"
 
-    started = recorded(call, "all_reduce", GROUP, 7, rank=1, ranks=4, bytes=8)
-    enter_phase("forward", step=3)  # not recorded; the collective is of step 2
-    results = []
-    worker = threading.Thread(target=lambda: results.append(started()))
-    worker.start()
-    worker.join()
-    assert results == ["done"]
-    events = [event for event in made.take() if event.lane != MAIN]
-    assert [(event.lane, event.name) for event in events] == (
-        [(COLLECTIVES, "wait"), (EXCHANGE, "exchange"), (COLLECTIVES, "all_reduce")]
-    )
-    assert events[-1].args == {
-        **{"number": 7, "group": "0", "collective": "a1b2#7", "rank": 1, "ranks": 4, "bytes": 8},
-        "algorithm": "leader",
-    }
-    assert recorded(call, "all_reduce", GROUP, 8) is call
-    with part("wait"):
-        pass
-    assert made.take() == []
+    with recording(2) as made:
+        enter_phase("backward", step=2)
+        started = recorded(call, "all_reduce", GROUP, 7, rank=1, ranks=4, bytes=8)
+        enter_phase("forward", step=3)  # not recorded; the collective is of step 2
+        results = []
+        worker = threading.Thread(target=lambda: results.append(started()))
+        worker.start()
+        worker.join()
+        assert results == ["done"]
+        events = [event for event in made.take() if event.lane != MAIN]
+        assert [(event.lane, event.name) for event in events] == (
+            [(COLLECTIVES, "wait"), (EXCHANGE, "exchange"), (COLLECTIVES, "all_reduce")]
+        )
+        assert events[-1].args == {
+            **{"number": 7, "group": "0", "collective": "a1b2#7", "rank": 1, "ranks": 4},
+            **{"bytes": 8, "algorithm": "leader"},
+        }
+        times = [event[2:4] for event in events]
+        assert times[2][0] <= times[0][0] <= times[0][1] <= times[1][0] <= times[1][1]
+        assert times[1][1] <= times[2][1]
+        assert recorded(call, "all_reduce", GROUP, 8) is call
+        with part("wait"):
+            pass
+        assert made.take() == []
 
 
-def test_a_failed_collective_is_recorded_and_its_error_raised(recording):
-    made, _ = recording
-
+def test_a_failed_collective_is_recorded_and_its_error_raised():
     def fail():
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"):
+    with recording() as made, pytest.raises(ValueError, match="no"):
         recorded(fail, "barrier", GROUP, 1)()
     assert [event.name for event in made.take()] == ["barrier"]
     assert made.collective_lane is None
@@ -194,14 +174,11 @@ def test_nothing_is_recorded_without_a_timeline():
     enter_phase("forward", step=1)
 
 
-class DeviceMark:
-    """A mark of a device with a clock of its own."""
-
-    def __init__(self, time):
-        self.time = time
+class DeviceMark(NamedTuple):
+    time: float
 
     def is_reached(self):
-        return self.time is not None
+        return True
 
     def seconds_since(self, earlier):
         return self.time - earlier.time
@@ -213,17 +190,11 @@ class Accelerator:
     is_host = False
 
     def __init__(self):
-        self._time = 0.0
-
-    def mark(self):
-        self._time += 1
-        return DeviceMark(self._time)
+        self.mark = map(DeviceMark, itertools.count(1.0)).__next__
 
 
 def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
-    made = Recorder(2)
-    start_recording(made)
-    try:
+    with recording(2) as made:
         for step in (1, 2):
             enter_phase("forward", step=step)
             device = Accelerator()
@@ -234,8 +205,6 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
             device.mark()  # as of a bucket
             clock.gradients_summed(device.mark())
             clock.stop()
-    finally:
-        stop_recording()
     events = made.take_device_spans(DeviceMark(8.0), 108.0)
     assert [(event.name, event.start, event.end) for event in events] == [
         ("forward", 101, 102),
@@ -248,17 +217,13 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
 
 
 def test_the_relay_records_the_stages_of_each_chunk():
-    made = Recorder(1)
-    start_recording(made)
     tensor = torch.ones(32)
 
     def call():
         exchange_in_chunks(tensor.split(8), lambda t: t.mul_(2), Copies(), Slots(pins=False))
 
-    try:
+    with recording() as made:
         recorded(call, "all_reduce", GROUP, 1)()
-    finally:
-        stop_recording()
     assert tensor.tolist() == [2.0] * 32
     lanes = [(event.lane, event.args.get("bytes")) for event in made.take()]
     stages = ("relay: copy out", "relay: MPI", "relay: copy back")
@@ -275,14 +240,21 @@ def some_lines(rank=0, start=1.0):
     args = {"collective": "0#1", "rank": rank, "bytes": 4, "loss": math.nan}
     made.add(MAIN, "forward", start, start + 1, {"step": 1})
     made.add(COLLECTIVES, "all_reduce", start, start + 0.5, args)
-    events = process_events(rank, f"rank {rank}", rank) + status_events(rank, start, clock, 3)
-    return encode(events + ChromeLanes(rank).trace(made.take(), clock))
+    events = trace_file.process_events(rank, f"rank {rank}", rank)
+    events += trace_file.status_events(rank, start, clock, 3)
+    return trace_file.encode(events + trace_file.ChromeLanes(rank).trace(made.take(), clock))
 
 
-def test_the_file_is_a_valid_trace_with_and_without_its_end(tmp_path):
+@pytest.fixture
+def file(tmp_path):
+    """A timeline with the lines of two ranks."""
     file = TimelineFile(tmp_path, origin=1000.0)
     file.append(some_lines(0))
     file.append(some_lines(1))
+    return file
+
+
+def test_the_file_is_a_valid_trace_with_and_without_its_end(file, tmp_path):
     trace = read_trace(tmp_path / NAME)
     check_trace(trace)
     file.finish()
@@ -293,11 +265,9 @@ def test_the_file_is_a_valid_trace_with_and_without_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["finished", "cut", "complete line"])
-def test_a_later_job_continues_the_file(tmp_path, ending):
-    file = TimelineFile(tmp_path, origin=1000.0)
-    file.append(some_lines(0))
-    whole = read_trace(tmp_path / NAME)
+def test_a_later_job_continues_the_file(file, tmp_path, ending):
     path = tmp_path / NAME
+    whole = read_trace(path)
     if ending == "finished":
         file.finish()
     elif ending == "cut":
@@ -306,32 +276,26 @@ def test_a_later_job_continues_the_file(tmp_path, ending):
     later = TimelineFile(tmp_path, origin=5000.0)
     assert later.origin == 1000.0
     assert read_trace(path) == whole
-    later.append(some_lines(1))
+    later.append(some_lines(2))
     check_trace(read_trace(path))
 
 
 def test_a_file_that_is_not_a_timeline_is_renamed(tmp_path):
     (tmp_path / NAME).write_text("not a timeline\n")
-    file = TimelineFile(tmp_path, origin=1000.0)
-    assert file.origin == 1000.0
+    assert TimelineFile(tmp_path, origin=1000.0).origin == 1000.0
     check_trace(read_trace(tmp_path / NAME))
     assert (tmp_path / f"{NAME}.old").read_text() == "not a timeline\n"
 
 
-def test_a_full_disk_is_reported_once_and_leaves_a_valid_file(tmp_path, monkeypatch, caplog):
-    file = TimelineFile(tmp_path, origin=1000.0)
-    file.append(some_lines(0))
+def test_a_full_disk_is_reported_once_and_leaves_a_valid_file(file, tmp_path, monkeypatch, caplog):
     before = read_trace(tmp_path / NAME)
-    full = tmp_path / "full"
-    full.symlink_to("/dev/full")
-    with caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(file, "_path", full)
+    (tmp_path / "full").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as context:
+        context.setattr(file, "_path", tmp_path / "full")
         file.append(some_lines(1))
         file.append(some_lines(1))
-    assert len(caplog.records) == 1
-    assert "No space left" in caplog.text
-    assert "training continues" in caplog.text
-    monkeypatch.undo()
+    (message,) = caplog.messages
+    assert "No space left on device; training continues" in message
     assert read_trace(tmp_path / NAME) == before
 
 
@@ -344,57 +308,50 @@ def test_readings_and_events_become_counters_and_lines():
     sink.on_reading(first)
     sink.on_reading(replace(first, loss=2.0))
     sink.on_event(Event(step=3, time=now, kind="slow_end", text="rank 2 recovered", ranks=[2]))
-    lines = run_events(made.take_run_events(), made.clock)
-    assert [(line["ph"], line["pid"], line["args"]) for line in lines[:3]] == [
+    *counters, line = trace_file.run_events(made.take_run_events(), made.clock)
+    assert [(each["ph"], each["pid"], each["args"]) for each in counters] == [
         ("C", 1_000_000, {"samples/s": 100.0}),
         ("C", 0, {"batch size": 3}),
         ("C", 2, {"batch size": 5}),
+        # A batch size that has not changed is not repeated.
+        ("C", 1_000_000, {"samples/s": 100.0}),
+        ("C", 1_000_000, {"loss": 2.0}),
     ]
-    # A batch size that has not changed is not repeated.
-    assert [line["args"] for line in lines[3:5]] == [{"samples/s": 100.0}, {"loss": 2.0}]
-    assert (lines[5]["ph"], lines[5]["s"], lines[5]["name"]) == ("i", "g", "slow end (step 3)")
-    assert lines[5]["args"]["text"] == "rank 2 recovered"
-    assert len(lines) == 6
-    assert all(abs(line["ts"] - 5e6) < 1e5 for line in lines)
+    assert (line["ph"], line["s"], line["name"]) == ("i", "g", "slow end (step 3)")
+    assert line["args"]["text"] == "rank 2 recovered"
+    assert all(abs(each["ts"] - 5e6) < 1e5 for each in (*counters, line))
 
 
 # The settings
 
 
-def test_a_timeline_needs_a_run_folder_and_its_sampling_a_timeline():
-    assert TrainConfig(timeline=True).timeline
-    with pytest.raises(UserError, match="--timeline requires --run-dir"):
-        TrainingConfig(timeline=True)
-    with pytest.raises(UserError, match="--timeline-every requires --timeline"):
-        TrainConfig(timeline_every=5)
-    with pytest.raises(UserError, match=r"--timeline-every must be .*, not -1"):
-        TrainConfig(timeline=True, timeline_every=-1)
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (TrainingConfig, {"timeline": True}, "--timeline requires --run-dir"),
+        (TrainConfig, {"timeline_every": 5}, "--timeline-every requires --timeline"),
+        (TrainConfig, {"timeline": True, "timeline_every": -1}, "must be .*, not -1"),
+        (TrainingConfig, {"profile": "0@5"}, "--profile requires --run-dir"),
+        *(
+            (TrainConfig, {"profile": text}, r"^--profile must be .*, not .*$")
+            for text in "0 @5 0@ 0@0 0@9-5 3-1@5 -1@5 0,@5 0@1-1001 x@5 0@5,7 0@5@6 0-9999999@5 "
+            "0@99999999999".split()
+        ),
+    ],
+)
+def test_an_invalid_setting_is_a_one_line_error(config, settings, message):
+    with pytest.raises(UserError, match=message):
+        config(**settings)
 
 
 def test_a_profile_names_ranks_and_steps():
+    assert TrainConfig(timeline=True).timeline
     window = parse_profile("0,3-5@50-60")
     assert [rank for rank in range(9) if window.includes_rank(rank)] == [0, 3, 4, 5]
     assert (window.first_step, window.last_step) == (50, 60)
-    assert parse_profile("all@7").includes_rank(10_000)
-    assert parse_profile("all@7").last_step == 7
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("0", "@5", "0@", "0@0", "0@9-5", "3-1@5", "-1@5", "0,@5", "0@1-1001", "x@5", "0@5,7"),
-        *("0@5@6", "0-9999999@5", "0@99999999999"),
-    ],
-)
-def test_an_invalid_profile_is_a_one_line_error(text):
-    with pytest.raises(UserError, match=r"--profile must be .*, not ") as caught:
-        TrainConfig(profile=text)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_profile_needs_a_run_folder_and_ranks_of_the_job():
-    with pytest.raises(UserError, match="--profile requires --run-dir"):
-        TrainingConfig(profile="0@5")
-    parse_profile("all@5").check_ranks(1)
+    everybody = parse_profile("all@7")
+    everybody.check_ranks(1)
+    assert everybody.includes_rank(10_000)
+    assert everybody.last_step == 7
     with pytest.raises(UserError, match="names rank 3; the highest is rank 1"):
         parse_profile("0,3@5").check_ranks(2)
