@@ -2,33 +2,25 @@
 
 import json
 import threading
-import time
 
 import pytest
 
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.progress import PlainProgress
-from kaitian_mpi.observe.reading import Event, Figures, Reading
+from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.observe.trackers import import_tracker
+from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.training import _check_sinks
 
 
 def reading(step=7, **others):
     usual = {
-        "total_steps": 60,
-        "epoch": 1,
-        "epochs": 10,
-        "time": 1.5e9,
-        "loss": 1.23456,
-        "learning_rate": 0.1,
-        "samples_per_sec": 98.76,
-        "step_time_sec": 2.5,
-        "seconds_left": 125.4,
-        "ranks": [0, 2],
-        "batch_sizes": [3, 5],
+        **{"total_steps": 60, "epoch": 1, "epochs": 10, "time": 1.5e9, "loss": 1.23456},
+        **{"learning_rate": 0.1, "samples_per_sec": 98.76, "step_time_sec": 2.5},
+        **{"seconds_left": 125.4, "ranks": [0, 2], "batch_sizes": [3, 5]},
         "compute_time_sec": [1.0, 2.0],
         "wait_time_sec": [1.5, 0.5],
         "data_time_sec": [0.0, 0.0],
@@ -65,10 +57,9 @@ def test_a_failing_sink_is_no_longer_used(caplog):
     assert [each.step for each in failing.seen] == [1]
     assert [each.step for each in good.seen[:-1]] == [1, 2]
     assert good.seen[-1] is True
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert caplog.messages == [
         "Failing failed and receives no more metrics; training continues: OSError: no room"
-    )
+    ]
 
 
 def test_the_run_folder_has_everything_but_forecasts(tmp_path):
@@ -101,20 +92,13 @@ def test_the_run_folder_has_everything_but_forecasts(tmp_path):
 def test_without_a_folder_only_progress_is_shown(capsys):
     sinks = Sinks([RunFolderSink(NoFolder()), PlainProgress()])
     sinks.on_reading(reading(logged={"perplexity": 2.0}))
-    sinks.on_event(Event(step=7, time=0.0, kind="finish", text="finished"))
+    sinks.event("finish", 7, "finished")
     assert capsys.readouterr().out == (
         "epoch 2/10 | step 7/60 | loss 1.2346 | 98.8 samples/s | 2:05 left | perplexity 2\n"
     )
 
 
 # A sink in a thread of its own
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_background_sink_gets_everything_in_order():
@@ -148,10 +132,10 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
     background.close(True)
     assert sink.seen == []  # it still blocks
     release.set()
-    wait_until(lambda: True in sink.seen)
+    assert wait_until(lambda: True in sink.seen, 60)
     # The oldest of those that waited are dropped; the end waits like them.
     assert [each.step for each in sink.seen[:-1]] == [0, *range(12, MAX_WAITING + 11)]
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "it cannot keep up: the oldest metrics that wait for it are dropped",
         "it did not accept the last metrics within 0 s; they may be missing there",
     ]
@@ -162,13 +146,12 @@ def test_a_failing_background_sink_is_no_longer_used(caplog):
         raise RuntimeError("no network\nmore of it")
 
     background = BackgroundSink("it", fail)
-    wait_until(lambda: caplog.records)
+    assert wait_until(lambda: bool(caplog.records), 60)
     background.on_reading(reading())
     background.close(True)
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert caplog.messages == [
         "it failed and receives no more metrics; training continues: RuntimeError: no network"
-    )
+    ]
 
 
 def test_a_missing_package_is_named_with_how_to_install_it():
