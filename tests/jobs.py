@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
 }
+SURVIVING = ("--with-ft", "ulfm")
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 PYTHON = sys.executable
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -58,6 +59,11 @@ class Ended:
     def text(self) -> str:
         return self.out + self.err
 
+    def checked(self, code: int | None) -> Self:
+        """Return this, if it has ended with this code; None: any."""
+        assert code is None or self.code == code, self.text
+        return self
+
 
 def start(
     *command: str, cwd: Path, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
@@ -73,7 +79,8 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], started_at: float) -> Ended:
+def finish(process: subprocess.Popen[str], started_at: float, code: int | None = 0) -> Ended:
+    """Wait for a process, which has to end with this code; None: with any."""
     try:
         out, err = process.communicate(timeout=LONGEST_SEC)
     except subprocess.TimeoutExpired:
@@ -82,23 +89,24 @@ def finish(process: subprocess.Popen[str], started_at: float) -> Ended:
         pytest.fail(f"still running after {LONGEST_SEC} s\n{out}\n{err}")
     now = time.time()
     err = err.replace("\0", "")  # Open MPI ends its own messages with one
-    return Ended(process.returncode, out, err, now - started_at, now)
+    return Ended(process.returncode, out, err, now - started_at, now).checked(code)
 
 
-def run_ranks(ranks: int, *command: str, cwd: Path, fresh: bool = False, **env: str) -> Ended:
-    """Run a command under mpirun, whose options may come first; see `PLANTED` for models.
+def run_ranks(ranks: int, *command: str, **options: Any) -> Ended:
+    """Run a command under mpirun, whose options may come first; see `run_alone`."""
+    return run_alone("mpirun", "-np", str(ranks), *map(str, command), **options)
 
-    Each rank is a fresh process, or else forked, see `fork_server.py`.
+
+def run_alone(
+    *command: str, cwd: Path, fresh: bool = False, code: int | None = 0, **env: str
+) -> Ended:
+    """Run a command as one rank, without mpirun; see `PLANTED` for models.
+
+    Each rank is a fresh process, or else forked, see `fork_server.py`. The command has to end with
+    this code; None: with any.
     """
-    words = ["mpirun", "-np", str(ranks), *map(str, command)]
-    return run_alone(*words, cwd=cwd, fresh=fresh, **env)
-
-
-def run_alone(*command: str, cwd: Path, fresh: bool = False, **env: str) -> Ended:
-    """Run a command as one rank, without mpirun; see `run_ranks`."""
     words = command if fresh else forked(command)
-    started_at = time.time()
-    return finish(start(*words, cwd=cwd, env=env), started_at)
+    return finish(start(*words, cwd=cwd, env=env), time.time(), code)
 
 
 def forked(command: Sequence[str]) -> list[str]:
@@ -172,6 +180,11 @@ def newest_checkpoint(folder: Path) -> Path:
     return folder / "run" / "checkpoints" / f"{max(steps_saved(folder))}.pt"
 
 
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)
+
+
 def steps_shown(ended: Ended) -> list[int]:
     return [int(step) for step in re.findall(r"\| step (\d+)/", ended.text)]
 
@@ -191,7 +204,7 @@ class Job:
         fresh: bool = True,
         **env: str,
     ) -> None:
-        words = ("mpirun", *(("--with-ft", "ulfm") if survives else ()), "-np", str(ranks))
+        words = ("mpirun", *SURVIVING * survives, "-np", str(ranks))
         words += command if fresh else tuple(forked(command))
         self._start(*words, cwd=cwd, env=env)
 
@@ -257,14 +270,15 @@ class Job:
     def kill(self, *ranks: int) -> None:
         self.signal(signal.SIGKILL, *ranks)
 
-    def finish(self) -> Ended:
+    def finish(self, code: int | None = 0) -> Ended:
+        """Wait for its end, which has to be with this code; None: with any."""
         try:
-            code = self.process.wait(LONGEST_SEC)
+            found = self.process.wait(LONGEST_SEC)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {LONGEST_SEC} s\n{self.text}")
         now = time.time()
         self._listener.join()
-        return Ended(code, self.text, "", now - self.started_at, now)
+        return Ended(found, self.text, "", now - self.started_at, now).checked(code)
 
     def _listen(self) -> None:
         for line in self.process.stdout:
@@ -293,7 +307,7 @@ class HostsJob(Job):
     ) -> None:
         self._hosts = hosts
         if IS_OPEN_MPI:
-            options = [*(("--with-ft", "ulfm") if survives else ()), "--bind-to", "none"]
+            options = [*SURVIVING * survives, "--bind-to", "none"]
             options += ["--hostfile", str(hosts.hostfile)] if on_all else []
             for name in (*_AS_ROOT, "PYTHONPATH"):
                 options += ["-x", name]

@@ -48,7 +48,9 @@ def run_each(
     """
     program, *words = command
     lines = json.dumps([[*words, *own.split()] for own in flags])
-    ended = run_ranks(ranks, *options, PYTHON, _SCRIPT, program, lines, cwd=cwd, fresh=fresh)
+    ended = run_ranks(
+        ranks, *options, PYTHON, _SCRIPT, program, lines, cwd=cwd, fresh=fresh, code=None
+    )
     return {own: _read(cwd, number, ranks, ended) for number, own in enumerate(flags)}, ended
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import torch
 from torch import nn
@@ -37,24 +38,16 @@ def raise_error():
     raise ValueError("planted")
 
 
-def exit_3():
-    sys.exit(3)
+raising = partial(Breaking, how=raise_error)
+exiting = partial(Breaking, how=partial(sys.exit, 3))
+leaving = partial(Breaking, how=partial(sys.exit, 0))
 
 
-def exit_0():
-    sys.exit(0)
-
-
-def raising(num_classes):
-    return Breaking(num_classes, raise_error)
-
-
-def exiting(num_classes):
-    return Breaking(num_classes, exit_3)
-
-
-def leaving(num_classes):
-    return Breaking(num_classes, exit_0)
+def spin(seconds):
+    """Use CPU time."""
+    ends_at = time.thread_time() + seconds
+    while time.thread_time() < ends_at:
+        pass
 
 
 class Slow(nn.Module):
@@ -80,10 +73,20 @@ class Steady(Slow):
     """
 
     def forward(self, x):
-        ends_at = time.thread_time() + 2e-3
-        while time.thread_time() < ends_at:
-            pass
+        spin(2e-3)
         return super().forward(x)
+
+
+class Paced(Slow):
+    """Takes 0.5 ms per sample, of which 0.1 ms is CPU time, which an emulated slowdown multiplies.
+
+    So a large slowdown changes what a step takes more than a busy machine can.
+    """
+
+    def forward(self, x):
+        spin(1e-4 * len(x))
+        time.sleep(4e-4 * len(x))
+        return self.layer(x.flatten(1))
 
 
 class SlowAndWide(Slow):
@@ -159,28 +162,20 @@ class SlowToEvaluate(Exact):
         return super().forward(x)
 
 
-class PrintsFirstStep(Exact):
-    """Prints a line when rank 1 computes for the first time, which is in the benchmark if any."""
+def acting(call, rank, act):
+    """Return a model that acts on a rank in a call; the first one is in the benchmark, if any."""
 
-    def before_call(self):
-        if self.calls == 1 and self.rank == 1:
-            print("rank 1 computes", flush=True)
+    class Acting(Exact):
+        def before_call(self):
+            if (self.calls, self.rank) == (call, rank):
+                act()
 
-
-class DiesInFirstForward(Exact):
-    """Kills rank 1 in its first forward: without a benchmark, that of the parity check."""
-
-    def before_call(self):
-        if self.calls == 1 and self.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    return Acting
 
 
-class Hanging(Exact):
-    """Hangs on rank 1 in step 5."""
-
-    def before_call(self):
-        if self.calls == 5 and self.rank == 1:
-            time.sleep(10_000)
+PrintsFirstStep = acting(1, 1, partial(print, "rank 1 computes", flush=True))
+DiesInFirstForward = acting(1, 1, partial(os.kill, os.getpid(), signal.SIGKILL))
+Hanging = acting(5, 1, partial(time.sleep, 10_000))
 
 
 def hanging_data():
@@ -300,18 +295,3 @@ class RecordedDataset(Dataset):
 def recorded_digits():
     train, validation = images.load_digits(0.2)
     return RecordedDataset(train, os.environ.get("RECORD_IN")), RecordedDataset(validation, None)
-
-
-# The flags' names, as planted:slow.
-slow = Slow
-steady = Steady
-slow_and_wide = SlowAndWide
-large = Large
-exact = Exact
-slow_to_evaluate = SlowToEvaluate
-dies_in_first_forward = DiesInFirstForward
-prints_first_step = PrintsFirstStep
-hanging = Hanging
-faulty = Faulty
-never_finite = NeverFinite
-dropping = Dropping

@@ -21,7 +21,6 @@ class Device:
 @pytest.mark.any_mpi
 def test_a_job_is_examined_and_reported_as_json(mpirun, tmp_path):
     ended = mpirun(3, *DOCTOR, "--json")
-    assert ended.code == 0, ended.text
     assert ended.seconds < LIMIT_SEC
     report = json.loads(ended.out)
     assert [facts["rank"] for facts in report["ranks"]] == [0, 1, 2]
@@ -42,8 +41,7 @@ def test_ranks_that_fail_are_named_and_hold_up_no_other(mpirun, tmp_path):
     (information / "entry_points.txt").write_text("[kaitian_mpi.devices]\nacme = acme:Device\n")
     (tmp_path / "acme.py").write_text(HANGING)
     words = ("--with-ft", "ulfm", *DOCTOR, "--timeout", "9", "--run-dir", "/proc/runs")
-    ended = mpirun(2, *words, PYTHONPATH=str(tmp_path))
-    assert ended.code == 1, ended.text
+    ended = mpirun(2, *words, PYTHONPATH=str(tmp_path), code=1)
     assert ended.seconds < LIMIT_SEC
     text = " ".join(ended.out.split())
     assert "the examination of devices failed (rank 1): no answer within 9 s" in text
@@ -55,6 +53,6 @@ def test_ranks_that_fail_are_named_and_hold_up_no_other(mpirun, tmp_path):
 
 
 def test_a_wrong_flag_is_one_line(mpirun):
-    ended = mpirun(2, *DOCTOR, "--timeout", "-1")
-    assert (ended.code, ended.out) == (2, "")
+    ended = mpirun(2, *DOCTOR, "--timeout", "-1", code=2)
+    assert ended.out == ""
     assert ended.err.count("kaitian-doctor: error: --timeout must be") == 1

@@ -3,11 +3,10 @@
 import json
 import re
 import shlex
-import time
 from pathlib import Path
 
 import pytest
-from jobs import IS_OPEN_MPI, PYTHON, finish, forked, start
+from jobs import IS_OPEN_MPI, PYTHON, run_alone
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/your-own-training.md").read_text()
@@ -46,8 +45,7 @@ def run(command, folder):
     if not IS_OPEN_MPI:  # the others have no such option
         command = command.replace("--with-ft ulfm ", "")
     words = [PYTHON if word == "python" else word for word in shlex.split(command)]
-    ended = finish(start(*forked(words), cwd=folder), time.time())
-    assert ended.code == 0, ended.text
+    ended = run_alone(*words, cwd=folder)
     return ended.out
 
 
@@ -86,12 +84,10 @@ def test_the_script_of_the_readme_trains(mpirun, tmp_path):
     (script,) = blocks((ROOT / "README.md").read_text(), "python")
     (tmp_path / "script.py").write_text(PARTS + script)
     ended = mpirun(2, PYTHON, "script.py")
-    assert ended.code == 0, ended.text
     assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M), ended.text
 
 
 def test_the_script_with_batch_sizes_by_hand_trains(mpirun, tmp_path):
     *_, script = blocks((ROOT / "docs/scripts.md").read_text(), "python")
     (tmp_path / "script.py").write_text(script)
-    ended = mpirun(2, PYTHON, "script.py")
-    assert ended.code == 0, ended.text
+    mpirun(2, PYTHON, "script.py")

@@ -12,6 +12,7 @@ import torch
 from jobs import (
     EVEN,
     Job,
+    largest_difference,
     newest_checkpoint,
     read_lines,
     read_readings,
@@ -31,12 +32,7 @@ STEPS_PER_EPOCH = 6
 RECOVERY_LIMIT_SEC = 60
 LIMIT_SEC = 60  # 5 s on a machine that has nothing else to do
 
-EXACT = "kaitian-train --model planted:exact --dataset planted:recorded_digits --epochs 5".split()
-
-
-def largest_difference(one, other):
-    assert one.keys() == other.keys()
-    return max((one[key] - other[key]).abs().max().item() for key in one)
+EXACT = "kaitian-train --model planted:Exact --dataset planted:recorded_digits --epochs 5".split()
 
 
 def order_of_samples(epoch):
@@ -52,8 +48,7 @@ def order_of_samples(epoch):
 def undisturbed(tmp_path_factory):
     """The same training on one rank."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = run_alone(*EXACT, *EVEN, cwd=folder)
-    assert ended.code == 0, ended.text
+    run_alone(*EXACT, *EVEN, cwd=folder)
     return folder
 
 
@@ -173,7 +168,6 @@ def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed
         cwd=tmp_path,
         RECORD_IN=str(tmp_path / "taken"),
     )
-    assert ended.code == 0, ended.text
     assert "resuming from step 5 (step-00000005.pt on " in ended.text
     assert steps_shown(ended) == list(range(6, 5 * STEPS_PER_EPOCH + 1))
     summary = summary_of(tmp_path)
@@ -195,7 +189,7 @@ def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed
 
 
 def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
-    command = "kaitian-train --model planted:slow_to_evaluate --epochs 2".split()
+    command = "kaitian-train --model planted:SlowToEvaluate --epochs 2".split()
     kinds = "--emulate-kinds gpu,gpu,mlu,mlu".split()
     with Job(4, *command, *EVEN, *kinds, cwd=tmp_path, fresh=False) as job:
         job.wait_for(r"step 2/")
@@ -204,7 +198,6 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
         time.sleep(0.2)
         job.kill(2)
         ended = job.finish()
-    assert ended.code == 0, ended.text
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["ranks"] == [3]
@@ -220,7 +213,7 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
 
 
 def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
-    command = "kaitian-train --model planted:prints_first_step --epochs 5 --run-dir run".split()
+    command = "kaitian-train --model planted:PrintsFirstStep --epochs 5 --run-dir run".split()
     flags = "--spares 2 --benchmark-seconds 3 --log-interval 0".split()
     with Job(
         5, *command, *flags, cwd=tmp_path, fresh=False
@@ -231,7 +224,6 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
         trained_with = summary_of(tmp_path)["ranks"]
         job.kill(0)
         ended = job.finish()
-    assert ended.code == 0, ended.text
     assert trained_with == [0, 2]
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
@@ -252,13 +244,12 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
 
 @pytest.mark.any_mpi
 def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
-    command = "kaitian-train --model planted:dropping --epochs 3 --global-batch-size 128".split()
+    command = "kaitian-train --model planted:Dropping --epochs 3 --global-batch-size 128".split()
     often = (*command, *EVEN, *"--checkpoint-every 2 --resume auto --timeline".split())
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
     ended = run_ranks(2, *command, *EVEN, cwd=whole)
-    assert ended.code == 0, ended.text
 
     with Job(2, *often, cwd=cut, survives=False, fresh=False) as job:
         job.wait_for("fault tolerance: off")
@@ -270,7 +261,7 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
         )
         killed_at = time.time()
         job.kill(1)
-        ended = job.finish()
+        ended = job.finish(code=None)
     assert ended.code != 0
     assert ended.ended_at - killed_at < LIMIT_SEC
 
@@ -278,7 +269,6 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     with newest.open("r+b") as file:
         file.truncate(newest.stat().st_size // 2)
     ended = run_ranks(2, *often, cwd=cut)
-    assert ended.code == 0, ended.text
     assert f"] warning: checkpoint {newest.name} is damaged and ignored: " in ended.err
     step = int(re.search(r"resuming from step (\d+) \(step-", ended.out)[1])
     assert step % 12 != 0, "not in the middle of an epoch"
@@ -299,22 +289,19 @@ def test_resume_with_rank_0_excluded(tmp_path):
     command += "--run-dir run --log-interval 0 --resume auto --memory-format contiguous".split()
     slow = "--emulate-slowdown 0:100".split()
     ended = run_ranks(2, *command, *slow, "--max-steps", "4", cwd=tmp_path)
-    assert ended.code == 0, ended.text
     assert summary_of(tmp_path)["ranks"] == [1]
     ended = run_ranks(2, *command, *slow, "--max-steps", "7", cwd=tmp_path)
-    assert ended.code == 0, ended.text
     assert "resuming from step 4 (step-00000004.pt on " in ended.out
     assert summary_of(tmp_path)["ranks"] == [1]
     assert steps_shown(ended) == [5, 6, 7]
-    ended = run_ranks(2, *command, "--keep-all", "--max-steps", "9", cwd=tmp_path)
-    assert ended.code == 0, ended.text
+    ended = run_ranks(2, *command, *slow, "--keep-all", "--max-steps", "9", cwd=tmp_path)
     assert "--keep-all changed from False to True" in ended.out
     assert summary_of(tmp_path)["ranks"] == [0, 1]
+    assert min(summary_of(tmp_path)["batch_sizes"]) >= 1
     assert steps_shown(ended) == [8, 9]
     alone = (*command, "--max-steps", "11")
     (tmp_path / "run" / "checkpoints" / "step-00000009.json").unlink()
     ended = run_alone(*alone, cwd=tmp_path)
-    assert ended.code == 0, ended.text
     assert "resuming from step 7 (" in ended.out
     assert summary_of(tmp_path)["ranks"] == [0]
     assert [line["step"] for line in read_readings(tmp_path / "run")] == list(range(1, 12))
@@ -324,9 +311,8 @@ def test_resume_with_rank_0_excluded(tmp_path):
 
 
 def test_a_nan_step_is_skipped_and_a_diverged_rank_is_repaired(tmp_path):
-    command = "kaitian-train --model planted:faulty --epochs 3 --check-every 2".split()
+    command = "kaitian-train --model planted:Faulty --epochs 3 --check-every 2".split()
     ended = run_ranks(3, *command, *EVEN, cwd=tmp_path)
-    assert ended.code == 0, ended.text
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["bad_steps"] == 1
@@ -342,9 +328,8 @@ def test_a_nan_step_is_skipped_and_a_diverged_rank_is_repaired(tmp_path):
 
 
 def test_too_many_nan_steps_end_the_run_with_one_line(tmp_path):
-    command = "kaitian-train --model planted:never_finite --max-bad-steps 3".split()
-    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path)
-    assert ended.code == 2, ended.text
+    command = "kaitian-train --model planted:NeverFinite --max-bad-steps 3".split()
+    ended = run_ranks(2, *command, *EVEN, cwd=tmp_path, code=2)
     errors = [line for line in ended.err.splitlines() if line.startswith("kaitian-train: error")]
     assert len(errors) == 1, ended.text
     assert "gradients of 3 steps in a row were not finite, the last at step 6" in errors[0]

@@ -42,7 +42,6 @@ def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun, tmp_
         *"kaitian-run --backend-override nccl,gloo --emulate-kinds a,b,b".split(),
         *"theirs.py --exit 0".split(),
     )
-    assert ended.code == 0, ended.text
     lines = ended.out.splitlines()
     assert len(lines) == 3
     for line in lines:
@@ -104,7 +103,6 @@ def test_an_unmodified_script_takes_the_hybrid_path_with_a_slow_rank(
 ):
     (tmp_path / "theirs.py").write_text(STOCK_DDP)
     ended = mpirun(2, *command, **variables)
-    assert ended.code == 0, ended.text
     assert re.fullmatch(line + "\n", ended.err)
     figures = dict(re.findall(r"^(\d) (\S+) False$", ended.out, re.M))
     assert set(figures) == {"0", "1"}
@@ -158,7 +156,6 @@ dist.destroy_process_group()
 def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, command):
     (tmp_path / "theirs.py").write_text(SIGNALS)
     ended = mpirun(2, *command, "theirs.py")
-    assert ended.code == 0, ended.text
     assert ended.out.splitlines() == 2 * ["2 ['USR1', 'TERM', 'INT'] -15 [0, 1, 4] [7, 1]"]
     assert ended.err.count("ValueError: planted") == 2  # of the children alone
 
@@ -167,8 +164,7 @@ def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, comm
 def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     command = "kaitian-run --backend-override nccl,gloo theirs.py --exit 7".split()
-    ended = mpirun(2, *command, fresh=True)
-    assert ended.code == 7, ended.text
+    ended = mpirun(2, *command, fresh=True, code=7)
     assert re.search(r"^\[1@[^\]]+\] sys\.exit\(7\)", ended.err, re.MULTILINE)
 
 
@@ -179,8 +175,8 @@ def test_an_error_on_a_single_rank_is_reported_by_it(mpirun, tmp_path):
         *(2, "sh", "-c"),
         'test "$OMPI_COMM_WORLD_RANK$PMI_RANK" = 0 && exec kaitian-run theirs.py'
         " || kaitian-run nowhere.py",
+        code=2,
     )
-    assert ended.code == 2, ended.text
     assert ended.err.count("kaitian-run: error: there is no script nowhere.py") == 1
 
 
@@ -226,7 +222,9 @@ time.sleep(rank / 2)
 )
 def test_a_rank_that_exits_early_with_0_is_named(mpirun, tmp_path, how, rank, message):
     (tmp_path / "theirs.py").write_text(LEAVING)
-    ended = mpirun(3, *"kaitian-run --backend-override nccl theirs.py".split(), how, rank)
+    ended = mpirun(
+        3, *"kaitian-run --backend-override nccl theirs.py".split(), how, rank, code=None
+    )
     assert ended.code not in (0, None), ended.text
     assert re.search(rf"^\[\d@[^\]]+\] .*{message}", ended.err, re.MULTILINE), ended.text
     left_at = float(re.search(r"left at (\S+)", ended.out)[1])
@@ -237,7 +235,6 @@ def test_ranks_may_exit_in_any_order_with_open_groups_and_messages(mpirun, tmp_p
     (tmp_path / "theirs.py").write_text(LEAVING)
     command = "kaitian-run --backend-override nccl theirs.py normally 0".split()
     ended = mpirun(3, *command)
-    assert ended.code == 0, ended.text
     assert ended.err == ""
 
 
@@ -271,7 +268,6 @@ def test_a_script_takes_its_own_device_however_it_asks(mpirun, tmp_path, devices
     (tmp_path / "theirs.py").write_text(WHICH)
     plugin = str(PLANTED / "emulated_mlu")
     ended = mpirun(2, "kaitian-run", "--devices", devices, "theirs.py", PYTHONPATH=plugin)
-    assert ended.code == 0, ended.text
     assert sorted(ended.out.splitlines()) == expected
 
 
@@ -297,9 +293,7 @@ def test_a_module_runs_as_python_runs_it(mpirun, tmp_path):
         [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     ended = mpirun(2, "kaitian-run", *words)
-    assert ended.code == 0, ended.text
     assert sorted(ended.out.splitlines()) == sorted(2 * alone.stdout.splitlines())
 
-    ended = mpirun(2, *"kaitian-run -m package.missing".split())
-    assert ended.code == 2, ended.text
+    ended = mpirun(2, *"kaitian-run -m package.missing".split(), code=2)
     assert ended.err.count("kaitian-run: error: -m package.missing: no module of this name") == 1

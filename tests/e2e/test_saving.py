@@ -12,12 +12,10 @@ from jobs import (
     EVEN,
     IS_OPEN_MPI,
     Job,
-    finish,
     newest_checkpoint,
     read_lines,
     read_readings,
     run_alone,
-    start,
     steps_saved,
     steps_shown,
     summary_of,
@@ -31,7 +29,7 @@ LIMIT_SEC = 60  # 5 s on a machine that has nothing else to do
 
 @pytest.mark.any_mpi
 def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
-    command = "kaitian-train --model planted:slow --global-batch-size 24 --workers 1".split()
+    command = "kaitian-train --model planted:Slow --global-batch-size 24 --workers 1".split()
     with Job(2, *command, *EVEN, cwd=tmp_path, survives=False, fresh=False) as job:
         job.wait_for(r"step 2/")
         job.signal(signal.SIGUSR1, 1)
@@ -60,11 +58,11 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
     ("number", "survives", "model"),
     [
         pytest.param(
-            signal.SIGTERM, False, "large", marks=pytest.mark.any_mpi
+            signal.SIGTERM, False, "Large", marks=pytest.mark.any_mpi
         ),  # takes longer to write than mpirun gives a rank
-        (signal.SIGTERM, True, "slow"),
-        pytest.param(signal.SIGINT, False, "slow", marks=pytest.mark.any_mpi),
-        (signal.SIGINT, True, "large"),
+        (signal.SIGTERM, True, "Slow"),
+        pytest.param(signal.SIGINT, False, "Slow", marks=pytest.mark.any_mpi),
+        (signal.SIGINT, True, "Large"),
     ],
 )
 def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model):
@@ -74,7 +72,7 @@ def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model)
         ranks = job.rank_pids()
         job.process.send_signal(number)
         signalled_at = time.time()
-        ended = job.finish()  # of the process that saves, too: it has mpirun's stderr
+        ended = job.finish(code=None)  # of the process that saves, too: it has mpirun's stderr
     assert_gone(ranks.values(), LIMIT_SEC)
     assert ended.code != 0
     assert ended.ended_at - signalled_at < LIMIT_SEC
@@ -118,7 +116,6 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
     command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
     ended = run_alone(*command, *EVEN, cwd=tmp_path)
-    assert ended.code == 0, ended.text
     assert (
         "could not be written: No space left on device; training continues, there is none yet"
         in ended.err
@@ -144,8 +141,7 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
 @pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
 def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
     train = "kaitian-train --model cnn --dataset synthetic --max-steps 3".split()
-    ended = finish(start("kaitian-supervise", *train, *EVEN, cwd=tmp_path), time.time())
-    assert ended.code == 74, ended.text
+    ended = run_alone("kaitian-supervise", *train, *EVEN, cwd=tmp_path, fresh=True, code=74)
     (error,) = re.findall("^kaitian-train: error: (.*)", ended.err, re.MULTILINE)
     assert "training is done, but run/checkpoints/model.pt could not be written: No space" in error
     assert ended.err.count("start 1 of 4") == 1
@@ -158,7 +154,6 @@ def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     again = ("--resume", "auto", "--snapshots", name)
     ended = run_alone(*train, *EVEN, *again, cwd=tmp_path)
-    assert ended.code == 0, ended.text
     assert not re.search(r"step [0-9]+/", ended.text)  # nothing is trained again
     summary = summary_of(tmp_path)
     assert summary["finished"] is True

@@ -18,7 +18,6 @@ def example(name, *options):
 
 def run_example(mpirun, ranks, name, *options):
     ended = mpirun(ranks, *example(name, *options))
-    assert ended.code == 0, ended.text
     assert ended.err == ""
     return ended.out
 
@@ -51,7 +50,6 @@ def test_boxes_are_found_whatever_number_an_image_has(mpirun):
 )
 def test_lora_learns_what_the_answers_look_like(mpirun):
     ended = mpirun(2, *example("lora.py", "--epochs", "3"))
-    assert ended.code == 0, ended.text
     assert "Traceback" not in ended.err  # the libraries may warn of each other
     assert "trained 17408 of 132416 parameters" in ended.out
     assert losses(ended.out)[0] > 6
@@ -81,13 +79,12 @@ def test_experts_on_several_ranks_learn_as_on_one(mpirun):
 
 
 def test_example_model_trains(mpirun):
-    ended = mpirun(
+    mpirun(
         2,
         *"kaitian-train --model examples.own_model:build --max-steps 2".split(),
         *"--benchmark-seconds 1".split(),
         PYTHONPATH=str(ROOT),
     )
-    assert ended.code == 0, ended.text
 
 
 def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path):
@@ -101,7 +98,6 @@ def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path
         "print(dist.get_rank(), 'done')\n"
     )
     ended = mpirun(2, PYTHON, "script.py", fresh=True)
-    assert ended.code == 0, ended.text
     assert sorted(ended.out.split()) == ["0", "1", "done", "done"]
     assert ended.err == ""
 
@@ -126,8 +122,7 @@ for step in Training(task, global_batch_size=8, epochs=2, balance="off"):
 
 def test_a_mistake_in_a_script_is_one_line(mpirun, tmp_path):
     (tmp_path / "script.py").write_text(MISTAKE)
-    ended = mpirun(2, PYTHON, "script.py")
-    assert ended.code == 2, ended.text
+    ended = mpirun(2, PYTHON, "script.py", code=2)
     errors = [line for line in ended.err.splitlines() if "error: " in line]
     assert len(errors) == 1, ended.text
     assert errors[0].startswith("script.py: error: the loss is a tensor of shape [4, 1]; it must")

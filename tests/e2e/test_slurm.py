@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 needs_pmix = pytest.mark.skipif(not has_pmix(), reason="needs libpmix.so, for srun --mpi=pmix")
 
 EXAMPLES = PLANTED.parents[1] / "examples/cluster"
-SLOW = "--model planted:slow --global-batch-size 24 --balance off --log-interval 0".split()
+SLOW = "--model planted:Slow --global-batch-size 24 --balance off --log-interval 0".split()
 ONE_EACH = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1".split()
 KINDS = ("nvidia", "cambricon")
 

@@ -28,7 +28,6 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
         PYTHONPATH=f"{OTHER_PACKAGE}:{broken.parent}",
         KAITIAN_FAKE_DEVICE="rounding",
     )
-    assert ended.code == 0, ended.text
     assert "broken" not in ended.text
     assert "differ from the others'" not in ended.text  # though these devices round unlike the CPU
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -51,8 +50,8 @@ def test_a_device_without_running_statistics_is_named_before_it_trains(mpirun):
         *"kaitian-train --devices vendor:0,cpu --model cnn --balance off --max-steps 2".split(),
         PYTHONPATH=str(OTHER_PACKAGE),
         KAITIAN_FAKE_DEVICE="frozen-statistics",
+        code=2,
     )
-    assert ended.code == 2, ended.text
     assert "by more than rounding on vendor (rank 0" in ended.err
     assert "the buffers 1.0e+00" in ended.err, ended.err
     assert "Traceback" not in ended.text
@@ -67,7 +66,6 @@ def test_accelerators_survive_the_only_cpu_rank(tmp_path):
         job.wait_for("step 3/")
         job.kill(cpu)
         ended = job.finish()
-    assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["finished"]
     assert summary["ranks"] == sorted({0, 1, 2} - {cpu})
@@ -86,7 +84,6 @@ def test_accelerators_survive_one_of_their_own(tmp_path, devices):
         job.wait_for("step 3/")
         job.kill(1)
         ended = job.finish()
-    assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["finished"]
     assert summary["ranks"] == [0, 2]

@@ -24,6 +24,7 @@ def found(request, kind, count, tmp_path_factory):
         cwd=tmp_path_factory.mktemp("ranks"),
         fresh=True,
         **stand_in.environment(kind, accelerators, 1),
+        code=None,
     )
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)
     return lines, ended
