@@ -1,21 +1,32 @@
-"""Shows the progress of a run: plain lines, or a live view if stdout is a terminal."""
+"""What a run shows while it trains, as plain lines or a live view, and its end in three lines."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.observe.reading import Reading, duration
+from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
 
 _log = logging.getLogger(__name__)
 
 _MIN_COLUMNS, _MIN_ROWS = 32, 10
+_MIN_SHOWN = 0.005
+_MIN_ADVISED = 0.1
+SLOWER_RANKS, COMMUNICATION = "slower ranks", "communication"
+DATA, OTHER = "loading data", "time between steps"
+_ADVICE = {
+    SLOWER_RANKS: "the ranks wait for slower ones: see kaitian-plan for what each costs",
+    COMMUNICATION: "communication takes most of the rest: a larger --global-batch-size needs less "
+    "of it, and --wire sends fewer bits between hosts",
+    DATA: "loading the data takes most of the rest: --workers N loads it in background processes",
+    OTHER: "the time between steps takes most of the rest: the script's own code, or checks",
+}
 
 
 class PlainProgress(MetricsSink):
@@ -70,3 +81,123 @@ def _owns_terminal(infos: Sequence[RankInfo]) -> bool:
     with suppress(OSError):  # not the terminal of this session
         return os.tcgetpgrp(sys.stdout.fileno()) == os.getpgrp()
     return True
+
+
+class Outcome(MetricsSink):
+    """Prints three lines when the run finishes: what was reached, how devices were used, what next.
+
+    How well the devices were used is measured in the run itself. A rank that takes c seconds to
+    compute its b samples computes b / c samples/s; alone, without others to wait for and without
+    communication, it would reach that. The job's throughput is divided by the sum of these over the
+    ranks, and what is missing to 1 is what the ranks' time went to besides, each rank weighted by
+    its b / c. (A rank's `compute` holds what it is slowed down by. So this does not say whether a
+    device is as fast as it should be; the slow ranks are named.)
+    """
+
+    def __init__(self, folder: str, emulated: bool) -> None:
+        self._folder, self._emulated = folder, emulated
+        self._computing = 0.0
+        """Samples' worth of the time in which the ranks computed."""
+        self._spent = dict.fromkeys((SLOWER_RANKS, COMMUNICATION, DATA, OTHER), 0.0)
+        """Samples' worth of the other time, by what it went to."""
+        self._samples = self._seconds = 0.0
+        self._first: Event | None = None
+        self._reading: Reading | None = None
+        self._held_out: Mapping[str, float] = {}
+        self._lost: list[Event] = []
+        self._slow: dict[int, Event] = {}
+
+    def on_reading(self, reading: Reading) -> None:
+        """Add up what the ranks' time goes to."""
+        self._reading = reading
+        steps, step_sec = reading.steps, reading.step_time_sec
+        self._samples += reading.samples_per_sec * step_sec * steps
+        self._seconds += step_sec * steps
+        waits, data = reading.wait_time_sec, reading.data_time_sec
+        # The rank that arrives last waits for the exchange alone.
+        exchange = min(waits)
+        for rank, (batch, compute) in enumerate(
+            zip(reading.batch_sizes, reading.compute_time_sec, strict=True)
+        ):
+            if batch <= 0 or compute <= 0:
+                continue
+            weight = batch / compute * steps
+            self._computing += weight * compute
+            self._spent[SLOWER_RANKS] += weight * (waits[rank] - exchange)
+            self._spent[COMMUNICATION] += weight * exchange
+            self._spent[DATA] += weight * data[rank]
+            rest = step_sec - compute - waits[rank] - data[rank]
+            self._spent[OTHER] += weight * max(0.0, rest)
+
+    def on_evaluation(self, evaluated: Figures) -> None:
+        self._held_out = evaluated.values
+
+    def on_event(self, event: Event) -> None:
+        if event.kind in ("start", "resume"):
+            self._first = self._first or event
+        elif event.kind == "loss":
+            self._lost.append(event)
+        elif event.kind == "slow":
+            self._slow.update(dict.fromkeys(event.ranks, event))
+        elif event.kind == "slow_end":
+            for rank in event.ranks:
+                self._slow.pop(rank, None)
+        elif event.kind == "finish":
+            print("\n".join(self.lines(event)), flush=True)
+
+    def lines(self, finish: Event) -> list[str]:
+        """Return three lines, and one for what happened to ranks, if anything did."""
+        notes = [event.text for event in (*self._lost, *[*self._slow.values()][-1:])]
+        note = [f"note: {'; '.join(notes)}"] if notes else []
+        advice = f"next: {self._next(needs_advice=not notes)}"
+        return [self._reached(finish), self._used(), *note, advice]
+
+    def _reached(self, finish: Event) -> str:
+        figures = [finish.text]
+        if self._first is not None:
+            resumed = f" from step {self._first.step}" if self._first.kind == "resume" else ""
+            figures[0] += f", in {duration(finish.time - self._first.time)}{resumed}"
+        if self._reading is not None:
+            figures.append(f"loss {self._reading.loss:.4f}")
+        figures += [f"held-out {name} {value:.4f}" for name, value in self._held_out.items()]
+        return " | ".join(figures)
+
+    def _losses(self) -> list[tuple[str, float]]:
+        """Return the lost shares by cause, largest first; with the used share they add up to 1."""
+        capacity = self._computing + sum(self._spent.values())
+        shares = {name: samples / capacity for name, samples in self._spent.items()}
+        return sorted(shares.items(), key=lambda item: -item[1])
+
+    def _used(self) -> str:
+        if not (self._computing and self._seconds):
+            return "devices: nothing was measured, as no step was trained"
+        losses = self._losses()
+        share = 1 - sum(lost for _, lost in losses)
+        rate = self._samples / self._seconds
+        emulated = " (emulated)" if self._emulated else ""
+        text = (
+            f"devices{emulated}: {share:.0%} of the sum of their speeds "
+            f"({rate:,.1f} of {rate / share:,.1f} samples/s)"
+        )
+        shown = [*losses[:2], ("other", sum(lost for _, lost in losses[2:]))]
+        named = [f"{name} {lost:.0%}" for name, lost in shown if lost >= _MIN_SHOWN]
+        return f"{text}; lost to {', '.join(named)}" if named else text
+
+    def _next(self, needs_advice: bool) -> str:
+        advice = []
+        if needs_advice and self._computing:
+            name, share = self._losses()[0]
+            advice += [_ADVICE[name]] if share >= _MIN_ADVISED else []
+        if self._folder:
+            advice.append(f"kaitian-report {self._folder} shows the run")
+        elif not advice:
+            advice.append("--run-dir keeps the weights, the metrics and checkpoints")
+        return "; ".join(advice)
+
+
+def resume_line(step: int, total_steps: int, folder: str) -> str:
+    """Return how to continue a run that is saved, but not finished."""
+    return (
+        f"stopped after step {step} of {total_steps}; to continue: the same command with "
+        f"--run-dir {folder} --resume auto"
+    )

@@ -12,8 +12,7 @@ from typing import Any
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import lost_line, print_rank_0, warn_rank_0
-from kaitian_mpi.observe.outcome import Outcome
-from kaitian_mpi.observe.progress import open_progress
+from kaitian_mpi.observe.progress import Outcome, open_progress
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.observe.timeline import recorder

@@ -18,7 +18,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.folders import RestartRequest, snapshots_name
-from kaitian_mpi.observe.outcome import resume_line
+from kaitian_mpi.observe.progress import resume_line
 from kaitian_mpi.observe.reading import Event
 from kaitian_mpi.observe.run_folder import RunFolderSink
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal

@@ -7,7 +7,6 @@ import pytest
 from command_lines import run_each
 from jobs import PYTHON, read_lines, run_alone, run_ranks, summary_of
 
-
 TRAIN = "kaitian-train --model planted:Paced --benchmark-cache cache --log-interval 1".split()
 
 

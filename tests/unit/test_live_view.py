@@ -15,8 +15,7 @@ from test_metrics import reading as any_reading
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.observe import progress
 from kaitian_mpi.observe.live import LiveProgress
-from kaitian_mpi.observe.outcome import Outcome
-from kaitian_mpi.observe.progress import PlainProgress, open_progress
+from kaitian_mpi.observe.progress import Outcome, PlainProgress, open_progress
 from kaitian_mpi.observe.reading import Event, Figures, duration
 from kaitian_mpi.observe.sink import MetricsSink
 

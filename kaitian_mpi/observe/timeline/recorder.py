@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kaitian_mpi.observe.timeline.clock import AlignedClock
 from kaitian_mpi.runtime.watchdog import on_phase
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ class Recorder:
         capacity: int = MAX_EVENTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        from kaitian_mpi.observe.timeline.clock import AlignedClock  # not without a timeline
+
         self.now = now
         self.began = now()
         """When the recorder was created, by `now`."""
