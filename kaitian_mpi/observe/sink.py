@@ -15,8 +15,8 @@ from kaitian_mpi.observe.reading import Event, Figures, Reading
 _log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-_FINISH_SEC = 30.0
-_FAILED_SEC = 3.0  # other ranks wait for this one to end
+_PATIENCE_SEC = {True: 30.0, False: 3.0}
+"""By whether the run has finished: if not, other ranks wait for this one to end."""
 
 
 class MetricsSink:
@@ -122,16 +122,8 @@ class BackgroundSink(_Forwarding):
     less long if the run did not finish.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], MetricsSink],
-        *,
-        finish_sec: float = _FINISH_SEC,
-        failed_sec: float = _FAILED_SEC,
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], MetricsSink]) -> None:
         self._name, self._make = name, make
-        self._patience_sec = {True: finish_sec, False: failed_sec}
         self._waiting: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_WAITING)
         self._has_lost = False
         self._thread = threading.Thread(target=self._work, name=f"metrics-{name}", daemon=True)
@@ -140,11 +132,11 @@ class BackgroundSink(_Forwarding):
     def close(self, finished: bool) -> None:
         """Wait for the remaining calls, for a limited time."""
         self._forward("close", finished)
-        self._thread.join(self._patience_sec[finished])
+        self._thread.join(_PATIENCE_SEC[finished])
         if self._thread.is_alive():
             _log.warning(
                 "%s did not accept the last metrics within %.0f s; they may be missing there",
-                *(self._name, self._patience_sec[finished]),
+                *(self._name, _PATIENCE_SEC[finished]),
             )
 
     def _forward(self, method: str, argument: Any) -> None:
@@ -154,14 +146,12 @@ class BackgroundSink(_Forwarding):
                 return
             with contextlib.suppress(queue.Empty):  # the thread may just have taken them all
                 self._waiting.get_nowait()
-                self._warn_of_loss()
-
-    def _warn_of_loss(self) -> None:
-        if not self._has_lost:
-            _log.warning(
-                "%s cannot keep up: the oldest metrics that wait for it are dropped", self._name
-            )
-        self._has_lost = True
+                if not self._has_lost:
+                    _log.warning(
+                        "%s cannot keep up: the oldest metrics that wait for it are dropped",
+                        self._name,
+                    )
+                self._has_lost = True
 
     def _work(self) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import netrc
 import os
 import re
 import secrets
@@ -16,7 +15,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
@@ -153,25 +151,17 @@ def check_wandb_login() -> None:
         UserError: no API key is configured.
     """
     import wandb
+    from requests.utils import get_netrc_auth  # which wandb requires
 
     with _own_hooks():
         settings = wandb.setup().settings
     token = getattr(settings, "identity_token_file", None)
-    host = urlparse(settings.base_url).hostname or ""
-    if settings.mode in _ONLINE and not (settings.api_key or token or _is_in_netrc(host)):
+    key = settings.api_key or token or get_netrc_auth(settings.base_url)
+    if settings.mode in _ONLINE and not key:
         raise UserError(
             "--wandb: no API key found, which Weights & Biases needs; run 'wandb login', set "
             "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on disk"
         )
-
-
-def _is_in_netrc(host: str) -> bool:
-    try:
-        return host in netrc.netrc(os.environ.get("NETRC")).hosts
-    except OSError:
-        return False
-    except netrc.NetrcParseError:  # wandb will say what is wrong with it
-        return True
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 
 from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe import sink as sink_module
 from kaitian_mpi.observe.progress import PlainProgress
 from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
@@ -114,8 +115,9 @@ def test_a_background_sink_gets_everything_in_order():
     assert sink.seen[100:] == ["evaluated", "logged", "event", True]
 
 
-def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
+def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog, monkeypatch):
     began, release = threading.Event(), threading.Event()
+    monkeypatch.setitem(sink_module._PATIENCE_SEC, True, 0.05)
 
     class Blocking(Collecting):
         def on_reading(self, reading):
@@ -124,7 +126,7 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog):
             super().on_reading(reading)
 
     sink = Blocking()
-    background = BackgroundSink("it", lambda: sink, finish_sec=0.05)
+    background = BackgroundSink("it", lambda: sink)
     background.on_reading(reading(0))
     assert began.wait(60)
     for step in range(1, MAX_WAITING + 11):

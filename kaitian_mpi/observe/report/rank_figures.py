@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kaitian_mpi.observe.report.run import PHASES, Interval, PlanChange, Run
+from kaitian_mpi.observe.report.run import PHASES, Interval, Run
 from kaitian_mpi.observe.report.style import (
     FILLS,
     MUTED,
@@ -150,13 +150,10 @@ def _draw_heat_map(axes: Axes, run: Run, series: Series, unit: str, is_batch: bo
     axes.set_yticks(ticks, [str(ranks[i]) for i in ticks])
 
 
-def step_times(run: Run, plan: PlanChange | None = None) -> dict[str, dict[str, float]]:
-    """Return the mean seconds of each phase of a step, by rank or, of many ranks, by kind."""
+def step_times(run: Run, first: int = 0, last: float = math.inf) -> dict[str, dict[str, float]]:
+    """Return the mean seconds of each phase in some steps, by rank or, of many ranks, by kind."""
     intervals = [i for i in run.intervals if i.seconds and i.phases]
-    if plan is not None:
-        later = [other.step for other in run.plans if other.step > plan.step]
-        end = min(later, default=math.inf)
-        intervals = [i for i in intervals if plan.step < i.step - i.steps / 2 <= end]
+    intervals = [i for i in intervals if first < i.step - i.steps / 2 <= last]
     by_kind = len({rank for i in intervals for rank in i.ranks}) > _MAX_BARS
     sums: dict[str, dict[str, float]] = {}
     counts: dict[str, int] = {}
@@ -186,12 +183,13 @@ def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     if len(run.plans) < 2:
         times = step_times(run)
         return {"all steps": times} if times else {}
-    found = []
-    for place, plan in enumerate(run.plans):
-        end = run.plans[place + 1].step if place + 1 < len(run.plans) else run.steps
-        if times := step_times(run, plan):
-            found.append((f"steps {plan.step + 1} to {end}", times))
-    return dict([*found[:1], *found[-1:]])
+    starts = [plan.step for plan in run.plans]
+    found = {
+        f"steps {start + 1} to {end}": times
+        for start, end in zip(starts, [*starts[1:], max(run.steps, starts[-1])], strict=True)
+        if (times := step_times(run, start, end))
+    }
+    return {title: found[title] for title in [*found][:1] + [*found][-1:]}
 
 
 def draw_step_times(run: Run, title: str) -> Drawn:

@@ -53,23 +53,8 @@ class Event(NamedTuple):
     args: Mapping[str, Any]
 
 
-class RunEvent(NamedTuple):
-    """Something that concerns the whole run; recorded by the rank that writes the files."""
-
-    time: float
-    """By this rank's clock, in seconds."""
-    trace: Mapping[str, Any]
-    """The event of the file, without its time."""
-
-
-class DeviceSpan(NamedTuple):
-    """Work of the device between two marks of its streams."""
-
-    lane: str
-    name: str
-    start: Mark
-    end: Mark
-    args: Mapping[str, Any]
+RunEvent = tuple[float, Mapping[str, Any]]
+"""A time by this rank's clock, and the file's event, which concerns the run, without its time."""
 
 
 class _Thread(threading.local):
@@ -104,7 +89,7 @@ class Recorder:
         self._every = every
         self._capacity = capacity
         self._events: deque[Event] = deque()
-        self._device_spans: deque[DeviceSpan] = deque()
+        self._device_spans: deque[tuple[str, str, Mark, Mark, Mapping[str, Any]]] = deque()
         self._run_events: deque[RunEvent] = deque()
         self._phase: tuple[str, float, int | None] | None = None
         self._phases_since_step = 0
@@ -136,7 +121,7 @@ class Recorder:
         self, lane: str, name: str, start: Mark, end: Mark, args: Mapping[str, Any] | None = None
     ) -> None:
         """Record work of the device between two marks, whose times are read later."""
-        self._keep(self._device_spans, DeviceSpan(lane, name, start, end, args or {}))
+        self._keep(self._device_spans, (lane, name, start, end, args or {}))
 
     def add_run_event(self, event: RunEvent) -> None:
         """Record something that concerns the whole run."""
@@ -203,11 +188,11 @@ class Recorder:
         The device has reached the anchor just now, at a time that is known by `now`.
         """
         taken = []
-        while self._device_spans and self._device_spans[0].end.is_reached():
-            span = self._device_spans.popleft()
-            start, end = (anchor_time - anchor.seconds_since(m) for m in (span.start, span.end))
+        while self._device_spans and self._device_spans[0][3].is_reached():
+            lane, name, *marks, args = self._device_spans.popleft()
+            start, end = (anchor_time - anchor.seconds_since(mark) for mark in marks)
             if start <= end:  # not so for a phase that this rank skipped in the step
-                taken.append(Event(span.lane, span.name, start, end, span.args))
+                taken.append(Event(lane, name, start, end, args))
         return taken
 
 

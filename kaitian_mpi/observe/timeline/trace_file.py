@@ -118,7 +118,7 @@ def status_events(rank: int, now: float, clock: AlignedClock, dropped: int) -> l
 
 def run_events(events: Iterable[RunEvent], clock: AlignedClock) -> list[TraceEvent]:
     """Return the events that concern the whole run, which only lack the run's time."""
-    return [{"tid": 0, **event.trace, "ts": _micros(clock, event.time)} for event in events]
+    return [{"tid": 0, **trace, "ts": _micros(clock, time)} for time, trace in events]
 
 
 def _micros(clock: AlignedClock, time: float) -> float:
@@ -158,7 +158,7 @@ class TimelineSink(MetricsSink):
     def _add(self, at: float, trace: TraceEvent) -> None:
         """Add what happened at a Unix time."""
         now = self._recorder.now() - (time.time() - at)
-        self._recorder.add_run_event(RunEvent(now, trace))
+        self._recorder.add_run_event((now, trace))
 
 
 class TimelineFile:
