@@ -6,5 +6,11 @@ from jobs import run_ranks
 
 @pytest.fixture
 def mpirun(tmp_path):
-    """Run a command under mpirun in an empty folder; see `run_ranks`."""
-    return lambda ranks, *command, **options: run_ranks(ranks, *command, cwd=tmp_path, **options)
+    """Run a command under mpirun in an empty folder, with a `script.py`; see `run_ranks`."""
+
+    def run(ranks, *command, script="", **options):
+        if script:
+            (tmp_path / "script.py").write_text(script)
+        return run_ranks(ranks, *command, cwd=tmp_path, **options)
+
+    return run

@@ -87,7 +87,6 @@ def test_the_script_of_the_readme_trains(mpirun, tmp_path):
     assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M), ended.text
 
 
-def test_the_script_with_batch_sizes_by_hand_trains(mpirun, tmp_path):
+def test_the_script_with_batch_sizes_by_hand_trains(mpirun):
     *_, script = blocks((ROOT / "docs/scripts.md").read_text(), "python")
-    (tmp_path / "script.py").write_text(script)
-    mpirun(2, PYTHON, "script.py")
+    mpirun(2, PYTHON, "script.py", script=script)

@@ -35,12 +35,12 @@ sys.exit(options.exit if os.environ["RANK"] == "1" else 0)
 
 
 @pytest.mark.any_mpi
-def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun, tmp_path):
-    (tmp_path / "theirs.py").write_text(SCRIPT)
+def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun):
     ended = mpirun(
         3,
         *"kaitian-run --backend-override nccl,gloo --emulate-kinds a,b,b".split(),
-        *"theirs.py --exit 0".split(),
+        *"script.py --exit 0".split(),
+        script=SCRIPT,
     )
     lines = ended.out.splitlines()
     assert len(lines) == 3
@@ -86,12 +86,12 @@ dist.destroy_process_group()
     ("command", "variables", "line"),
     [
         (
-            [sys.executable, "theirs.py"],
+            [sys.executable, "script.py"],
             {"KAITIAN_EMULATE_KINDS": "gpu,mlu", "KAITIAN_EMULATE_SLOWDOWN": "1:3"},
             r"the job is emulated: device kinds gpu, mlu; rank 1 slowed 3x",
         ),
         (
-            "kaitian-run --emulate-kinds gpu,mlu --emulate-slowdown 1:3 theirs.py init".split(),
+            "kaitian-run --emulate-kinds gpu,mlu --emulate-slowdown 1:3 script.py init".split(),
             {"KAITIAN_EMULATE_KINDS": "cpu", "KAITIAN_EMULATE_SLOWDOWN": "9:9"},
             r"\[0@[^\]]+\] the job is emulated: device kinds gpu, mlu; rank 1 slowed 3x",
         ),
@@ -99,10 +99,9 @@ dist.destroy_process_group()
     ids=["variables", "flags"],
 )
 def test_an_unmodified_script_takes_the_hybrid_path_with_a_slow_rank(
-    mpirun, tmp_path, command, variables, line
+    mpirun, command, variables, line
 ):
-    (tmp_path / "theirs.py").write_text(STOCK_DDP)
-    ended = mpirun(2, *command, **variables)
+    ended = mpirun(2, *command, **variables, script=STOCK_DDP)
     assert re.fullmatch(line + "\n", ended.err)
     figures = dict(re.findall(r"^(\d) (\S+) False$", ended.out, re.M))
     assert set(figures) == {"0", "1"}
@@ -153,29 +152,27 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("command", [["kaitian-run"], [sys.executable]])
-def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, tmp_path, command):
-    (tmp_path / "theirs.py").write_text(SIGNALS)
-    ended = mpirun(2, *command, "theirs.py")
+def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, command):
+    ended = mpirun(2, *command, "script.py", script=SIGNALS)
     assert ended.out.splitlines() == 2 * ["2 ['USR1', 'TERM', 'INT'] -15 [0, 1, 4] [7, 1]"]
     assert ended.err.count("ValueError: planted") == 2  # of the children alone
 
 
 @pytest.mark.any_mpi
-def test_a_scripts_exit_code_becomes_the_jobs(mpirun, tmp_path):
-    (tmp_path / "theirs.py").write_text(SCRIPT)
-    command = "kaitian-run --backend-override nccl,gloo theirs.py --exit 7".split()
-    ended = mpirun(2, *command, fresh=True, code=7)
+def test_a_scripts_exit_code_becomes_the_jobs(mpirun):
+    command = "kaitian-run --backend-override nccl,gloo script.py --exit 7".split()
+    ended = mpirun(2, *command, fresh=True, code=7, script=SCRIPT)
     assert re.search(r"^\[1@[^\]]+\] sys\.exit\(7\)", ended.err, re.MULTILINE)
 
 
 @pytest.mark.any_mpi
-def test_an_error_on_a_single_rank_is_reported_by_it(mpirun, tmp_path):
-    (tmp_path / "theirs.py").write_text(SCRIPT)
+def test_an_error_on_a_single_rank_is_reported_by_it(mpirun):
     ended = mpirun(
         *(2, "sh", "-c"),
-        'test "$OMPI_COMM_WORLD_RANK$PMI_RANK" = 0 && exec kaitian-run theirs.py'
+        'test "$OMPI_COMM_WORLD_RANK$PMI_RANK" = 0 && exec kaitian-run script.py'
         " || kaitian-run nowhere.py",
         code=2,
+        script=SCRIPT,
     )
     assert ended.err.count("kaitian-run: error: there is no script nowhere.py") == 1
 
@@ -220,10 +217,14 @@ time.sleep(rank / 2)
         ("in the middle", 2, r"rank 2 of 3 ended the group before all_reduce #2"),
     ],
 )
-def test_a_rank_that_exits_early_with_0_is_named(mpirun, tmp_path, how, rank, message):
-    (tmp_path / "theirs.py").write_text(LEAVING)
+def test_a_rank_that_exits_early_with_0_is_named(mpirun, how, rank, message):
     ended = mpirun(
-        3, *"kaitian-run --backend-override nccl theirs.py".split(), how, rank, code=None
+        3,
+        *"kaitian-run --backend-override nccl script.py".split(),
+        how,
+        rank,
+        code=None,
+        script=LEAVING,
     )
     assert ended.code not in (0, None), ended.text
     assert re.search(rf"^\[\d@[^\]]+\] .*{message}", ended.err, re.MULTILINE), ended.text
@@ -231,10 +232,9 @@ def test_a_rank_that_exits_early_with_0_is_named(mpirun, tmp_path, how, rank, me
     assert ended.ended_at - left_at < 60  # 5 s on a machine that has nothing else to do
 
 
-def test_ranks_may_exit_in_any_order_with_open_groups_and_messages(mpirun, tmp_path):
-    (tmp_path / "theirs.py").write_text(LEAVING)
-    command = "kaitian-run --backend-override nccl theirs.py normally 0".split()
-    ended = mpirun(3, *command)
+def test_ranks_may_exit_in_any_order_with_open_groups_and_messages(mpirun):
+    command = "kaitian-run --backend-override nccl script.py normally 0".split()
+    ended = mpirun(3, *command, script=LEAVING)
     assert ended.err == ""
 
 
@@ -264,10 +264,9 @@ else:
     ("devices", "expected"),
     [("mlu:0,cpu", ["0 board 0", "1 cpu 0"]), ("mlu:5,mlu:2", ["2 board 2", "5 board 5"])],
 )
-def test_a_script_takes_its_own_device_however_it_asks(mpirun, tmp_path, devices, expected):
-    (tmp_path / "theirs.py").write_text(WHICH)
-    plugin = str(PLANTED / "emulated_mlu")
-    ended = mpirun(2, "kaitian-run", "--devices", devices, "theirs.py", PYTHONPATH=plugin)
+def test_a_script_takes_its_own_device_however_it_asks(mpirun, devices, expected):
+    words = ("kaitian-run", "--devices", devices, "script.py")
+    ended = mpirun(2, *words, PYTHONPATH=str(PLANTED / "emulated_mlu"), script=WHICH)
     assert sorted(ended.out.splitlines()) == expected
 
 

@@ -120,9 +120,8 @@ for step in Training(task, global_batch_size=8, epochs=2, balance="off"):
 """
 
 
-def test_a_mistake_in_a_script_is_one_line(mpirun, tmp_path):
-    (tmp_path / "script.py").write_text(MISTAKE)
-    ended = mpirun(2, PYTHON, "script.py", code=2)
+def test_a_mistake_in_a_script_is_one_line(mpirun):
+    ended = mpirun(2, PYTHON, "script.py", code=2, script=MISTAKE)
     errors = [line for line in ended.err.splitlines() if "error: " in line]
     assert len(errors) == 1, ended.text
     assert errors[0].startswith("script.py: error: the loss is a tensor of shape [4, 1]; it must")

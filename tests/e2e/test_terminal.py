@@ -103,12 +103,3 @@ def test_a_live_view_is_drawn_where_it_is_asked_for(tmp_path):
     assert "of the sum of their speeds" in text
     assert not re.search(r"^epoch \d/4 \| step", text, re.MULTILINE)  # no plain lines
     assert written.rpartition("\x1b[?25")[2].startswith("h")  # the cursor is visible
-
-
-def test_several_ranks_at_a_terminal_get_plain_lines(tmp_path):
-    (tmp_path / "noisy.py").write_text(TASK)
-    words = ["mpirun", "--timeout", "60", "-np", "2", *COMMAND.split()]
-    code, written = run_in_terminal(words, tmp_path, 80, 30)
-    assert code == 0, written
-    assert "\x1b" not in written
-    assert re.search(r"^epoch 4/4 \| step 40/40 \| loss ", written, re.MULTILINE)
