@@ -40,6 +40,22 @@ def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterat
         sync_folder(path.parent)
 
 
+def append(path: Path, content: bytes) -> None:
+    """Append to a file; what could be written before a fault is cut off again.
+
+    Raises:
+        OSError: the disk is full, or another fault.
+    """
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, before)
+        raise
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -18,7 +18,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.files import describe_failure, json_bytes, read_json, replacing
+from kaitian_mpi.observe.files import append, describe_failure, json_bytes, read_json, replacing
 from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.observe.reading import Event, Figures, Reading
@@ -92,10 +92,10 @@ class DiskFolder(RunFolder):
             raise _unwritable(path, error) from error
 
     def begin(self, config: TrainingConfig, job: str) -> None:
-        self.claim(job)
+        claim = self.claim(job)
         config_file = self.path / "config.json"
         try:
-            config_file.touch(exist_ok=bool(config.resume) or self._is_renewed)
+            config_file.touch(exist_ok=bool(config.resume) or claim.is_renewed)
         except FileExistsError as error:
             raise _used(self.path) from error
         except OSError as error:
@@ -105,12 +105,13 @@ class DiskFolder(RunFolder):
             self.write("config.json", dataclasses.asdict(config))
             self.require("config.json")  # with a full disk, the whole training would be lost
 
-    def claim(self, job: str) -> None:
+    def claim(self, job: str) -> Claim:
         """Keep other jobs than this one from training in the folder, until `close`."""
-        self._claim = Claim(self.path, job)
+        self._claim = claim = Claim(self.path, job)
         for path in self.path.glob("*.jsonl"):
             with path.open("rb+") as file:  # a rank may have died in the middle of a line
                 file.truncate(file.read().rfind(b"\n") + 1)
+        return claim
 
     def close(self) -> None:
         if self._claim is not None:
@@ -122,14 +123,7 @@ class DiskFolder(RunFolder):
     def append(self, name: str, line: dict[str, Any]) -> None:
         target = self.path / name
         with _warned(target):
-            before = target.stat().st_size if target.exists() else 0
-            try:
-                with target.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.truncate(target, before)  # half a line would corrupt the next one
-                raise
+            append(target, (json.dumps(line) + "\n").encode())
 
     def cut_after(self, step: int) -> None:
         for path in self.path.glob("*.jsonl"):
@@ -164,10 +158,6 @@ class DiskFolder(RunFolder):
                 reason = error.strerror or str(error)
         if reason:
             raise StorageError(f"{path} could not be written: {reason}")
-
-    @property
-    def _is_renewed(self) -> bool:
-        return self._claim is not None and self._claim.is_renewed
 
     def _replace(self, target: Path, content: bytes) -> None:
         self._fill(target, len(content), lambda file: file.write(content))

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -130,23 +131,18 @@ def test_a_disk_full_at_the_start_is_an_error(tmp_path, monkeypatch):
         run_in(tmp_path / "run")
 
 
-def test_a_partial_line_does_not_corrupt_the_next(tmp_path, monkeypatch, caplog):
-    folder = DiskFolder(tmp_path)
-    folder.append("metrics.jsonl", {"step": 1})
-    dumps = json.dumps
-
-    def half(line):
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write(dumps(line)[:5])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as context:
-        context.setattr(json, "dumps", half)
-        folder.append("metrics.jsonl", {"step": 2})
-    assert "metrics.jsonl could not be written: No space left on device" in caplog.text
-    folder.append("metrics.jsonl", {"step": 3})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 3]
+def test_a_partial_line_does_not_corrupt_the_next(tmp_path, caplog):
+    folder, file = DiskFolder(tmp_path), tmp_path / "metrics.jsonl"
+    folder.append(file.name, {"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, limits[1]))
+    try:
+        folder.append(file.name, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "metrics.jsonl could not be written: File too large; training" in caplog.text
+    folder.append(file.name, {"step": 3})
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3]
 
 
 def test_jobs_started_simultaneously_get_different_folders(tmp_path):

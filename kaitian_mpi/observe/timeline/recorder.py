@@ -58,8 +58,7 @@ RunEvent = tuple[float, Mapping[str, Any]]
 
 
 class _Thread(threading.local):
-    lane: str | None = None  # of the recorded collective that the thread carries out
-    args: dict[str, Any] | None = None
+    collective: tuple[str, dict[str, Any]] | None = None  # the lane and args of what is recorded
 
 
 class Recorder:
@@ -150,24 +149,23 @@ class Recorder:
     @contextmanager
     def collective(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
         """Record the block as a collective, which this thread carries out."""
-        thread = self._thread
-        outer = thread.lane, thread.args
-        thread.lane, thread.args = lane, args
+        outer, self._thread.collective = self._thread.collective, (lane, args)
         try:
             with self.span(lane, name, args):
                 yield
         finally:
-            thread.lane, thread.args = outer
+            self._thread.collective = outer
 
     @property
     def collective_lane(self) -> str | None:
         """The lane of the recorded collective that this thread carries out; None without one."""
-        return self._thread.lane
+        found = self._thread.collective
+        return None if found is None else found[0]
 
     def annotate(self, **args: Any) -> None:
         """Add to the args of the collective that this thread carries out."""
-        if self._thread.args is not None:
-            self._thread.args.update(args)
+        if (found := self._thread.collective) is not None:
+            found[1].update(args)
 
     def take(self) -> list[Event]:
         """Remove and return the events recorded since the last call."""

@@ -6,7 +6,6 @@ last; the format makes it optional.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kaitian_mpi.observe.files import append
 from kaitian_mpi.observe.reading import Event, Figures, Reading
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.timeline import recorder
@@ -205,18 +205,12 @@ class TimelineFile:
 
     def append(self, lines: bytes) -> None:
         """Append encoded events."""
-        before = None
         try:
-            with self._path.open("ab") as file:
-                before = file.tell()
-                if not before:
-                    header = _metadata(_HEADER, RUN_PID, 0, version=1, origin_unix_sec=self.origin)
-                    lines = _BEGIN + encode([header, *process_events(RUN_PID, "run", -1)]) + lines
-                file.write(lines)
+            if not (self._path.exists() and self._path.stat().st_size):
+                header = _metadata(_HEADER, RUN_PID, 0, version=1, origin_unix_sec=self.origin)
+                lines = _BEGIN + encode([header, *process_events(RUN_PID, "run", -1)]) + lines
+            append(self._path, lines)
         except OSError as error:
-            if before is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(self._path, before)
             self._warn(error)
         else:
             self._is_faulty = False
