@@ -18,7 +18,6 @@ def slowed(tmp_path_factory):
     return folder, run_ranks(2, *TRAIN, *flags.split(), cwd=folder)
 
 
-@pytest.mark.serial
 def test_plan_follows_a_rank_that_becomes_slow(slowed):
     folder, ended = slowed
     plans = read_lines(folder / "run" / "plan.jsonl")
@@ -39,7 +38,6 @@ def test_plan_follows_a_rank_that_becomes_slow(slowed):
     assert summary["emulated"] is True
 
 
-@pytest.mark.serial
 def test_slow_rank_is_named_with_the_reason(slowed):
     folder, ended = slowed
     found = summary_of(folder)["slow_ranks"]
@@ -51,7 +49,6 @@ def test_slow_rank_is_named_with_the_reason(slowed):
     assert "(compute): it" in ended.out
 
 
-@pytest.mark.serial
 def test_second_job_uses_the_benchmark_cache(slowed):
     folder, first = slowed
     files = sorted((folder / "cache").iterdir())

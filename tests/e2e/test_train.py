@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from browser import browse
-from jobs import read_lines, read_readings, run_alone, run_ranks
+from jobs import read_lines, read_readings, run_alone, run_ranks, summary_of
 from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 
 from kaitian_mpi.observe.report.figures import FIGURES
@@ -19,26 +19,11 @@ from kaitian_mpi.recipes.models import build_model
 
 MAX_IMPORTED = 180  # of the package, in a job of one device kind
 CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
-SUMMARY_KEYS = {
-    "world_size",
-    "groups",
-    "global_batch_size",
-    "batch_sizes",
-    "steps",
-    "epochs",
-    "samples_per_sec",
-    "step_time_sec",
-    "compute_time_sec",
-    "wait_time_sec",
-    "val_loss",
-    "val_accuracy",
-    "plans",
-    "failures",
-    "allreduce",
-    "device_kinds",
-    "emulated",
-    "finished",
-}
+SUMMARY_KEYS = set(
+    "world_size groups global_batch_size batch_sizes steps epochs samples_per_sec step_time_sec "
+    "compute_time_sec wait_time_sec val_loss val_accuracy plans failures allreduce device_kinds "
+    "emulated finished".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +56,7 @@ def test_output_shows_groups_leaders_scores_and_progress_once(emulated):
 
 @pytest.mark.serial  # beside other tests, a rank that does not get its core is slow, too
 def test_slow_ranks_score_lower_and_get_fewer_samples(emulated):
-    folder, _ = emulated
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(emulated[0].parent)
     fast, slow = summary["scores"][:2], summary["scores"][2:]
     assert max(fast) == 1.0
     assert max(slow) < min(fast)
@@ -82,8 +66,7 @@ def test_slow_ranks_score_lower_and_get_fewer_samples(emulated):
 
 @pytest.mark.any_mpi
 def test_summary_is_complete(emulated):
-    folder, _ = emulated
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(emulated[0].parent)
     assert SUMMARY_KEYS <= set(summary)
     assert summary["finished"] is True
     assert summary["emulated"] is True
@@ -207,7 +190,7 @@ def test_paper_batch_policy_with_bf16_and_a_forced_algorithm(mpirun, tmp_path):
         *"--allreduce striped --emulate-kinds a,b,b --memory-format contiguous".split(),
         *"--relay-dtype bf16 --relay-memory-mb 8 --benchmark-seconds 2".split(),
     )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert max(summary["batch_sizes"]) == 40
     assert summary["global_batch_size"] == sum(summary["batch_sizes"])
     assert summary["batch_sizes"] == [max(1, round(40 * score)) for score in summary["scores"]]
@@ -236,7 +219,7 @@ def test_equal_batches_with_fp16_workers_and_a_dataset_factory(mpirun, tmp_path)
         *"--global-batch-size 80 --balance off --precision fp16 --workers 1".split(),
         *"--profile 1@2-3".split(),
     )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert summary["batch_sizes"] == [40, 40]
     assert (
         summary["steps"] == 4
@@ -296,7 +279,7 @@ def test_one_rank_without_mpirun(tmp_path):
     command = "kaitian-train --model cnn --max-steps 3 --run-dir run --benchmark-seconds 1".split()
     ended = run_alone(*command, cwd=tmp_path)
     assert "1 rank, 1 group" in ended.out
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"] is True
+    assert summary_of(tmp_path)["finished"] is True
 
 
 def test_a_start_imports_few_modules(tmp_path):
