@@ -1,22 +1,16 @@
 """Slurm on emulated hosts: a real controller, and a real node daemon on each host.
 
-Needs root, and Debian's slurmctld, slurmd, slurm-client and munge, or what is the same elsewhere::
-
-    python tests/emulated_slurm.py --slots 2,1 -- sbatch --wait examples/cluster/slurm.sbatch
-
-runs a command on the first of the hosts, where Slurm's commands are meant for this Slurm.
+Needs root, and Debian's slurmctld, slurmd, slurm-client and munge, or what is the same elsewhere.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -226,36 +220,19 @@ class EmulatedSlurm:
             daemon.wait()
 
 
-def main() -> int:
-    """Run a command on the first node."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slots", default="2,1", help="the CPUs of each node")
-    parser.add_argument("--features", default="", help="the features of each node")
-    parser.add_argument("--bind", action="store_true", help="bind tasks to their cores")
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args()
-    slots = [int(word) for word in options.slots.split(",")]
-    if reason := why_not():
-        parser.error(reason)
-    with tempfile.TemporaryDirectory(prefix="kaitian-slurm-") as name:
-        folder = Path(name)
-        (folder / "hosts").mkdir()
-        (folder / "slurm").mkdir()
-        with (
-            EmulatedHosts(folder / "hosts", slots) as hosts,
-            EmulatedSlurm(
-                folder / "slurm",
-                hosts,
-                slots,
-                options.features.split(",") * bool(options.features),
-                binds=options.bind,
-            ) as slurm,
-        ):
-            environment = {**os.environ, **slurm.environment}
-            return subprocess.run(
-                slurm.command(*options.command), env=environment, check=False
-            ).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@contextmanager
+def slurm_on_hosts(
+    folder: Path,
+    slots: Sequence[int],
+    cpus: Sequence[int],
+    features: Sequence[str],
+    **options: bool,
+) -> Iterator[EmulatedSlurm]:
+    """Yield a Slurm on hosts of its own; see `EmulatedSlurm`."""
+    for name in ("hosts", "slurm"):
+        (folder / name).mkdir()
+    with (
+        EmulatedHosts(folder / "hosts", slots) as hosts,
+        EmulatedSlurm(folder / "slurm", hosts, cpus, features, **options) as slurm,
+    ):
+        yield slurm

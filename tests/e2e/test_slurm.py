@@ -4,14 +4,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from emulated_hosts import EmulatedHosts
-from emulated_slurm import EmulatedSlurm, has_pmix, reason_to_skip
+from emulated_slurm import has_pmix, reason_to_skip, slurm_on_hosts
 from jobs import (
     ENVIRONMENT,
     LONGEST_SEC,
@@ -124,15 +122,28 @@ class BatchJob:
         self.batch.slurm.ask("scancel", self.number)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@needs_pmix
+def test_a_task_gets_all_its_cpus(tmp_path):
+    """The first one here: its hosts must be gone before those of the others are made."""
+    program = tmp_path / "kaitian-train"
+    program.write_text("#!/bin/sh\nunset OMP_NUM_THREADS OMP_THREAD_LIMIT\nnproc\n")
+    program.chmod(0o755)
+    with slurm_on_hosts(tmp_path, [2, 2], [2, 2], KINDS, binds=True) as slurm:
+        batch = Batch(slurm, tmp_path)
+        batch.environment["PATH"] = f"{tmp_path}:{ENVIRONMENT['PATH']}"
+        for name, nodes in (("slurm-srun.sbatch", 2), ("slurm-unlike.sbatch", 1)):
+            words = f"--wait --output=log --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=2"
+            done = batch.run("sbatch", *words.split(), str(EXAMPLES / name))
+            assert done.returncode == 0, done.stderr
+            assert (tmp_path / "log").read_text().split() == ["2", "2"], name
+
+
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
-    for name in ("hosts", "slurm", "jobs"):
-        (folder / name).mkdir()
-    with (
-        EmulatedHosts(folder / "hosts", [2, 1]) as hosts,
-        EmulatedSlurm(folder / "slurm", hosts, [16, 16], KINDS) as slurm,
-    ):
+    (folder / "jobs").mkdir()
+    with slurm_on_hosts(folder, [2, 1], [16, 16], KINDS) as slurm:
         yield Batch(slurm, folder / "jobs")
     remove_folders_of_killed_launchers()
 
@@ -217,30 +228,6 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     done = batch.run_as_pbs_would(folder, "--max-steps 18")
     assert done.returncode == 0, done.stderr
     check_steps(folder, 18)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@needs_pmix
-@pytest.mark.parametrize("name", ["slurm-srun.sbatch", "slurm-unlike.sbatch"])
-def test_a_task_gets_all_its_cpus(tmp_path, name):
-    program = tmp_path / "kaitian-train"
-    program.write_text("#!/bin/sh\nunset OMP_NUM_THREADS OMP_THREAD_LIMIT\nnproc\n")
-    program.chmod(0o755)
-    slurm = [sys.executable, str(PLANTED.parent / "emulated_slurm.py"), "--slots=2,2", "--bind"]
-    submit = ["sbatch", "--wait", "--output=log", "--ntasks-per-node=1", "--cpus-per-task=2"]
-    submit += ["--nodes=1" if "unlike" in name else "--nodes=2", str(EXAMPLES / name)]
-    done = subprocess.run(
-        [*slurm, f"--features={','.join(KINDS)}", "--", *submit],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SEC,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "log").read_text().split() == ["2", "2"]
 
 
 def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
