@@ -23,7 +23,7 @@ def test_a_complete_folder_is_read(folder):
     assert [list(plan.batch_sizes) for plan in run.plans] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]]
     assert run.intervals[-1].phases["forward"] == (0.03, 0.03, 0.03)
     assert run.intervals[-1].at_sec == pytest.approx(20.0)
-    assert run.evaluations[-1].values == {"loss": pytest.approx(0.2), "accuracy": 0.8}
+    assert run.results == {"loss": pytest.approx(0.2), "accuracy": 0.8}
     kinds = {event.kind: event for event in run.events}
     assert kinds["slow"].until_sec == pytest.approx(18.0)
     assert kinds["loss"].ranks == (3,)

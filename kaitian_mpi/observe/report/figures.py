@@ -49,7 +49,7 @@ _EVENT_ROWS = {
 
 def draw_learning(run: Run, title: str) -> Drawn:
     """Draw the losses, and the metrics and the script's own figures in a panel each."""
-    measured = [name for each in run.evaluations for name in each.values if name != "loss"]
+    measured = [name for each in run.evaluations.values() for name in each if name != "loss"]
     logged = [name for interval in run.intervals for name in interval.logged]
     names = list(dict.fromkeys(measured + logged))[: _MAX_PANELS - 1]
     losses = [(i.step, i.loss) for i in run.intervals if i.loss is not None]
@@ -58,7 +58,7 @@ def draw_learning(run: Run, title: str) -> Drawn:
         parts.append(f"training loss from {losses[0][1]:.4g} to {losses[-1][1]:.4g}")
     if run.evaluations:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in list(run.results.items())[:6])
-        parts.append(f"held-out results at step {run.evaluations[-1].step}: {shown}")
+        parts.append(f"held-out results at step {list(run.evaluations)[-1]}: {shown}")
     text = f"{title} over the steps: " + ("; ".join(parts) or "none yet") + "."
     if not (losses or run.evaluations or names):
         return None, text
@@ -66,7 +66,7 @@ def draw_learning(run: Run, title: str) -> Drawn:
     panels: list[Axes] = list(figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0])
     _plot(panels[0], losses, "training", _TRAINING)
     for axes, name in zip(panels, ["loss", *names], strict=True):
-        held_out = [(e.step, e.values[name]) for e in run.evaluations if name in e.values]
+        held_out = [(s, found[name]) for s, found in run.evaluations.items() if name in found]
         of_script = [(i.step, i.logged[name]) for i in run.intervals if name in i.logged]
         _plot(axes, held_out, "held-out", _HELD_OUT)
         _plot(axes, of_script, "logged", _LOGGED)

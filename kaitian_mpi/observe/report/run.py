@@ -63,14 +63,6 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Held-out results."""
-
-    step: int
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanChange:
     """Batch sizes from a step on."""
 
@@ -107,7 +99,8 @@ class Run:
     steps: int
     """How many are done."""
     intervals: tuple[Interval, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: Mapping[int, Mapping[str, float]]
+    """Held-out results by step."""
     plans: tuple[PlanChange, ...]
     events: tuple[Event, ...]
     facts: Mapping[str, str]
@@ -120,7 +113,7 @@ class Run:
     @property
     def results(self) -> Mapping[str, float]:
         """The last held-out results."""
-        return self.evaluations[-1].values if self.evaluations else {}
+        return list(self.evaluations.values())[-1] if self.evaluations else {}
 
     @property
     def rate(self) -> float | None:

@@ -22,7 +22,6 @@ from kaitian_mpi.observe.report.json_values import (
 )
 from kaitian_mpi.observe.report.run import (
     PHASES,
-    Evaluation,
     Event,
     Interval,
     PlanChange,
@@ -131,15 +130,15 @@ def _lines(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         missing.append(f"{path.name}: {damaged:,} of {total:,} lines could not be read")
 
 
-def _read_metrics(lines: _Lines) -> tuple[list[Interval], tuple[Evaluation, ...]]:
+def _read_metrics(lines: _Lines) -> tuple[list[Interval], dict[int, dict[str, float]]]:
     """Return the readings, at Unix times, and the results of evaluations by step."""
     intervals: list[Interval] = []
-    evaluations: dict[int, Evaluation] = {}
+    evaluations: dict[int, dict[str, float]] = {}
     most = 4 * MAX_POINTS
     for line in lines:
         step = line["step"]
         if values := named_numbers(line.get("validation")):
-            evaluations[step] = Evaluation(step=step, values=values)
+            evaluations[step] = values
         if "validation" in line:
             continue
         # What a resume has trained again replaces what came before.
@@ -150,7 +149,7 @@ def _read_metrics(lines: _Lines) -> tuple[list[Interval], tuple[Evaluation, ...]
         if len(intervals) >= most:
             intervals = _thin(intervals)
             most = max(most, 2 * len(intervals))
-    return _thin(intervals), tuple(evaluations.values())
+    return _thin(intervals), evaluations
 
 
 def _reading(line: dict[str, Any], steps: int) -> Interval:

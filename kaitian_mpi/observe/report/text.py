@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import quantiles
 
 from kaitian_mpi.observe.report.run import Run, format_duration
@@ -12,20 +13,17 @@ MAX_ROWS = 16
 _WIDTH = 20
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
-_Bar = Callable[[float], str]
-"""Makes a bar of a share of the whole width."""
-
 
 def side_by_side(runs: Sequence[Run], *, unicode: bool = True) -> str:
     """Return some lines of at most 80 columns about runs, the first one being the reference."""
-    bar = _block_bar if unicode else _hash_bar
+    bar = partial(_bar, unicode=unicode)
     names = [run.name if len(run.name) <= 16 else f"…{run.name[-15:]}" for run in runs]
     parts = [_compare(runs, names, bar)] if len(runs) > 1 else []
     parts += [_describe(run, name, bar) for run, name in zip(runs, names, strict=True)]
     return "\n\n".join(parts)
 
 
-def _compare(runs: Sequence[Run], names: Sequence[str], bar: _Bar) -> str:
+def _compare(runs: Sequence[Run], names: Sequence[str], bar: Callable[[float], str]) -> str:
     """Return a table of the runs' rates and results, and how much faster they are."""
     rates = [run.rate or 0.0 for run in runs]
     wide = max(map(len, names))
@@ -62,7 +60,7 @@ def _spread(run: Run) -> float:
     return high - low
 
 
-def _describe(run: Run, name: str, bar: _Bar) -> str:
+def _describe(run: Run, name: str, bar: Callable[[float], str]) -> str:
     """Return a run's state and results, and a row of bars for each rank."""
     lines = [f"{name}: {run.state}" + (", emulated devices" if run.emulated else "")]
     if run.intervals:
@@ -103,10 +101,9 @@ def _busy(run: Run) -> dict[int, float]:
     return {rank: computed[rank] / seconds for rank, seconds in passed.items()}
 
 
-def _block_bar(share: float) -> str:
+def _bar(share: float, unicode: bool) -> str:
+    """Return a bar of a share of the whole width."""
     eighths = round(8 * _WIDTH * min(max(share, 0), 1))
+    if not unicode:
+        return ("#" * round(eighths / 8)).ljust(_WIDTH)
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(_WIDTH)
-
-
-def _hash_bar(share: float) -> str:
-    return ("#" * round(_WIDTH * min(max(share, 0), 1))).ljust(_WIDTH)
