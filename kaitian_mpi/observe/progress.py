@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 _MIN_COLUMNS, _MIN_ROWS = 32, 10
 _MIN_SHOWN = 0.005
 _MIN_ADVISED = 0.1
-SLOWER_RANKS, COMMUNICATION = "slower ranks", "communication"
-DATA, OTHER = "loading data", "time between steps"
 _ADVICE = {
-    SLOWER_RANKS: "the ranks wait for slower ones: see kaitian-plan for what each costs",
-    COMMUNICATION: "communication takes most of the rest: a larger --global-batch-size needs less "
-    "of it, and --wire sends fewer bits between hosts",
-    DATA: "loading the data takes most of the rest: --workers N loads it in background processes",
-    OTHER: "the time between steps takes most of the rest: the script's own code, or checks",
+    "slower ranks": "the ranks wait for slower ones: see kaitian-plan for what each costs",
+    "communication": "communication takes most of the rest: a larger --global-batch-size needs "
+    "less of it, and --wire sends fewer bits between hosts",
+    "loading data": "loading the data takes most of the rest: --workers N loads it in background "
+    "processes",
+    "time between steps": "the time between steps takes most of the rest: the script's own code, "
+    "or checks",
 }
 
 
@@ -98,7 +98,7 @@ class Outcome(MetricsSink):
         self._folder, self._emulated = folder, emulated
         self._computing = 0.0
         """Samples' worth of the time in which the ranks computed."""
-        self._spent = dict.fromkeys((SLOWER_RANKS, COMMUNICATION, DATA, OTHER), 0.0)
+        self._spent = dict.fromkeys(_ADVICE, 0.0)
         """Samples' worth of the other time, by what it went to."""
         self._samples = self._seconds = 0.0
         self._first: Event | None = None
@@ -113,21 +113,19 @@ class Outcome(MetricsSink):
         steps, step_sec = reading.steps, reading.step_time_sec
         self._samples += reading.samples_per_sec * step_sec * steps
         self._seconds += step_sec * steps
-        waits, data = reading.wait_time_sec, reading.data_time_sec
-        # The rank that arrives last waits for the exchange alone.
-        exchange = min(waits)
-        for rank, (batch, compute) in enumerate(
-            zip(reading.batch_sizes, reading.compute_time_sec, strict=True)
+        exchange = min(reading.wait_time_sec)  # the rank that arrives last waits for that alone
+        for batch, compute, wait, load in zip(
+            *(reading.batch_sizes, reading.compute_time_sec),
+            *(reading.wait_time_sec, reading.data_time_sec),
+            strict=True,
         ):
             if batch <= 0 or compute <= 0:
                 continue
-            weight = batch / compute * steps
-            self._computing += weight * compute
-            self._spent[SLOWER_RANKS] += weight * (waits[rank] - exchange)
-            self._spent[COMMUNICATION] += weight * exchange
-            self._spent[DATA] += weight * data[rank]
-            rest = step_sec - compute - waits[rank] - data[rank]
-            self._spent[OTHER] += weight * max(0.0, rest)
+            self._computing += batch * steps
+            rest = max(0.0, step_sec - compute - wait - load)
+            seconds = (wait - exchange, exchange, load, rest)
+            for cause, spent in zip(_ADVICE, seconds, strict=True):
+                self._spent[cause] += batch / compute * steps * spent
 
     def on_evaluation(self, evaluated: Figures) -> None:
         self._held_out = evaluated.values
