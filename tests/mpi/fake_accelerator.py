@@ -77,11 +77,6 @@ def on_device(tensor: torch.Tensor) -> DeviceTensor:
     return DeviceTensor(tensor.clone())
 
 
-def to_host(tensor: DeviceTensor) -> torch.Tensor:
-    """Return the values as a host tensor."""
-    return tensor.memory.clone()
-
-
 def install() -> None:
     """Register the device type with torch; it has no streams."""
     if not hasattr(torch, TYPE):
@@ -92,8 +87,3 @@ def install() -> None:
             backend_registration._setup_privateuseone_for_python_backend(backend_module=module)
         else:
             torch._register_device_module(TYPE, module)
-
-
-def values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values on the host, wherever it is."""
-    return to_host(tensor) if isinstance(tensor, DeviceTensor) else tensor

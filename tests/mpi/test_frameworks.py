@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from collective_cases import agree
 from torch import nn
 from torch.distributed import nn as autograd_collectives
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,10 +23,7 @@ def one_step(model, size=4):
 
 
 def parameters_agree(world, module):
-    own = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    everybodys = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(everybodys, own)
-    return all(torch.equal(own, other) for other in everybodys)
+    return agree(world, torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
 
 
 def test_device_mesh_and_subgroups(world):

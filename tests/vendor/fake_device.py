@@ -43,7 +43,6 @@ from kaitian_mpi.runtime.polling import reduce_timer_slack
 HAS_PYTHON_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 TYPE, DISPATCH_KEY = ("fake", "PrivateUse1") if HAS_PYTHON_DEVICES else ("lazy", "Lazy")
 COPY = torch.ops.aten.copy_.default
-TO_COPY = torch.ops.aten._to_copy.default
 DIVISIONS = {
     torch.ops.aten.div.Tensor: torch.ops.aten.mul.Tensor,
     torch.ops.aten.div.Tensor_mode: torch.ops.aten.mul.Tensor,
