@@ -50,9 +50,7 @@ def scaled(tensors, factor, part=1.0):
 
 FAULTS = {
     "no gradient": lambda own: replace(own, gradients=scaled(own.gradients, 0.0)),
-    "a gradient that is not a number": lambda own: replace(
-        own, gradients=scaled(own.gradients, float("nan"), 0.01)
-    ),
+    "no number": lambda own: replace(own, gradients=scaled(own.gradients, float("nan"), 0.01)),
     "the opposite gradient": lambda own: replace(own, gradients=scaled(own.gradients, -1.0)),
     "twice the gradient": lambda own: replace(own, gradients=scaled(own.gradients, 2.0)),
     "buffers that do not change": lambda own: replace(own, buffers=0 * own.buffers),

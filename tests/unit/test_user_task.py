@@ -115,10 +115,7 @@ def test_a_task_names_the_run_folder_and_keeps_the_layout_of_its_tensors_unless_
     ("arguments", "message"),
     [
         ("--task a:b --model cnn", "--model cannot be combined with --task"),
-        (
-            "--task a:b --dataset digits --lr 0.1 --no-nesterov",
-            "--dataset, --lr, --nesterov cannot",
-        ),
+        ("--task a:b --dataset mnist --lr 1 --no-nesterov", "--dataset, --lr, --nesterov cannot"),
         ("--set x=1", "--set x: there is no such setting; .* requires --task"),
         ("--task a:b --set x", "--set 'x' is not name=value; write it like --set lr=3e-4"),
         ("--task a:b --set =1", "--set '=1' is not name=value"),
