@@ -82,7 +82,8 @@ class CostLearner:
         return self._steps_of_trial >= self._patience
 
     def _is_timed(self) -> bool:
-        counts = [rank.steps_at(b) for rank, b in zip(self._ranks, self.batch_sizes, strict=True)]
+        pairs = zip(self._ranks, self.batch_sizes, strict=True)
+        counts = [len(rank.times.get(batch, ())) for rank, batch in pairs]
         enough = min(counts) >= _STEPS_PER_TRIAL or self._is_late
         return enough and all(rank.steps for rank in self._ranks)
 
@@ -131,12 +132,13 @@ def _step_sec(costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:
 
 
 class _RankTimes:
-    """One rank's step times, by batch size."""
+    """One rank's step times."""
 
     def __init__(self) -> None:
         self.largest = 0
         """The largest batch of a step that has been done."""
-        self._times: dict[int, deque[float]] = {}
+        self.times: dict[int, deque[float]] = {}
+        """By batch size."""
         self._untimed: deque[int] = deque()
         self._differences: deque[float] = deque(maxlen=_WINDOW)
         self._is_warm = False
@@ -144,7 +146,7 @@ class _RankTimes:
     @property
     def steps(self) -> int:
         """The number of steps that have been timed."""
-        return sum(len(times) for times in self._times.values())
+        return sum(len(times) for times in self.times.values())
 
     @property
     def is_certain(self) -> bool:
@@ -161,20 +163,16 @@ class _RankTimes:
         # They are averaged, so they must be alike.
         if len(timed) < steps or len(set(timed)) != 1 or not timed[0]:
             return
-        times = self._times.setdefault(timed[0], deque(maxlen=_WINDOW))
+        times = self.times.setdefault(timed[0], deque(maxlen=_WINDOW))
         seconds = max(work_sec, 1e-9)
         if times:
             self._differences.append(abs(seconds - times[-1]) / ((seconds + times[-1]) / 2))
         times.extend([seconds] * steps)
 
-    def steps_at(self, batch_size: int) -> int:
-        """Return how many steps with this batch size have been timed."""
-        return len(self._times.get(batch_size, ()))
-
     def cost(self) -> RankCost:
         """Return the cost by the times so far, of which there is at least one."""
-        often = {b: times for b, times in self._times.items() if len(times) >= _MIN_STEPS}
-        known = often or self._times
+        often = {b: times for b, times in self.times.items() if len(times) >= _MIN_STEPS}
+        known = often or self.times
         seconds = [_mean_of_middle_half(times) for times in known.values()]
         # What is assumed of alpha counts as if a step without samples had been measured.
         errors = [*(self._noise() * sec for sec in seconds), _ALPHA_ERROR * seconds[0]]

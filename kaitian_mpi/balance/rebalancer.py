@@ -121,7 +121,12 @@ class Rebalancer:
         self._steps += 1
         plan = self._better_plan() if self._steps >= _STEPS_BETWEEN else None
         if plan is not None:
-            self._adopt(plan)
+            self._refined = plan.gain < _MIN_GAIN
+            self.batch_sizes = plan.batch_sizes
+            self._largest = list(map(max, self._largest, plan.batch_sizes))
+            self._planned_logs = self._monitors.log_factors
+            self._steps = 0
+            self._monitors.restart()
         return plan
 
     def _better_plan(self) -> NewPlan | None:
@@ -158,14 +163,6 @@ class Rebalancer:
             max(largest, int(min(self._max_growth * largest, fit)))
             for largest, fit in zip(self._largest, fits, strict=True)
         ]
-
-    def _adopt(self, plan: NewPlan) -> None:
-        self._refined = plan.gain < _MIN_GAIN
-        self.batch_sizes = plan.batch_sizes
-        self._largest = list(map(max, self._largest, plan.batch_sizes))
-        self._planned_logs = self._monitors.log_factors
-        self._steps = 0
-        self._monitors.restart()
 
     def _scaled(self, logs: np.ndarray) -> CostTable:
         return self._costs.times(np.array(_exponentials(logs)))
