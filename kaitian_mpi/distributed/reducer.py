@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ _CAPS = (1 << 20, 25 << 20)
 # Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
 _CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
 _EXACT = torch.float32, torch.float64
-_UNARMED = {-1}  # never empty, whatever is discarded from it
+_UNARMED = -1  # among the indices of parameters
 
 
 def _nothing(is_last: bool) -> None:
@@ -92,13 +93,19 @@ class GradientReducer:
         self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
-        parts = partition(self._parameters, bucket_caps or suited)
-        self._readiness = [_Readiness(part, self._bucket_ready) for part in parts]
+        self._parts = partition(self._parameters, bucket_caps or suited)
+        # The parameters of each bucket whose gradients are not ready; never empty if not armed.
+        self._left = [{_UNARMED} for _ in self._parts]
+        self._ready: set[int] = set()
         self._build()
+        # A parameter owns its hook: a strong reference to this would be a cycle.
+        on_ready = weakref.WeakMethod(self._bucket_ready)
         handles = [
-            self._parameters[index].register_post_accumulate_grad_hook(partial(each.add, index))
-            for each in self._readiness
-            for index in each.indices
+            self._parameters[index].register_post_accumulate_grad_hook(
+                partial(_note_gradient, on_ready, self._left[number], number, index)
+            )
+            for number, part in enumerate(self._parts)
+            for index in part
         ]
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
@@ -148,8 +155,10 @@ class GradientReducer:
             )
         if self._works:
             self._build()  # what is still being summed keeps its buffers
-        for readiness in self._readiness:
-            readiness.arm()
+        self._ready.clear()
+        for left, part in zip(self._left, self._parts, strict=True):
+            left.clear()
+            left.update(part)
         self._weight, self._number, self._filled, self._sums = weight, number, 0, []
         self._is_armed, self._is_backward_done = True, False
 
@@ -182,8 +191,8 @@ class GradientReducer:
 
         The gradients are left as they are; set them to None before the next backward.
         """
-        for readiness in self._readiness:
-            readiness.left = _UNARMED
+        for left in self._left:
+            left.add(_UNARMED)
         self._is_armed, self._weight, self._number = False, 0.0, None
 
     def is_finite(self) -> bool:
@@ -219,7 +228,7 @@ class GradientReducer:
         self._remove_hooks()
         self._is_closed = True
         self._on_bucket = _nothing
-        self._parameters, self._frozen, self._buckets, self._readiness = [], {}, [], []
+        self._parameters, self._frozen, self._buckets, self._parts, self._left = [], {}, [], [], []
         self._carrier = None
         self._works = []
 
@@ -227,18 +236,18 @@ class GradientReducer:
         """Make new buckets."""
         self._works, self._buckets = [], []
         self._residuals.clear()
-        for readiness in self._readiness:
-            bucket = Bucket({index: self._parameters[index] for index in readiness.indices})
+        for part in self._parts:
+            bucket = Bucket({index: self._parameters[index] for index in part})
             self._buckets.append(bucket)
             places = {self._names[index]: place for index, place in bucket.places.items()}
             bucket.residual = self._residuals.add(bucket.buffer, places)
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 
-    def _bucket_ready(self, readiness: _Readiness, index: int) -> None:
+    def _bucket_ready(self, number: int, index: int) -> None:
         """Fill the buckets that can be, now that parameter `index` was the last of one."""
         with self._lock:
-            if readiness.is_filled:
+            if number < self._filled:
                 self.reset()
                 raise UnsupportedError(
                     f"{self._names[index]} got a gradient after its bucket was sent: by a second "
@@ -248,15 +257,14 @@ class GradientReducer:
             if self._filled == 0:
                 engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
                 engine.queue_callback(self._backward_done)
-            readiness.is_ready = True
-            while self._filled < len(self._buckets) and self._readiness[self._filled].is_ready:
+            self._ready.add(number)
+            while self._filled in self._ready:
                 self._fill_next()
 
     def _fill_next(self) -> None:
         """Fill a bucket, and start its sum unless it is the only one."""
-        bucket, readiness = self._buckets[self._filled], self._readiness[self._filled]
+        bucket = self._buckets[self._filled]
         self._filled += 1
-        readiness.is_filled = True
         self._on_bucket(self._filled == len(self._buckets))
         if callable(self._weight):
             self._weight = self._weight()
@@ -272,30 +280,13 @@ class GradientReducer:
 
 
 @not_compiled
-class _Readiness:
-    """Whether the gradients of a bucket are ready, and whether it has been filled with them."""
-
-    __slots__ = ("_on_ready", "indices", "is_filled", "is_ready", "left")
-
-    def __init__(self, indices: list[int], on_ready: Callable[[_Readiness, int], None]) -> None:
-        # A parameter owns its hook, which has this: a strong reference would be a cycle.
-        self._on_ready = weakref.WeakMethod(on_ready)
-        self.indices = indices
-        """The bucket's parameters."""
-        self.left: set[int] = _UNARMED
-        self.is_ready = self.is_filled = False
-
-    def arm(self) -> None:
-        """Wait for the gradients of all parameters."""
-        self.is_ready = self.is_filled = False
-        self.left = set(self.indices)
-
-    def add(self, index: int, _: torch.Tensor) -> None:
-        """Note that a parameter's gradient is ready, the last one or one that comes too late."""
-        left = self.left
-        left.discard(index)
-        if not left and (on_ready := self._on_ready()) is not None:
-            on_ready(self, index)
+def _note_gradient(
+    on_ready: Callable[[], Any], left: set[int], number: int, index: int, _: torch.Tensor
+) -> None:
+    """Note that a parameter's gradient is ready, the last of its bucket or one too late."""
+    left.discard(index)
+    if not left and (bucket_ready := on_ready()) is not None:
+        bucket_ready(number, index)
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

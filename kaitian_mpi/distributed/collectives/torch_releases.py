@@ -7,6 +7,7 @@ support.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -63,11 +64,11 @@ class BackendQueries:
         return False
 
 
-ClassType = TypeVar("ClassType", bound=type)
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def not_compiled(target: ClassType) -> ClassType:
-    """Exclude a class's methods, and what they call, from `torch.compile`: a class decorator.
+def not_compiled(target: Target) -> Target:
+    """Exclude a function, or a class's methods, and what they call from `torch.compile`.
 
     Dynamo inspects each Python frame that compiled code calls eagerly, and fails at the process
     group, which it treats as an opaque object: other backends are C++ and have no frames. The usual
@@ -76,7 +77,7 @@ def not_compiled(target: ClassType) -> ClassType:
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP
-    for value in vars(target).values():
+    for value in vars(target).values() if isinstance(target, type) else (target,):
         for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
             if isinstance(function, types.FunctionType):
                 strategy = eval_frame._FrameExecStrategy(skip, skip)
