@@ -158,23 +158,30 @@ def setup_limit(given_sec: float) -> float:
 
 
 class StepLimit:
-    """The time limit for a step: given, or 20 times the median of the last 50, at least 60 s."""
+    """The limit of a step's phases: given, or 20 times the median of the last 50, at least 60 s.
 
-    def __init__(self, given_sec: float, first_sec: float = _MIN_LIMIT_SEC) -> None:
-        self._given = given_sec > 0
+    The first `warm_up` steps, in which kernels may still be compiled, can only raise it.
+    """
+
+    def __init__(self, given_sec: float, warm_up: int = 1) -> None:
+        assert given_sec >= 0
+        self._is_given, self._warm_up = given_sec > 0, warm_up
         self._steps: deque[float] = deque(maxlen=_MEDIAN_STEPS)
-        self.limit_sec = given_sec if self._given else first_sec
+        self.limit_sec = first_step_limit(given_sec)
 
-    def observe(self, step_sec: float) -> float | None:
-        """Add a step's time; return the new limit in seconds if it changes by more than 20%."""
-        if self._given:
-            return None
+    def apply(self) -> None:
+        """Make it the limit of the phases that follow."""
+        set_phase_limit(self.limit_sec)
+
+    def observe(self, step_sec: float) -> None:
+        """Add a step's time, and apply the new limit if it changes by more than 20%."""
         self._steps.append(step_sec)
         limit = max(_MIN_LIMIT_SEC, _STEPS_PER_LIMIT * statistics.median(self._steps))
-        if abs(limit - self.limit_sec) <= _MIN_CHANGE * self.limit_sec:
-            return None
-        self.limit_sec = limit
-        return limit
+        is_early = limit < self.limit_sec and len(self._steps) < self._warm_up
+        is_new = abs(limit - self.limit_sec) > _MIN_CHANGE * self.limit_sec
+        if is_new and not (is_early or self._is_given):
+            self.limit_sec = limit
+            self.apply()
 
 
 _current: Watchdog | None = None

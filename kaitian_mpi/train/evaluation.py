@@ -12,7 +12,7 @@ from torch import nn
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, set_phase_limit
+from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import Batches
 from kaitian_mpi.train.data.loader import evaluation_indices
 from kaitian_mpi.train.task import Computation, Task
@@ -37,8 +37,8 @@ def evaluate(
     They are the same on every rank. `shares` are the proportions of the ranks' work, and `limit`
     the watchdog's for a batch.
     """
-    if limit is not None:
-        set_phase_limit(limit.limit_sec)
+    limit = limit or StepLimit(0.0)
+    limit.apply()
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     totals: dict[str, list[float]] = {}
@@ -52,8 +52,7 @@ def evaluate(
             total = totals.setdefault(name, [0.0, 0.0])
             total[0] += value
             total[1] += count
-        if limit is not None and limit.observe(time.perf_counter() - began) is not None:
-            set_phase_limit(limit.limit_sec)
+        limit.observe(time.perf_counter() - began)
     model.train(modes[0][1])
     for module, was_training in modes:  # some may be kept from training, such as batch norm
         module.training = was_training

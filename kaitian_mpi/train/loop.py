@@ -16,7 +16,7 @@ from kaitian_mpi.distributed.buckets import ReadyMark
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase, first_step_limit, set_phase_limit
+from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
@@ -30,12 +30,11 @@ from kaitian_mpi.train.step import (
     StepExchange,
     StepInProgress,
     StepObserver,
-    StepTimes,
 )
 from kaitian_mpi.train.task import Task
 
 _SAMPLES_OF_STATISTICS = 256
-_WARM_UP_STEPS = 3  # kernels may still be compiled in them
+_WARM_UP_STEPS = 3
 
 
 class Loop:
@@ -79,10 +78,8 @@ class Loop:
         self._group = cast("Any", dist.group.WORLD)
         if commit is not None:
             self._group.record_losses()
-        self._limit = StepLimit(config.step_timeout)
-        self._first_limit_sec = first_step_limit(config.step_timeout)
-        self._evaluation_limit = StepLimit(config.step_timeout, self._first_limit_sec)
-        self._steps_seen = 0
+        self._limit = StepLimit(config.step_timeout, _WARM_UP_STEPS)
+        self._evaluation_limit = StepLimit(config.step_timeout)
         self._step = StepInProgress(world.device_kind)
         self.clock = self._step.clock
         participate(state.model, self._step)
@@ -279,7 +276,9 @@ class Loop:
         self._pace.catch_up()
         self.clock.stop()
         times = self.clock.take()
-        self._watch(times, step.data_sec)
+        if times.steps:
+            self._limit.observe((times.computed + times.waited) / times.steps + step.data_sec)
+        enter_phase("reporting the step", step=self.progress.step, waits=True)
         return Step(
             number=self.progress.step,
             epoch=epoch,
@@ -318,8 +317,7 @@ class Loop:
                 self.plan.micro_batch_size,
                 self._evaluation_limit,
             )
-        is_warm = self._steps_seen >= _WARM_UP_STEPS
-        set_phase_limit(self._limit.limit_sec if is_warm else self._first_limit_sec)
+        self._limit.apply()
         self._commit_unit()
         return means
 
@@ -360,16 +358,6 @@ class Loop:
         if self._commit is not None:
             self._commit(not self._group.is_broken)
         self.state.commit()
-
-    def _watch(self, times: StepTimes, data_sec: float) -> None:
-        """Update the watchdog's time limit; a phase of waiting for other ranks starts."""
-        self._steps_seen += 1
-        if times.steps:
-            step_sec = (times.computed + times.waited) / times.steps
-            limit = self._limit.observe(step_sec + data_sec)
-            if limit is not None or self._steps_seen == _WARM_UP_STEPS:
-                set_phase_limit(self._limit.limit_sec)
-        enter_phase("reporting the step", step=self.progress.step, waits=True)
 
 
 def set_learning_rates(

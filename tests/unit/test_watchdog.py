@@ -108,22 +108,24 @@ def test_the_state_of_a_process_is_read(stat, expected):
 
 
 def test_the_limit_follows_the_median_of_recent_steps():
-    given = StepLimit(7)
-    assert (given.observe(1000), given.limit_sec) == (None, 7)
+    def after(limit, *steps):
+        return [limit.observe(sec) or limit.limit_sec for sec in steps]
+
+    assert after(StepLimit(7), 1000) == [7]
     limit = StepLimit(0)
-    assert limit.limit_sec == 60
-    assert [limit.observe(sec) for sec in (3.5, 3.5, 3.5, 1000)] == [None] * 4  # 70 s: 17% more
-    assert limit.observe(10) is None
-    assert limit.observe(10) == limit.limit_sec == pytest.approx(20 * 6.75)
-    assert [limit.observe(6.8) for _ in range(49)] == [None] * 49
-    changes = [limit.observe(0.5) for _ in range(50)]  # 60 s in the end: 18% less than 73
-    assert changes == [None] * 24 + [pytest.approx(73)] + [None] * 25
+    assert after(limit, 1, 3.5, 3.5, 3.5, 1000) == [60] * 5  # 70 s: 17% more
+    assert after(limit, 10, 10, 10) == [60, 60, pytest.approx(20 * 6.75)]
+    assert after(limit, *[6.8] * 49) == [pytest.approx(135)] * 49
+    # 60 s in the end: 18% less than 73.
+    assert after(limit, *[0.5] * 50) == [pytest.approx(135)] * 24 + [pytest.approx(73)] * 26
+    assert after(StepLimit(0, warm_up=3), 1, 1, 1) == [600, 600, 60]
+    assert after(StepLimit(0, warm_up=3), 100, 1) == [2000, 2000]
 
 
 @pytest.mark.parametrize(("given", "first", "setup"), [(0, 600, 1800), (3, 3, 60)])
 def test_limits_before_any_step_is_timed(given, first, setup):
     assert (first_step_limit(given), setup_limit(given)) == (first, setup)
-    assert StepLimit(0, first_step_limit(0)).observe(10) == 200
+    assert StepLimit(given).limit_sec == first
 
 
 # real processes -------------------------------------------------------------------------------
