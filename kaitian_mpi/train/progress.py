@@ -112,9 +112,10 @@ class Schedules:
         self._own_settings = self.settings()
         self._make(total_steps)
 
-    def depends_on(self, total_steps: int) -> bool:
-        """Return whether the schedules change if the run has this many steps."""
-        return self._told_steps not in (None, total_steps)
+    def set_total_steps(self, total_steps: int, steps: int) -> None:
+        """Begin again, at this step, the schedules that depend on the number of steps in all."""
+        if self._told_steps not in (None, total_steps):
+            self.restart(total_steps, steps)
 
     def settings(self) -> list[dict[str, Any]]:
         """Return the settings of each of the optimizers' groups, without its parameters."""

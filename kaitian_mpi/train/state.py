@@ -74,9 +74,8 @@ class State:
     def set_total_steps(self, total_steps: int) -> None:
         """Change the number of steps of the whole run, and the schedules that depend on it."""
         self.progress.total_steps = total_steps
-        if self._schedules.depends_on(total_steps):
-            with self.lock:
-                self._schedules.restart(total_steps, self.progress.steps_applied)
+        with self.lock:
+            self._schedules.set_total_steps(total_steps, self.progress.steps_applied)
 
     def save(self) -> None:
         """Save what a step or an evaluation changes before its commit: the buffers."""
