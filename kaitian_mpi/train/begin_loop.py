@@ -21,12 +21,12 @@ from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, excluded_line, record_plan
+from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, excluded_line
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce, show_benchmark
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.observers import Events, Metrics, Presence
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.rebalancing import make_balancing
+from kaitian_mpi.train.rebalancing import make_balancing, record_plan
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import StepObserver
@@ -185,7 +185,11 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
         show_benchmark(world, results, plan.scores, plan.batch_sizes)
     else:
         reason = "equal shares"
-    record_plan(world, run.setup, plan, step, reason, run.sinks)
+    text = f"samples per step and rank {plan.batch_sizes} ({reason})"
+    if reason != FROM_BENCHMARK:  # whose table shows it
+        print_rank_0(world, text)
+    what = {"batch_sizes": plan.batch_sizes, "reason": reason}
+    record_plan(world, run.setup.folder, run.sinks, step, text, what)
     groups: dict[str, list[int]] = {}
     for info in world.infos:
         groups.setdefault(info.kind, []).append(info.world_rank)

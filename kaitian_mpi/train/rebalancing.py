@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.cost_model import RankCost
@@ -122,21 +122,13 @@ class Balancing(StepObserver):
         self, step: int, batch_sizes: list[int], reason: str, gain: float, factors: list[float]
     ) -> None:
         self.plans += 1
-        ranks = [info.world_rank for info in self._world.infos]
-        plan: dict[str, Any] = {"batch_sizes": batch_sizes, "reason": reason}
-        plan["predicted_gain"] = round(gain, 4)
-        line = {
-            "step": step + self._steps_ahead,
-            "decided_at_step": step,
-            "time": time.time(),
-            "ranks": ranks,
-            **plan,
-            "compute_time_factors": [round(factor, 3) for factor in factors],
-        }
-        self._folder.append("plan.jsonl", line)
         text = f"step {step}: new plan {batch_sizes}: {reason}"
         print_rank_0(self._world, text)
-        self._sinks.event("plan", step, text, ranks, **plan)
+        plan = {"batch_sizes": batch_sizes, "reason": reason, "predicted_gain": round(gain, 4)}
+        factors = [round(factor, 3) for factor in factors]
+        more = {"decided_at_step": step, "compute_time_factors": factors}
+        more["step"] = step + self._steps_ahead
+        record_plan(self._world, self._folder, self._sinks, step, text, plan, more)
 
     def _report_slow(self, step: int, slow: SlowPeriod) -> None:
         """Report that a rank has become slow, or is not any more."""
@@ -151,6 +143,22 @@ class Balancing(StepObserver):
         show(self._world, text)
         since = {"since_step": slow.since_step, "until_step": slow.until_step}
         self._sinks.event(kind, step, text, [info.world_rank], cause=slow.kind, **since)
+
+
+def record_plan(
+    world: World,
+    folder: RunFolder,
+    sinks: Sinks,
+    step: int,
+    text: str,
+    plan: Mapping[str, Any],
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Record a plan as an event, and with `more` in plan.jsonl."""
+    ranks = [info.world_rank for info in world.infos]
+    line = {"step": step, "time": time.time(), "ranks": ranks, **plan, **(more or {})}
+    folder.append("plan.jsonl", line)
+    sinks.event("plan", step, text, ranks, **plan)
 
 
 def make_balancing(

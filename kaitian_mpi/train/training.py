@@ -23,11 +23,7 @@ from kaitian_mpi.mpi.world import World, current_world, slowed_as
 from kaitian_mpi.observe.console import set_quiet
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.recorder import (
-    Recorder,
-    start_recording,
-    stop_recording,
-)
+from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.signals import handle_signals, is_handled
 from kaitian_mpi.runtime.watchdog import (

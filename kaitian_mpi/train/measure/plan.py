@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,6 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
-from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benchmark
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, Workload, equal_share
@@ -159,19 +157,6 @@ def make_plan(
 def excluded_line(info: RankInfo, reason: str) -> str:
     """Return a line that says which rank is excluded, and why."""
     return f"{info} is excluded: {reason}; --keep-all keeps it"
-
-
-def record_plan(
-    world: World, setup: Setup, plan: Plan, step: int, reason: str, sinks: Sinks
-) -> None:
-    """Record a plan in plan.jsonl, and log it unless the benchmark's table has shown it."""
-    text = f"samples per step and rank {plan.batch_sizes} ({reason})"
-    if reason != FROM_BENCHMARK:
-        print_rank_0(world, text)
-    ranks = [info.world_rank for info in world.infos]
-    line: dict[str, Any] = {"batch_sizes": plan.batch_sizes, "reason": reason}
-    setup.folder.append("plan.jsonl", {"step": step, "time": time.time(), "ranks": ranks, **line})
-    sinks.event("plan", step, text, ranks, **line)
 
 
 def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
