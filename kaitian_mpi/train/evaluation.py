@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -24,21 +23,20 @@ _MAX_READ_SEC = 0.1
 @torch.no_grad()
 def evaluate(
     task: Task,
-    model: nn.Module,
     data: Any,
     computation: Computation,
     world: World,
     shares: Sequence[float],
-    micro_batch_size: int | None = None,
-    limit: StepLimit | None = None,
+    micro_batch_size: int | None,
+    limit: StepLimit,
 ) -> dict[str, float]:
     """Return the means of the metrics over all samples of `data`, by name. Collective.
 
     They are the same on every rank. `shares` are the proportions of the ranks' work, and `limit`
     the watchdog's for a batch.
     """
-    limit = limit or StepLimit(0.0)
     limit.apply()
+    model = task.model
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     totals: dict[str, list[float]] = {}
@@ -48,7 +46,7 @@ def evaluate(
         batch = reader.read(indices)
         began = time.perf_counter()
         enter_phase("evaluation")
-        for name, (value, count) in _measure(task, model, batch, computation, indices).items():
+        for name, (value, count) in _measure(task, batch, computation, indices).items():
             total = totals.setdefault(name, [0.0, 0.0])
             total[0] += value
             total[1] += count
@@ -62,16 +60,16 @@ def evaluate(
 
 
 def _measure(
-    task: Task, model: nn.Module, batch: Any, computation: Computation, indices: list[int]
+    task: Task, batch: Any, computation: Computation, indices: list[int]
 ) -> dict[str, tuple[float, float]]:
     """Return (sum, count) of each of a batch's metrics."""
     placed = computation.place(batch)
     if task.metrics is None:
-        loss = computation.loss(task, model, placed).item()
+        loss = computation.loss(task, task.model, placed).item()
         weight = task.weigh(batch, len(indices))
         return {"loss": (loss * weight if weight else 0.0, weight)}
     with computation.autocast():
-        metrics = task.metrics(model, placed)
+        metrics = task.metrics(task.model, placed)
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"Task: metrics returned a {type(metrics).__name__}; it must return a dict of sums, or "

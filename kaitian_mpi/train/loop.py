@@ -302,14 +302,8 @@ class Loop:
             from kaitian_mpi.train.evaluation import evaluate
 
             means = evaluate(
-                self._task,
-                self.state.model,
-                self._setup.validation,
-                self._computation,
-                self.world,
-                shares,
-                self.plan.micro_batch_size,
-                self._evaluation_limit,
+                *(self._task, self._setup.validation, self._computation, self.world, shares),
+                *(self.plan.micro_batch_size, self._evaluation_limit),
             )
         self._limit.apply()
         self._commit_unit()
