@@ -368,15 +368,13 @@ class Training:
         loop = self._ready_loop()
         if loop is None:
             return None
-        if self._saving.save_for_restart():
+        is_saved = self._saving.save_for_restart()
+        share = None if is_saved else loop.next_share()
+        if share is None:
             loop.close()
-            self._end_standby(is_active=True)
-            return None
-        share = loop.next_share()
-        if share is None:  # write the results
-            loop.close()
-            self._saving.write_results()
-            loop.run_finished()
+            if not is_saved:
+                self._saving.write_results()
+                loop.run_finished()
             self._end_standby(is_active=True)
         return share
 
