@@ -54,29 +54,29 @@ def check_trackers(config: TrainingConfig, world: World) -> None:
         if world.rank != 0:
             return
         if config.tensorboard:
-            import_tracker("--tensorboard", "tensorboard", "torch.utils.tensorboard")
+            import_tracker("tensorboard", "torch.utils.tensorboard")
         if config.wandb:
-            import_tracker("--wandb", "wandb", "wandb")
+            import_tracker("wandb")
             check_wandb_login()
         if config.mlflow:
             prepare_mlflow()
-            import_tracker("--mlflow", "mlflow", "mlflow")
+            import_tracker("mlflow")
 
 
-def import_tracker(flag: str, extra: str, module: str) -> None:
-    """Import a package, which may take seconds.
+def import_tracker(name: str, module: str = "") -> None:
+    """Import what a flag of this name needs, which may take seconds.
 
     Raises:
         UserError: it is not installed, or cannot be imported.
     """
     try:
-        import_module(module)
+        import_module(module or name)
     except Exception as error:  # a broken installation raises anything
         reason = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"{flag}: the package {extra} is not installed, or cannot be imported: "
-            f"{type(error).__name__}: {reason}; pip install 'kaitian-mpi[{extra}]', or leave out "
-            f"{flag}"
+            f"--{name}: the package {name} is not installed, or cannot be imported: "
+            f"{type(error).__name__}: {reason}; pip install 'kaitian-mpi[{name}]', or leave out "
+            f"--{name}"
         ) from error
 
 

@@ -36,7 +36,6 @@ class Events(StepObserver):
         self._has_reported_start = False
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Report what has happened with this step, and repair weights if that is due."""
         run = self._run
         if step.is_finite:
             run.state.progress.consecutive_bad_steps = 0
@@ -121,7 +120,6 @@ class Metrics(StepObserver):
         self._since = time.perf_counter()
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Add a step, and read if that is due."""
         self._loss_sum = self._loss_sum + step.mean_loss * step.samples
         self._times = self._times.plus(step.times)
         self._data_sec += step.data_sec
@@ -187,7 +185,6 @@ class Metrics(StepObserver):
         )
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
-        """Record the results of an epoch."""
         run, progress = self._run, self._run.state.progress
         where = (progress.epoch, progress.position, progress.step)
         print_rank_0(self._world, result_line(*where, means))

@@ -38,7 +38,6 @@ class ProfiledSteps(StepObserver):
         self._profile: Any = None
 
     def step_begins(self, number: int) -> None:
-        """Start the profiler before the first of the steps."""
         window = self._window
         if window is None or self._first is not None:
             return
@@ -50,7 +49,6 @@ class ProfiledSteps(StepObserver):
             self._profile = _start(self._world)
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Gather the traces after the last of the steps."""
         if self._window is not None and step.number >= self._window.last_step:
             self._collect()
 
@@ -65,7 +63,6 @@ class ProfiledSteps(StepObserver):
                 profile.stop()
 
     def run_finished(self) -> None:
-        """Log that the run ended before the steps, if it did."""
         step = self._state.progress.step
         if self._window is not None and step < self._window.first_step:
             print_rank_0(

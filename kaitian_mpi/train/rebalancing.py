@@ -65,7 +65,6 @@ class Balancing(StepObserver):
         self._waiting: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Apply the plans that are due after this step."""
         plan = None if reports is None else self.observe(step.number, reports)
         if plan is not None:
             self._waiting.append((step.number + self._delay, plan))

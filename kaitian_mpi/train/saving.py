@@ -68,7 +68,6 @@ class Saving(StepObserver):
         return self._restart.is_made()
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Save a checkpoint and a snapshot, if they are due."""
         if not self._checkpoints.writers:
             return
         requested = reports is not None and bool(reports.wants_checkpoint.any())
@@ -81,11 +80,9 @@ class Saving(StepObserver):
         self._report_written()
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
-        """Save a checkpoint at the end of an epoch."""
         self._save(_quality(means))
 
     def close(self, together: bool) -> None:
-        """Leave signals alone."""
         self._signals.close()
 
     def save_and_stop(self) -> None:

@@ -60,17 +60,14 @@ class Timeline(StepObserver):
         align_clocks(world.comm, self._nodes, recorder.clock, recorder.now)
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        """Gather the events in the file, if that is due after this step."""
         if step.number >= self._next_step:
             self.share()
 
     def close(self, together: bool) -> None:
-        """Gather the events in the file, unless a rank may be lost."""
         if together:
             self.share()
 
     def run_finished(self) -> None:
-        """Gather the last events, and complete the file."""
         self.share()
         if self._file is not None:
             self._file.finish()

@@ -159,8 +159,8 @@ def test_a_failing_background_sink_is_no_longer_used(caplog):
 def test_a_missing_package_is_named_with_how_to_install_it():
     missing = r"^--wandb: the package wandb is not installed.*ModuleNotF.*pip install .*\[wandb\]'"
     with pytest.raises(UserError, match=missing):
-        import_tracker("--wandb", "wandb", "json.no_such")
-    import_tracker("--it", "json", "json.decoder")
+        import_tracker("wandb", "json.no_such")
+    import_tracker("json", "json.decoder")
 
 
 @pytest.mark.parametrize("setting", [{"tensorboard": True}, {"wandb": "a"}, {"mlflow": "a"}])
