@@ -113,7 +113,6 @@ class _Reader:
         self._samples = 1  # per piece
 
     def read(self, indices: list[int]) -> Any:
-        """Return the batch of these samples."""
         if not isinstance(self._data, Batches):  # batches in memory
             enter_phase("loading samples to evaluate")
             return self._data[indices]

@@ -105,7 +105,6 @@ class Loop:
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run."""
         return self.state.progress
 
     def close(self, together: bool = True) -> None:

@@ -56,7 +56,6 @@ class Progress:
         return self.step - self.bad_steps
 
     def step_done(self, samples: int) -> None:
-        """Count a step with this many samples over all ranks."""
         self.step += 1
         self.step_in_epoch += 1
         self.position += samples

@@ -84,7 +84,6 @@ class Run:
 
     @property
     def owns_files(self) -> bool:
-        """Whether this rank writes the run folder."""
         return not isinstance(self.setup.folder, NoFolder)
 
     def failures(self) -> list[dict[str, Any]]:

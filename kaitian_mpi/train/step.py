@@ -49,7 +49,6 @@ class StepTimes(NamedTuple):
         return self.forward + self.backward + self.optimizer
 
     def plus(self, other: StepTimes) -> StepTimes:
-        """Return the times of these steps and the others."""
         return StepTimes(*map(operator.add, self, other))
 
 
@@ -92,7 +91,6 @@ class StepClock:
         self.enter(self.OPTIMIZER)
 
     def stop(self) -> None:
-        """Mark the end of the step."""
         self.enter("")
         self._steps.append(self._phases)
         current = recorder.current

@@ -73,7 +73,6 @@ class Timeline(StepObserver):
             self._file.finish()
 
     def share(self) -> None:
-        """Gather the events in the file."""
         began = time.monotonic()
         enter_phase("sharing the timeline", waits=True, limited=False)
         align_clocks(self._world.comm, self._nodes, self._recorder.clock, self._recorder.now)
