@@ -84,9 +84,10 @@ def replace_lost(
     """
     spares = [info for info in alive if info.world_rank in standby.spares]
     aside = standby.spares | standby.excluded
-    for lost_rank in sorted(lost, key=lambda info: info.world_rank):
-        if spares and lost_rank.world_rank not in aside:
-            spares.remove(max(spares, key=lambda info: _similarity(info, lost_rank)))
+    for gone in sorted(lost, key=lambda info: info.world_rank):
+        if spares and gone.world_rank not in aside:
+            alike = [(s.kind == gone.kind, s.host == gone.host, -s.world_rank) for s in spares]
+            spares.pop(alike.index(max(alike)))
     after = Standby(
         frozenset(info.world_rank for info in spares),
         standby.excluded & {info.world_rank for info in alive},
@@ -97,10 +98,6 @@ def replace_lost(
 def _with_active(standby: Standby, infos: Sequence[RankInfo]) -> Standby:
     """Return `standby`, without excluded ranks if otherwise no rank were active."""
     return standby if standby.active(infos) else Standby(spares=standby.spares)
-
-
-def _similarity(spare: RankInfo, lost: RankInfo) -> tuple[bool, bool, int]:
-    return spare.kind == lost.kind, spare.host == lost.host, -spare.world_rank
 
 
 class Membership:

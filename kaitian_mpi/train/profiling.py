@@ -46,7 +46,15 @@ class ProfiledSteps(StepObserver):
         self._first = number
         if window.includes_rank(self._world.info.world_rank):
             enter_phase("starting the profiler", limited=False)
-            self._profile = _start(self._world)
+            activities = [profiler.ProfilerActivity.CPU]
+            if not self._world.device_kind.is_host:
+                activities = list(profiler.supported_activities())
+            profile = profiler.profile(activities=activities)
+            try:
+                profile.start()
+                self._profile = profile
+            except Exception as error:  # such as another profiler that is active
+                _log.warning("this rank is not profiled: %s: %s", type(error).__name__, error)
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         if self._window is not None and step.number >= self._window.last_step:
@@ -114,16 +122,3 @@ class ProfiledSteps(StepObserver):
         except OSError as error:
             reason = error.strerror or error
             _log.warning("%s could not be written: %s; training continues", path, reason)
-
-
-def _start(world: World) -> Any:
-    activities = [profiler.ProfilerActivity.CPU]
-    if not world.device_kind.is_host:
-        activities = list(profiler.supported_activities())
-    profile = profiler.profile(activities=activities)
-    try:
-        profile.start()
-    except Exception as error:  # such as another profiler that is active
-        _log.warning("this rank is not profiled: %s: %s", type(error).__name__, error)
-        return None
-    return profile

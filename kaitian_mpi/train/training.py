@@ -196,7 +196,7 @@ class Training:
             except GeneratorExit:  # the loop was left; another one may be open by now
                 if self._open_step is step:
                     self._open_step = None
-                if self._is_current(step) and not step.is_finished:
+                if self._loop is step.loop and not step.is_finished:
                     step.loop.undo()
                 raise
             try:
@@ -262,7 +262,7 @@ class Training:
             raise UserError("call training.backward(loss) before training.step()")
         step.is_finished = True
         done = None
-        if self._is_current(step):
+        if self._loop is step.loop:
             enter_phase("the sum of gradients", waits=True)
             done = self._follow(self._guarded(step.loop.finish))
         self._enter_script()
@@ -516,14 +516,10 @@ class Training:
         self._open_step = _OpenStep(loop)
         return batch
 
-    def _is_current(self, step: _OpenStep) -> bool:
-        """Return whether no rank has been lost in a step of the open form."""
-        return self._loop is step.loop
-
     def _end_open_step(self) -> None:
         """Check that a step of the open form is finished, before what comes next."""
         step = self._open_step
-        if step is not None and self._is_current(step) and not step.is_finished:
+        if step is not None and self._loop is step.loop and not step.is_finished:
             raise UserError(
                 "call training.backward(loss) and training.step() for each batch before what comes "
                 "next"
