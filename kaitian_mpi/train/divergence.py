@@ -42,7 +42,7 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
     healthy, agreeing = 0, list(range(world.size))
     if len({bits for _, bits in prints}) > 1:
         counts = [count for _, count in gathered]
-        healthy, agreeing = _find_majority(world, state, tensors, prints, counts)
+        healthy, agreeing = _find_majority(world, state, prints, counts)
     step = state.progress.step
     state.equal_at_step = step
     different = [rank for rank in range(world.size) if rank not in agreeing]
@@ -62,11 +62,7 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
 
 
 def _find_majority(
-    world: World,
-    state: State,
-    tensors: Sequence[torch.Tensor],
-    prints: Sequence[Print],
-    counts: Sequence[int],
+    world: World, state: State, prints: Sequence[Print], counts: Sequence[int]
 ) -> tuple[int, list[int]]:
     """Return a rank that most others agree with, and these with itself. Collective."""
     kind, _ = own = prints[world.rank]
@@ -75,7 +71,7 @@ def _find_majority(
         agrees = own == prints[rank]
         if len({kind for kind, _ in prints}) > 1:
             receives = kind != prints[rank][0]
-            fits = _take_rounding(world, state, tensors, rank, counts[rank], receives)
+            fits = _take_rounding(world, state, rank, counts[rank], receives)
             agrees = agrees or fits
         votes = alike(prints, gather_values(world.comm, agrees))
         if len(votes) > len(best[1]):
@@ -94,19 +90,13 @@ def alike(prints: Sequence[Print], agree: Sequence[bool]) -> list[int]:
     return [rank for rank in ranks if prints[rank][1] == bits[prints[rank][0]]]
 
 
-def _take_rounding(
-    world: World,
-    state: State,
-    tensors: Sequence[torch.Tensor],
-    source: int,
-    count: int,
-    receives: bool,
-) -> bool:
+def _take_rounding(world: World, state: State, source: int, count: int, receives: bool) -> bool:
     """Take over a rank's tensors, as far as only rounding tells this rank's from them. Collective.
 
     Nothing is lost if the source dies meanwhile, or turns out to be wrong in other tensors: either
     rounding is as good.
     """
+    tensors = state.replicas()
     fits = receives and len(tensors) == count
     steps = state.progress.step - state.equal_at_step
     for index in range(count):
