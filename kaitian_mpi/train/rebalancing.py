@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.cost_model import RankCost
@@ -19,7 +19,6 @@ from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.step import Step, StepObserver, StepReports
 from kaitian_mpi.train.summary import describe_rank
 
@@ -32,31 +31,28 @@ class Balancing(StepObserver):
 
     def __init__(
         self,
-        world: World,
+        config: TrainingConfig,
+        loop: Loop,
         folder: RunFolder,
         sinks: Sinks,
-        plan: Plan,
-        set_plan: Callable[[list[int]], None],
-        *,
-        adaptive: bool,
         workers: Sequence[int],
-        has_micro_batches: bool = True,
     ) -> None:
         """Start with a plan. All ranks apply a new one at the same step.
 
         Without costs they are learned first. Plans wait until every rank has trained the batches
         that its `workers` have fetched; without micro-batches, batches grow only step by step.
         """
+        world, plan = loop.world, loop.plan
         self._world, self._folder, self._sinks = world, folder, sinks
-        self._steps_ahead = steps_ahead(max(workers))
-        self._set_plan, self._delay = set_plan, self._steps_ahead - steps_ahead(workers[world.rank])
+        self._set_plan, self._steps_ahead = loop.sampler.set_plan, steps_ahead(max(workers))
+        self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
         self._min_batch, costs = plan.min_batch, plan.costs
-        self._max_growth = math.inf if has_micro_batches else MAX_GROWTH
+        self._max_growth = math.inf if loop.has_micro_batches else MAX_GROWTH
         self._learner: CostLearner | None = None
         self._rebalancer: Rebalancer | None = None
-        if adaptive and costs:
+        if config.balance == "adaptive" and costs:
             self._follow(costs, plan.batch_sizes)
-        elif adaptive:
+        elif config.balance == "adaptive":
             from kaitian_mpi.balance.cost_learner import CostLearner
 
             self._learner = CostLearner(plan.batch_sizes, plan.min_batch, self._steps_ahead)
@@ -164,9 +160,5 @@ def make_balancing(
     config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks | None = None
 ) -> Balancing:
     """Return what balances a loop. Collective."""
-    return Balancing(
-        *(loop.world, folder, sinks or Sinks(), loop.plan, loop.sampler.set_plan),
-        adaptive=config.balance == "adaptive",
-        workers=gather_values(loop.world.comm, config.workers),
-        has_micro_batches=loop.has_micro_batches,
-    )
+    workers = gather_values(loop.world.comm, config.workers)
+    return Balancing(config, loop, folder, sinks or Sinks(), workers)

@@ -187,7 +187,7 @@ def _choose_ranks(run: Run) -> None:
     run.allreduce_algorithm, excluded = on_all(select_ranks, run)
     run.excluded_places = [info.place for info in excluded]
     ranks = [info.world_rank for info in excluded]
-    agrees = on_all(compare_kinds, config, setup, run.profiles, ranks)
+    agrees = on_all(compare_kinds, run, ranks)
     startup_clock.begin("first step")
     run.state = on_all(make_state, run)
     if run.earlier.metadata is not None:
@@ -206,20 +206,14 @@ def _choose_ranks(run: Run) -> None:
     )
 
 
-def compare_kinds(
-    config: TrainingConfig,
-    setup: Setup,
-    profiles: Profiles,
-    excluded: Collection[int],
-    world: World,
-) -> bool | None:
+def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | None:
     """Return whether the device kinds that train compute alike; None if that is not compared."""
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    if not config.parity or len(kinds) < 2:
+    if not run.config.parity or len(kinds) < 2:
         return None
     from kaitian_mpi.train.measure.parity import check_parity
 
-    return check_parity(config, setup, profiles, excluded, world)
+    return check_parity(run.config, run.setup, run.profiles, excluded, world)
 
 
 def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:

@@ -4,6 +4,7 @@ The odd ranks' module computes differently, as a device with a wrong kernel woul
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     folder = Folder()
     profile = profile_unmeasured(config)
     profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
-    found = compare_kinds(config, Setup(task, folder), profiles, excluded, world)
+    of_run = SimpleNamespace(config=config, setup=Setup(task, folder), profiles=profiles)
+    found = compare_kinds(of_run, excluded, world)
     return found, folder.written.get(FILE)
 
 

@@ -241,7 +241,11 @@ def balancing(tmp_path, costs=None, adaptive=True):
     world = SimpleNamespace(size=2, rank=0, infos=infos)
     folder = DiskFolder(tmp_path)
     plan = Plan([32, 32], [1.0, 1.0], costs, "contiguous", "fp32", None)
-    return Balancing(world, folder, Sinks(), plan, list, adaptive=adaptive, workers=[0, 0])
+    loop = SimpleNamespace(
+        world=world, plan=plan, sampler=SimpleNamespace(set_plan=list), has_micro_batches=True
+    )
+    config = SimpleNamespace(balance="adaptive" if adaptive else "static")
+    return Balancing(config, loop, folder, Sinks(), [0, 0])
 
 
 def reported(*rows):
