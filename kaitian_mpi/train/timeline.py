@@ -12,13 +12,12 @@ import numpy as np
 from kaitian_mpi.mpi.exchange import gather_bytes, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset, RoundTrip, estimate_offset
-from kaitian_mpi.observe.timeline.recorder import Event, Recorder
+from kaitian_mpi.observe.timeline.recorder import Recorder
 from kaitian_mpi.observe.timeline.trace_file import (
     ChromeLanes,
     TimelineFile,
     encode,
     process_events,
-    run_events,
     status_events,
 )
 from kaitian_mpi.runtime import tags
@@ -96,23 +95,14 @@ class Timeline(StepObserver):
         rank, recorder = self._world.info.world_rank, self._recorder
         dropped, recorder.dropped = recorder.dropped, 0
         naming, self._naming = self._naming, []
+        events = recorder.take() + recorder.take_device_spans(self._world.device_kind.mark)
         return encode(
             [
                 *naming,
                 *status_events(rank, recorder.now(), recorder.clock, dropped),
-                *self._lanes.trace(recorder.take() + self._device_events(), recorder.clock),
-                *run_events(recorder.take_run_events(), recorder.clock),
+                *self._lanes.trace(events, recorder.clock),
             ]
         )
-
-    def _device_events(self) -> list[Event]:
-        recorder = self._recorder
-        if not recorder.has_device_spans:
-            return []
-        # Marks only know the time between each other; this one's is known by the host's clock.
-        anchor = self._world.device_kind.mark()
-        anchor.wait()
-        return recorder.take_device_spans(anchor, recorder.now())
 
     def _schedule(self, began: float) -> None:
         """Set the step after which to gather next, the same on every rank."""

@@ -180,6 +180,9 @@ class DeviceMark(NamedTuple):
     def is_reached(self):
         return True
 
+    def wait(self):
+        pass
+
     def seconds_since(self, earlier):
         return self.time - earlier.time
 
@@ -194,7 +197,7 @@ class Accelerator:
 
 
 def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
-    with recording(2) as made:
+    with recording(2, now=lambda: 108.0) as made:
         for step in (1, 2):
             enter_phase("forward", step=step)
             device = Accelerator()
@@ -205,7 +208,7 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
             device.mark()  # as of a bucket
             clock.gradients_summed(device.mark())
             clock.stop()
-    events = made.take_device_spans(DeviceMark(8.0), 108.0)
+    events = made.take_device_spans(lambda: DeviceMark(8.0))
     assert [(event.name, event.start, event.end) for event in events] == [
         ("forward", 101, 102),
         ("backward", 102, 103),
@@ -308,7 +311,7 @@ def test_readings_and_events_become_counters_and_lines():
     sink.on_reading(first)
     sink.on_reading(replace(first, loss=2.0))
     sink.on_event(Event(step=3, time=now, kind="slow_end", text="rank 2 recovered", ranks=[2]))
-    *counters, line = trace_file.run_events(made.take_run_events(), made.clock)
+    *counters, line = trace_file.ChromeLanes(0).trace(made.take(), made.clock)
     assert [(each["ph"], each["pid"], each["args"]) for each in counters] == [
         ("C", 1_000_000, {"samples/s": 100.0}),
         ("C", 0, {"batch size": 3}),

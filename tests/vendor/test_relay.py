@@ -281,10 +281,9 @@ def test_copies_are_recorded_when_the_device_carries_them_out():
     finally:
         stop_recording()
         fake_device.set_bandwidth()
-    anchor = device_of(DEVICE).mark()
-    anchor.wait()
+    device_of(DEVICE).mark().wait()
+    events = recorder.take_device_spans(device_of(DEVICE).mark)
     now = recorder.now()
-    events = recorder.take_device_spans(anchor, now)
     by_lane = {lane: [each for each in events if each.lane == lane] for lane in LANES}
     for spans in by_lane.values():
         assert len(spans) == CHUNKS

@@ -27,6 +27,8 @@ _MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
 
 MAIN, COLLECTIVES, DEVICE = "main", "collectives", "device"
 COPY_OUT, EXCHANGE, COPY_BACK = "relay: copy out", "relay: MPI", "relay: copy back"
+RUN = "run"
+"""The lane of what concerns the whole run, see `Recorder.add_run_event`."""
 LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
 """The lanes of a rank, in the order shown; process groups but the default one add their own."""
 
@@ -51,10 +53,6 @@ class Event(NamedTuple):
     start: float
     end: float
     args: Mapping[str, Any]
-
-
-RunEvent = tuple[float, Mapping[str, Any]]
-"""A time by this rank's clock, and the file's event, which concerns the run, without its time."""
 
 
 class _Thread(threading.local):
@@ -89,7 +87,6 @@ class Recorder:
         self._capacity = capacity
         self._events: deque[Event] = deque()
         self._device_spans: deque[tuple[str, str, Mark, Mark, Mapping[str, Any]]] = deque()
-        self._run_events: deque[RunEvent] = deque()
         self._phase: tuple[str, float, int | None] | None = None
         self._phases_since_step = 0
         self._main = threading.get_ident()
@@ -122,9 +119,9 @@ class Recorder:
         """Record work of the device between two marks, whose times are read later."""
         self._keep(self._device_spans, (lane, name, start, end, args or {}))
 
-    def add_run_event(self, event: RunEvent) -> None:
-        """Record something that concerns the whole run."""
-        self._keep(self._run_events, event)
+    def add_run_event(self, time: float, trace: Mapping[str, Any]) -> None:
+        """Record what concerns the whole run: an event of the file, but for its time."""
+        self.add(RUN, "", time, time, trace)
 
     def _keep(self, kept: deque[Item], item: Item) -> None:
         if len(kept) < self._capacity:
@@ -169,22 +166,17 @@ class Recorder:
 
     def take(self) -> list[Event]:
         """Remove and return the events recorded since the last call."""
-        return _taken(self._events)
+        # Other threads may append meanwhile.
+        return [self._events.popleft() for _ in range(len(self._events))]
 
-    def take_run_events(self) -> list[RunEvent]:
-        """Remove and return the run's events recorded since the last call."""
-        return _taken(self._run_events)
-
-    @property
-    def has_device_spans(self) -> bool:
-        """Whether work of the device is waiting for `take_device_spans`."""
-        return bool(self._device_spans)
-
-    def take_device_spans(self, anchor: Mark, anchor_time: float) -> list[Event]:
-        """Remove and return the device's work that has ended.
-
-        The device has reached the anchor just now, at a time that is known by `now`.
-        """
+    def take_device_spans(self, mark: Callable[[], Mark]) -> list[Event]:
+        """Remove and return the device's work that has ended; `mark` makes a mark of the device."""
+        if not self._device_spans:
+            return []
+        # Marks only know the time between each other; this one's is known by the host's clock.
+        anchor = mark()
+        anchor.wait()
+        anchor_time = self.now()
         taken = []
         while self._device_spans and self._device_spans[0][3].is_reached():
             lane, name, *marks, args = self._device_spans.popleft()
@@ -192,11 +184,6 @@ class Recorder:
             if start <= end:  # not so for a phase that this rank skipped in the step
                 taken.append(Event(lane, name, start, end, args))
         return taken
-
-
-def _taken(events: deque[Item]) -> list[Item]:
-    """Empty a deque to which other threads may append, and return its items."""
-    return [events.popleft() for _ in range(len(events))]
 
 
 current: Recorder | None = None

@@ -20,7 +20,7 @@ from kaitian_mpi.observe.reading import Event, Figures, Reading
 from kaitian_mpi.observe.sink import MetricsSink
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.clock import AlignedClock
-from kaitian_mpi.observe.timeline.recorder import LANES, Recorder, RunEvent
+from kaitian_mpi.observe.timeline.recorder import LANES, RUN, Recorder
 
 NAME = "timeline.json"
 RUN_PID = 1_000_000
@@ -76,9 +76,12 @@ class ChromeLanes:
         """Return these events for the file, each new lane named before its first one."""
         found: list[TraceEvent] = []
         for event in events:
+            start, end = _micros(clock, event.start), _micros(clock, event.end)
+            if event.lane == RUN:
+                found.append({"tid": 0, **event.args, "ts": start})
+                continue
             if event.lane not in self._numbers:
                 found += self._name_lane(event.lane)
-            start, end = _micros(clock, event.start), _micros(clock, event.end)
             place = {"pid": self._rank, "tid": self._numbers[event.lane], "name": event.name}
             duration = round(end - start, 3)
             found.append({**place, "ph": "X", "ts": start, "dur": duration, "args": event.args})
@@ -114,11 +117,6 @@ def status_events(rank: int, now: float, clock: AlignedClock, dropped: int) -> l
     if dropped:
         found.append({**mark, "name": f"{dropped} events are missing: too many at once"})
     return found
-
-
-def run_events(events: Iterable[RunEvent], clock: AlignedClock) -> list[TraceEvent]:
-    """Return the events that concern the whole run, which only lack the run's time."""
-    return [{"tid": 0, **trace, "ts": _micros(clock, time)} for time, trace in events]
 
 
 def _micros(clock: AlignedClock, time: float) -> float:
@@ -158,7 +156,7 @@ class TimelineSink(MetricsSink):
     def _add(self, at: float, trace: TraceEvent) -> None:
         """Add what happened at a Unix time."""
         now = self._recorder.now() - (time.time() - at)
-        self._recorder.add_run_event((now, trace))
+        self._recorder.add_run_event(now, trace)
 
 
 class TimelineFile:
