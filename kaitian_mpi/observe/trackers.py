@@ -37,7 +37,7 @@ _SETTINGS: dict[str, Any] = {
     "init_timeout": 20.0,
     "login_timeout": 1,
 }
-_MAX_METRICS, _MAX_PARAMS = 1000, 100  # in one request to MLflow
+_MAX_METRICS = 1000  # in one request to MLflow
 _MAX_PARAM = 500  # characters
 
 
@@ -260,9 +260,9 @@ class MlflowSink(_Tracker):
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         run_id: str = self._client.create_run(number, run_name=name).info.run_id
+        # Fewer than the 100 that a request may have.
         params = [Param(key, str(value)[:_MAX_PARAM]) for key, value in config.items()]
-        for first in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(run_id, params=params[first : first + _MAX_PARAMS])
+        self._client.log_batch(run_id, params=params)
         return run_id
 
     def _is_continued(self) -> bool:
