@@ -112,14 +112,8 @@ class BatchJob:
                 pytest.fail(f"{problem} within {LONGEST_SEC} s\n{self.shown()}\n{self.log}")
             time.sleep(0.2)
 
-    def signal_as_at_the_limit(self):
-        self.batch.slurm.ask("scancel", "--batch", "--signal=USR1", self.number)
-
-    def lift_limit(self):
-        self.batch.slurm.ask("scontrol", "update", f"JobId={self.number}", "TimeLimit=10")
-
-    def cancel(self):
-        self.batch.slurm.ask("scancel", self.number)
+    def cancel(self, *options):
+        self.batch.slurm.ask("scancel", *options, self.number)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -210,7 +204,7 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     job = batch.submit("slurm-srun.sbatch", *ONE_EACH, **common)
     job.wait_for_text("resuming from step")
     job.wait_for_text("step 6/")
-    job.signal_as_at_the_limit()
+    job.cancel("--batch", "--signal=USR1")  # as at the limit
     job.wait_for_state("PENDING")
     assert job.shown()["Restarts"] == "1"
     job.cancel()
@@ -234,7 +228,8 @@ def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
     limited.wait_until(lambda: int(limited.shown()["Restarts"]) >= 1, "never requeued")
     assert "--resume auto resumes from it" in limited.log
     (limited.folder / "hurry").touch()  # not before, or the job ends before its limit does
-    limited.lift_limit()  # else the rest has to be done within the next 30 s
+    # Else the rest has to be done within the next 30 s.
+    limited.batch.slurm.ask("scontrol", "update", f"JobId={limited.number}", "TimeLimit=10")
     limited.wait_for_state("COMPLETED", "FAILED")
     assert limited.state() == "COMPLETED", limited.log
     assert "resuming from step" in limited.log

@@ -63,8 +63,7 @@ def start_job(hosts, folder, *command, pythons):
 
 def run_job(hosts, folder, *command, pythons):
     with start_job(hosts, folder, *command, pythons=pythons) as job:
-        ended = job.finish()
-    return ended
+        return job.finish()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -98,7 +97,7 @@ def test_each_takes_over_from_the_other(hosts, tmp_path):
             job.wait_for(rf"rank {lost} .* lost")
             job.wait_for(r"\| step \d+/")
             assert time.time() - killed_at < RECOVERY_LIMIT_SEC
-        ended = job.finish()
+        job.finish()
     summary = summary_of(cut)
     assert summary["finished"] is True
     assert summary["ranks"] == [2]
