@@ -127,10 +127,10 @@ def test_a_task_gets_all_its_cpus(tmp_path):
         batch = Batch(slurm, tmp_path)
         batch.environment["PATH"] = f"{tmp_path}:{ENVIRONMENT['PATH']}"
         for name, nodes in (("slurm-srun.sbatch", 2), ("slurm-unlike.sbatch", 1)):
-            words = f"--wait --output=log --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=2"
+            words = f"--wait --output={nodes} --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=2"
             done = batch.run("sbatch", *words.split(), str(EXAMPLES / name))
             assert done.returncode == 0, done.stderr
-            assert (tmp_path / "log").read_text().split() == ["2", "2"], name
+            assert (tmp_path / str(nodes)).read_text().split() == ["2", "2"]
 
 
 @pytest.fixture(scope="module")
