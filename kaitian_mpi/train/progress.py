@@ -111,10 +111,10 @@ class Schedules:
         self._own_settings = self.settings()
         self._make(total_steps)
 
-    def set_total_steps(self, total_steps: int, steps: int) -> None:
-        """Begin again, at this step, the schedules that depend on the number of steps in all."""
-        if self._told_steps not in (None, total_steps):
-            self.restart(total_steps, steps)
+    def follow(self, progress: Progress) -> None:
+        """Begin again the schedules that depend on the steps of the whole run, if these change."""
+        if self._told_steps not in (None, progress.total_steps):
+            self.restart(progress)
 
     def settings(self) -> list[dict[str, Any]]:
         """Return the settings of each of the optimizers' groups, without its parameters."""
@@ -128,14 +128,9 @@ class Schedules:
         ]
 
     def resume(
-        self,
-        states: Sequence[dict[str, Any]],
-        begun_with: str,
-        settings: Sequence[dict[str, Any]],
-        total_steps: int,
-        steps: int,
+        self, state: dict[str, Any], settings: Sequence[dict[str, Any]], progress: Progress
     ) -> None:
-        """Continue another job's schedules, from what `states` and `begun_with` were there.
+        """Continue another job's schedules, as in its `State.shared`.
 
         `settings` are this job's, before the optimizers were loaded; they are kept, unless
         schedulers with a state of their own change them.
@@ -143,15 +138,16 @@ class Schedules:
         if not any(self.states()):
             for group, own in zip(self._groups, settings, strict=True):
                 group.update(own)
-        elif begun_with == self.begun_with:
-            for scheduler, content in zip(self.schedulers, states, strict=False):
+        elif state["begun_with"] == self.begun_with:
+            for scheduler, content in zip(self.schedulers, state["schedulers"], strict=False):
                 if content and hasattr(scheduler, "load_state_dict"):
                     scheduler.load_state_dict(content)
         else:
-            self.restart(total_steps, steps)
+            self.restart(progress)
 
-    def restart(self, total_steps: int, steps: int) -> None:
-        """Begin again with this job's settings, and make this many steps of `total_steps`."""
+    def restart(self, progress: Progress) -> None:
+        """Begin again with this job's settings, and make the steps that are done."""
+        steps, total_steps = progress.steps_applied, max(progress.total_steps, progress.step)
         for group, own in zip(self._groups, self._own_settings, strict=True):
             parameters = group["params"]
             group.clear()

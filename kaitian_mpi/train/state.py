@@ -75,7 +75,7 @@ class State:
         """Change the number of steps of the whole run, and the schedules that depend on it."""
         self.progress.total_steps = total_steps
         with self.lock:
-            self._schedules.set_total_steps(total_steps, self.progress.steps_applied)
+            self._schedules.follow(self.progress)
 
     def save(self) -> None:
         """Save what a step or an evaluation changes before its commit: the buffers."""
@@ -182,10 +182,7 @@ class State:
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"] | {"total_steps": total_steps})
             self.equal_at_step = self.progress.step
-            self._schedules.resume(
-                *(state["schedulers"], state["begun_with"], settings),
-                *(max(total_steps, self.progress.step), self.progress.steps_applied),
-            )
+            self._schedules.resume(state, settings, self.progress)
             self.statistics.fractions = None
             self.is_begun = True
 
