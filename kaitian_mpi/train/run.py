@@ -56,14 +56,14 @@ class Run:
     """The task and the run folder."""
     earlier: EarlierJob
     """What was found of an earlier job."""
-    own_sinks: Sequence[MetricsSink] = ()
-    """The script's own."""
     state: State = field(init=False)
     profiles: Profiles = field(default_factory=lambda: Profiles({}))
     allreduce_algorithm: str = ""
     """The algorithm that sums gradients across device kinds, or did while there were several."""
     excluded_places: list[str] = field(default_factory=list)
     """The places of the ranks without which the job is faster."""
+    own_sinks: Sequence[MetricsSink] = ()
+    """The script's own."""
     sinks: Sinks = field(default_factory=Sinks)
     """Take the metrics; empty on a rank that does not write the files."""
     costs: dict[str, RankCost] = field(default_factory=dict)
@@ -122,12 +122,7 @@ class Run:
         self.setup.folder.close()
 
 
-def start(
-    make_task: MakeTask,
-    config: TrainingConfig,
-    membership: Membership,
-    own_sinks: Sequence[MetricsSink] = (),
-) -> Run:
+def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -> Run:
     """Do everything that comes before the first step. Collective.
 
     If an earlier job has finished the run (`run.earlier.is_finished`), the model has its weights.
@@ -154,7 +149,7 @@ def start(
             from kaitian_mpi.train.checkpoint.resume import find_earlier_job, load_finished
 
             earlier = on_all(find_earlier_job, config, setup)
-        run = Run(config, membership, setup, earlier, own_sinks)
+        run = Run(config, membership, setup, earlier)
         if earlier.is_finished:
             run.state = on_all(load_finished, config, setup, earlier)
         else:

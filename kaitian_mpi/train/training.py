@@ -137,10 +137,7 @@ class Training:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # sys.exit() leaves a loop as well, and so does closing the generator that it is in.
         is_left = isinstance(error, GeneratorExit) or (
@@ -338,7 +335,8 @@ class Training:
             if config.timeline:
                 start_recording(Recorder(config.timeline_every))
                 at_end.callback(stop_recording)
-            self._run = start(self._make_task, config, self._membership, self._own_sinks)
+            self._run = start(self._make_task, config, self._membership)
+            self._run.own_sinks = self._own_sinks
             at_end.callback(self._run.close)
         except BaseException:
             self._end()
