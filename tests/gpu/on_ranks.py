@@ -26,7 +26,7 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.mpi.exchange import gather_values
 
-LARGE = (1 if stand_in.KIND in stand_in.STAND_INS else 16) << 20  # elements: 64 MB of float32
+LARGE = (1 if stand_in.KIND == stand_in.STAND_IN else 16) << 20  # elements: 64 MB of float32
 QUEUED_SEC = 0.3
 
 
@@ -156,7 +156,7 @@ def gradient_of_the_whole_batch(world) -> None:
 def train_in(world, dtype: torch.dtype) -> None:
     available = torch.amp.is_autocast_available(world.device.type)
     # The fake accelerator says that it has autocast, and has no kernels for it.
-    if stand_in.KIND == "vendor" or not all(gather_values(world.comm, available)):
+    if stand_in.KIND == stand_in.STAND_IN or not all(gather_values(world.comm, available)):
         raise SkippedError("torch has no autocast for this device")
     model = network().to(world.device)
     ddp = DistributedDataParallel(model)

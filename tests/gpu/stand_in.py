@@ -1,8 +1,7 @@
 """Which accelerator the suite runs on: the first kind with devices, or a stand-in without a GPU.
 
 `KAITIAN_GPU_KIND` names the kind. `vendor` is the fake accelerator of tests/vendor, which has
-streams and a collective library; `cpu` emulates kinds on CPU ranks. Neither says anything about a
-GPU: they show that the suite itself runs.
+streams and a collective library. It says nothing about a GPU, and shows that the suite itself runs.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from kaitian_mpi.devices import known_kinds
 
 _TESTS = Path(__file__).parents[1]
 
-STAND_INS = ("vendor", "cpu")
+STAND_IN = "vendor"
 KIND = os.environ.get("KAITIAN_GPU_KIND", "")
 
 
 def find() -> tuple[str, int]:
     """Return the kind and how many devices it has; ("", 0) if there is no accelerator."""
-    if KIND in STAND_INS:
+    if KIND == STAND_IN:
         return KIND, 2
     counts = {name: n for name, n in known_kinds().counts.items() if n}
     wanted = [name for name in counts if name == KIND or not (KIND or name == "cpu")]
@@ -29,15 +28,11 @@ def find() -> tuple[str, int]:
 
 def devices(kind: str, accelerators: int, cpus: int) -> list[str]:
     """Return the flag that gives so many ranks an accelerator each, and the others the CPU."""
-    names = [kind if kind == "cpu" else f"{kind}:{index}" for index in range(accelerators)]
+    names = [f"{kind}:{index}" for index in range(accelerators)]
     return ["--devices", ",".join([*names, *["cpu"] * cpus])]
 
 
-def environment(kind: str, accelerators: int, cpus: int) -> dict[str, str]:
-    """Return the variables that a job with these ranks needs."""
-    if kind == "vendor":
-        return {"PYTHONPATH": f"{_TESTS / 'vendor'}:{_TESTS}"}
-    found = {"PYTHONPATH": str(_TESTS)}
-    if kind == "cpu":
-        found["KAITIAN_EMULATE_KINDS"] = ",".join(["standin"] * accelerators + ["cpu"] * cpus)
-    return found
+def environment(kind: str) -> dict[str, str]:
+    """Return the variables that a job needs."""
+    folders = [str(_TESTS), *([str(_TESTS / "vendor")] if kind == STAND_IN else [])]
+    return {"PYTHONPATH": ":".join(folders)}

@@ -23,7 +23,7 @@ def found(request, kind, count, tmp_path_factory):
         *(PYTHON, SCRIPT, devices),
         cwd=tmp_path_factory.mktemp("ranks"),
         fresh=True,
-        **stand_in.environment(kind, accelerators, 1),
+        **stand_in.environment(kind),
         code=None,
     )
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)

@@ -209,12 +209,6 @@ def test_a_model_for_one_dtype_is_compared_with_float32(world):
         run(world, on_odd(world, WRONG_BACKWARD), with_cast)
 
 
-@pytest.mark.sizes(2)
-def test_a_model_that_is_compiled(world):
-    compiled = torch.compile(Network(), backend="eager")
-    assert run(world, compiled)[0]
-
-
 def test_a_users_mistake_on_one_rank_is_an_error_on_all(world):
     def on_odd(model, batch):
         return model(batch[0]) if world.rank % 2 else loss(model, batch)

@@ -189,14 +189,6 @@ def test_parameters_of_several_types(world, reducer_of):
     assert reducer.is_finite()
 
 
-def test_a_shared_parameter_is_sent_once(world, reducer_of, sent):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
-    model[2].weight = model[0].weight
-    check(world, reducer_of(model), model, lambda m: m(torch.ones(2, 6)).sum(), tolerance=1e-6)
-    assert sent == [38] * 2
-
-
 def test_channels_last_gradients_keep_their_strides(world, reducer_of):
     torch.manual_seed(1)
     layers = [nn.Conv2d(8, 16, 3), nn.Conv2d(16, 160, 1), nn.Conv2d(160, 16, 3)]
