@@ -339,15 +339,19 @@ def test_a_file_is_resumed_in_a_new_folder_and_leaves_its_own_as_it_is(world, fo
     assert (new / "checkpoints" / "step-00000004.pt").exists()
 
 
+def check_refused(world, folder, message, **flags):
+    before = contents(world, folder)
+    with pytest.raises(AgreedError, match=message) as caught:
+        run(world, folder, **flags)
+    assert "\n" not in str(caught.value)
+    assert contents(world, folder) == before
+
+
 def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
     run(world, folder, max_steps=3)
-    before = contents(world, folder)
     monkeypatch.setenv("POINTS", "40")
-    with pytest.raises(AgreedError, match=r"the dataset has 40 \+ 40 .* was made with 60 \+ 60 "):
-        run(world, folder)
-    with pytest.raises(AgreedError, match="--seed is 3, but"):
-        run(world, folder, seed=3)
-    assert contents(world, folder) == before
+    check_refused(world, folder, r"the dataset has 40 \+ 40 .* was made with 60 \+ 60 ")
+    check_refused(world, folder, "--seed is 3, but", seed=3)
 
 
 def test_a_large_state_is_saved_and_resumed_without_a_copy(world, folder, name, monkeypatch):
@@ -380,9 +384,5 @@ def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
 
     run(world, folder)
     on_rank_0(world, damage)
-    before = contents(world, folder)
     needed = rf"none of the 2 checkpoints in {folder}/checkpoints is intact; restore"
-    with pytest.raises(AgreedError, match=needed) as caught:
-        run(world, folder)
-    assert "\n" not in str(caught.value)
-    assert contents(world, folder) == before
+    check_refused(world, folder, needed)

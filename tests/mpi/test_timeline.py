@@ -45,12 +45,17 @@ def on_hosts_of_their_own(world):
     return SimpleNamespace(**known, infos=infos)
 
 
-@pytest.mark.ranks(4)
-def test_the_ranks_of_a_host_have_its_first_ranks_offset(world):
+def aligned(world, hosts, now):
     clock = AlignedClock()
     if world.rank == 0:
-        clock.align(time.monotonic(), Offset(50.0, 0.0))
-    align_clocks(world.comm, [3, 2, 3, 2], clock, time.monotonic)
+        clock.align(now(), Offset(50.0, 0.0))
+    align_clocks(world.comm, hosts, clock, now)
+    return clock
+
+
+@pytest.mark.ranks(4)
+def test_the_ranks_of_a_host_have_its_first_ranks_offset(world):
+    clock = aligned(world, [3, 2, 3, 2], time.monotonic)
     now = time.monotonic()
     assert abs(clock.run_time(now) - now - 50.0) <= clock.error
     assert len(set(gather_values(world.comm, clock.error))) == 2
@@ -58,10 +63,7 @@ def test_the_ranks_of_a_host_have_its_first_ranks_offset(world):
 
 @pytest.mark.ranks(4)
 def test_clocks_agree_after_an_alignment_within_the_error_that_is_stated(world, wrong_clock):
-    clock = AlignedClock()
-    if world.rank == 0:
-        clock.align(wrong_clock(), Offset(50.0, 0.0))
-    align_clocks(world.comm, range(world.size), clock, wrong_clock)
+    clock = aligned(world, range(world.size), wrong_clock)
     # On one host all ranks have the same clock, which shows what the aligned ones should.
     found = gather_values(
         world.comm, [clock.run_time(wrong_clock()) - time.monotonic(), clock.error]

@@ -177,7 +177,8 @@ def test_other_buffers_come_from_rank_0(world):
 
 def running_mean(world, shares, micro_batch_size=None, plans=None):
     """Return the running mean of the inputs after two epochs."""
-    run = Run(world, shares, micro_batch_size=micro_batch_size)
+    # An evaluation would compute the statistics again.
+    run = Run(world, shares, micro_batch_size=micro_batch_size, evaluates=False)
     norm = nn.BatchNorm1d(3, momentum=0.2).double()
 
     def see(model, inputs):
