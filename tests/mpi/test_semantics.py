@@ -1,5 +1,6 @@
 """What callers see: timeouts, mismatches, profiles, the state of a Work, rejected arguments."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -70,6 +71,29 @@ def test_monitored_barrier_raises_on_the_ranks_that_arrived(world, last):
     if world.rank == last:
         with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
             dist.monitored_barrier()
+
+
+@pytest.mark.sizes(2, 3)
+def test_monitored_barrier_does_not_wait_for_queued_work(world, last):
+    """Its purpose is to name the rank that the queued work waits for, within its own timeout."""
+    tensor = torch.ones(3)
+    if world.rank != last:
+        work = dist.all_reduce(tensor, async_op=True)
+        began = time.monotonic()
+        with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        assert time.monotonic() - began < 60  # the group's own timeout is far longer
+        assert not work.is_completed()
+        dist.send(torch.ones(1), last)
+    else:
+        for rank in range(last):
+            dist.recv(torch.ones(1), rank)  # which they send after that
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
+            dist.monitored_barrier()
+    dist.monitored_barrier()
+    work.wait()
+    assert tensor.tolist() == [float(world.size)] * 3
 
 
 def test_monitored_barrier_of_another_backend_is_unchanged(world):
