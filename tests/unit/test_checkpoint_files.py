@@ -534,25 +534,6 @@ def test_an_unexpected_error_is_raised_once(writer, monkeypatch):
     assert writer.last_written == 3
 
 
-def pointers(state):
-    return [tensor.data_ptr() for tensor in state["tensors"]]
-
-
-def test_a_copy_reuses_the_memory_of_an_earlier_one():
-    state = {"tensors": [torch.ones(30_000), torch.ones(300, 100), torch.ones(40_000)], "step": 1}
-    copy = copy_state(state)
-    before = pointers(copy)
-    assert not set(before) & set(pointers(state))
-    state["tensors"][0] += 1
-    assert copy["tensors"][0].unique().tolist() == [1]
-    state["tensors"][1] = torch.ones(300, 100, dtype=torch.int64)
-    state["tensors"][2] = torch.ones(50_000)
-    second = copy_state(state, copy)
-    assert_same(second, state)
-    kept = [one == other for one, other in zip(before, pointers(second), strict=True)]
-    assert kept == [True, False, False]
-
-
 def test_a_copy_keeps_the_layout_but_not_the_whole_storage():
     image = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     part = nn.Parameter(torch.rand(1000)[10:20])

@@ -72,6 +72,7 @@ def test_large_tensors_are_copied_in_place_if_they_match(saved):
     small = torch.zeros(())
     own = {
         "large": torch.zeros(LARGE, dtype=torch.int64),
+        "tied": [torch.zeros(200, 300)],
         "image": torch.zeros(8, 16, 32, 32),  # of another layout
         "brief": torch.zeros(70_000),  # of another type
         "small": (small,),  # may be a setting, which is kept
@@ -80,6 +81,7 @@ def test_large_tensors_are_copied_in_place_if_they_match(saved):
     found = copy_state(map_tensors(path).content, own)
     assert_same(found, state)
     assert found["large"].data_ptr() == own["large"].data_ptr()
+    assert found["tied"][1].data_ptr() == own["tied"][0].data_ptr()
     assert small == 0
     assert not own["image"].any()
     assert "more" not in found
