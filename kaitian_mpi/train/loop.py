@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -60,13 +61,19 @@ class Loop:
         self._computation, self._pace = state.computation, world.device_kind.pace
         self._commit, self._loader = commit, loader
         self._rank, self._ranks = world.rank, world.size
+        # Whether a share may be split: in the open form, the script computes it all at once; with
+        # `--sync-bn`, the ranks have to compute equally often.
+        self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
         state.restore()
         self.sampler = LoadAdaptiveSampler(
             setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
         )
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._ready = ReadyMark(world.device_kind.mark, self._pace.catch_up)
-        self._gradients = self._reducer()
+        self._make_reducer = partial(
+            GradientReducer, state.model, on_bucket=self._ready, residuals=state.residuals
+        )
+        self._gradients = self._make_reducer()
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
         self._group = cast("Any", dist.group.WORLD)
@@ -82,26 +89,12 @@ class Loop:
         self._is_in_epoch = False
 
     @property
-    def has_micro_batches(self) -> bool:
-        """Whether a share may be split.
-
-        In the open form the script computes it all at once; with `--sync-bn` the ranks have to
-        compute equally often.
-        """
-        return self._task.loss is not None and not self._config.sync_bn
-
-    @property
     def _loss_travels(self) -> bool:
         """Whether the loss is summed along with the gradients, which saves a collective.
 
         Not if these cross rounded, which would round it.
         """
         return self._gradients.carries_number and self._config.relay_dtype == "fp32"
-
-    def _reducer(self) -> GradientReducer:
-        return GradientReducer(
-            self.state.model, on_bucket=self._ready, residuals=self.state.residuals
-        )
 
     @property
     def progress(self) -> Progress:
@@ -240,7 +233,7 @@ class Loop:
         if is_last:
             if self._gradients.is_outdated:  # the script has unfrozen parameters, on every rank
                 self._gradients.close()
-                self._gradients = self._reducer()
+                self._gradients = self._make_reducer()
             loss_of_share = step.own_loss() if self._loss_travels else None
             self._gradients.arm(step.weight_of_share, loss_of_share)
         scaled = self._computation.scaler.scale(loss)
