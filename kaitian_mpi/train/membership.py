@@ -188,10 +188,9 @@ class Membership:
             ulfm.revoke_all()
             raise NotCommittedError("a rank is lost")
         self._false_alarms = 0
-        for loss in reversed(self.losses):
-            if loss.recovery_sec is not None:
-                break
-            loss.recovery_sec = time.perf_counter() - loss.noticed
+        for loss in self.losses:
+            if loss.recovery_sec is None:
+                loss.recovery_sec = time.perf_counter() - loss.noticed
 
     def put_on_standby(self, spares: int, excluded: Collection[int]) -> None:
         """Put some ranks on standby. Collective over all ranks."""
