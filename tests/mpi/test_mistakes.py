@@ -188,34 +188,6 @@ def test_models_that_differ_between_ranks_are_a_mistake(world):
     )
 
 
-class Extra:
-    """Extra state that checkpoints cannot hold from some step on."""
-
-    def __init__(self, until):
-        self.value, self.until = 0, until
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-def train_with(extra, folder):
-    settings = QUIET | {"epochs": 2, "run_dir": folder, "checkpoint_every": 2}
-    with Training(make_task(extra_state={"ema": extra}), **settings) as training:
-        for step in training:
-            if step.number >= extra.until:
-                extra.value = {step.number}
-        return training.summary
-
-
-def test_state_that_checkpoints_cannot_hold_is_warned_of(world, shared_path, caplog):
-    assert train_with(Extra(until=3), str(shared_path / "run")).finished
-    warned = "could not be written: state['extra']['ema']['value'] is a set" in caplog.text
-    assert warned == (world.rank == 0)
-
-
 def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, shared_path):
     folder = shared_path
     claim = Claim(folder, "another job") if world.rank == 1 else None
