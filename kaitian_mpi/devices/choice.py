@@ -87,9 +87,13 @@ def assign_devices(
     seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
     choices: list[Choice | None] = [None] * len(seen)
     users: dict[tuple[str, str], list[int]] = {each: [] for devices in seen for each in devices}
+    # The ranks' own lists may overlap: a device that few ranks see is taken first.
+    viewers = Counter(each for devices in seen for each in devices)
     for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank])):
         if seen[rank]:
-            kind, device = given = min(seen[rank], key=lambda each: len(users[each]))
+            kind, device = given = min(
+                seen[rank], key=lambda each: (len(users[each]), viewers[each])
+            )
             users[given].append(rank)
             choices[rank] = Choice(kind, inventories[rank][kind].index(device))
     if not share and any(len(ranks) > 1 for ranks in users.values()):

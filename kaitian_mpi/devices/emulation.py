@@ -71,6 +71,8 @@ class Emulation:
             parts.append(f"device kinds {', '.join(dict.fromkeys(self.labels))}")
         slowdowns = map(describe_slowdown, self.schedules)
         slowed = [f"rank {rank} slowed {text}" for rank, text in enumerate(slowdowns) if text]
+        if any(step for schedule in self.schedules for step, _ in schedule):
+            slowed[-1] += " (steps are counted by a Training only)"
         return "; ".join([*parts, ", ".join(slowed)] if slowed else parts)
 
 

@@ -68,7 +68,7 @@ def known_kinds() -> Kinds:
         kind = entry.name
         try:
             if kind in devices or BUILT_IN.get(kind, entry.value) != entry.value:
-                raise TypeError("there is already a kind of this name")
+                raise TypeError("there is another kind, or a built-in one, of this name")
             device = _load(entry)
             counts[kind] = int(device.count())
             devices[kind] = device

@@ -1,6 +1,7 @@
 """Stock DDP with any number of samples per rank: a communication hook weights each by its batch."""
 
 # No postponed annotations here: DDP checks those of its hook.
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.sums import Fraction, sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
-from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi.exchange import check_same
+from kaitian_mpi.errors import AgreedError, UnsupportedError
+from kaitian_mpi.preflight.verdict import by_value
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 """Returns how many samples a forward's positional and keyword arguments hold."""
@@ -107,13 +108,17 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
     The first backward uses what each rank's torch has chosen, the others what rank 0's has chosen.
     Collective if the ranks have different releases of torch; else it does nothing.
     """
-    group: Any = model.process_group
-    if len({*getattr(group, "torch_versions", ())}) > 1:
-        sizes = model._get_ddp_logging_data()["bucket_sizes"]
-        check_same(
-            group.comms.world,
-            {"DistributedDataParallel's division into buckets, in bytes,": str(sizes)},
-            "install one release of torch, or use kaitian_mpi.Training, which cuts buckets itself",
+    versions = getattr(model.process_group, "torch_versions", ())
+    if len(set(versions)) < 2:
+        return
+    own = torch.tensor([zlib.crc32(str(model._get_ddp_logging_data()["bucket_sizes"]).encode())])
+    found = [torch.empty_like(own) for _ in versions]
+    dist.all_gather(found, own, group=model.process_group)  # in the group's order of calls
+    if len({int(each) for each in found}) > 1:
+        releases = by_value({rank: f"torch {version}" for rank, version in enumerate(versions)})
+        raise AgreedError(
+            f"DistributedDataParallel divides the gradients differently: {releases}; install one "
+            "release of torch, or use kaitian_mpi.Training, which cuts buckets itself"
         )
 
 

@@ -189,9 +189,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         return self.recv(tensors, ANY_SOURCE, tag)
 
     def _messages(self, name: str) -> Mailbox:
-        if self._closed:
-            raise CollectiveError(f"{name}: {_ENDED}")
         with self._lock:
+            if self._closed:
+                raise CollectiveError(f"{name}: {_ENDED}")
             if self._mailbox is None:
                 from kaitian_mpi.distributed.point_to_point import Mailbox
 
@@ -233,9 +233,10 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
         Not collective: waits for other ranks only in queued operations, up to their timeout.
         """
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:  # a message that is sent at this moment has its mailbox, or fails
+            if self._closed:
+                return
+            self._closed = True
         unregister_close(self.shutdown)
         self._run = _raise_ended
         if self.is_broken:  # also by what no library knows; its threads may wait in one

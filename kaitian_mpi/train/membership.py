@@ -63,6 +63,11 @@ class Standby:
         return [rank for rank, info in enumerate(infos) if info.world_rank not in aside]
 
 
+def spares_left(world: World, spares: int) -> int:
+    """Return how many spares there still are: each lost rank took the place of one."""
+    return max(0, min(spares - (world.started - world.size), world.size - 1))
+
+
 def plan_standby(infos: Sequence[RankInfo], spares: int, excluded: Collection[int] = ()) -> Standby:
     """Return which of a job's ranks are on standby; at least one rank stays active.
 
@@ -196,10 +201,11 @@ class Membership:
         """Put some ranks on standby. Collective over all ranks."""
 
         def activate(world: World) -> tuple[Standby, World | None]:
-            standby = plan_standby(world.infos, spares, excluded)
+            standby = plan_standby(world.infos, spares_left(world, spares), excluded)
             return standby, _activate(world, standby)
 
-        if plan_standby(self.all_ranks.infos, spares, excluded) != Standby():
+        left = spares_left(self.all_ranks, spares)
+        if plan_standby(self.all_ranks.infos, left, excluded) != Standby():
             self._standby, self.active = self.attempt(activate)
 
     def share_history(self, world: World) -> None:

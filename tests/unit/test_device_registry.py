@@ -113,7 +113,7 @@ def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value
 def test_a_package_cannot_replace_a_kind(install, kind):
     known = install(**{kind: "plug_in:Good"})
     assert list(known.devices) == [*ACCELERATORS, "cpu"]
-    assert "there is already a kind of this name" in known.faults[kind]
+    assert "there is another kind, or a built-in one, of this name" in known.faults[kind]
 
 
 def modules_outside_the_room():

@@ -53,6 +53,10 @@ MIXED = {"cuda": ["A"], "xpu": ["A"]}  # two kinds may identify devices alike
         ([C, C, C], ["cuda:0", "cuda:1", "cuda:2"]),
         ([C, A], ["cuda:1", "cuda:0"]),  # only the first has another
         ([C, {"cuda": ["C", "B"]}, A], ["cuda:1", "cuda:0", "cuda:0"]),
+        (
+            [{"cuda": ["A", "B"]}, {"cuda": ["B", "C"]}, {"cuda": ["A", "B"]}],
+            ["cuda:0", "cuda:1", "cuda:1"],
+        ),
         ([A, {}, {"cuda": []}], ["cuda:0", None, None]),
         ([{}, {}], [None, None]),
     ],

@@ -48,7 +48,8 @@ def test_variables_apply_where_there_is_no_flag(agree):
     found = agree(("a,b", "0:2"), ("gpu", "9:nan"))  # those are not even read
     assert (found.kinds, found.slowdown) == ("a,b", "0:2")
     found = agree(("a,b", ""), ("gpu", "1:1@90,1:2.5@9"))
-    assert found.describe() == "device kinds a, b; rank 1 slowed 2.5x from step 9, 1x from step 90"
+    slowed = "rank 1 slowed 2.5x from step 9, 1x from step 90"
+    assert found.describe() == f"device kinds a, b; {slowed} (steps are counted by a Training only)"
 
 
 def test_a_rank_without_the_variable_takes_the_others_value(agree):

@@ -1,9 +1,11 @@
 """Who takes a lost rank's place."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.train.membership import Standby, plan_standby, replace_lost
+from kaitian_mpi.train.membership import Standby, plan_standby, replace_lost, spares_left
 
 
 def make_rank(number, host="a", kind="cpu"):
@@ -71,6 +73,22 @@ def test_at_least_one_rank_always_trains():
             after = replace_lost(standby(spares, excluded), alive, gone)
             assert after.active(alive)
             assert after.spares | after.excluded <= {info.world_rank for info in alive}
+
+
+@pytest.mark.parametrize(
+    ("started", "alive", "spares", "left"),
+    [
+        (4, 4, 1, 1),
+        (4, 3, 1, 0),
+        (4, 2, 1, 0),
+        (4, 3, 2, 1),
+        (2, 1, 1, 0),
+        (3, 3, 5, 2),
+        (3, 3, 0, 0),
+    ],
+)
+def test_a_rank_that_is_lost_before_the_start_takes_a_spares_place(started, alive, spares, left):
+    assert spares_left(SimpleNamespace(started=started, size=alive), spares) == left
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
+from kaitian_mpi.mpi.host_collectives import SHORT_BYTES
 from kaitian_mpi.train.step import StepClock, StepInProgress
 
 # The last four are not supported by the vendor: they are staged through host memory.
@@ -539,7 +540,10 @@ def test_a_rank_that_communicates_another_devices_tensors_warns_once(world, capl
             dist.all_reduce(torch.ones(2), group=group)  # host memory is anybody's
     assert "which is not its device" not in caplog.text
     for group in groups:
-        dist.all_reduce(on_device(torch.ones(2)), group=group)
+        for elements in (2, SHORT_BYTES):  # a short one takes another path
+            summed = on_device(torch.ones(elements))
+            dist.all_reduce(summed, group=group)
+            assert summed.cpu().eq(2).all()
         sent = on_device(torch.ones(2))
         dist.send(sent, 1, group) if world.rank == 0 else dist.recv(sent, 0, group)
     text = f"{world.info} communicates tensors on {fake_device.TYPE}:0, which is not its device"

@@ -84,7 +84,8 @@ class HostOperations:
             from_host(host, tensor)
             return
         self._arrive()
-        dense = contiguous(tensor)
+        # Without a relay all ranks are CPUs, but a script may have tensors on another device.
+        dense = to_host(tensor) if self._relay is None else contiguous(tensor)
         exchange = self._allreduce_on(self._comm, precision.residual)
         relay, dtype = self._relay, precision.dtype
         if relay is None or (dtype is None and dense.is_cpu and not relay.has_accelerators):
