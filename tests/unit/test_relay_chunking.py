@@ -6,7 +6,7 @@ import torch
 from kaitian_mpi.distributed.relay.chunking import (
     COUNT,
     SIZES,
-    Pace,
+    ChunkLengths,
     half_performance_bytes,
     longest_chunk,
 )
@@ -36,7 +36,7 @@ def pipeline_sec(lengths, latency_sec, bytes_per_sec):
 @pytest.mark.parametrize("bytes_per_sec", [1e8, 2e9, 2e10])
 @pytest.mark.parametrize("total", [1 * MB, 25 * MB, 64 * MB, 1 << 30])
 def test_no_other_length_is_clearly_faster(latency_sec, bytes_per_sec, total):
-    pace = Pace(half_performance_bytes(stage(latency_sec, bytes_per_sec)), 8 * MB)
+    pace = ChunkLengths(half_performance_bytes(stage(latency_sec, bytes_per_sec)), 8 * MB)
     ours = pipeline_sec(pace.lengths(total), latency_sec, bytes_per_sec)
     sizes = [min(64 << 10 << power, total) for power in range(8)]
     best = min(
@@ -67,7 +67,7 @@ def test_buffers_grow_from_those_of_an_empty_chunk():
 @pytest.mark.parametrize("half", [1, 70_000, 500_000, 3 * MB, 10**9])
 @pytest.mark.parametrize("memory_mb", [1, 32])
 def test_chunks_add_up_and_fit(half, memory_mb):
-    pace = Pace(half, longest_chunk(memory_mb))
+    pace = ChunkLengths(half, longest_chunk(memory_mb))
     for total in [0, 2, 99_998, 65_536, MB, 25 * MB + 6, 64 * MB, (1 << 30) + 8]:
         lengths = pace.lengths(total)
         assert sum(lengths) == total

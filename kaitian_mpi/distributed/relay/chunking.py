@@ -29,7 +29,7 @@ _MIN_CHUNK_BYTES = 64 << 10
 _ALIGNMENT = 64  # a multiple of every dtype's size
 
 
-class Pace(NamedTuple):
+class ChunkLengths(NamedTuple):
     """The lengths on which all ranks of a communicator have agreed."""
 
     half_bytes: int
@@ -65,7 +65,7 @@ def longest_chunk(memory_mb: int) -> int:
 
 def agree_on_pace(
     comm: MPI.Comm, memory_mb: int, stages: Callable[[int], list[Callable[[], None]]]
-) -> Pace:
+) -> ChunkLengths:
     """Time the stages on each rank, and return what fits the slowest. Collective over `comm`.
 
     `stages` returns those for a chunk of so many bytes, each of which returns when it is done.
@@ -74,7 +74,7 @@ def agree_on_pace(
     slowest = [max(map(_seconds, stages(size))) for size in SIZES]
     small, large = map(max, zip(*gather_values(comm, slowest), strict=True))
     limits = gather_values(comm, longest_chunk(memory_mb))
-    return Pace(half_performance_bytes((small, large)), min(limits))
+    return ChunkLengths(half_performance_bytes((small, large)), min(limits))
 
 
 def _seconds(stage: Callable[[], None]) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.relay.chunking import COUNT, Pace, agree_on_pace
+from kaitian_mpi.distributed.relay.chunking import COUNT, ChunkLengths, agree_on_pace
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
@@ -162,7 +162,7 @@ class Relay:
         self.settings, self.has_accelerators = settings, has_accelerators
         self._device, self._links = device, links
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
-        self._paces: dict[tuple[int, int], Pace] = {}
+        self._paces: dict[tuple[int, int], ChunkLengths] = {}
 
     @property
     def allocated_bytes(self) -> int:
@@ -202,7 +202,7 @@ class Relay:
         size = tensor.element_size()
         return tensor.split([each // size for each in self._pace(comm).lengths(tensor.nbytes)])
 
-    def _pace(self, comm: MPI.Comm) -> Pace:
+    def _pace(self, comm: MPI.Comm) -> ChunkLengths:
         key = comm.py2f(), self.settings.memory_mb
         if key not in self._paces:
             pace = agree_on_pace(comm, key[1], lambda size: self._stages(comm, size))
