@@ -43,7 +43,7 @@ class StorageError(UserError):
 
 
 class UnsupportedError(RuntimeError):
-    """The backend does not support what was asked of a collective; there is no wrong result."""
+    """The backend does not support this operation; raised instead of a wrong result."""
 
 
 class CollectiveError(RuntimeError):

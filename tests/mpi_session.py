@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from kaitian_mpi.runtime.abort import abort_job, write_labelled
+from kaitian_mpi.runtime.abort import abort_job, write_labeled
 from kaitian_mpi.runtime.launcher import read_launch
 
 LAUNCH = read_launch(os.environ)
@@ -56,7 +56,7 @@ def pytest_runtest_makereport(item: pytest.Item):
     report = yield
     if report.failed:
         item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
-        write_labelled(f"{item.nodeid} failed:\n{report.longreprtext}")
+        write_labeled(f"{item.nodeid} failed:\n{report.longreprtext}")
         abort_job(1)
     return report
 

@@ -29,9 +29,9 @@ def main() -> None:
     figure, (shares, seconds) = plt.subplots(
         2, 1, figsize=(8, 5), sharex=True, layout="constrained"
     )
-    for rank, (colour, name) in enumerate(((FAST, "rank 0"), (SLOW, "rank 1"))):
+    for rank, (color, name) in enumerate(((FAST, "rank 0"), (SLOW, "rank 1"))):
         sizes = [share[rank] for share in found["shares"]]
-        shares.step(steps, sizes, where="mid", color=colour, label=name, linewidth=2)
+        shares.step(steps, sizes, where="mid", color=color, label=name, linewidth=2)
     shares.set_ylabel("samples per step")
     shares.set_ylim(bottom=0)
     shares.set_title(

@@ -70,7 +70,7 @@ class Rebalancer:
     single batch size, and where each rank's time at its own share is known, that does not matter.
 
     Noise must not move samples back and forth: the gain has to remain even if every estimate is
-    off by 2.5 standard errors towards the values of the current plan. A plan based on the first
+    off by 2.5 standard errors toward the values of the current plan. A plan based on the first
     steps after a change, or on the benchmark, may be refined once, after ten steps, for 2%.
     """
 
@@ -133,7 +133,7 @@ class Rebalancer:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
         least = _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
         changes = self._monitors.log_factors - self._planned_logs
-        # Each moved by some standard errors towards the planned value.
+        # Each moved by some standard errors toward the planned value.
         certain = np.maximum(0.0, np.abs(changes) - _STANDARD_ERRORS * self._monitors.log_errors)
         cautious = self._scaled(self._planned_logs + np.copysign(certain, changes))
         if not self._can_gain(cautious, least):
@@ -209,7 +209,7 @@ class SpeedMonitors:
         return np.where(self.steps > 0, errors, np.inf)
 
     def observe(self, ratios: np.ndarray, seen: np.ndarray) -> None:
-        """Add how many times as long as its cost model predicts each rank that was seen took."""
+        """Add the ratio of measured to predicted time of each rank that is `seen`."""
         # Not numpy's: the last bit of that depends on the processor, and the ranks must agree.
         values = np.array([math.log(ratio) for ratio in ratios.tolist()])
         differences = np.abs(values - self._logs.newest(1)[:, 0])

@@ -26,9 +26,9 @@ def plan_fastest(
     limits = [none if limit is None else limit for limit in most or [None] * len(costs)]
     if sum(limits) < global_batch_size:
         raise UserError(
-            f"--sync-bn computes a step without micro-batches, and of --global-batch-size "
-            f"{global_batch_size} the ranks' memory holds {sum(limits)} samples; give a smaller "
-            "global batch, or start more ranks"
+            f"--sync-bn computes a step without micro-batches, but only {sum(limits)} of "
+            f"{global_batch_size} samples fit in the ranks' memory; lower --global-batch-size, or "
+            "start more ranks"
         )
     return fastest_split(costs, global_batch_size, min_batch, limits)
 

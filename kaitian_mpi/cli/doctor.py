@@ -132,8 +132,8 @@ def make_parser() -> OneLineParser:
     """Return the command's parser."""
     parser = OneLineParser(
         PROGRAM,
-        "Examine this machine, or under mpirun all ranks and what is between them: devices, "
-        "versions, MPI, memory, disk and links. Exit code 1 if training would fail.",
+        "Examine this machine or, under mpirun, all ranks and the links between them: devices, "
+        "versions, MPI, memory and disk. Exit code 1 if training would fail.",
         f"mpirun --hostfile hostfiles/two-nodes.txt -np 4 {PROGRAM}",
     )
     parser.add("--json", "print one JSON document (docs/doctor.md) instead of text")
@@ -145,14 +145,14 @@ def make_parser() -> OneLineParser:
     )
     parser.add(
         "--env",
-        "with --hostfile: the interpreters of hosts, as for kaitian-env; by default all have "
-        "the one that runs this command",
+        "with --hostfile: a TOML file with each host's interpreter, as for kaitian-env; by "
+        "default, all hosts use the path of this command's interpreter",
         "FILE",
     )
     add_flags(parser, {"devices": "devices share_device"})
     parser.add(
         "--run-dir",
-        "folder for results; its file system is examined, and nothing is left there (default runs)",
+        "run folder whose file system is examined; nothing is left there (default runs)",
         "DIR",
         "runs",
     )

@@ -49,7 +49,7 @@ def make_parser() -> OneLineParser:
         "file", help="a TOML file with a table for each host: python = the path of its interpreter"
     )
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="mpirun with its options, and a program"
+        "command", nargs=argparse.REMAINDER, help="mpirun, its options, a program and its arguments"
     )
     return parser
 
@@ -65,7 +65,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
             "--hostfile hosts.txt -np 4 kaitian-train --model mobilenetv2"
         )
     if ":" in options.command:
-        raise UserError("the command must have one program, without ':'; the parts are made here")
+        raise UserError("the command needs one program, without ':'; kaitian-env adds the parts")
     return options
 
 

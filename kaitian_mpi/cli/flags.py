@@ -18,7 +18,7 @@ from kaitian_mpi.runtime.launcher import read_launch
 # The sections of --help, and their flags by the fields' names. A setting that is in none of them is
 # a flag, too, but --help leaves it out.
 SECTIONS = {
-    "what matters first": "model dataset task devices global_batch_size epochs lr precision "
+    "common options": "model dataset task devices global_batch_size epochs lr precision "
     "run_dir resume",
     "model and data": "data_dir set config init workers seed export",
     "optimization": "max_steps optimizer weight_decay clip_norm schedule sync_bn",
@@ -26,7 +26,7 @@ SECTIONS = {
     "devices and communication": "device_map share_device network_interface allreduce wire "
     "emulate_kinds emulate_slowdown",
     "checkpoints and failures": "checkpoint_every checkpoint_minutes spares",
-    "what is shown and recorded": "progress quiet tensorboard wandb mlflow timeline profile",
+    "output and metrics": "progress quiet tensorboard wandb mlflow timeline profile",
 }
 SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -73,9 +73,9 @@ def make_parser(program: str) -> OneLineParser:
     """Return the parser of `kaitian-train`: one flag for each field of `TrainConfig`."""
     parser = OneLineParser(
         program,
-        "Train a PyTorch model on a mix of accelerators: start one process per device with mpirun. "
-        "Settings without a flag below are set by --set or in the file of --config; docs/cli.md "
-        "lists them all.",
+        "Train a PyTorch model on a mix of accelerators: start one process per device with "
+        "mpirun. Set anything that has no flag below with --set or in a --config file; "
+        "docs/cli.md lists all settings.",
         f"mpirun -np 4 {program} --model mobilenetv2",
         f"mpirun -np N {program} [flags]",
     )
@@ -221,7 +221,9 @@ def _check_combinations(given: Mapping[str, Any]) -> None:
             "with --set for its arguments"
         )
     if not given.get("task") and given.get("set"):
-        raise UserError("set in --config holds the arguments of a task's function; add task")
+        raise UserError(
+            '"set" in the --config file is for arguments of the --task function; add --task'
+        )
     if given.get("optimizer") == "adamw" and (of_sgd := named(("momentum", "nesterov"))):
         raise UserError(
             f"{of_sgd} cannot be combined with --optimizer adamw, which has no momentum "

@@ -21,7 +21,7 @@ from kaitian_mpi.runtime.signals import handle_signals
 
 PROGRAM = "kaitian-plan"
 SECTIONS = {
-    "what is measured (flags of kaitian-train)": "model dataset task set global_batch_size "
+    "measurement (flags of kaitian-train)": "model dataset task set global_batch_size "
     "precision devices wire benchmark_seconds emulate_kinds emulate_slowdown"
 }
 _MAX_RANKS = 100_000
@@ -70,9 +70,9 @@ def make_parser() -> OneLineParser:
     """Return the command's parser: its own flags, and those of `kaitian-train`."""
     parser = OneLineParser(
         PROGRAM,
-        "Forecast the speed of a job, and which devices are worth having in it. Under mpirun, with "
-        "the flags of kaitian-train, it measures the ranks and what is between them; given a file "
-        "of measurements, it needs neither MPI nor the devices.",
+        "Forecast the speed of a job, and which devices are worth having in it. Under mpirun, "
+        "with the flags of kaitian-train, it measures the ranks and the links between them; given "
+        "a file of measurements, it needs neither MPI nor the devices.",
         f"{PROGRAM} measured.json --world 8xcuda,16xmlu,32xcpu",
         f"mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
     )

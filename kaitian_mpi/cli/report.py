@@ -64,7 +64,8 @@ def make_parser() -> OneLineParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="the page; default RUN_DIR/report.html, or report.html here for several runs",
+        help="write the page to this file; default RUN_DIR/report.html, or ./report.html for "
+        "several runs",
     )
     parser.add_argument(
         "--watch",

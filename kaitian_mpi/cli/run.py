@@ -90,7 +90,7 @@ def make_parser() -> OneLineParser:
         help="run a module or package by its name in place of a file, as python -m does",
     )
     parser.add_argument("script", help="the Python file to run; with -m, the module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 

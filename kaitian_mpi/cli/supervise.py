@@ -35,11 +35,11 @@ _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also if it is the main 
 _ABOVE_ZERO = 5e-324  # the smallest float above 0
 # The default, the least, the most and the help text of each flag.
 _NUMBERS: dict[str, tuple[float, float, int, str]] = {
-    "--host-backoff": (60.0, _ABOVE_ZERO, 86_400, "with --hosts-file: seconds until a host that "
-        "was lost may come back, doubled each time it is lost again, up to an hour"),
-    "--max-restarts": (3, 0, 1_000_000, "restart the job at most this many times; where its hosts "
-        "have changed does not count"),
-    "--probe-seconds": (4.0, _ABOVE_ZERO, 86_400, "seconds that a host may take to answer after a "
+    "--host-backoff": (60.0, _ABOVE_ZERO, 86_400, "with --hosts-file: seconds before a lost host "
+        "may rejoin; doubled each time it is lost again, up to an hour"),
+    "--max-restarts": (3, 0, 1_000_000, "maximum number of restarts after failures; a restart "
+        "because the hosts changed does not count"),
+    "--probe-seconds": (4.0, _ABOVE_ZERO, 86_400, "seconds to wait for a host to answer after a "
         "failure"),
     "--hang-seconds": (5.0, 0, 86_400, "seconds that mpirun may keep running after its ranks on "
         "this machine have ended, as it does when the link to a host is down; 0: no limit"),
@@ -90,7 +90,8 @@ def make_parser() -> OneLineParser:
     )
     parser.add(
         "--env",
-        "the interpreters of hosts, as for kaitian-env; by default all start the same path",
+        "a TOML file with each host's interpreter, as for kaitian-env; by default, all hosts use "
+        "the same path",
         "FILE",
     )
     for flag, (default, _, _, text) in _NUMBERS.items():

@@ -45,9 +45,9 @@ class TrainConfig(TrainingConfig):
     set: dict[str, Any] = dataclasses.field(
         default_factory=dict,
         metadata={
-            "help": "a setting without a flag here, such as check_every=50; with --task, any other "
-            "name is an argument of its function; may be repeated; the value is read as TOML (3, "
-            "1e-4, true, [1, 2]), or else as text",
+            "help": "set a setting that has no flag here, such as check_every=50; with --task, "
+            "any other name is an argument of its function; may be repeated; values are TOML (3, "
+            "1e-4, true, [1, 2]) or else text",
             "choices": (),
             "metavar": "NAME=VALUE",
         },
@@ -91,9 +91,9 @@ class TrainConfig(TrainingConfig):
     )
     group_by: str = setting(
         "auto",
-        "group ranks by device kind, or by kind and host, so that vendors' libraries connect no "
-        "hosts; auto: kind or, if several kinds are on several hosts and --allreduce is auto, "
-        "the faster, measured at startup (default $KAITIAN_GROUP_BY)",
+        "group ranks by device kind, or by kind and host, so that vendors' libraries never "
+        "communicate between hosts; auto: kind or, if several kinds are on several hosts and "
+        "--allreduce is auto, the faster, measured at startup (default $KAITIAN_GROUP_BY)",
         ("auto", "kind", "kind-and-host"),
     )
     network_interface: str = setting(
@@ -122,7 +122,7 @@ class TrainConfig(TrainingConfig):
         5e-4, "weight decay of weight matrices and filters; not applied to biases and norms"
     )
     clip_norm: float = setting(
-        0.0, "largest norm of the whole gradient, which is scaled down to it; 0: no limit"
+        0.0, "clip the norm of the whole gradient to this value; 0: no clipping"
     )
     label_smoothing: float = setting(
         0.0, "label smoothing of the cross-entropy, from 0 to below 1", most=BELOW_ONE

@@ -24,7 +24,7 @@ from kaitian_mpi.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How a task is trained, whatever the task: the settings of `kaitian_mpi.Training`.
+    """The settings of `kaitian_mpi.Training`: how a task is trained.
 
     Raises:
         UserError: a value is out of range, or two values contradict each other.
@@ -32,8 +32,8 @@ class TrainingConfig:
 
     init: str = setting(
         "",
-        "start from the weights in this file, of torch.save (such as a run's model.pt) or "
-        ".safetensors; a run that is resumed has its own",
+        "start from the weights in this file, written by torch.save (such as a run's model.pt) or "
+        ".safetensors; ignored if the run resumes from a checkpoint",
         metavar="FILE",
     )
     workers: int = setting(
@@ -66,8 +66,8 @@ class TrainingConfig:
     )
     micro_batch_size: int = setting(
         0,
-        "the most samples that a rank computes at once; larger batches accumulate gradients; "
-        "0: as many as fit in memory",
+        "most samples per forward and backward pass of a rank; larger batches accumulate "
+        "gradients; 0: as many as fit in memory",
     )
     keep_all: bool = setting(
         False, "train on every rank, even if excluding slow ranks would make the job faster"
@@ -109,8 +109,8 @@ class TrainingConfig:
 
     parity: bool = setting(
         True,
-        "before training, compare forward and backward of a few samples between the kinds of "
-        "devices, if there are several; a kind that differs by more than rounding ends the job",
+        "before training, compare forward and backward of a few samples across device kinds, if "
+        "there are several; the job ends if a kind differs by more than rounding",
     )
 
     epochs: int = setting(10, "passes over the training set", least=1)
@@ -129,7 +129,7 @@ class TrainingConfig:
     sync_bn: bool = setting(
         False,
         "batch norm uses the statistics of the global batch, not those of each rank's own "
-        "samples; each rank then computes its share at once, without micro-batches",
+        "samples; each rank then computes its share in one pass, without micro-batches",
     )
     max_bad_steps: int = setting(
         20, "end the run after this many consecutive steps with NaN or Inf gradients; 0: never"
@@ -166,7 +166,7 @@ class TrainingConfig:
         "keep the state in each host's memory (/dev/shm) under this name, to restart from when a "
         "host is lost; kaitian-supervise sets this itself",
     )
-    snapshot_every: int = setting(10, "steps between these snapshots", least=1)
+    snapshot_every: int = setting(10, "steps between the snapshots of --snapshots", least=1)
 
     seed: int = setting(
         0, "seed of weights, sample order, augmentation and dropout", most=2**48 - 1
@@ -185,9 +185,7 @@ class TrainingConfig:
         "line every --log-interval; auto: live for a single rank at a terminal, else plain",
         ("auto", "live", "plain", "none"),
     )
-    quiet: bool = setting(
-        False, "print only warnings, errors, and the three lines at the end of a run"
-    )
+    quiet: bool = setting(False, "print only warnings, errors, and the summary at the end of a run")
     timeline: bool = setting(
         False,
         "record every rank's phases and collectives in the run folder's timeline.json, for "

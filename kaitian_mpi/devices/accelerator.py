@@ -108,7 +108,8 @@ class Accelerator(Device):
             given = os.environ.setdefault(name, off[0])
             if given.strip().lower() not in off:
                 faults.append(
-                    f"{name}={given}: torch may end or delay a loss's survivors; unset it"
+                    f"{name}={given} lets torch end or delay the ranks that survive a loss; "
+                    "unset it"
                 )
         return faults
 

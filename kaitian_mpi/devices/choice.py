@@ -68,8 +68,8 @@ def choose_device(
     entries = [_parse(entry, counts, faults) for entry in request.split(",")]
     if len(entries) < local_size:
         raise UserError(
-            f"--devices {request} names {len(entries)} of {local_size} devices for the ranks on "
-            f"{host}; name one for each, or start fewer ranks there"
+            f"--devices {request} is too short for the {local_size} ranks on {host}; list a "
+            "device for each, or start fewer ranks there"
         )
     choice = entries[local_rank]
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:

@@ -1,4 +1,4 @@
-"""Emulated kinds and slowdowns, for trying a mixed job on plain CPUs; always labelled."""
+"""Emulated kinds and slowdowns, for trying a mixed job on plain CPUs; always labeled."""
 
 from __future__ import annotations
 

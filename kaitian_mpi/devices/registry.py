@@ -90,7 +90,7 @@ def _lacks(kind: str) -> str:
 
     if kind in PLUGINS:
         found = is_installed(PLUGINS[kind])
-        return "" if found else f"the package {PLUGINS[kind]} in a release for this one of torch"
+        return "" if found else f"the package {PLUGINS[kind]} in a release that matches this torch"
     builds = {
         "cuda": torch.version.cuda,  # in a build for AMD, its devices have the torch type cuda
         "rocm": torch.version.hip,

@@ -82,8 +82,8 @@ def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
     ranks = gather_values(world.comm, options.group_rank)
     if sorted(ranks) != list(range(world.size)):
         raise AgreedError(
-            f"the ranks are {ranks}, in MPI's order, instead of 0 to {world.size - 1}, each once; "
-            "give every process a rank of its own"
+            f"the processes gave ranks {ranks} (in MPI's order), but each of 0 to "
+            f"{world.size - 1} must occur once; give every process its own rank"
         )
     return world, cast("MPI.Intracomm", world.comm.Split(0, options.group_rank)), unique
 
@@ -167,5 +167,6 @@ def _check_all_ranks(group_size: int) -> None:
         # torch calls only the members, but all ranks must initialize MPI together.
         raise UserError(
             f"the first group over kaitian has {group_size} of {job_size} ranks, but all ranks "
-            'initialize MPI together; call new_group(backend="kaitian") before it'
+            'initialize MPI together; call new_group(backend="kaitian"), for all ranks, '
+            "before it"
         )

@@ -129,8 +129,8 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if rows is None:
         names = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise ValueError(
-            f"cannot count the samples of a forward of ({', '.join(names)}): it has no tensor "
-            "whose first dimension is the batch; pass samples_of= to data_parallel"
+            f"cannot count the samples of forward({', '.join(names)}): no argument has a tensor "
+            "with a batch dimension; pass samples_of= to data_parallel"
         )
     return rows
 

@@ -190,7 +190,7 @@ class Mailbox:
         with self._changed:
             self._pending = [item for item in self._pending if item not in done]
         for item in done:
-            if item.transfer.is_receive and item.transfer.is_cancelled:
+            if item.transfer.is_receive and item.transfer.is_canceled:
                 self._fail_at_end(item)
             else:
                 item.finish()
@@ -235,7 +235,7 @@ class Mailbox:
             item.transfer.cancel()
             if not item.transfer.done():
                 return  # it is arriving at this moment
-            if not item.transfer.is_cancelled:
+            if not item.transfer.is_canceled:
                 self._finish([item])
                 return
         else:

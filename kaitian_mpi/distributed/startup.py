@@ -37,7 +37,7 @@ def init(
         emulate_kinds: labels for CPU ranks by world rank, such as `gpu,gpu,mlu,mlu`; empty: those
             in the environment variable `KAITIAN_EMULATE_KINDS`, if any.
         emulate_slowdown: ranks to slow down by sleeping, such as `2:3.0,3:1.5`; empty: those in
-            `KAITIAN_EMULATE_SLOWDOWN`, if any. In a `Training`, the default of its setting.
+            `KAITIAN_EMULATE_SLOWDOWN`, if any. Also the default of `Training`.
         share_device: let several ranks use one device; the ranks of such a group communicate
             through host memory. Also if the environment variable `KAITIAN_SHARE_DEVICE` is 1.
         group_by: how ranks are grouped: by `kind`, or by `kind-and-host` if vendors' libraries

@@ -118,7 +118,7 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(
     module: nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> nn.Module:
-    """Make every batch norm of a module one over all ranks' samples.
+    """Convert every batch norm of a module to one over all ranks' samples.
 
     The parameters, buffers, hooks and names stay, so that a `state_dict` fits either form. Convert
     before wrapping the module in DDP. In the order of DDP's weights, `data_parallel` and

@@ -185,8 +185,8 @@ class Transfer:
         return self._is_done
 
     @property
-    def is_cancelled(self) -> bool:
-        """Whether a completed receive was cancelled, and so got no message."""
+    def is_canceled(self) -> bool:
+        """Whether a completed receive was canceled, and so got no message."""
         return self._status.Is_cancelled()
 
     def cancel(self) -> None:

@@ -162,7 +162,7 @@ class MPIStore(dist.Store):
         self._start(comm)
 
     def next_session(self, timeout: timedelta | None) -> MPIStore:
-        """Return an empty store for a rendezvous. Not collective; all ranks ask equally often."""
+        """Return an empty store for a rendezvous. Every rank must call it equally often."""
         self._sessions += 1
         name = f"session {self._sessions}"
         self._session = self.view(name, timeout or DEFAULT_TIMEOUT)  # torch keeps no reference

@@ -76,7 +76,7 @@ class World:
     emulation: Emulation
     """By the numbers of the ranks that mpirun started."""
     check_devices: OwnDeviceCheck
-    """Given the tensors of each call that communicates."""
+    """Called with the tensors of each collective; warns once about another rank's device."""
     store: MPIStore
     """The job's store, until the last rank has departed; also of worlds made from this one."""
     relay: RelaySettings = field(default_factory=RelaySettings)

@@ -98,7 +98,7 @@ def make_new_folder(wanted: Path) -> Path:
                 return path
     except OSError as error:
         raise UserError(
-            f"{wanted}: {error.strerror}; name a folder that can be written by --run-dir"
+            f"{wanted}: {error.strerror}; choose a writable folder with --run-dir"
         ) from error
 
 
@@ -141,7 +141,7 @@ class RestartRequest:
                 self._is_made = self._is_made or (is_file and file.read_text() == self._job_id)
         return self._is_made
 
-    def fulfil(self) -> None:
+    def fulfill(self) -> None:
         """Remove the request: the state is saved, and the job ends."""
         if self._folder is not None and self._is_made:
             withdraw_request(self._folder)

@@ -19,7 +19,7 @@ _MIN_COLUMNS, _MIN_ROWS = 32, 10
 _MIN_SHOWN = 0.005
 _MIN_ADVISED = 0.1
 _ADVICE = {
-    "slower ranks": "the ranks wait for slower ones: see kaitian-plan for what each costs",
+    "slower ranks": "ranks wait for slower ones: kaitian-plan shows what each kind contributes",
     "communication": "communication takes most of the rest: a larger --global-batch-size needs "
     "less of it, and --wire sends fewer bits between hosts",
     "loading data": "loading the data takes most of the rest: --workers N loads it in background "
@@ -168,14 +168,14 @@ class Outcome(MetricsSink):
 
     def _used(self) -> str:
         if not (self._computing and self._seconds):
-            return "devices: nothing was measured, as no step was trained"
+            return "devices: not measured, because no step was trained"
         losses = self._losses()
         share = 1 - sum(lost for _, lost in losses)
         rate = self._samples / self._seconds
         emulated = " (emulated)" if self._emulated else ""
         text = (
-            f"devices{emulated}: {share:.0%} of the sum of their speeds "
-            f"({rate:,.1f} of {rate / share:,.1f} samples/s)"
+            f"devices{emulated}: {share:.0%} of their combined speed ({rate:,.1f} of "
+            f"{rate / share:,.1f} samples/s)"
         )
         shown = [*losses[:2], ("other", sum(lost for _, lost in losses[2:]))]
         named = [f"{name} {lost:.0%}" for name, lost in shown if lost >= _MIN_SHOWN]
@@ -189,13 +189,13 @@ class Outcome(MetricsSink):
         if self._folder:
             advice.append(f"kaitian-report {self._folder} shows the run")
         elif not advice:
-            advice.append("--run-dir keeps the weights, the metrics and checkpoints")
+            advice.append("use --run-dir to keep the weights, metrics and checkpoints")
         return "; ".join(advice)
 
 
 def resume_line(step: int, total_steps: int, folder: str) -> str:
     """Return how to continue a run that is saved, but not finished."""
     return (
-        f"stopped after step {step} of {total_steps}; to continue: the same command with "
+        f"stopped after step {step} of {total_steps}; to continue, run the same command with "
         f"--run-dir {folder} --resume auto"
     )

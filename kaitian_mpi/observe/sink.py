@@ -32,7 +32,7 @@ class MetricsSink:
         """Receive the results of an evaluation."""
 
     def on_logged(self, logged: Figures) -> None:
-        """Receive what the script logged after the last reading; earlier ones hold their own."""
+        """Receive what the script logged after the last reading; see also `Reading.logged`."""
 
     def on_event(self, event: Event) -> None:
         """Receive an event."""
@@ -148,7 +148,7 @@ class BackgroundSink(_Forwarding):
                 self._waiting.get_nowait()
                 if not self._has_lost:
                     _log.warning(
-                        "%s cannot keep up: the oldest metrics that wait for it are dropped",
+                        "%s cannot keep up; its oldest queued metrics are dropped",
                         self._name,
                     )
                 self._has_lost = True

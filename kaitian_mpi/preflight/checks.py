@@ -1,6 +1,6 @@
 """The checks of `kaitian-doctor`; here are those of ranks: software, MPI, and what is between them.
 
-They are pure judgements of facts; there is no verdict if the facts that it needs are missing.
+They are pure judgments of facts; there is no verdict if the facts that it needs are missing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from kaitian_mpi.preflight.verdict import (
 from kaitian_mpi.runtime.launcher import different_mpi
 from kaitian_mpi.runtime.mpi_libraries import survival_advice
 
-_LOOK = (
-    "look at that rank's lines on stderr, and on its host; give --timeout more seconds if its "
-    "disk is only slow"
-)
+_LOOK = "check that rank's stderr output and its host; raise --timeout if its disk is only slow"
 _INSTALL = (
     'install one with pip install "kaitian-mpi[mpi]", or load the module of this system\'s MPI and '
     "build mpi4py with it"
@@ -38,13 +35,13 @@ _SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
 
 
 def _judge_presence(job: JobFacts) -> Iterator[Verdict]:
-    """Every rank has answered."""
+    """Check that every rank has answered."""
     for reason, ranks in ranks_by(job.missing).items():
         yield problem(f"{ranks_text(ranks)}: {reason}", _LOOK)
 
 
 def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
-    """Every examination came to an end."""
+    """Check that every examination ended."""
     faults: dict[tuple[str, str], list[int]] = {}
     for facts in job.ranks:
         for fault in facts.faults.items():
@@ -54,12 +51,12 @@ def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
             where = f" ({ranks_text(ranks)})" if len(job.ranks) > 1 else ""
             yield problem(
                 f"the examination of {name} failed{where}: {reason}",
-                "correct what it names; training would fail in the same way",
+                "fix this error, or training would fail the same way",
             )
 
 
 def _judge_software(job: JobFacts) -> Iterator[Verdict]:
-    """Every rank has all packages; releases of torch and Python may differ, and are listed."""
+    """Check that every rank has all packages; list releases of torch and Python that differ."""
     installed = {facts.rank: facts.software.packages for facts in job.ranks}
     missing = {
         rank: ", ".join(name for name in PACKAGES if not packages.get(name))
@@ -79,7 +76,7 @@ def _judge_software(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
-    """MPI starts, with threads, and its world is what the launcher started."""
+    """Check that MPI starts, with threads, and that its world is what the launcher started."""
     failed = [facts.faults["mpi"] for facts in job.ranks if "mpi" in facts.faults]
     for reason in dict.fromkeys(failed):
         yield problem_from(reason, "MPI cannot be used: ", _INSTALL)
@@ -105,7 +102,7 @@ def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
-    """Fault tolerance is really on where it was asked for."""
+    """Check that fault tolerance is on if it was requested."""
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
     if not known or job.mpirun is not None:
         return
@@ -129,7 +126,7 @@ def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
-    """There is an mpirun; under it, `mpi` says whether its ranks see each other."""
+    """Check that there is an mpirun; under it, `mpi` says whether its ranks see each other."""
     if job.mpirun:
         yield ok(f"{job.mpirun}; to examine its ranks: mpirun -np 2 kaitian-doctor")
     elif job.mpirun is not None:
@@ -137,7 +134,7 @@ def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
-    """Ranks with devices of one kind have the same vendor packages and drivers."""
+    """Check that ranks with devices of one kind have the same vendor packages and drivers."""
     found: dict[tuple[str, str], dict[int, str]] = {}
     for facts in job.ranks:
         if facts.devices is not None and not facts.devices.is_host:
@@ -147,12 +144,13 @@ def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
         if differ(versions):
             yield warning(
                 f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
-                "install the same release: the vendor's libraries may not talk to each other",
+                "install the same release: different releases of the vendor's libraries may be "
+                "incompatible",
             )
 
 
 def _judge_links(job: JobFacts) -> Iterator[Verdict]:
-    """Messages arrive between the ranks, about as fast everywhere."""
+    """Check that messages arrive between the ranks, about as fast everywhere."""
     between_hosts = any(link.hosts[0] != link.hosts[1] for link in job.links)
     for link in job.links:
         speed = link.mb_per_sec

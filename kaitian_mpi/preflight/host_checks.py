@@ -25,19 +25,19 @@ _ROOM = 1 << 30
 
 
 def judge_cores(job: JobFacts) -> Iterator[Verdict]:
-    """No host has more ranks on its CPU than cores."""
+    """Check that no host has more CPU ranks than cores."""
     for host, ranks in job.hosts.items():
         on_cpu = [r for r in ranks if r.devices is None or r.devices.is_host]
         cores = max(facts.machine.cores for facts in ranks)
         found = f"{count_text(cores, 'core')} for {count_text(len(ranks), 'rank')}"
         if len(ranks) == ranks[0].local_size and len(on_cpu) > cores:
-            yield warning(found, "fewer ranks there train as fast", host)
+            yield warning(found, "start fewer ranks there: they train as fast", host)
         else:
             yield ok(found if job.mpirun is None else count_text(cores, "core"), host)
 
 
 def judge_ram(job: JobFacts) -> Iterator[Verdict]:
-    """Every host has memory for its ranks."""
+    """Check that every host has memory for its ranks."""
     for host, ranks in job.hosts.items():
         known = [facts.devices for facts in ranks if facts.devices is not None]
         if not known:
@@ -53,7 +53,7 @@ def judge_ram(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_storage(job: JobFacts) -> Iterator[Verdict]:
-    """Results can be written, by the first rank of every host: any may have to."""
+    """Check that the first rank of every host can write results: any may have to."""
     for host, ranks in job.hosts.items():
         for storage in [facts.storage for facts in ranks if facts.storage is not None][:1]:
             found = f"{storage.folder}: {size_text(storage.free_bytes)} free"
@@ -67,7 +67,7 @@ def judge_storage(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_devices(job: JobFacts) -> Iterator[Verdict]:
-    """Every rank has a device."""
+    """Check that every rank has a device."""
     for facts in job.ranks:
         devices = facts.devices
         if devices is not None and devices.error:
@@ -83,7 +83,7 @@ def judge_devices(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdict]:
-    """Every rank of a host has a device of its own, or may share one."""
+    """Check that every rank of a host has its own device, or may share one."""
     known = [facts.devices for facts in ranks if facts.devices is not None]
     # More than there are local ranks: hosts of one name, as containers may have.
     if len(known) != ranks[0].local_size or any(devices.shares for devices in known):
@@ -109,7 +109,7 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
 
 
 def judge_drivers(job: JobFacts) -> Iterator[Verdict]:
-    """Every kind that is installed can be used, and no driver is idle."""
+    """Check that every installed kind can be used, and that no driver is idle."""
     for host, ranks in job.hosts.items():
         devices = ranks[0].devices
         if devices is None:

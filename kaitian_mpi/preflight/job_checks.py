@@ -20,7 +20,7 @@ from kaitian_mpi.preflight.verdict import (
 from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
 
 Check = Callable[[JobFacts], Iterable[Verdict]]
-"""A pure judgement of facts; no verdict if the facts it needs are missing."""
+"""A pure judgment of facts; no verdict if the facts it needs are missing."""
 
 _SHM_OF_MPI = 16 << 20  # what Open MPI asks for (btl_sm_segment_size)
 _SHM_TO_SPARE = 256 << 20
@@ -35,7 +35,7 @@ _MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in li
 
 
 def judge_versions(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks have the same kaitian-mpi, messages and MPI."""
+    """Check that the ranks have the same kaitian-mpi, messages and MPI."""
     own = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
     compared = {
         "version": {rank: version for rank, version in own.items() if version},
@@ -51,12 +51,12 @@ def judge_versions(job: JobFacts) -> Iterator[Verdict]:
     if differ(libraries):
         yield warning(
             f"the MPI library differs between ranks: {by_value(libraries)}",
-            "install the same one on every host: two releases may not understand each other",
+            "install the same one on every host: different releases may be incompatible",
         )
 
 
 def judge_placement(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks are on the hosts that mpirun was given."""
+    """Check that the ranks are on the hosts that mpirun was given."""
     if not job.ranks or len(job.ranks[0].given_hosts) < 2:
         return
     first, given = job.ranks[0], job.ranks[0].given_hosts
@@ -73,7 +73,7 @@ def judge_placement(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
-    """Shared memory is large enough for MPI and for data-loading processes."""
+    """Check that shared memory is large enough for MPI and for data-loading processes."""
     for host, ranks in job.hosts.items():
         free, size = ranks[0].machine.shm_free_bytes, ranks[0].machine.shm_bytes
         if free is None or size is None:
@@ -90,7 +90,7 @@ def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_limits(job: JobFacts) -> Iterator[Verdict]:
-    """The ranks may open as many files and connections as they need."""
+    """Check that the ranks may open as many files and connections as they need."""
     size = max([len(job.ranks) + len(job.missing), *(f.mpi.size for f in job.ranks if f.mpi)])
     needed = _OWN_FILES + _FILES_PER_RANK * size
     for host, ranks in job.hosts.items():

@@ -110,7 +110,7 @@ def _on_hosts(names: Sequence[str], hosts: int) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """Return such as `1 core` or `2 cores`."""
+    """Return a count with its noun, such as `1 core` or `2 cores`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

@@ -103,7 +103,7 @@ def _read_binary(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Read records of one label byte followed by the red, green and blue planes."""
     content = CIFAR10.read(path)
     if not content or len(content) % _RECORD:
-        problem = f"{len(content):,} bytes are no whole number of records of {_RECORD:,} bytes"
+        problem = f"its {len(content):,} bytes are not one or more records of {_RECORD:,} bytes"
         raise CIFAR10.error(path, problem)
     records = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(-1, _RECORD)
     return records[:, 1:].reshape(-1, _PIXELS), records[:, 0].long()
@@ -129,9 +129,9 @@ def _read_pickle(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
                 labels.append(value)
     except Exception as error:  # a damaged pickle can raise anything
         problem = " ".join(str(error)[:120].split())
-        raise CIFAR10.error(path, f"it is no valid pickle ({problem})") from error
+        raise CIFAR10.error(path, f"it is not a valid pickle ({problem})") from error
     if not labels or len(pixels) % _PIXELS:
-        raise CIFAR10.error(path, "it is no CIFAR-10 batch")
+        raise CIFAR10.error(path, "it is not a CIFAR-10 batch")
     rows = np.frombuffer(pixels, np.uint8)
     rows = rows.reshape((-1, _PIXELS), order="F" if in_columns else "C")
     return torch.from_numpy(rows.copy(order="C")), torch.tensor(labels)
@@ -177,7 +177,7 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> torch.Tensor:
     magic, count, *shape = np.frombuffer(header, ">u4").tolist()
     expected = 4 * words + count * math.prod(item_shape)
     if magic != 0x0800 + words - 1 or tuple(shape) != item_shape:
-        raise MNIST.error(path, "it is no idx file of such data")
+        raise MNIST.error(path, "it is not an idx file of such data")
     if count == 0 or len(content) != expected:
         raise MNIST.error(path, f"it has {len(content):,} bytes; {count:,} items take {expected:,}")
     values = np.frombuffer(content, np.uint8, offset=4 * words).copy()

@@ -126,7 +126,7 @@ class _AbortHook:
 
 
 def _show(hook: _Hook, error: BaseException) -> None:
-    """Show an exception: by the script's own hook, or else as a traceback with labelled lines."""
+    """Show an exception: by the script's own hook, or else as a traceback with labeled lines."""
     text = "".join(traceback.format_exception(error))
     # torch's own hook shows a traceback as well.
     if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch"):
@@ -136,7 +136,7 @@ def _show(hook: _Hook, error: BaseException) -> None:
             text += f"the script's sys.excepthook failed: {failure!r}"
         else:
             return
-    write_labelled(text)
+    write_labeled(text)
 
 
 def rank_prefix() -> str:
@@ -152,7 +152,7 @@ def print_to_stderr(text: str) -> None:
         os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
 
 
-def write_labelled(text: str) -> None:
+def write_labeled(text: str) -> None:
     """Write lines to stderr in one call, each prefixed `[rank@host]`."""
     prefix = rank_prefix()
     print_to_stderr("\n".join(f"{prefix} {line}" for line in text.splitlines()))
@@ -160,7 +160,7 @@ def write_labelled(text: str) -> None:
 
 def abort_with_traceback(what: str = "") -> None:
     """Print the current exception's traceback, prefixed with `what`, and abort; does not return."""
-    write_labelled(what + traceback.format_exc())
+    write_labeled(what + traceback.format_exc())
     abort_job(1)
 
 

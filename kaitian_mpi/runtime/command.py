@@ -136,8 +136,8 @@ def parse_command(words: Sequence[str]) -> Command:
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
-            "the command has several programs with ':' between them; start all ranks with one: "
-            f"mpirun … {PROGRAM} …"
+            "the command has several programs separated by ':'; start all ranks with one: mpirun "
+            f"… {PROGRAM} …"
         )
     return Command(parts=tuple(parts), arguments=tuple(words[end:]))
 

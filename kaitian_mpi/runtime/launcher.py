@@ -101,7 +101,7 @@ def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
     if not allocated:
         return None
     return (
-        f"found a single rank in {allocated}: no launcher has started it",
+        f"this is the only rank in {allocated}: neither mpirun nor srun started it",
         "write mpirun before the command; for one rank, mpirun -np 1",
     )
 

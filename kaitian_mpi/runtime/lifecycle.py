@@ -116,8 +116,8 @@ def is_mpi_running() -> bool:
 def register_close(close: Callable[[], None], *, ends_work: bool = False) -> None:
     """Register `close` to be called before MPI is finalized, last registered first.
 
-    For threads: one still inside MPI when the interpreter exits aborts the process. What
-    `ends_work` communicates by what others have registered, and so comes first.
+    For threads: one still inside MPI when the interpreter exits aborts the process. A callback with
+    `ends_work` still communicates through the others' resources, so it is called first.
     """
     atexit.unregister(_close_all)
     atexit.register(_close_all)

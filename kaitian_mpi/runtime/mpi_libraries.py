@@ -23,7 +23,7 @@ class Library:
     rank_variables: tuple[str, str, str, str]
     """What the launcher sets for each rank: world rank, world size, local rank, local size."""
     joining: str
-    """How the names of the variables begin by which a rank finds its launcher."""
+    """The prefix of the variables by which a rank finds its launcher."""
     processes: tuple[str, ...]
     """The names of the processes that start ranks: mpirun, and its daemon on each host."""
     kills_soon: bool

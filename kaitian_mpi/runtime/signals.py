@@ -85,7 +85,7 @@ def is_handled() -> bool:
 
 
 def handle_signals(program: str) -> None:
-    """On SIGINT and SIGTERM, report it on rank 0, call the exit callback, and exit.
+    """Handle SIGINT and SIGTERM: report the signal on rank 0, call the exit callback, and exit.
 
     In a thread woken by the wake-up file descriptor, since the main thread may be inside MPI.
     mpirun forwards SIGUSR1 and SIGUSR2 to all processes of a rank, so all other threads block them:

@@ -108,8 +108,8 @@ def _program(program: Sequence[str], python: str) -> list[str]:
     if name.startswith("python"):
         return [python, *program[1:]]
     raise UserError(
-        f"mpirun cannot start {' '.join(program[:1]) or 'nothing'} with an interpreter per host; "
-        f"name {', '.join(_COMMANDS)}, or python with its arguments"
+        f"the interpreter of {' '.join(program[:1]) or 'no program'} cannot be chosen per host; "
+        f"the program must be {', '.join(_COMMANDS)}, or python with its arguments"
     )
 
 
@@ -124,7 +124,7 @@ def _check_slots(command: Command, hosts: Sequence[Host], pythons: Mapping[str, 
     slots = total_slots(hosts)
     if slots is None:
         without = ", ".join(host.name for host in hosts if host.slots is None)
-        raise UserError(f"the hostfile has no slots for {without}; write slots=N, its ranks")
+        raise UserError(f"the hostfile has no slots for {without}; write slots=N for N ranks")
     ranks = command.ranks or slots
     if ranks > slots:
         raise UserError(f"{ranks} ranks have only {slots} slots; start fewer ranks, or add slots")

@@ -101,7 +101,7 @@ class HostsFile:
             return
         self._judged = found
         if isinstance(found, str):
-            self._report(f"{found}; until then the hosts stay as they are")
+            self._report(f"{found}; until then, the previous hosts are kept")
         elif found != self.hosts:
             self.hosts = found
             shown = ", ".join(hostfile_of(found).splitlines())
@@ -156,7 +156,7 @@ class HostChanges:
             seconds = min(seconds, max(_MAX_BACKOFF_SEC, self._every_sec))
             self._losses[name] = self._losses.get(name, 0) + 1
             self._ask_at[name] = now + seconds
-            self._report(f"host {name} {why}; it can come back in {seconds:.0f} s at the earliest")
+            self._report(f"host {name} {why}; it can rejoin in {seconds:.0f} s at the earliest")
 
     def poll(self, now: float) -> bool:
         """Check for changes, without blocking; return whether to start the job again."""
@@ -177,8 +177,8 @@ class HostChanges:
         if not self._is_warned:
             self._is_warned = True
             self._report(
-                f"{self.file.path} keeps none of the job's hosts, which have the state; until it "
-                "does the hosts stay as they are"
+                f"{self.file.path} lists none of the job's current hosts, which have the training "
+                "state; keep at least one of them; until then, the job stays on its current hosts"
             )
         return False
 
@@ -206,6 +206,6 @@ class HostChanges:
                 self._ready.add(name)
                 self._report(f"host {name} is ready to join")
             elif answer.fault != self._faults.get(name):
-                self._report(f"{answer.fault}; until then the job does without {name}")
+                self._report(f"{answer.fault}; until then, the job runs without {name}")
             self._faults[name] = answer.fault
             self._ask_at[name] = now + self._every_sec

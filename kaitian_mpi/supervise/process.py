@@ -194,8 +194,8 @@ class Machine:
             request_restart(self.job.folder, self.job.job_id)
         except OSError as error:
             self.report(
-                f"{self.job.folder}: {error.strerror}; the job cannot be asked to end, and goes on "
-                "with its present hosts"
+                f"{self.job.folder}: {error.strerror}; could not ask the job to restart; it "
+                "continues on its current hosts"
             )
 
     def withdraw_request(self) -> bool:

@@ -107,8 +107,8 @@ def command_on(command: Command, hosts_file: str) -> Command:
     for part in command.parts:
         if part.name in (*HOSTFILES, *HOST_LISTS, *RANKS):
             raise UserError(
-                f"--hosts-file {hosts_file} cannot be combined with {' '.join(part.words)}: it "
-                "has the hosts, with a rank for each slot; omit either"
+                f"--hosts-file {hosts_file} cannot be combined with {' '.join(part.words)}: the "
+                "file already gives the hosts and one rank per slot; remove one of them"
             )
     at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
     own = (  # both values are chosen at each start

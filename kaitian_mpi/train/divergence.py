@@ -30,10 +30,10 @@ Print = tuple[tuple[str, ...], int]
 def repair_divergence(world: World, state: State, sinks: Sinks | None = None) -> list[int]:
     """Make the weights and the optimizers' state the same again on all ranks. Collective.
 
-    Ranks apply the same gradients. On devices alike the results are so, too, bit by bit: they
-    differ only because of a fault, as broken memory, a nondeterministic kernel, or code that
-    changes weights on some ranks only. Unlike devices round unlike each other; what that has done
-    since the last time is undone without a word. What most ranks agree on is taken as right; with
+    Ranks apply the same gradients. On identical devices the results are bit-identical, so they
+    differ only because of a fault, such as bad memory, a nondeterministic kernel, or code that
+    changes weights on some ranks only. Different devices round differently; what that has changed
+    since the last check is repaired silently. What most ranks agree on is taken as right; with
     equal numbers, what the lowest rank has.
     """
     tensors = state.replicas()

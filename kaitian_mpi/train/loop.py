@@ -246,7 +246,7 @@ class Loop:
             self.clock.enter(StepClock.FORWARD)
 
     def finish(self) -> Step:
-        """End the step: all ranks do with their state what the sum of the gradients says."""
+        """End the step: apply the summed gradient on all ranks, or skip it if it is not finite."""
         step = self._step
         self._gradients.finish()
         is_finite = self._gradients.is_finite()

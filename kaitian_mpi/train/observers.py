@@ -16,7 +16,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.runtime import startup_clock, tags
-from kaitian_mpi.runtime.abort import write_labelled
+from kaitian_mpi.runtime.abort import write_labeled
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import Watchdog
 from kaitian_mpi.train.loop import Loop
@@ -63,7 +63,7 @@ class Events(StepObserver):
         line = {"step": step.number, "epoch": progress.epoch, "samples": samples}
         run.setup.folder.append("bad_steps.jsonl", line)
         text = (
-            f"step {step.number} is skipped: its gradient is not finite (bad_steps.jsonl lists its "
+            f"step {step.number} skipped: its gradient has NaN or Inf (bad_steps.jsonl lists its "
             "samples)"
         )
         warn_rank_0(self._world, text)
@@ -268,10 +268,10 @@ class Presence(StepObserver):
             self._send(tags.ALIVE, self._others)
         if is_long and is_awaited and phase.allowed_sec == math.inf:
             watchdog.renew(phase, self._patience_sec)
-            write_labelled(
-                f"{lasted:.0f} s in {phase}: the other ranks wait for this one, whose watchdog "
-                f"ends it after {self._patience_sec:.0f} s more (20 times --step-timeout, or half "
-                "an hour)"
+            write_labeled(
+                f"{lasted:.0f} s in {phase}: other ranks are waiting for this one; its watchdog "
+                f"kills it if it stays there for another {self._patience_sec:.0f} s (20 times "
+                "--step-timeout, or half an hour)"
             )
         living = self._receive(tags.ALIVE)
         phase = watchdog.phase

@@ -91,7 +91,7 @@ class Saving(StepObserver):
         self._checkpoints.wait()
         self._report_written()
         progress, path = self._progress, self._run.setup.path
-        self._event("stop", f"the training is closed after step {progress.step}")
+        self._event("stop", f"training was closed after step {progress.step}")
         self._run.write_summary(
             steps=progress.step, epochs=progress.epoch, bad_steps=progress.bad_steps
         )
@@ -109,14 +109,16 @@ class Saving(StepObserver):
         self._checkpoints.wait()
         is_saved = any(each.last_written == step for each in self._checkpoints.writers)
         if any(gather_values(self._world.comm, is_saved)):
-            self._restart.fulfil()
-            text = f"step {step} is saved; ending, to be started again"
+            self._restart.fulfill()
+            text = f"step {step} saved; ending so that kaitian-supervise can restart the job"
             print_rank_0(self._world, text)
             self._report_written()
             self._event("stop", text)
             return True
         self._restart.refuse()
-        warn_rank_0(self._world, f"step {step} could not be saved: the job goes on as it is")
+        warn_rank_0(
+            self._world, f"step {step} could not be saved; the job continues without a restart"
+        )
         return False
 
     def write_results(self) -> None:
@@ -167,7 +169,7 @@ class Saving(StepObserver):
                 f"step {step} is kept in this host's memory: make room, and {again} --snapshots "
                 f"{name}"
             )
-        return f"the memory is full as well: make room, and {again}, from the last checkpoint"
+        return f"memory is full, too: make room, and {again} to continue from the last checkpoint"
 
     def _save(self, score: float | None = None) -> None:
         """Save a checkpoint, if there is a run folder; `--checkpoint-minutes` begin again."""
@@ -273,7 +275,7 @@ class Saving(StepObserver):
     def _write_at_exit(self) -> str:
         state, step, writer = self._run.state, self._progress.step, self._checkpoints.on_disk
         if step == 0:
-            return "no step has completed yet: nothing is saved"
+            return "no step has completed yet; nothing was saved"
         assert writer is not None
         content = self._exit_copy or copy_state(state.shared(), share=True)
         content |= {"rank_states": [], "metadata": self._metadata().to_json()}

@@ -144,8 +144,8 @@ def check_same_samples(world: World, name: str, data: Any) -> None:
     differing = sum(len({digest for _, digest in by_rank}) > 1 for by_rank in same_samples)
     if differing and world.rank == 0:
         _log.warning(
-            "the inputs of %d of %d %s samples differ between ranks, their shapes and classes do "
-            "not; unless they are augmented at random, give every host the same files",
+            "the inputs of %d of %d %s samples differ between ranks, although their shapes and "
+            "classes agree; unless augmentation is random, give every host the same files",
             *(differing, len(same_samples), name),
         )
 

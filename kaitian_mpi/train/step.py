@@ -239,7 +239,7 @@ class StepInProgress(Participation):
 
     @property
     def weight_of_share(self) -> Callable[[], float] | None:
-        """Returns this rank's fraction of the global batch, once all ranks have begun.
+        """Return this rank's fraction of the global batch, once all ranks have begun.
 
         0 if none of its samples counts; None if it has no samples.
         """

@@ -40,11 +40,11 @@ class Task:
     model: nn.Module
     """Trained in place; moved to the rank's device. All ranks begin with rank 0's weights."""
     optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
-    """Makes the optimizer, or several, of the parameters of the model that it is given. It is
-    called more than once: the benchmark trains a copy of the model."""
+    """Makes one or more optimizers for the parameters of the model that is passed in. It is called
+    more than once: the benchmark trains a copy of the model."""
     data: Any
-    """The training data: a dataset with `__getitem__` and `__len__`. One that has `__getitems__`
-    is asked for a batch's samples at once; the `set_epoch` of one that has it is called. With
+    """The training data: a dataset with `__getitem__` and `__len__`. If it has `__getitems__`, one
+    call gets all samples of a batch; if it has `set_epoch`, that is called for each epoch. With
     `workers`, each data-loading process keeps a copy from the first step on, and only `set_epoch`
     reaches it."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
@@ -54,8 +54,8 @@ class Task:
     """The same for a task without `loss`, for the comparison of device kinds before training: it
     need not be exactly the script's. None: nothing is compared."""
     weight: Callable[[Any], float] | None = None
-    """`weight(batch)`: how many terms the batch's mean is over, such as the tokens that are not
-    padding; a number of at least 0. None: its samples. The batch is still on the host."""
+    """`weight(batch)`: the number of terms in the batch's mean loss, such as its non-padding
+    tokens; at least 0. None: the number of samples. The batch is still on the host."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; None: torch's `default_collate`."""
     scheduler: Callable[..., Any] | None = None
@@ -130,15 +130,15 @@ class Task:
                 raise _wrong("optimizer", "return optimizers", optimizer)
             if _needs_closure(optimizer):
                 raise UserError(
-                    f"Task: {type(optimizer).__name__} computes the loss several times a step, by "
-                    "a closure, which a Training cannot; use another optimizer"
+                    f"Task: {type(optimizer).__name__} needs a closure that recomputes the loss, "
+                    "which Training does not support; use another optimizer"
                 )
             for group in optimizer.param_groups:
                 ids = [id(parameter) for parameter in group["params"]]
                 if not own.issuperset(ids) or not seen.isdisjoint(ids):
                     raise UserError(
-                        "Task: each parameter of an optimizer must be one of the model that the "
-                        "function is given, and in no other optimizer"
+                        "Task: each parameter of an optimizer must belong to the model passed to "
+                        "the function, and to no other optimizer"
                     )
                 seen.update(ids)
         return list(optimizers)

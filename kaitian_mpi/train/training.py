@@ -48,7 +48,8 @@ Result = TypeVar("Result")
 _open: list[Training] = []
 _OUT_OF_MEMORY = (
     "{} is out of memory. Set a smaller micro_batch_size, or leave it to the benchmark (balance "
-    "adaptive, micro_batch_size 0); or a smaller global batch, precision bf16, or other devices"
+    "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, or other "
+    "devices"
 )
 
 
@@ -57,7 +58,7 @@ class _OpenStep:
     """A step of the open form, from its batch on."""
 
     loop: Loop
-    """Not the training's any more if a rank was lost: then the step is as well."""
+    """No longer the training's loop if a rank was lost; the step is then lost, too."""
     has_gradient: bool = False
     is_finished: bool = False
 
@@ -91,9 +92,10 @@ class Training:
     Args:
         task: what is trained; or a function that makes it, whose errors all ranks then share.
         config: the settings; None: those given by name.
-        sinks: take what is measured, beside metrics.jsonl: one on each rank, of which that of the
-            rank that writes the files is used, in a thread of its own. One that raises is no longer
-            used, and one that is slow does not slow down the training.
+        sinks: `MetricsSink` objects that receive the metrics in addition to metrics.jsonl. Pass
+            them on every rank; only those of the rank that writes the files are used, each in its
+            own thread. One that raises is no longer used, and one that is slow does not slow down
+            the training.
         settings: fields of `TrainingConfig`, which are flags of `kaitian-train` as well.
 
     Raises:
@@ -273,8 +275,8 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Return the means of the task's metrics over its validation data, by name.
 
-        Each sample counts once, whatever the shares; the same on every rank. After the training's
-        own evaluation of the same step, that one's result.
+        Each sample counts once, whatever the shares; the same on every rank. Once the run is
+        finished, returns the result of its last evaluation.
 
         Raises:
             UserError: the task has no validation data, or no loss and no metrics.
@@ -295,7 +297,7 @@ class Training:
         return means
 
     def log(self, **values: float) -> None:
-        """Record figures of the script's own, with the next line of metrics. Not collective.
+        """Record the script's own metrics with the next line of metrics.jsonl. Not collective.
 
         Args:
             values: numbers, or tensors of one element, by name. Rank 0's are written.
@@ -310,7 +312,7 @@ class Training:
             ) from error
 
     def close(self) -> None:
-        """End the training, wherever it is; if it has a run folder, `resume="auto"` continues it.
+        """End the training at any point; if it has a run folder, `resume="auto"` continues it.
 
         Does nothing after the first call.
         """

@@ -62,8 +62,8 @@ def load_weights(model: nn.Module, path: str) -> None:
         reason = " ".join("; ".join(faults).split())
         reason = f"{reason[:_MAX_REASON]} …" if len(reason) > _MAX_REASON else reason
         raise UserError(
-            f"--init {path}: the weights do not fit: {reason}; give weights of this very model, or "
-            "load those that fit in your own code"
+            f"--init {path}: the weights do not fit: {reason}; give the weights of exactly this "
+            "model, or load the matching ones in your own code"
         )
 
 

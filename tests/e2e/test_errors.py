@@ -141,8 +141,8 @@ def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
     assert re.search(message, ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
     assert ended.ended_at - fault_at < LIMIT_SEC
-    labelled = [line for line in ended.err.splitlines() if line.startswith("[2@")]
-    assert ("Traceback" in "".join(labelled)) == (model == "raising")
+    labeled = [line for line in ended.err.splitlines() if line.startswith("[2@")]
+    assert ("Traceback" in "".join(labeled)) == (model == "raising")
 
 
 @pytest.mark.any_mpi

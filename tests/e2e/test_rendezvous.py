@@ -55,8 +55,8 @@ def test_a_wrong_rank_or_world_size_raises_on_every_rank_and_can_be_corrected(pl
         f'UserError: the world size is 4, {advice} init_method="mpi://"': 6,
         f'UserError: the world size is 2, {advice} init_method="mpi://"': 3,
         **{
-            f"AgreedError: the ranks are {ranks}, in MPI's order, instead of 0 to 2, each once; "
-            "give every process a rank of its own": 3
+            f"AgreedError: the processes gave ranks {ranks} (in MPI's order), but each of 0 to 2 "
+            "must occur once; give every process its own rank": 3
             for ranks in ("[0, 1, 1]", "[1, 2, 3]")
         },
         "mpi://": 1,

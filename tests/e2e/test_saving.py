@@ -71,11 +71,11 @@ def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model)
         job.wait_for(r"step 3/")
         ranks = job.rank_pids()
         job.process.send_signal(number)
-        signalled_at = time.time()
+        signaled_at = time.time()
         ended = job.finish(code=None)  # of the process that saves, too: it has mpirun's stderr
     assert_gone(ranks.values(), LIMIT_SEC)
     assert ended.code != 0
-    assert ended.ended_at - signalled_at < LIMIT_SEC
+    assert ended.ended_at - signaled_at < LIMIT_SEC
     assert steps_saved(tmp_path), ended.text
     saved = int(newest_checkpoint(tmp_path).stem[5:])
     # mpirun may have dropped the very last line; the file has it.
@@ -122,7 +122,7 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     )
     # One that is queued behind another may be replaced by the next.
     reported = re.findall(
-        r"checkpoint of step (\d+) (?:could not be written|is skipped)", ended.err
+        r"checkpoint of step (\d+)(?: could not be written|: an earlier one)", ended.err
     )
     assert set(map(int, reported)) == {4, 6, 8, 12, 16, 18}
     summary = summary_of(tmp_path)

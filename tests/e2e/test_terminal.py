@@ -100,6 +100,6 @@ def test_a_live_view_is_drawn_where_it_is_asked_for(tmp_path):
     last = lines.index("kaitian-train run")
     assert lines[last + 1].endswith("100% step 40/40")
     assert re.match(r"finished after 4 epochs, 40 steps, in \d+:\d\d ", lines[last + 7])
-    assert "of the sum of their speeds" in text
+    assert "of their combined speed" in text
     assert not re.search(r"^epoch \d/4 \| step", text, re.MULTILINE)  # no plain lines
     assert written.rpartition("\x1b[?25")[2].startswith("h")  # the cursor is visible

@@ -75,11 +75,11 @@ IN_A_TASK = {
     ),
     "an optimizer of another model": (
         {"optimizer": lambda _: SGD(nn.Linear(2, 3).parameters(), lr=0.1)},
-        "each parameter of an optimizer must be one of the model",
+        "each parameter of an optimizer must belong to the model",
     ),
     "an optimizer with a closure": (
         {"optimizer": lambda model: torch.optim.LBFGS(model.parameters())},
-        "LBFGS computes the loss several times a step",
+        "LBFGS needs a closure that recomputes the loss",
     ),
     "a loss per sample": (
         {"loss": lambda model, batch: squares(model, batch).mean(1)},

@@ -122,7 +122,7 @@ def test_kinds_that_compute_alike_agree(world, capsys, precision):
     assert torch.equal(model.norm.running_mean, state["norm.running_mean"])
     assert all(parameter.grad is None for parameter in model.parameters())
     printed = capsys.readouterr().out
-    assert ("parity: even, odd compute like rank 0 (" in printed) == (world.rank == 0)
+    assert ("parity: even, odd agree with rank 0 (" in printed) == (world.rank == 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

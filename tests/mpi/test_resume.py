@@ -320,7 +320,7 @@ def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
     monkeypatch.setattr(Saving, "save_for_restart", fail)
     assert run(world, folder, snapshots=name)["finished"]
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
-    refused = "could not be saved: the job goes on as it is"
+    refused = "could not be saved; the job continues without a restart"
     assert capsys.readouterr().out.count(refused) == (world.rank == 0)
 
 

@@ -719,7 +719,7 @@ def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, capfd, i
     assert len(train(world, language(), is_open, after=stay, step_timeout=4)) == 7 * EPOCHS
     expected = "the sum of gradients" if is_open else "the end of the epoch"
     assert world.rank == 1 or expected in {phase.name for phase in began_again}
-    said = f"s in the script's own code of step {last}: the other ranks wait for this one"
+    said = f"s in the script's own code of step {last}: other ranks are waiting for this one"
     assert (said in capfd.readouterr().err) == (world.rank == 1)
 
 

@@ -213,7 +213,7 @@ def test_a_receive_from_a_rank_that_has_destroyed_the_group_raises(world, last):
             )
 
 
-def test_a_receive_cancelled_by_destroying_its_group_fails(world, monkeypatch):
+def test_a_receive_canceled_by_destroying_its_group_fails(world, monkeypatch):
     monkeypatch.setattr(point_to_point, "_CLOSE_SEC", 60)  # for a message in flight
     group = dist.new_group()
     work = dist.irecv(torch.zeros(3), (world.rank + 1) % world.size, group=group)
@@ -258,7 +258,7 @@ def collective_calls(size):
 
 def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, last):
     """The calls time out side by side, each in a group and a thread of its own."""
-    named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {world.size}; give the"
+    named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {world.size}; set a"
     too_late = rf"^rank {last} of {world.size} arrived too late in \w+ #2: the others timed out"
 
     def time_out(call, group):

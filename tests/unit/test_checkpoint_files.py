@@ -214,7 +214,7 @@ def test_another_format_is_an_error(two, version):
         two.newest_good()
     with pytest.raises(UserError, match=reason):
         two.load(path.with_suffix(".pt"))
-    two.write(small(140), {"step": 140})  # counts it towards `keep`
+    two.write(small(140), {"step": 140})  # counts it toward `keep`
     assert two.steps() == [120, 140]
 
 
@@ -300,7 +300,7 @@ def test_writing_a_step_again_replaces_it(two):
     assert_same(two.newest_good().state, small(8))
 
 
-def test_skipped_later_checkpoints_do_not_count_towards_keep(two, ignored):
+def test_skipped_later_checkpoints_do_not_count_toward_keep(two, ignored):
     (two.folder / "step-00000120.pt").write_bytes(b"damaged")
     (two.folder / "step-00000130.pt").write_bytes(b"without its .json")
     for step in (105, 110, 115):
@@ -476,8 +476,8 @@ def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     assert writer.take_spare() is states[1]
     writer.submit(states[3], {"step": 13})
     assert caplog.messages == [
-        f"checkpoint of step {step} is skipped: an earlier one is still being written, and step "
-        f"{step + 1} is next"
+        f"skipping the checkpoint of step {step}: an earlier one is still being written; the next "
+        f"is of step {step + 1}"
         for step in (11, 12)
     ]
     assert writer.is_writing

@@ -133,7 +133,7 @@ WARNINGS = {
         pair(given_hosts={"a": 4, "b": None}),
         "all 2 ranks are on a; mpirun was given (slots) a (4), b (?); start more ranks",
     ),
-    "too many ranks": (pair(machine={"cores": 1}), "1 core for 2 ranks; fewer ranks"),
+    "too many ranks": (pair(machine={"cores": 1}), "1 core for 2 ranks; start fewer"),
     "little memory": (job(rank_facts(devices={"ram_free_bytes": 500 << 20})), "500 MiB of"),
     "little shared memory": (
         two(machine={"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}),

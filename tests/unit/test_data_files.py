@@ -124,7 +124,7 @@ def test_nothing_in_a_pickle_is_executed(tmp_path, protocol):
     mark = tmp_path / "it-ran"
     content = pickle.dumps(Call(os.system, f"touch {mark}"), protocol)
     (tmp_path / "data_batch_2").write_bytes(content)
-    assert "it is no CIFAR-10 batch" in fails(load_cifar10, tmp_path)
+    assert "it is not a CIFAR-10 batch" in fails(load_cifar10, tmp_path)
     assert not mark.exists()
 
 
@@ -170,23 +170,23 @@ WRONG_LABEL = binary((make_batch(4)[0], [1, 2, 10, 3]))
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        (BINARY_FILE, b"", "0 bytes are no whole number of records of 3,073 bytes"),
-        (BINARY_FILE, bytes(3074), "3,074 bytes are no whole number of records of 3,073 bytes"),
+        (BINARY_FILE, b"", "0 bytes are not one or more records of 3,073 bytes"),
+        (BINARY_FILE, bytes(3074), "3,074 bytes are not one or more records of 3,073 bytes"),
         (BINARY_FILE, WRONG_LABEL, "sample 2 has label 10, which is not between"),
-        ("data_batch_1", [1, 2], "it is no CIFAR-10 batch"),
-        ("data_batch_1", {}, "it is no CIFAR-10 batch"),
-        ("data_batch_1", {**GOOD, b"data": b"bytes"}, "it is no CIFAR-10 batch"),
-        ("data_batch_1", {**GOOD, b"data": np.zeros((4, 3071), np.uint8)}, "it is no CIFAR-10"),
+        ("data_batch_1", [1, 2], "it is not a CIFAR-10 batch"),
+        ("data_batch_1", {}, "it is not a CIFAR-10 batch"),
+        ("data_batch_1", {**GOOD, b"data": b"bytes"}, "it is not a CIFAR-10 batch"),
+        ("data_batch_1", {**GOOD, b"data": np.zeros((4, 3071), np.uint8)}, "it is not a CIFAR-10"),
         ("data_batch_1", {**GOOD, b"labels": [1, 2, 3]}, "3 labels for 4 images"),
         ("data_batch_1", {**GOOD, b"labels": [1, 2, 3, 4.5]}, "3 labels for 4 images"),
-        ("data_batch_1", {**GOOD, b"labels": b"1234"}, "it is no CIFAR-10 batch"),
+        ("data_batch_1", {**GOOD, b"labels": b"1234"}, "it is not a CIFAR-10 batch"),
         ("data_batch_1", {**GOOD, b"labels": [1, 2, -3, 4]}, "sample 2 has label -3"),
-        *(("data_batch_1", WHOLE[:n], "no valid pickle") for n in (0, 1, 100, len(WHOLE) - 1)),
-        (TRAIN_IMAGES, b"", ": it is no idx file of such data"),
+        *(("data_batch_1", WHOLE[:n], "not a valid pickle") for n in (0, 1, 100, len(WHOLE) - 1)),
+        (TRAIN_IMAGES, b"", ": it is not an idx file of such data"),
         (TRAIN_LABELS, b"\0\0\x08\x01\0", "it has 5 bytes"),
-        (TRAIN_IMAGES, idx(np.arange(4)) + bytes(16), "it is no idx file of such data"),
-        (TRAIN_LABELS, idx(images_of("x", 4)), "it is no idx file of such data"),
-        (TRAIN_IMAGES, idx(np.zeros((4, 32, 32))), "it is no idx file of such data"),
+        (TRAIN_IMAGES, idx(np.arange(4)) + bytes(16), "it is not an idx file of such data"),
+        (TRAIN_LABELS, idx(images_of("x", 4)), "it is not an idx file of such data"),
+        (TRAIN_IMAGES, idx(np.zeros((4, 32, 32))), "it is not an idx file of such data"),
         (TRAIN_IMAGES, idx(images_of("x", 4))[:-1], "it has 3,151 bytes; 4 items take 3,152"),
         (TRAIN_IMAGES, idx(images_of("x", 0)), "it has 16 bytes; 0 items"),
         (TRAIN_LABELS, idx(np.arange(5)), "it has 5 labels for 12 images"),

@@ -262,7 +262,7 @@ module.device_count = fail
     ("text", "count", "extra", "reason"),
     [
         ("raise ImportError('libhccl.so: not found')", 0, "", "ImportError: libhccl.so: not found"),
-        ("raise SystemExit('no licence')", 0, "", "importing it fails: SystemExit: no licence"),
+        ("raise SystemExit('no license')", 0, "", "importing it fails: SystemExit: no license"),
         ("import missing", 0, "", "the package torch_npu is installed, but importing it fails"),
         (None, 0, "", "the package torch_npu supports npu devices, but it finds no device"),
         (None, 2, FAILING_DRIVER, "asking it for devices fails: RuntimeError: aclInit: 507033;"),
@@ -291,7 +291,7 @@ def test_what_torch_lacks_here_says_what_to_install(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     known = known_kinds()
     known_kinds.cache_clear()
-    needed = {kind: f"the package {plugin} in a release for" for kind, plugin in PLUGINS.items()}
+    needed = {kind: f"the package {plugin} in a release that" for kind, plugin in PLUGINS.items()}
     for kind, text in (needed | {"cuda": "a build of torch for them; install it"}).items():
         assert kind not in known.devices
         assert PLUGINS.get(kind) not in sys.modules
@@ -598,7 +598,8 @@ def test_a_lost_rank_is_left_to_the_job_and_not_to_torch(monkeypatch):
     assert given.items() <= os.environ.items()
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     assert CudaDevice().leave_losses_to_caller() == [
-        "TORCH_NCCL_DUMP_ON_TIMEOUT=1: torch may end or delay a loss's survivors; unset it"
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 lets torch end or delay the ranks that survive a loss; "
+        "unset it"
     ]
     # Else the watchdog sleeps for a minute after an error, and the group's destructor with it.
     assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"

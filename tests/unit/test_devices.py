@@ -30,7 +30,7 @@ def test_choose_device(request_, counts, local_rank, local_size, expected):
         ("auto", TWO_GPUS, 3, r"3 ranks on h, but h has 2 cuda; .* cuda:0,cuda:1,cpu"),
         ("cuda:0", NO_GPU, 1, r"asks for cuda:0, but h has no accelerator"),
         ("cuda:5", TWO_GPUS, 1, r"asks for cuda:5, but h has 2 cuda"),
-        ("cuda:0,cuda:1", TWO_GPUS, 4, r"names 2 of 4 devices for the ranks on h; name one"),
+        ("cuda:0,cuda:1", TWO_GPUS, 4, r"is too short for the 4 ranks on h; list a device"),
         ("tpu:0", TWO_GPUS, 1, r"'tpu:0' is not a device; give auto"),
         ("cuda:x", TWO_GPUS, 1, r"'cuda:x' is not a device; give auto"),
     ],

@@ -20,7 +20,7 @@ OF_A_USER = ("script.py", "train.py", "runs/")
 MESSAGES = {
     "backend.md": (
         "timed out after ",
-        "give the group a longer timeout if it is only slow",
+        "set a longer timeout for the group if they are only slow",
         " ended the group before ",
         " left the job ",
         "rank 0, which serves the store, has not answered",
@@ -35,7 +35,7 @@ MESSAGES = {
         "another Training is open; call close() first",
         "a tensor of shape",
         "Task: weight returned",
-        "Task: each parameter of an optimizer must be one of the model",
+        "Task: each parameter of an optimizer must belong to the model",
     ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
 }

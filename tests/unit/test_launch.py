@@ -56,8 +56,8 @@ def test_each_environment_is_a_part_of_the_command(line, pythons, words):
         ("mpirun -np 7 kaitian-train", HOSTS, {}, "7 ranks have only 6 slots"),
         ("mpirun kaitian-train", HOSTS, {"z": "/p"}, "name z, but the hostfile and --host have"),
         ("mpirun kaitian-train", (Host(name="a"),), {}, "has no slots for a; write slots=N"),
-        ("mpirun ./run.sh", HOSTS, {"a": "/p"}, "cannot start ./run.sh"),
-        ("mpirun", HOSTS, {"a": "/p"}, "cannot start nothing"),
+        ("mpirun ./run.sh", HOSTS, {"a": "/p"}, "interpreter of ./run.sh cannot"),
+        ("mpirun", HOSTS, {"a": "/p"}, "interpreter of no program cannot"),
     ],
 )
 def test_a_command_that_cannot_be_divided(line, hosts, pythons, message):

@@ -192,15 +192,15 @@ def two_ranks(compute, wait, data=(0.0, 0.0), **others):
         (
             # Rank 0 computes 750 samples/s and rank 1 500: 900 of 1250.
             [two_ranks([0.08, 0.06], [0.01, 0.03], [0.01, 0.01])],
-            "devices: 72% of the sum of their speeds (900.0 of 1,250.0 samples/s); lost to "
+            "devices: 72% of their combined speed (900.0 of 1,250.0 samples/s); lost to "
             "communication 10%, loading data 10%, other 8%",
         ),
         (
             [two_ranks([0.09, 0.0], [0.01, 0.1], batch_sizes=[90, 0])],  # which has no speed
-            "devices: 90% of the sum of their speeds (900.0 of 1,000.0 samples/s); lost to "
+            "devices: 90% of their combined speed (900.0 of 1,000.0 samples/s); lost to "
             "communication 10%",
         ),
-        ([], "devices: nothing was measured, as no step was trained"),
+        ([], "devices: not measured, because no step was trained"),
     ],
 )
 def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds(readings, devices):
@@ -231,4 +231,4 @@ def test_outcome_names_lost_and_slow_ranks_first():
     lost = [event("loss", [3]), event("loss", [2])]
     found = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, *lost])
     assert found[2:] == ["note: loss!; loss!; slow!", "next: kaitian-report run shows the run"]
-    assert "--run-dir keeps" in outcome(two_ranks([0.1, 0.1], [0.0, 0.0]), folder="")[2]
+    assert "--run-dir to keep" in outcome(two_ranks([0.1, 0.1], [0.0, 0.0]), folder="")[2]

@@ -138,7 +138,7 @@ def test_a_blocking_sink_delays_neither_training_nor_its_end(caplog, monkeypatch
     # The oldest of those that waited are dropped; the end waits like them.
     assert [each.step for each in sink.seen[:-1]] == [0, *range(12, MAX_WAITING + 11)]
     assert caplog.messages == [
-        "it cannot keep up: the oldest metrics that wait for it are dropped",
+        "it cannot keep up; its oldest queued metrics are dropped",
         "it did not accept the last metrics within 0 s; they may be missing there",
     ]
 

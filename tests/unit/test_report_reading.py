@@ -27,7 +27,7 @@ def test_a_complete_folder_is_read(folder):
     kinds = {event.kind: event for event in run.events}
     assert kinds["slow"].until_sec == pytest.approx(18.0)
     assert kinds["loss"].ranks == (3,)
-    assert run.facts["measured for it"] == "striped 2.5 ms, leader 3.1 ms, flat 4.2 ms"
+    assert run.facts["measured allreduce times"] == "striped 2.5 ms, leader 3.1 ms, flat 4.2 ms"
 
 
 def test_a_lost_rank_is_no_longer_slow(folder):

@@ -181,9 +181,9 @@ def test_an_impossible_folder_is_a_one_line_error(tmp_path, monkeypatch, path, w
         check_run_folder(config, SimpleNamespace(rank=0, comm=None))
         open_run_folder(config, 0)
 
-    with pytest.raises(UserError, match=f"{why}.*; name a folder that can be written") as caught:
+    with pytest.raises(UserError, match=f"{why}.*; choose a writable folder") as caught:
         begin()
     assert "--run-dir" in str(caught.value)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="name a folder that can be written by --run-dir"):
+    with pytest.raises(UserError, match="choose a writable folder with --run-dir"):
         make_new_folder(Path(config.run_dir) / "below")

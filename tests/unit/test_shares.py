@@ -123,7 +123,9 @@ def test_less_memory_than_the_batch_takes_at_once_is_a_user_error():
     costs = [RankCost(0, 1)] * 2
     assert plan_fastest(costs, 7, most=[3, 4]) == [3, 4]
     assert plan_fastest(costs, 8, most=[3, None]) == [3, 5]
-    with pytest.raises(UserError, match=r"--sync-bn .* 8 the ranks' memory holds 7 samples"):
+    with pytest.raises(
+        UserError, match=r"--sync-bn .* only 7 of 8 samples fit in the ranks' memory"
+    ):
         plan_fastest(costs, 8, most=[3, 4])
 
 

@@ -43,7 +43,7 @@ def test_a_signal_to_a_forked_child_does_not_reach_the_rank(number, code):
     assert ended.stdout.splitlines() == [str(code), "still there"]
 
 
-SIGNALLED = """
+SIGNALED = """
 import os, signal, sys, time
 from kaitian_mpi.runtime import signals
 from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
@@ -57,6 +57,6 @@ with on_exit_signal(lambda: None, reports=sys.argv[1] == "first"):
 
 @pytest.mark.parametrize(("place", "lines"), [("first", 1), ("later", 0)])
 def test_the_first_rank_left_says_that_a_signal_ends_the_job(place, lines):
-    ended = run(SIGNALLED, place, OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3")
+    ended = run(SIGNALED, place, OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3")
     assert ended.stdout.count("terminated by SIGTERM") == lines, ended.stderr
     assert ended.returncode

@@ -84,7 +84,7 @@ def test_the_training_program_is_found(line, arguments):
     ],
 )
 def test_other_programs_are_rejected(line):
-    why = "has several programs with ':'" if ":" in line else "must start kaitian-train"
+    why = "has several programs separated by ':'" if ":" in line else "must start kaitian-train"
     with pytest.raises(UserError, match=f"the command {why}"):
         parse_command(line.split())
 

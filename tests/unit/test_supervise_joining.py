@@ -54,7 +54,7 @@ class Cluster(FakeMachine):
                 return HostAnswer("1")
 
             def cancel(self):
-                cluster.asked.append((host.name, "cancelled"))
+                cluster.asked.append((host.name, "canceled"))
 
         return Pending()
 
@@ -160,7 +160,7 @@ def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):
     assert cluster.play((20, write(THREE)), (300, revive("c")), (400, finish)) == 0
     assert cluster.hosts_of_starts() == ["ab", "abc"]
     told = [line for line in cluster.reports if "no answer" in line]
-    assert told == ["no answer; until then the job does without c"]  # once
+    assert told == ["no answer; until then, the job runs without c"]  # once
     times = [at for name, at in cluster.asked]
     assert all(60 <= later - at <= 70 for at, later in itertools.pairwise(times))
 
@@ -170,8 +170,8 @@ def test_a_lost_host_comes_back_after_a_back_off_that_doubles(cluster):
     assert cluster.play(*script, (400, finish)) == 0
     assert cluster.hosts_of_starts() == ["ab", "a", "ab", "a", "ab"]
     assert [line for line in cluster.reports if "earliest" in line] == [
-        "host b does not answer; it can come back in 60 s at the earliest",
-        "host b does not answer; it can come back in 120 s at the earliest",
+        "host b does not answer; it can rejoin in 60 s at the earliest",
+        "host b does not answer; it can rejoin in 120 s at the earliest",
     ]
     asked = [at for name, at in cluster.asked]
     assert 80 <= asked[0] <= 85
@@ -184,7 +184,7 @@ def test_a_host_with_which_the_job_does_not_start_is_held_back(cluster):
     assert cluster.play(*script, max_restarts=0) == 0
     assert cluster.hosts_of_starts() == ["ab", "abc", "ab", "abc"]
     assert (
-        "host c joined, and the job ended with code 1 before its next step; it can come back in "
+        "host c joined, and the job ended with code 1 before its next step; it can rejoin in "
         "60 s at the earliest" in cluster.reports
     )
 
@@ -192,7 +192,7 @@ def test_a_host_with_which_the_job_does_not_start_is_held_back(cluster):
 def test_none_of_the_jobs_hosts_left_in_the_file(cluster):
     assert cluster.play((20, write("c slots=4\n")), (60, finish)) == 0
     assert cluster.hosts_of_starts() == ["ab"]
-    told = [line for line in cluster.reports if "none of the job's hosts" in line]
+    told = [line for line in cluster.reports if "none of the job's current hosts" in line]
     assert len(told) == 1
 
 
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(cluster, text, fault):
     assert cluster.hosts_of_starts() == ["ab"]
     told = [line for line in cluster.reports if fault in line]
     assert len(told) == 1
-    assert told[0].endswith("; until then the hosts stay as they are")
+    assert told[0].endswith("; until then, the previous hosts are kept")
 
 
 def test_a_file_that_is_gone_for_a_moment_or_half_written_is_not_reported(cluster):
@@ -284,13 +284,13 @@ def test_asking_a_host_waits_for_nothing(tmp_path):
     agent.chmod(0o755)
     quick = PendingAnswer([str(agent)], Host(name="quick"), "python", 20)
     slow = PendingAnswer([str(agent)], Host(name="slow"), "python", 0.5)
-    cancelled = PendingAnswer([str(agent)], Host(name="slow"), "python", 20)
+    canceled = PendingAnswer([str(agent)], Host(name="slow"), "python", 20)
     assert slow.poll() is None
     assert wait_until(lambda: quick.poll() is not None, 20)
     assert quick.poll().version == "1.2"
     assert wait_until(lambda: slow.poll() is not None, 20)
     assert "slow does not answer within 0.5 s" in slow.poll().fault
-    cancelled.cancel()
+    canceled.cancel()
     missing = PendingAnswer([str(tmp_path / "none")], Host(name="a"), "/p", 20)
     assert "a has no /p" in missing.poll().fault
 
@@ -321,11 +321,11 @@ def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):
     clock[0] = 1.0
     assert asked.is_made()
     assert not any(each.is_made() for each in (other, unsupervised, elsewhere))
-    other.fulfil()
+    other.fulfill()
     assert withdraw_request(tmp_path)
     assert asked.is_made()
     request_restart(tmp_path, "id")
-    asked.fulfil()
+    asked.fulfill()
     assert not withdraw_request(tmp_path)
     asked.refuse()
     assert not asked.is_made()

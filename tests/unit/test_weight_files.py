@@ -115,7 +115,8 @@ WRONG = {
     "another head": (lambda: Language(7).state_dict(), f"{UNFIT}mismatch for embedding.weight"),
     "another architecture": (
         lambda: nn.Linear(3, 3).state_dict(),
-        f"{UNFIT}has no 'weight'.* lacks 'embedding.weight'.*; give weights of this very model",
+        f"{UNFIT}has no 'weight'.* lacks 'embedding.weight'.*; "
+        "give the weights of exactly this model",
     ),
     "both tied weights missing": (
         lambda: without("embedding.weight", "head.weight"),

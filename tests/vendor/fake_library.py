@@ -30,7 +30,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.mpi.world import current_world
-from kaitian_mpi.runtime.abort import write_labelled
+from kaitian_mpi.runtime.abort import write_labeled
 
 NAME = "fakeccl"
 OPERATIONS = {
@@ -431,7 +431,7 @@ class Watchdog:
     def _end_process(self) -> None:
         if self._polls:
             self._store.set(DUMP_KEY, "")
-        write_labelled("the library's watchdog ends the process")
+        write_labeled("the library's watchdog ends the process")
         os.kill(os.getpid(), signal.SIGABRT)
 
 

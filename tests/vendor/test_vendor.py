@@ -557,7 +557,7 @@ def test_a_time_out_in_the_library_names_the_missing_rank(world, monkeypatch):
     if len(world.groups) > 1 or not CONTRACTS[chosen_name()].ended_by:
         pytest.skip("ranks of several kinds meet in host memory first; some kernels have no end")
     said, codes = [], []
-    monkeypatch.setattr(vendor, "write_labelled", said.append)
+    monkeypatch.setattr(vendor, "write_labeled", said.append)
     monkeypatch.setattr(vendor, "abort_job", codes.append)
     group, last = dist.new_group(timeout=timedelta(seconds=1)), world.size - 1
     dist.all_reduce(on_device(torch.ones(3)), group=group)
@@ -568,7 +568,7 @@ def test_a_time_out_in_the_library_names_the_missing_rank(world, monkeypatch):
         expected = (
             f"timed out after 1 s in all_reduce #2: waiting for rank {last} of {world.size}; "
         )
-        assert said == [f"{expected}give the group a longer timeout if it is only slow"]
+        assert said == [f"{expected}set a longer timeout for the group if they are only slow"]
         assert codes == [1]
         with pytest.raises(CollectiveError, match="timed out after 1 s in all_reduce #2"):
             dist.all_reduce(on_device(torch.ones(3)), group=group)

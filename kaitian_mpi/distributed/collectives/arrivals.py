@@ -248,6 +248,6 @@ def _is_loss(error: Exception) -> bool:
 
 def _timed_out(sec: float, name: str, calls: int, missing: Sequence[int], size: int) -> str:
     return (
-        f"timed out after {sec:g} s in {name} #{calls}: waiting for {format_ranks(missing, size)}; "
-        "give the group a longer timeout if it is only slow"
+        f"timed out after {sec:g} s in {name} #{calls}: waiting for "
+        f"{format_ranks(missing, size)}; set a longer timeout for the group if they are only slow"
     )

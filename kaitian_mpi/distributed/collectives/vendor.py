@@ -25,7 +25,7 @@ from kaitian_mpi.distributed.collectives.staging import (
 from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.abort import abort_job, write_labelled
+from kaitian_mpi.runtime.abort import abort_job, write_labeled
 from kaitian_mpi.runtime.polling import wait_until
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class VendorLibrary:
         """End what waits in the library. Called by the watch, in its thread."""
         if not isinstance(failure, RankLostError):
             # A caller that waits for the device would compute with what is not there.
-            write_labelled(str(failure))
+            write_labeled(str(failure))
             abort_job(1)
         self._on_failure(failure)
         self.abort(failure)

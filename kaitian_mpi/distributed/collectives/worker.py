@@ -16,7 +16,7 @@ from kaitian_mpi.distributed.collectives.staging import NO_STREAMS, SideStreams,
 from kaitian_mpi.distributed.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.abort import abort_with_traceback, write_labelled
+from kaitian_mpi.runtime.abort import abort_with_traceback, write_labeled
 from kaitian_mpi.runtime.system import CommunicationThread
 
 _KEPT_WORKS = 16
@@ -131,9 +131,7 @@ class Worker:
             self._thread, self._thread_id, self._is_closing = None, 0, False
         failed, self._failed = self._failed, None
         if failed is not None and not failed.is_error_seen:
-            write_labelled(
-                f"a collective failed, and no caller waited for it: {failed.exception()}"
-            )
+            write_labeled(f"a collective failed, and no caller waited for it: {failed.exception()}")
 
     def _is_own_thread(self) -> bool:
         return self._thread_id == threading.get_ident()

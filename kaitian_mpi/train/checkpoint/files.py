@@ -236,7 +236,7 @@ def save_snapshot(name: str, run_folder: Path, keep_checkpoints: int) -> None:
         snapshots = CheckpointFiles(folder, keep=1, private=True)
         if (snapshot := snapshots.newest_good(max(files.steps(), default=-1))) is not None:
             files.write(snapshot.state, snapshot.description)
-            _log.info("step %d saved from memory: --resume auto resumes from it", snapshot.step)
+            _log.info("step %d saved from memory; --resume auto continues from it", snapshot.step)
 
 
 def seal(description: dict[str, Any]) -> dict[str, Any]:

@@ -163,8 +163,8 @@ class BackgroundWriter:
             self._pending.pop()
             self._spare = self._submitted
             _log.warning(
-                "checkpoint of step %d is skipped: an earlier one is still being written, and step "
-                "%d is next",
+                "skipping the checkpoint of step %d: an earlier one is still being written; the "
+                "next is of step %d",
                 *(self.last_submitted, step),
             )
         while self._pending and self._pending[0].done():

@@ -51,7 +51,7 @@ class Batches(Dataset[Any]):
 def as_batches(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
     """Return a dataset that returns a batch when indexed by a list of sample indices.
 
-    One whose attribute `gives_batches` is true is that already.
+    A dataset whose attribute `gives_batches` is true is returned unchanged.
     """
     return data if getattr(data, "gives_batches", False) else Batches(data, collate)
 

@@ -102,12 +102,12 @@ class SharedTensorDataset(Dataset[Any]):
     """Wraps a dataset so that it is sent to workers, and its batches back, as a `SharedTensors`."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._parcel = dataset, SharedTensors(dataset)
+        self._dataset, self._shared = dataset, SharedTensors(dataset)
 
     def __getitem__(self, indices: list[int]) -> Any:
         """Return a batch, to be sent to another process."""
         return SharedTensors(self._dataset[indices])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the dataset as a parcel."""
-        return SharedTensorDataset, (self._parcel,)
+        """Pickle the dataset as a `SharedTensors`."""
+        return SharedTensorDataset, (self._shared,)

@@ -223,7 +223,7 @@ def _conclude(
             "without it, or skip this with --no-parity"
         )
     kinds = ", ".join(dict.fromkeys(each["kind"] for each in found["kinds"]))
-    print_rank_0(world, f"parity: {kinds} compute like {found['reference']} ({seconds:.1f} s)")
+    print_rank_0(world, f"parity: {kinds} agree with {found['reference']} ({seconds:.1f} s)")
     return True
 
 

@@ -111,7 +111,7 @@ class Profiles:
 def find_profiles(
     config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
 ) -> Profiles:
-    """Remember, benchmark or assume what the ranks are like. Collective.
+    """Return the ranks' profiles: an earlier job's, benchmarked, or unmeasured. Collective.
 
     Without a loss there is nothing to benchmark: then training itself shows what a step costs.
     """
@@ -176,7 +176,7 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     if found > 1:
         print_rank_0(world, f"{why}: no rank takes fewer than {found}")
     if len(setup.train) < found:
-        raise AgreedError(f"--dataset has {len(setup.train)} sample, but {why}; give it more")
+        raise AgreedError(f"the data has {len(setup.train)} sample, but {why}; use more data")
     if 0 < config.micro_batch_size < found:
         raise AgreedError(f"--micro-batch-size must be at least {found}: {why}")
     return found
