@@ -212,7 +212,7 @@ def check_run_folder(config: TrainingConfig, world: World) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"--run-dir {path}: {error.strerror}; name a folder that can be written")
+    return UserError(f"--run-dir {path}: {error.strerror}; choose a writable folder")
 
 
 def _used(path: Path) -> UserError:
