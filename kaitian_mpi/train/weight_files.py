@@ -144,7 +144,9 @@ def _check_target(what: str, target: Path, run_dir: str) -> None:
         partial.open("ab").close()
         partial.unlink()
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror}; choose a file in a writable folder") from error
+        raise UserError(
+            f"{what}: {error.strerror}; name a file in a folder that can be written"
+        ) from error
 
 
 def export_weights(path: str, model: nn.Module) -> None:
