@@ -25,6 +25,7 @@ from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
 MAX_SAMPLES = 10**9  # in a global batch
+_MAX_KINDS_FOR_ALL_SUBSETS = 8
 _VERSION = 2
 _MAX_BYTES = 2**42  # 10**12 float32 parameters
 _MAX_SEC = 1e9  # so that no sum overflows
@@ -147,7 +148,7 @@ def forecast_subsets(
     buckets: Sequence[int],
     measured: Sequence[MeasuredAllreduce],
 ) -> SubsetForecasts:
-    """Forecast the job for every subset of its device kinds."""
+    """Forecast the job for the `subsets` of its device kinds."""
     world, forecasts = ranks_per_kind(cohorts), {}
     for subset in subsets(tuple(world)):
         part = [cohort for cohort in cohorts if cohort.kind in subset]
@@ -181,8 +182,9 @@ def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list
 
 
 def subsets(kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return every subset of kinds but the empty one, small ones first."""
-    sizes = range(1, len(kinds) + 1)
+    """Return every subset of kinds; of more than 8, each alone, all but one, and all."""
+    count = len(kinds)
+    sizes = range(1, count + 1) if count <= _MAX_KINDS_FOR_ALL_SUBSETS else (1, count - 1, count)
     return [subset for size in sizes for subset in itertools.combinations(kinds, size)]
 
 

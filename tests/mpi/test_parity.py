@@ -156,6 +156,19 @@ def test_a_kind_with_a_wrong_kernel_is_named(world, factors, worst):
     assert caught.value.exit_code == 2
 
 
+def test_a_slightly_wrong_loss_shows_unless_a_compared_rank_rounds_as_much(world):
+    def on_odd(model, batch):
+        return loss(model, batch) * (1.001 if world.rank % 2 else 1.0)
+
+    with pytest.raises(AgreedError, match=r"more than rounding on odd .*the loss 1\.0e-03"):
+        run(world, Network(), on_odd)
+    torch.set_float32_matmul_precision("medium" if world.rank % 2 else "highest")
+    try:
+        assert run(world, Network(), on_odd)[0]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_nothing_is_compared_where_it_is_not_wanted_or_of_no_use(world):
     wrong = on_odd(world, (9.0, 9.0))
     assert run(world, wrong, parity=False) == (None, None)

@@ -127,6 +127,14 @@ def test_ties_prefer_the_fewest_kinds():
     assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
 
 
+def test_of_many_kinds_each_alone_all_but_one_and_all_are_forecast():
+    kinds = [f"k{index}" for index in range(9)]
+    entries = [MeasuredAllreduce(dict.fromkeys(kept, 1), FREE) for kept in subsets(tuple(kinds))]
+    found = forecast_subsets([cohort(kind, 0.0, 1.0) for kind in kinds], 72, [MIB], entries)
+    assert [len(subset) for subset in found.forecasts] == [1] * 9 + [8] * 9 + [9]
+    assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
+
+
 ENTRIES = [
     measured(2e-4, 2e-10, gpu=2),
     measured(4e-4, 3e-10, mlu=4),

@@ -31,7 +31,7 @@ def judged(known, request):
     """Return a correct outcome, and a function that judges a changed one."""
     task, batch, reference = known
     computation = Computation(CPU, request.param, "channels_last")
-    unit = rounding_unit(task.model, [request.param])
+    unit = rounding_unit(task.model, request.param, is_host=True)
     changed = compute_outcome(task, batch, HOST, 3, torch.float64, unit)
     allowed = tolerances(distances(changed, reference, unit), unit)
 
@@ -68,6 +68,15 @@ def test_a_correct_device_agrees(judged):
 def test_a_wrong_device_does_not(judged, fault):
     own, excess = judged
     assert excess(fault(own)) > 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_host", "unit"),
+    [("fp32", True, 2**-20), ("fp32", False, 2**-11), ("bf16", True, 2**-8)],
+)
+def test_only_hosts_in_float32_are_judged_strictly(precision, is_host, unit):
+    assert rounding_unit(nn.Linear(1, 1), precision, is_host) == unit
+    assert rounding_unit(nn.Linear(1, 1).bfloat16(), precision, is_host) == 2**-8
 
 
 ATTENTION = functional.scaled_dot_product_attention

@@ -38,6 +38,7 @@ _MAX_NUMBERS = 1 << 22  # of a gradient; of a larger one, some are compared
 _LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # of fp16, until no gradient overflows
 # Of the coarsest operation, relative; accelerators multiply float32 in TF32 or the like.
 _UNITS = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+_HOST_UNIT = 2.0**-20  # of float32: sums of hundreds of products round more than one operation
 # What rounding may do in any case: a single one may switch a ReLU.
 _LOSS_UNITS, _KINK = 32.0, 0.05
 _TINY = 1e-300
@@ -92,11 +93,12 @@ def check_parity(
         if info.world_rank not in excluded:
             first.setdefault((*info.rounding, profile.precision, profile.memory_format), rank)
     # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
-    on_host = gather_values(world.comm, world.device_kind.is_host)
+    own, is_host = of_rank[world.rank], world.device_kind.is_host
+    own_unit = rounding_unit(task.model, own.precision, is_host)
+    on_host, units = zip(*gather_values(world.comm, (is_host, own_unit)), strict=True)
     source = on_host.index(True) if any(on_host) else min(first.values())
+    unit = max(units[rank] for rank in first.values())
     batch = _shared_batch(setup, profiles, world, source)
-    unit = rounding_unit(task.model, [of_rank[rank].precision for rank in first.values()])
-    own = of_rank[world.rank]
     computation = Computation(world.device, own.precision, own.memory_format)
     outcome = reference = None
     with agree_on_errors(world.comm):
@@ -325,9 +327,9 @@ def _flat(tensor: torch.Tensor, stride: int = 1) -> torch.Tensor:
     return parts.flatten()[::stride].to("cpu").double()
 
 
-def rounding_unit(model: nn.Module, precisions: Collection[str]) -> float:
-    """Return the relative error of the coarsest operation in any of these precisions."""
-    units = [_UNITS[precision] for precision in precisions]
+def rounding_unit(model: nn.Module, precision: str, is_host: bool) -> float:
+    """Return the relative error of a rank's coarsest operation, such as 2^-20 in float32."""
+    units = [_HOST_UNIT if is_host and precision == "fp32" else _UNITS[precision]]
     if torch.get_float32_matmul_precision() != "highest":
         units.append(_UNITS["bf16"])
     units += [torch.finfo(p.dtype).eps / 2 for p in model.parameters() if p.is_floating_point()]
