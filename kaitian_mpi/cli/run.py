@@ -67,6 +67,10 @@ def main() -> None:
             os.environ[KINDS_VARIABLE] = world.emulation.kinds
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
+        if chosen.adaptive:
+            from kaitian_mpi.integrations.adaptive import install
+
+            install(world)
         run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
 
 
@@ -81,6 +85,11 @@ def make_parser() -> OneLineParser:
         "--backend-override",
         "backends that kaitian replaces in the script, such as nccl,gloo",
         "LIST",
+    )
+    parser.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="divide the batches of the script's trainer by the ranks' speed",
     )
     add_flags(parser, SECTIONS)
     parser.add_argument(

@@ -12,6 +12,7 @@ ROOT = Path(kaitian_mpi.__file__).parent
 FLOORS = (
     "cli",
     "recipes",
+    "integrations",
     "supervise",
     "train",
     "distributed",
@@ -24,7 +25,7 @@ FLOORS = (
     "config",
     "errors",
 )
-MAX_ROOMS = 12
+MAX_ROOMS = 13
 MAX_LINES = 32_700
 MAX_FILES = 214
 

@@ -1,0 +1,260 @@
+"""Cuts the batches of a script's own loader by the plan, whatever trainer iterates over it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSet
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from kaitian_mpi.balance.shares import apportion
+
+Iterate = Callable[[DataLoader], Iterator[Any]]
+"""`DataLoader.__iter__`."""
+_EQUAL_SHAPES = "RepeatSampler"  # of TRL's trainers that generate, such as GRPO
+
+
+class Given(NamedTuple):
+    """How many rows of a batch each rank was given."""
+
+    own: int
+    """This rank's; 0 if it was given a row only so that it has a batch: the row counts nothing."""
+    all_ranks: int
+
+
+class _Batch(NamedTuple):
+    """The rows of a step's batch."""
+
+    own: list[int] | None
+    """This rank's, as its own sampler gives them; None if that gives it none."""
+    whole: list[int]
+    """Those of all ranks."""
+
+
+class Planner(Protocol):
+    """What a cut asks of the plan."""
+
+    rank: int
+    size: int
+    cuts: MutableSet[Cut]
+    """Those of all loaders that still exist."""
+
+    def shares(self, cut: Cut) -> list[int]:
+        """Return how many rows of this loader's full batch each rank takes."""
+
+    def has_new_plan(self) -> bool:
+        """Return whether the shares have changed since the last call. Collective."""
+
+    def next_turn(self) -> int:
+        """Return a number that is larger than all before."""
+
+
+class Cut(BatchSampler):
+    """A loader's batch sampler: cuts the rows that all ranks take in a step by the plan.
+
+    A batch of all ranks is what the ranks' own batches would have been together. Each rank takes
+    its share of it, at least one row, in rank order. So a full batch has as many rows, an epoch as
+    many batches, as without a plan; the last, partial batch is divided likewise, with no row twice.
+    A loader that does not train, or not yet, gives the batches of its own batch sampler.
+    """
+
+    refusal = ""
+    """Why this loader's batches cannot be cut, and what to do; empty if they can."""
+    fetches_ahead = False
+    """Whether the trainer takes a batch before it has trained on the one before."""
+
+    def __init__(self, own: Any, rows: int, planner: Planner, skipped: int = 0) -> None:
+        """Cut what `own`, this rank's batch sampler, would have given in batches of `rows`."""
+        self._own, self.rows = own, rows
+        self._planner = planner
+        self._skipped = skipped
+        self.trains = False
+        """Whether a model has been trained on this loader's batches."""
+        self.given: deque[Given] = deque()
+        """The batches that the trainer has taken, and not trained on."""
+        self.turn = 0
+        """When it has last given one."""
+        self._fetched: deque[tuple[_Batch, Given]] = deque()
+        self._batches: Iterator[_Batch] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the trainer asks of its own batch sampler, such as `sampler`."""
+        return getattr(self.__dict__["_own"], name)
+
+    def __len__(self) -> int:
+        return len(self._own) - self._skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's rows of each batch that has not been given, for the loader to fetch."""
+        if self._batches is None:
+            yield from itertools.islice(self._own, self._skipped, None)
+            return
+        again = [batch for batch, _ in self._fetched]
+        self._fetched.clear()
+        for batch in itertools.chain(again, self._batches):
+            if batch.own is None and not self.trains:
+                return
+            rows, given = self._take(batch)
+            self._fetched.append((batch, given))
+            yield rows
+
+    def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
+        """Yield the loader's batches.
+
+        A new plan holds from the next one: what has been fetched by an older one is fetched again.
+        """
+        self._fetched.clear()
+        self.given.clear()
+        self._batches = itertools.islice(self._all_batches(), self._skipped, None)
+        try:
+            inner = iterate(loader)
+            while True:
+                if self.trains and self._planner.has_new_plan():
+                    inner = iterate(loader)
+                try:
+                    batch = next(inner)
+                except StopIteration:
+                    return
+                if not self.fetches_ahead:
+                    self.given.clear()  # an earlier batch without a forward was skipped
+                self.given.append(self._fetched.popleft()[1])
+                self.turn = self._planner.next_turn()
+                yield batch
+        finally:
+            self._batches = None
+
+    def _all_batches(self) -> Iterator[_Batch]:
+        """Yield the batches of an epoch."""
+        raise NotImplementedError
+
+    def _take(self, batch: _Batch) -> tuple[list[int], Given]:
+        """Return this rank's rows."""
+        if not self.trains:
+            own = batch.own or []
+            return own, Given(len(own), len(own) * self._planner.size)
+        shares, rank = self._shares(len(batch.whole)), self._planner.rank
+        start = sum(shares[:rank])
+        rows = batch.whole[start : start + shares[rank]] or batch.whole[:1]
+        return rows, Given(shares[rank], sum(shares))
+
+    def _shares(self, rows: int) -> list[int]:
+        shares = self._planner.shares(self)
+        if rows >= sum(shares):
+            return shares
+        if rows <= len(shares):
+            return [1] * rows + [0] * (len(shares) - rows)
+        # Equal if every rank has one row of a full batch.
+        weights = (
+            [share - 1 for share in shares] if sum(shares) > len(shares) else [1] * len(shares)
+        )
+        return [1 + more for more in apportion(rows - len(shares), weights)]
+
+
+class _CutDistributedSampler(Cut):
+    """Cuts batches of torch's `DistributedSampler`; Lightning puts one into each loader."""
+
+    def __init__(self, loader: DataLoader, planner: Planner) -> None:
+        assert loader.batch_size is not None
+        super().__init__(loader.batch_sampler, loader.batch_size, planner)
+        self._sampler = loader.sampler
+
+    def _all_batches(self) -> Iterator[_Batch]:
+        whole: Any = copy.copy(self._sampler)
+        whole.num_replicas, whole.rank = 1, 0
+        whole.num_samples = whole.total_size = len(whole.dataset)
+        order = list(whole)
+        # The ranks' samplers are padded to equal lengths, so there may be one step more.
+        step = self.rows * self._planner.size
+        for index, own in enumerate(self._own):
+            yield _Batch(own, order[index * step : (index + 1) * step] or order[:1])
+
+
+class _CutShard(Cut):
+    """Cuts batches of Accelerate's `BatchSamplerShard` (data_loader.py), also Hugging Face's."""
+
+    fetches_ahead = True
+
+    def __init__(self, shard: Any, planner: Planner, skipped: int = 0) -> None:
+        super().__init__(shard, shard.batch_size or 1, planner, skipped)
+        sampler = type(getattr(shard.batch_sampler, "sampler", None)).__name__
+        if shard.split_batches:
+            self.refusal = (
+                "--adaptive cuts the batches of all ranks itself; leave out Accelerate's "
+                "split_batches"
+            )
+        elif not shard.batch_size:
+            self.refusal = "--adaptive requires batches of one size; this batch sampler has none"
+        elif sampler == _EQUAL_SHAPES:
+            self.refusal = (
+                "--adaptive does not work with a trainer that gathers equal batches from the "
+                f"ranks ({sampler}: GRPO and its like); leave out --adaptive"
+            )
+
+    def _all_batches(self) -> Iterator[_Batch]:
+        batches, same = itertools.tee(self._own.batch_sampler)
+        own = copy.copy(self._own)  # gives this rank the rows of the same order
+        own.batch_sampler = _Replay(self._own.batch_sampler, same)
+        own_batches = iter(own)
+        while few := list(itertools.islice(batches, self._planner.size)):
+            whole = [row for each in few for row in each]
+            if self._own.drop_last and len(whole) < self.rows * self._planner.size:
+                return
+            yield _Batch(next(own_batches, None), whole)
+
+
+class _Replay(BatchSampler):
+    """A batch sampler, with batches that have been drawn from it already."""
+
+    def __init__(self, sampler: Any, batches: Iterator[list[int]]) -> None:
+        self._sampler, self._batches = sampler, batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
+
+
+def cut_loaders(planner: Planner) -> Callable[[], None]:
+    """Cut the batches of every loader that is created from now on; return what ends that."""
+    create, iterate = DataLoader.__init__, DataLoader.__iter__
+
+    @functools.wraps(create)
+    def create_and_cut(self: DataLoader, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        cut = _cut_of(self, planner)
+        if cut is not None:
+            self.__dict__["batch_sampler"] = cut  # DataLoader refuses the usual assignment
+            planner.cuts.add(cut)
+
+    @functools.wraps(iterate)
+    def iterate_over_cut(self: DataLoader) -> Iterator[Any]:
+        cut = self.batch_sampler
+        return cut.iterate(self, iterate) if isinstance(cut, Cut) else iterate(self)
+
+    def restore() -> None:
+        DataLoader.__init__, DataLoader.__iter__ = create, iterate  # type: ignore[method-assign]
+
+    DataLoader.__init__ = create_and_cut  # type: ignore[method-assign]
+    DataLoader.__iter__ = iterate_over_cut  # type: ignore[assignment, method-assign]
+    return restore
+
+
+def _cut_of(loader: DataLoader, planner: Planner) -> Cut | None:
+    own: Any = loader.batch_sampler
+    if type(loader.sampler) is DistributedSampler and type(own) is BatchSampler:
+        return _CutDistributedSampler(loader, planner)
+    name = type(own).__name__
+    if name == "BatchSamplerShard":
+        return _CutShard(own, planner)
+    # Of Accelerate, to continue in the middle of an epoch.
+    if name == "SkipBatchSampler" and isinstance(own.batch_sampler, _CutShard):
+        return _CutShard(own.batch_sampler._own, planner, own.skip_batches)
+    return None

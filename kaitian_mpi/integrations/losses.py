@@ -1,0 +1,164 @@
+"""Finds out how a model's loss depends on its rows, by which the ranks' gradients are weighted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from kaitian_mpi.errors import UserError
+
+MEAN, SUM = "the mean over rows", "a sum over rows"
+TOKENS, SHIFTED_TOKENS = "the mean over labels", "the mean over labels after the first"
+UNKNOWN = "neither a mean nor a sum over rows"
+_MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
+_MAX_COPIED = 1 << 16
+_IGNORED = -100  # of torch's cross entropy
+
+
+def find_rule(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> str:
+    """Return how the loss that a forward has returned depends on its rows.
+
+    Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
+    losses add up to a sum, or their mean by rows or by labels is the loss. Without a loss in
+    `output`, the script computes it from the output: `MEAN` is assumed. On a single row there is
+    nothing to compare: `MEAN` as well.
+    """
+    labels: Any = kwargs.get("labels")
+    rows = rows_of(args, kwargs)
+    if loss_of(output) is None or rows < 2 or _is_lightning(model):
+        return MEAN
+    order = torch.arange(rows)
+    if _counts_tokens(labels):
+        # Parts with unlike numbers of labels tell rows and labels apart.
+        order = count_labels(labels, TOKENS, by_row=True).cpu().argsort()
+    parts = order[: rows // 2], order[rows // 2 :]
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [labels.device] if isinstance(labels, torch.Tensor) and labels.is_cuda else []
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            whole = _loss_of_part(model, args, kwargs, rows, order)
+            losses = [_loss_of_part(model, args, kwargs, rows, part) for part in parts]
+    finally:
+        for module, training in modes:
+            module.training = training
+    expected = {
+        SUM: sum(losses),
+        MEAN: sum(loss * len(part) for loss, part in zip(losses, parts, strict=True)) / rows,
+    }
+    if _counts_tokens(labels):
+        for rule in (TOKENS, SHIFTED_TOKENS):
+            counts = count_labels(labels, rule, by_row=True).cpu()
+            found = [int(counts[part].sum()) for part in parts]
+            weighted = sum(loss * n for loss, n in zip(losses, found, strict=True) if n)
+            expected[rule] = weighted / max(sum(found), 1)
+    rule = min(expected, key=lambda name: abs(expected[name] - whole))
+    is_close = abs(expected[rule] - whole) <= _MAX_DEVIATION * abs(whole)
+    return rule if is_close else UNKNOWN
+
+
+def _is_lightning(model: nn.Module) -> bool:
+    """Return whether DDP calls the model's `training_step`, which has effects, as its forward."""
+    return any(each.__name__ == "LightningModule" for each in type(model).__mro__)
+
+
+def _loss_of_part(model: nn.Module, args: Any, kwargs: Any, rows: int, part: torch.Tensor) -> float:
+    def take(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
+            return value[part.to(value.device)]
+        return value
+
+    args, kwargs = _pytree.tree_map(take, (args, dict(kwargs)))
+    loss = loss_of(model(*args, **kwargs))
+    assert loss is not None
+    return float(loss)
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """Return the scalar loss in what a model returns: its `loss`, or the first of a tuple."""
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple | list):
+        loss = output[0] if output else None
+    else:
+        loss = getattr(output, "loss", output)
+    is_loss = isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
+    return loss if is_loss else None
+
+
+def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the length of a forward's first tensor with a dimension; 0 if there is none."""
+    for value in _pytree.tree_leaves((args, dict(kwargs))):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.size(0)
+    return 0
+
+
+def count_labels(labels: torch.Tensor, rule: str, by_row: bool = False) -> torch.Tensor:
+    """Return the number of labels that a loss is the mean over, of each row or of all."""
+    counted = labels[:, 1:] if rule == SHIFTED_TOKENS else labels
+    return counted.ne(_IGNORED).flatten(1).sum(1) if by_row else counted.ne(_IGNORED).sum()
+
+
+def _counts_tokens(labels: Any) -> bool:
+    return isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+
+
+def scale_gradients(
+    output: Any, weight: Callable[[], float], backward_done: Callable[[], None]
+) -> Any:
+    """Return a model's output, through which gradients will flow multiplied by `weight()`.
+
+    `backward_done` is called when every gradient has been computed, before DDP waits for other
+    ranks.
+
+    Raises:
+        UserError: there is no tensor with a gradient in the output, as torch's pytree sees it.
+    """
+    found = False
+
+    def weigh(value: Any) -> Any:
+        nonlocal found
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        found = True
+        return _Weigh.apply(value, weight, backward_done)
+
+    weighed = _pytree.tree_map(weigh, output)
+    if not found:
+        raise UserError(
+            f"--adaptive finds no tensor with a gradient in what the model returns "
+            f"({type(output).__name__}); return tensors, or dicts, tuples or lists of them"
+        )
+    return weighed
+
+
+class _Weigh(torch.autograd.Function):
+    """The identity, with a weighted gradient.
+
+    A hook on the model's own tensor would not do: one output may be computed from another, so the
+    gradient of a row could pass two hooks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: torch.Tensor,
+        weight: Callable[[], float],
+        backward_done: Callable[[], None],
+    ) -> torch.Tensor:
+        ctx.weight, ctx.backward_done = weight, backward_done
+        # A script may change a loss in place, as the Trainer does; torch refuses that for a view.
+        return value.clone() if value.numel() <= _MAX_COPIED else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.backward_done)
+        factor = ctx.weight()
+        return gradient if factor == 1 else gradient * factor, None, None

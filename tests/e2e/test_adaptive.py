@@ -1,0 +1,70 @@
+"""`kaitian-run --adaptive`: users' trainers, unmodified, with batches by the ranks' speed."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TRAINERS = Path(__file__).parent / "trainers"
+ROWS, RANKS = 203, 2
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+
+
+def run(mpirun, script, *options, adaptive=True):
+    flags = ["--emulate-slowdown", "1:3.0", "--backend-override", "gloo,nccl"]
+    flags += ["--adaptive"] * adaptive
+    return mpirun(RANKS, "kaitian-run", *flags, TRAINERS / script, *options)
+
+
+def train(mpirun, script, *options):
+    """Return what the script has found, after the checks that hold for all."""
+    ended = run(mpirun, script, *options)
+    assert ended.code == 0, ended.text
+    assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
+    found = json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
+    assert found["splits"] > 2  # equal ones, planned ones, and the last of an epoch
+    assert found["rows"] == found["distinct_rows"] == [ROWS, ROWS]  # each once an epoch
+    assert found["difference"] < 1e-9
+    return found, ended.out
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_loop_of_plain_torch(mpirun, workers):
+    found, _ = train(mpirun, "plain_ddp.py", workers)
+    assert found["steps"] == 2 * 13
+    # An evaluation's batches are those of the script's own sampler.
+    assert found["evaluated"] == [[8] * 12 + [6]] * 2
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("classifier", "the loss is taken as the mean over the batch"),
+        ("language", "the loss of the model is the mean over labels after the first"),
+    ],
+)
+def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
+    found, out = train(mpirun, "accelerate_loop.py", kind)
+    assert rule in out
+    assert found["evaluated"] == [ROWS, ROWS]
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    ("kind", "rule", "accumulated", "workers"),
+    [("language", "a sum over rows", 2, 2), ("classifier", "the mean over rows", 1, 0)],
+)
+def test_hugging_faces_trainer(mpirun, kind, rule, accumulated, workers):
+    found, out = train(mpirun, "hugging_face.py", kind, str(accumulated), str(workers))
+    assert f"the loss of the model is {rule}" in out
+    assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-6)
+    assert ("multiplies the model's loss" in out) == (kind == "classifier")
+
+
+@needs_lightning
+def test_a_lightning_module(mpirun):
+    found, _ = train(mpirun, "lightning_module.py")
+    assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2

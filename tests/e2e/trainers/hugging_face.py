@@ -1,0 +1,67 @@
+"""Hugging Face's Trainer: a causal language model, or a classifier of sequences."""
+
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from language import Texts, collate, language_model
+from one_process import report
+from transformers import Trainer, TrainingArguments
+
+classes = sys.argv[1] == "classifier"
+accumulated, workers = map(int, sys.argv[2:4])
+data, own, recorded = Texts(), language_model(classes), []
+
+
+class Recorder(Trainer):
+    """Notes the rows of each micro-batch."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        rows = inputs.pop("rows").tolist()
+        recorded.append((int(self.state.epoch or 0), rows, self.accelerator.sync_gradients))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+trainer = Recorder(
+    model=own,
+    args=TrainingArguments(
+        output_dir="out",
+        per_device_train_batch_size=8,
+        num_train_epochs=2,
+        gradient_accumulation_steps=accumulated,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        optim="sgd",
+        logging_steps=4,
+        save_strategy="no",
+        report_to=[],
+        remove_unused_columns=False,
+        dataloader_num_workers=workers,
+        disable_tqdm=True,
+        use_cpu=True,
+    ),
+    train_dataset=data,
+    data_collator=partial(collate, classes=classes),
+)
+ended = trainer.train()
+
+
+def backward(model, batches):
+    losses = []
+    whole = [collate([data[row] for row in rows], classes) for rows in batches]
+    items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in whole if not classes)
+    for batch in whole:
+        batch.pop("rows")
+        count = {} if classes else {"num_items_in_batch": torch.tensor(items)}
+        # The Trainer takes every model's loss for one that it has divided by the labels.
+        loss = model(**batch, **count).loss * (dist.get_world_size() if classes else 1)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return sum(losses)
+
+
+logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+found = {"logged": logged, "train_loss": ended.metrics["train_loss"], "logging_steps": 4}
+report(recorded, own, language_model(classes), backward, **found)
