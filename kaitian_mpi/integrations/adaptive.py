@@ -177,11 +177,11 @@ class Adaptive:
                 f"--adaptive divides the ranks' batches itself, which are {list(rows)} rows now; "
                 "give every rank the same batch size"
             )
-        self._rule = rule = max(set(rules), key=rules.count)
-        if rule == losses.UNKNOWN:
+        self._rule = rule = max(sorted(set(rules)), key=rules.count)
+        if losses.UNKNOWN in rules:
             raise AgreedError(
                 "--adaptive cannot weight the ranks' gradients: the loss that the model returns "
-                f"is {rule}, as one with terms between rows is; leave out --adaptive"
+                f"is {losses.UNKNOWN}, as one with terms between rows is; leave out --adaptive"
             )
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         own_statistics = any(not isinstance(m, nn.SyncBatchNorm) for m in norms)

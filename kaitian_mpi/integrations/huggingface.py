@@ -20,7 +20,7 @@ class AdaptiveCallback(TrainerCallback):
     """Makes the batches of Trainers that are created after it adaptive.
 
     `Trainer(..., callbacks=[AdaptiveCallback()])` does what `kaitian-run --adaptive` does, in a
-    script that mpirun has started. Creating it is collective over all ranks.
+    script that `kaitian-run` has started. Creating it is collective over all ranks.
     """
 
     def __init__(self) -> None:

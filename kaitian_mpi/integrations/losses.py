@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError
 
 MEAN, SUM = "the mean over rows", "a sum over rows"
 TOKENS, SHIFTED_TOKENS = "the mean over labels", "the mean over labels after the first"
@@ -119,7 +119,7 @@ def scale_gradients(
     ranks.
 
     Raises:
-        UserError: there is no tensor with a gradient in the output, as torch's pytree sees it.
+        AgreedError: there is no tensor with a gradient in the output, as torch's pytree sees it.
     """
     found = False
 
@@ -132,7 +132,7 @@ def scale_gradients(
 
     weighed = _pytree.tree_map(weigh, output)
     if not found:
-        raise UserError(
+        raise AgreedError(
             f"--adaptive finds no tensor with a gradient in what the model returns "
             f"({type(output).__name__}); return tensors, or dicts, tuples or lists of them"
         )

@@ -20,7 +20,7 @@ def run(mpirun, script, *options, adaptive=True):
 
 def train(mpirun, script, *options):
     """Return what the script has found, after the checks that hold for all."""
-    ended = run(mpirun, script, *options)
+    ended = run(mpirun, script, *options, adaptive="object" not in options)
     assert ended.code == 0, ended.text
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
     found = json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
@@ -30,9 +30,8 @@ def train(mpirun, script, *options):
     return found, ended.out
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_loop_of_plain_torch(mpirun, workers):
-    found, _ = train(mpirun, "plain_ddp.py", workers)
+def test_a_loop_of_plain_torch_with_workers(mpirun):
+    found, _ = train(mpirun, "plain_ddp.py", "2")
     assert found["steps"] == 2 * 13
     # An evaluation's batches are those of the script's own sampler.
     assert found["evaluated"] == [[8] * 12 + [6]] * 2
@@ -42,7 +41,7 @@ def test_a_loop_of_plain_torch(mpirun, workers):
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("classifier", "the loss is taken as the mean over the batch"),
+        ("object", "the loss is taken as the mean over the batch"),
         ("language", "the loss of the model is the mean over labels after the first"),
     ],
 )
@@ -54,11 +53,11 @@ def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
 
 @needs_accelerate
 @pytest.mark.parametrize(
-    ("kind", "rule", "accumulated", "workers"),
-    [("language", "a sum over rows", 2, 2), ("classifier", "the mean over rows", 1, 0)],
+    ("kind", "rule", "options"),
+    [("language", "a sum over rows", "2 2"), ("classifier", "the mean over rows", "1 0 object")],
 )
-def test_hugging_faces_trainer(mpirun, kind, rule, accumulated, workers):
-    found, out = train(mpirun, "hugging_face.py", kind, str(accumulated), str(workers))
+def test_hugging_faces_trainer(mpirun, kind, rule, options):
+    found, out = train(mpirun, "hugging_face.py", kind, *options.split())
     assert f"the loss of the model is {rule}" in out
     assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-6)
     assert ("multiplies the model's loss" in out) == (kind == "classifier")
@@ -66,5 +65,21 @@ def test_hugging_faces_trainer(mpirun, kind, rule, accumulated, workers):
 
 @needs_lightning
 def test_a_lightning_module(mpirun):
-    found, _ = train(mpirun, "lightning_module.py")
+    found, _ = train(mpirun, "lightning_module.py", "object")
     assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("split_batches", "leave out Accelerate's split_batches"),
+        ("dispatch_batches", "dispatch_batches: set it to False"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_in_a_line(mpirun, option, message):
+    ended = run(mpirun, "accelerate_loop.py", "classifier", option)
+    assert ended.code == 2, ended.text
+    (line,) = [line for line in ended.err.splitlines() if "--adaptive" in line]
+    assert message in line
+    assert "Traceback" not in ended.err

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 kind, *options = sys.argv[1:]
+if kind == "object":
+    from kaitian_mpi.integrations.accelerate import AdaptiveAccelerator as Accelerator
 accelerator = Accelerator(
     gradient_accumulation_steps=2,
     cpu=True,

@@ -23,6 +23,11 @@ class Recorder(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+callbacks = []
+if "object" in sys.argv:
+    from kaitian_mpi.integrations.huggingface import AdaptiveCallback
+
+    callbacks = [AdaptiveCallback()]
 trainer = Recorder(
     model=own,
     args=TrainingArguments(
@@ -43,6 +48,7 @@ trainer = Recorder(
         use_cpu=True,
     ),
     train_dataset=data,
+    callbacks=callbacks,
     data_collator=partial(collate, classes=classes),
 )
 ended = trainer.train()

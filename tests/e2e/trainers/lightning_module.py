@@ -1,6 +1,7 @@
 """A LightningModule with a validation."""
 
 import os
+import sys
 
 import lightning
 import torch
@@ -30,12 +31,17 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+strategy = "ddp"
+if "object" in sys.argv:
+    from kaitian_mpi.integrations.lightning import AdaptiveStrategy
+
+    strategy = AdaptiveStrategy()
 data = TensorDataset(inputs, labels, torch.arange(len(inputs)))
 module = Module()
 trainer = lightning.Trainer(
     max_epochs=2,
     accelerator="cpu",
-    strategy="ddp",
+    strategy=strategy,
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     precision=64,
     logger=False,

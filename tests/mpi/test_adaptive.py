@@ -1,0 +1,198 @@
+"""Adaptive batches in a script's own loop: exact for any plan, and refused if they cannot be."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.integrations import losses
+from kaitian_mpi.integrations.adaptive import Adaptive
+
+ROWS = 37  # 1 more than a multiple of 2 and 3 ranks' batches of 3
+IGNORED = -100
+
+
+@pytest.fixture
+def adaptive(world):
+    if world.size == 1:
+        pytest.skip("a job of one rank has nothing to divide")
+    adaptive = Adaptive(world)
+    yield adaptive
+    adaptive.close()
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+class Language(nn.Module):
+    """Returns its own loss: the mean over the labels that are not ignored, or their sum."""
+
+    def __init__(self, items=None):
+        super().__init__()
+        self.layer, self._items = network(), items
+
+    def forward(self, inputs, labels):
+        reduction = "sum" if self._items else "mean"
+        loss = cross_entropy(
+            self.layer(inputs).flatten(0, 1), labels.flatten(), reduction=reduction
+        )
+        return {"loss": loss / (self._items or 1)}
+
+
+def data():
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(ROWS, 4, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (ROWS, 4), generator=generator)
+    labels[torch.rand(ROWS, 4, generator=generator) < 0.4] = IGNORED
+    labels[:, 0] = 1
+    return TensorDataset(inputs, labels, torch.arange(ROWS))
+
+
+CASES = {
+    "mean": (network, lambda model, x, y: cross_entropy(model(x[:, 0]), y[:, 0])),
+    "labels": (Language, lambda model, x, y: model(inputs=x, labels=y)["loss"]),
+    "sum": (lambda: Language(items=7.0), lambda model, x, y: model(inputs=x, labels=y)["loss"]),
+}
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, accumulated):
+    build, loss_of = CASES[case]
+    size = adaptive.size
+    plans = ([2 + step % 3, *[3] * (size - 2), 4 - step % 3] for step in range(99))
+
+    def new_plan():
+        adaptive._shares = next(plans)
+        return True
+
+    monkeypatch.setattr(adaptive, "has_new_plan", new_plan)
+    rows = data()
+    sampler = DistributedSampler(rows, seed=3)
+    loader = DataLoader(rows, batch_size=3, sampler=sampler)
+    own, alone = build(), build()
+    model = DistributedDataParallel(own)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (own, alone)]
+    world_sum = size if case == "sum" else 1
+    seen, steps = [], 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        seen.append([])
+        for batch in loader:
+            steps += 1
+            is_last = steps % accumulated == 0
+            model.require_backward_grad_sync = is_last
+            loss_of(model, *batch[:2]).backward()
+            found = [None] * size
+            dist.all_gather_object(found, batch[2].tolist())
+            # In the last step there are fewer rows than ranks: some have a row that counts nothing.
+            whole = list(dict.fromkeys(row for part in found for row in part))
+            seen[-1] += whole
+            # DDP averages over the ranks what one process would add up.
+            (loss_of(alone, *rows[whole][:2]) / world_sum).backward()
+            if is_last:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    for a, b in zip(own.parameters(), alone.parameters(), strict=True):
+        assert float((a - b).detach().abs().max()) < 1e-13
+    assert [sorted(rows) for rows in seen] == [list(range(ROWS))] * 2
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model may return; pytree does not know it."""
+
+    scores: torch.Tensor
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of its scores."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self._make = nn.Linear(4, 4), make
+
+    def forward(self, x):
+        return self._make(self.layer(x))
+
+
+def train(model, rank, loss_of, sampler=DistributedSampler, more_rows=0):
+    rows = TensorDataset(torch.randn(32, 4))
+    loader = DataLoader(rows, 2 + more_rows * rank, sampler=sampler(rows) if sampler else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in loader:
+        loss_of(model(x)).backward()
+        optimizer.step()
+
+
+def wrapped(make=lambda scores: scores):
+    return DistributedDataParallel(Returns(make))
+
+
+def square(scores):
+    return scores.square().mean()
+
+
+NEEDS = "needs a DataLoader with torch's DistributedSampler"
+REFUSED = {
+    "no sampler": (wrapped, {"sampler": None}, NEEDS),
+    "no DDP": (lambda: nn.Linear(4, 4), {}, NEEDS),
+    "sharded": (lambda: fully_shard(nn.Linear(4, 4)), {}, "does not work with FSDP"),
+    "unlike batches": (wrapped, {"more_rows": 1}, r"which are \[2, 3"),
+    "pairs": (
+        lambda: wrapped(lambda scores: {"loss": (scores @ scores.T).square().sum()}),
+        {"loss_of": lambda output: output["loss"]},
+        "neither a mean nor a sum over rows",
+    ),
+    "no tensor": (
+        lambda: wrapped(Output),
+        {"loss_of": lambda output: square(output.scores)},
+        r"no tensor with a gradient in what the model returns \(Output\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_adapted_is_refused_on_every_rank(adaptive, case):
+    build, options, message = REFUSED[case]
+    with pytest.raises(AgreedError, match=message):
+        train(build(), adaptive.rank, **{"loss_of": square, **options})
+
+
+@pytest.mark.parametrize(
+    ("loss", "rule"),
+    [
+        (lambda each, labels: each.mean(), losses.MEAN),
+        (lambda each, labels: each.sum(), losses.SUM),
+        (lambda each, labels: each[labels >= 0].mean(), losses.TOKENS),
+        (lambda each, labels: each[:, 1:][labels[:, 1:] >= 0].mean(), losses.SHIFTED_TOKENS),
+        (lambda each, labels: each.sum().square(), losses.UNKNOWN),
+    ],
+)
+def test_the_rule_of_a_loss_is_found_without_a_trace(loss, rule):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(5, 5), nn.Dropout())
+
+        def forward(self, x, labels):
+            return loss(self.layers(x).square().mean(-1), labels), x
+
+    model, (inputs, labels, _) = Model(), data()[:8]
+    kwargs = {"x": inputs.float(), "labels": labels}
+    output, state = model(**kwargs), copy.deepcopy(torch.get_rng_state())
+    assert losses.find_rule(model, (), kwargs, output) == rule
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
