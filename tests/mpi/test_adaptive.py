@@ -128,8 +128,8 @@ class Returns(nn.Module):
 
 
 def train(model, rank, loss_of, sampler=DistributedSampler, more_rows=0):
-    rows = TensorDataset(torch.randn(32, 4))
-    loader = DataLoader(rows, 2 + more_rows * rank, sampler=sampler(rows) if sampler else None)
+    rows = TensorDataset(torch.randn(64, 4))
+    loader = DataLoader(rows, 6 + more_rows * rank, sampler=sampler(rows) if sampler else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for (x,) in loader:
         loss_of(model(x)).backward()
@@ -149,7 +149,7 @@ REFUSED = {
     "no sampler": (wrapped, {"sampler": None}, NEEDS),
     "no DDP": (lambda: nn.Linear(4, 4), {}, NEEDS),
     "sharded": (lambda: fully_shard(nn.Linear(4, 4)), {}, "does not work with FSDP"),
-    "unlike batches": (wrapped, {"more_rows": 1}, r"which are \[2, 3"),
+    "unlike batches": (wrapped, {"more_rows": 1}, r"which are \[6, 7"),
     "pairs": (
         lambda: wrapped(lambda scores: {"loss": (scores @ scores.T).square().sum()}),
         {"loss_of": lambda output: output["loss"]},
