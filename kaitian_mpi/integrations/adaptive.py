@@ -117,9 +117,9 @@ class Adaptive:
             create(model, *args, **kwargs)
             self._models.add(model)
             if "transformers.trainer" in sys.modules:
-                from kaitian_mpi.integrations.huggingface import weight_losses
+                from kaitian_mpi.integrations.logged_losses import weight_losses
 
-                weight_losses(self)
+                weight_losses(lambda: self.weight(), lambda: self.is_mean, self.world)
             model.register_forward_hook(self._after_forward, with_kwargs=True)
 
         def restore() -> None:

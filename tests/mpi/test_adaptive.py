@@ -10,7 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations import losses
@@ -127,9 +134,13 @@ class Returns(nn.Module):
         return self._make(self.layer(x))
 
 
-def train(model, rank, loss_of, sampler=DistributedSampler, more_rows=0):
+def train(model, rank, loss_of, sampler=DistributedSampler, more_rows=0, load=None):
     rows = TensorDataset(torch.randn(64, 4))
-    loader = DataLoader(rows, 6 + more_rows * rank, sampler=sampler(rows) if sampler else None)
+    loader = (
+        load(rows)
+        if load
+        else DataLoader(rows, 6 + more_rows * rank, sampler=sampler(rows) if sampler else None)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for (x,) in loader:
         loss_of(model(x)).backward()
@@ -144,10 +155,39 @@ def square(scores):
     return scores.square().mean()
 
 
+class RepeatSampler(SequentialSampler):
+    """Named like that of TRL's trainers that generate."""
+
+
+def shard(sampler):
+    """Return a loader as Accelerate prepares it."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    batches = BatchSampler(sampler, 2, drop_last=False)
+    own = BatchSamplerShard(batches, dist.get_world_size(), dist.get_rank())
+    return DataLoader(sampler.data_source, batch_sampler=own)
+
+
+def iterable(rows):
+    from accelerate.data_loader import IterableDatasetShard
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(rows)
+
+    return DataLoader(IterableDatasetShard(Stream(), 2, num_processes=dist.get_world_size()), 2)
+
+
 NEEDS = "needs a DataLoader with torch's DistributedSampler"
 REFUSED = {
     "no sampler": (wrapped, {"sampler": None}, NEEDS),
     "no DDP": (lambda: nn.Linear(4, 4), {}, NEEDS),
+    "no length": (wrapped, {"load": iterable}, "does not work with an IterableDataset"),
+    "equal shapes": (
+        wrapped,
+        {"load": lambda rows: shard(RepeatSampler(rows))},
+        "gathers equal batches from the ranks",
+    ),
     "sharded": (lambda: fully_shard(nn.Linear(4, 4)), {}, "does not work with FSDP"),
     "unlike batches": (wrapped, {"more_rows": 1}, r"which are \[6, 7"),
     "pairs": (

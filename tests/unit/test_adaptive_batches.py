@@ -1,0 +1,108 @@
+"""How a loader's batches are cut by a plan, and what a loader that does not train gives."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from kaitian_mpi.integrations.batches import cut_loaders
+
+accelerate = pytest.importorskip("accelerate.data_loader")
+RANKS, ROWS = 3, 2
+
+
+class Plan:
+    """The plan of one rank's loader."""
+
+    size = RANKS
+
+    def __init__(self, rank: int, shares: list[int]) -> None:
+        self.rank, self.planned, self.cuts = rank, shares, set()
+        self.changes: dict[int, list[int]] = {}  # by the number of batches given before
+        self._turns = itertools.count(1)
+        self._given = itertools.count()
+
+    def shares(self, cut):
+        return self.planned
+
+    def has_new_plan(self):
+        new = self.changes.get(next(self._given))
+        self.planned = new or self.planned
+        return new is not None
+
+    def next_turn(self):
+        return next(self._turns)
+
+
+def distributed(data, rank, drop_last, **options):
+    sampler = DistributedSampler(data, RANKS, rank, seed=1, drop_last=drop_last)
+    return DataLoader(data, ROWS, sampler=sampler, drop_last=drop_last, **options)
+
+
+def prepared(data, rank, drop_last, **options):
+    generator = torch.Generator().manual_seed(1)
+    batches = BatchSampler(RandomSampler(data, generator=generator), ROWS, drop_last)
+    own = accelerate.BatchSamplerShard(batches, RANKS, rank)
+    return DataLoader(data, batch_sampler=own, **options)
+
+
+def epoch(make, length, drop_last, shares, trains=True, changes=None, skipped=0, workers=0):
+    """Return each rank's batches of an epoch."""
+    found = []
+    for rank in range(RANKS):
+        plan = Plan(rank, shares or [ROWS] * RANKS)
+        plan.changes = changes or {}
+        restore = cut_loaders(plan) if shares else lambda: None
+        try:
+            loader = make(list(range(length)), rank, drop_last, num_workers=workers)
+            if skipped:
+                own = accelerate.SkipBatchSampler(loader.batch_sampler, skipped)
+                loader = DataLoader(loader.dataset, batch_sampler=own, num_workers=workers)
+            for cut in plan.cuts:
+                cut.trains = trains
+            found.append([batch.tolist() for batch in loader])
+            assert len(loader) == len(found[-1])
+        finally:
+            restore()
+    return found
+
+
+@pytest.mark.parametrize("make", [distributed, prepared])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [4, 12, 13, 17])
+def test_a_loader_that_does_not_train_keeps_its_batches(make, length, drop_last):
+    plain = epoch(make, length, drop_last, None)
+    assert epoch(make, length, drop_last, [1, 1, 4], trains=False) == plain
+
+
+@pytest.mark.parametrize("make", [distributed, prepared])
+@pytest.mark.parametrize("shares", [[2, 2, 2], [1, 1, 4], [3, 2, 1]])
+@pytest.mark.parametrize("length", [4, 6, 12, 13, 15, 17])
+def test_an_epoch_has_each_row_once_in_as_many_steps(make, shares, length):
+    plain, cut = (epoch(make, length, False, given) for given in (None, shares))
+    assert [len(batches) for batches in cut] == [len(batches) for batches in plain]
+    steps = [[row for part in step for row in part] for step in zip(*cut, strict=True)]
+    full = length // 6
+    assert [[len(part) for part in step] for step in zip(*cut, strict=True)][:full] == [
+        shares
+    ] * full
+    if length % 6 != 1:  # else two ranks have a row again, which counts nothing
+        assert sorted(row for step in steps for row in step) == list(range(length))
+    # A full step has the rows that the ranks' own batches would have had together.
+    for step, own in zip(steps[:full], zip(*plain, strict=True), strict=False):
+        assert sorted(step) == sorted(row for part in own for row in part)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_plan_holds_from_the_next_batch_on(workers):
+    changes = {2: [4, 1, 1], 3: [1, 1, 4]}
+    cut = epoch(distributed, 30, False, [2, 2, 2], changes=changes, workers=workers)
+    sizes = [[len(part) for part in step] for step in zip(*cut, strict=True)]
+    assert sizes == [[2, 2, 2], [2, 2, 2], [4, 1, 1], [1, 1, 4], [1, 1, 4]]
+    assert sorted(row for rank in cut for part in rank for row in part) == list(range(30))
+
+
+def test_an_epoch_continues_after_the_batches_that_were_trained():
+    whole = epoch(prepared, 20, False, [1, 1, 4])
+    assert epoch(prepared, 20, False, [1, 1, 4], skipped=2) == [rank[2:] for rank in whole]
