@@ -13,6 +13,7 @@ import gc
 import itertools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, MutableSet
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kaitian_mpi.balance.cost_learner import CostLearner
+from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
 from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import AgreedError
@@ -31,11 +34,7 @@ from kaitian_mpi.integrations.batches import Cut, Given, cut_loaders
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
-from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import wait_request
-from kaitian_mpi.train.clock import StepClock
-from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step import StepReport, StepReports
 
 _UNSUPPORTED = {  # by a type's name
     "DataLoaderDispatcher": "dispatch_batches: set it to False",
@@ -59,13 +58,15 @@ class Adaptive:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
-        self._clock, self._is_timed = StepClock(world.device_kind), False
         self._sums = False  # whether the next backward sums the gradients
-        self._ready: Mark | None = None  # when the gradients of the step have been computed
+        self._marks: list[Mark] = []  # of this step: its begin, and when its gradients are computed
+        self._timed: deque[tuple[Mark, Mark, Mark]] = deque()  # of steps, with their ends
         self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._cut: Cut | None = None  # of the loader that trains
         self._shares: list[int] = []
-        self._balancing: Balancing | None = None
+        self._min_batch = 1
+        self._learner: CostLearner | None = None
+        self._rebalancer: Rebalancer | None = None
         self.cuts: MutableSet[Cut] = weakref.WeakSet()
         self._turns = itertools.count(1)
         self._now = Given(1, world.size)
@@ -96,13 +97,32 @@ class Adaptive:
 
     def has_new_plan(self) -> bool:
         """Return whether the ranks' times of the last step have changed the plan. Collective."""
-        reports = self._receive()
-        if reports is None or self._balancing is None:
+        steps = self._receive()
+        if steps is None:
             return False
-        shares = self._balancing.observe(self._steps, reports)
-        if shares is not None:
+        shares, reason = self._learn(steps) if self._learner else self._follow(steps)
+        if shares:
             self._shares = shares
-        return shares is not None
+            print_rank_0(self.world, f"step {self._steps}: new plan {shares}: {reason}")
+        return bool(shares)
+
+    def _learn(self, steps: RankSteps) -> tuple[list[int] | None, str]:
+        learner = self._learner
+        assert learner is not None
+        shares, reason = learner.observe(steps), "learning what a step costs"
+        if learner.costs is not None:
+            reason = f"from what the first {learner.steps} steps cost"
+            self._rebalancer = Rebalancer(
+                learner.costs, learner.batch_sizes, self._min_batch, MAX_GROWTH
+            )
+            self._learner = None
+        return shares, reason
+
+    def _follow(self, steps: RankSteps) -> tuple[list[int] | None, str]:
+        plan = self._rebalancer.observe(steps) if self._rebalancer else None
+        if plan is None:
+            return None, ""
+        return plan.batch_sizes, f"{self.world.infos[plan.rank]} {plan.reason}"
 
     def next_turn(self) -> int:
         """Return a number that is larger than all before."""
@@ -186,16 +206,8 @@ class Adaptive:
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         own_statistics = any(not isinstance(m, nn.SyncBatchNorm) for m in norms)
         self._shares = [cut.rows] * self.size
-        self._balancing = Balancing(
-            self.world,
-            NoFolder(),
-            self._shares,
-            None,
-            adaptive=True,
-            set_plan=lambda shares: None,
-            min_batch=min(2, cut.rows) if own_statistics else 1,
-            has_micro_batches=False,
-        )
+        self._min_batch = min(2, cut.rows) if own_statistics else 1
+        self._learner, self._rebalancer = CostLearner(self._shares, self._min_batch), None
         inside = losses.loss_of(output) is not None
         print_rank_0(
             self.world,
@@ -226,34 +238,38 @@ class Adaptive:
         """Mark when all gradients are computed; DDP's callback waits for the ranks after this."""
         if self._sums:
             self._sums = False
-            self._ready = self.world.device_kind.mark()
+            self._marks.append(self.world.device_kind.mark())
             torch.autograd.Variable._execution_engine.queue_callback(self._summed)
 
     def _summed(self) -> None:
         """Exchange the ranks' times of the step before."""
-        assert self._ready is not None
-        if self._is_timed:
-            self._clock.gradients_summed(self._ready)
-            self._clock.stop()
-        self._clock.start()
-        self._is_timed = True
+        end = self.world.device_kind.mark()
+        if len(self._marks) == 2:  # not in the first step, whose begin is not known
+            self._timed.append((self._marks[0], self._marks[1], end))
+        self._marks = [end]
         self._steps += 1
-        steps, computed, waited = self._clock.take()
-        batches = max(1, self._forwards)  # that are accumulated in a step
+        steps, computed, waited = 0, 0.0, 0.0
+        while self._timed and self._timed[0][-1].is_reached():
+            begin, ready, summed = self._timed.popleft()
+            steps += 1
+            computed += ready.seconds_since(begin)
+            waited += summed.seconds_since(ready)
+        # Per step, and per batch that is accumulated in one.
+        per_batch = 1 / (max(steps, 1) * max(self._forwards, 1))
         self._forwards = 0
-        report = StepReport(self._now.own, steps, computed / batches, waited / batches, 0.0, False)
         self._receive()
-        own = np.array(report, dtype=np.float64)
+        own = np.array([steps, self._now.own, computed * per_batch, waited * per_batch])
         found = np.empty((self.size, len(own)))
         self._exchange = self._comm.Iallgather(own, found), own, found
 
-    def _receive(self) -> StepReports | None:
+    def _receive(self) -> RankSteps | None:
         """Return what the ranks have exchanged since the last call, if anything."""
         if self._exchange is None:
             return None
         (request, _, found), self._exchange = self._exchange, None
         wait_request(request)
-        return StepReports(found)
+        steps, samples = found[:, :2].astype(int).T
+        return RankSteps(steps, samples, found[:, 2], found[:, 3])
 
     def _check_supported(self, *_: Any) -> None:
         """Refuse a trainer whose batches or gradients are not in our reach. Collective."""
