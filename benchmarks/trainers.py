@@ -1,0 +1,204 @@
+"""Compares a trainer's equal batches with those of `kaitian-run --adaptive`, in alternating jobs.
+
+    python benchmarks/trainers.py [--pairs 5] [--trainers ddp,accelerate,huggingface,lightning]
+
+Each job has two ranks, bound to a core each, and trains the same small language model with the
+trainer's own loop. With a rank that is three times slower (emulated), the ratio is that of the
+samples per second after step 30. Without one it is what `--adaptive` costs. Prints medians, with
+the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+STEPS, SETTLED, ROWS = 90, 30, 16
+LENGTH, VOCABULARY = 64, 256
+TRAINERS = ("ddp", "accelerate", "huggingface", "lightning")
+
+
+class Texts(Dataset):
+    """Random texts of one length."""
+
+    def __len__(self) -> int:
+        """Return as many as all steps take."""
+        return STEPS * ROWS * 2
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        """Return a text's bytes."""
+        generator = torch.Generator().manual_seed(row)
+        ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+def language_model() -> nn.Module:
+    """Return a model of transformers' that returns its loss."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean over the batch, as a script that has its own loss computes it."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def train_ddp(model: nn.Module, times: list[float]) -> None:
+    """Train by a loop of plain PyTorch."""
+    dist.init_process_group("gloo")
+    data = Texts()
+    loader = DataLoader(data, ROWS, sampler=DistributedSampler(data))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        optimizer.zero_grad()
+        loss_of(wrapped, batch).backward()
+        optimizer.step()
+        times.append(time.perf_counter())
+
+
+def train_accelerate(model: nn.Module, times: list[float]) -> None:
+    """Train by a loop over Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(Texts(), ROWS, shuffle=True)
+    )
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(wrapped, batch))
+        optimizer.step()
+        times.append(time.perf_counter())
+
+
+def train_huggingface(model: nn.Module, times: list[float]) -> None:
+    """Train by Hugging Face's Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Times(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            times.append(time.perf_counter())
+
+    arguments = TrainingArguments(
+        output_dir="out",
+        per_device_train_batch_size=ROWS,
+        num_train_epochs=1,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=20,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[Times()]).train()
+
+
+def train_lightning(model: nn.Module, times: list[float]) -> None:
+    """Train by Lightning's Trainer."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            return loss_of(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            times.append(time.perf_counter())
+
+    lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        strategy="ddp",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), DataLoader(Texts(), ROWS, shuffle=True))
+
+
+def train(trainer: str) -> None:
+    """Train as a rank; rank 0 prints the samples per second of the steps after `SETTLED`."""
+    times: list[float] = []
+    globals()[f"train_{trainer}"](language_model(), times)
+    if dist.get_rank() == 0:
+        steps = len(times) - 1 - SETTLED
+        rate = steps * ROWS * dist.get_world_size() / (times[-1] - times[SETTLED])
+        print(f"\n{json.dumps({'samples_per_sec': rate})}", flush=True)
+
+
+def measure(trainer: str, slowdown: bool, adaptive: bool) -> float:
+    """Return the samples per second of one job."""
+    command = "mpirun -np 2 --map-by core --bind-to core kaitian-run --backend-override gloo,nccl"
+    words = command.split() + ["--emulate-slowdown", "1:3"] * slowdown + ["--adaptive"] * adaptive
+    ended = subprocess.run(
+        [*words, __file__, "--train", trainer],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"samples')]
+    if not lines:
+        sys.exit(ended.stdout + ended.stderr)
+    return float(json.loads(lines[0])["samples_per_sec"])
+
+
+def main() -> None:
+    """Print a line per trainer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--trainers", default=",".join(TRAINERS))
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        return train(arguments.train)
+    for slowdown in (True, False):
+        print("one rank 3 times slower" if slowdown else "no slow rank", flush=True)
+        for trainer in arguments.trainers.split(","):
+            pairs = [
+                [measure(trainer, slowdown, adaptive) for adaptive in (False, True)]
+                for _ in range(arguments.pairs)
+            ]
+            ratios = sorted(adaptive / equal for equal, adaptive in pairs)
+            equal, adaptive = (statistics.median(column) for column in zip(*pairs, strict=True))
+            print(
+                f"  {trainer:12} {equal:7.1f} -> {adaptive:7.1f} samples/s, ratio "
+                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
