@@ -11,15 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from kaitian_mpi.balance.shares import apportion
-
 Iterate = Callable[[DataLoader], Iterator[Any]]
 """`DataLoader.__iter__`."""
 _EQUAL_SHAPES = "RepeatSampler"  # of TRL's trainers that generate, such as GRPO
 
 
 class Given(NamedTuple):
-    """How many rows of a batch each rank was given."""
+    """How many rows of a batch the ranks were given."""
 
     own: int
     """This rank's; 0 if it was given a row only so that it has a batch: the row counts nothing."""
@@ -43,14 +41,14 @@ class Planner(Protocol):
     cuts: MutableSet[Cut]
     """Those of all loaders that still exist."""
 
-    def shares(self, cut: Cut) -> list[int]:
-        """Return how many rows of this loader's full batch each rank takes."""
+    def divide(self, cut: Cut, rows: int) -> list[int]:
+        """Return how many rows of a batch each rank takes."""
 
     def has_new_plan(self) -> bool:
         """Return whether the shares have changed since the last call. Collective."""
 
-    def next_turn(self) -> int:
-        """Return a number that is larger than all before."""
+    def gives(self, cut: Cut | None) -> None:
+        """Take note that a cut's loader gives a batch, or that another loader is iterated."""
 
 
 class Cut(BatchSampler):
@@ -65,7 +63,7 @@ class Cut(BatchSampler):
     refusal = ""
     """Why this loader's batches cannot be cut, and what to do; empty if they can."""
     fetches_ahead = False
-    """Whether the trainer takes a batch before it has trained on the one before."""
+    """Whether the trainer takes batches before it has trained on the one before."""
 
     def __init__(self, own: Any, rows: int, planner: Planner, skipped: int = 0) -> None:
         """Cut what `own`, this rank's batch sampler, would have given in batches of `rows`."""
@@ -76,30 +74,32 @@ class Cut(BatchSampler):
         """Whether a model has been trained on this loader's batches."""
         self.given: deque[Given] = deque()
         """The batches that the trainer has taken, and not trained on."""
-        self.turn = 0
-        """When it has last given one."""
-        self._fetched: deque[tuple[_Batch, Given]] = deque()
-        self._batches: Iterator[_Batch] | None = None
+        self._ahead: int | None = None
+        self._epoch: _Epoch | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return what the trainer asks of its own batch sampler, such as `sampler`."""
-        return getattr(self.__dict__["_own"], name)
+        if name == "_own":  # of a copy that is not complete yet
+            raise AttributeError(name)
+        return getattr(self._own, name)
 
     def __len__(self) -> int:
         return len(self._own) - self._skipped
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's rows of each batch that has not been given, for the loader to fetch."""
-        if self._batches is None:
-            yield from itertools.islice(self._own, self._skipped, None)
-            return
-        again = [batch for batch, _ in self._fetched]
-        self._fetched.clear()
-        for batch in itertools.chain(again, self._batches):
+        """Return the batches that have not been given in this epoch, for the loader to fetch."""
+        if self._epoch is None:
+            return itertools.islice(self._own, self._skipped, None)
+        return self._rows(self._epoch)
+
+    def _rows(self, epoch: _Epoch) -> Iterator[list[int]]:
+        again = [batch for batch, _ in epoch.fetched]
+        epoch.fetched.clear()
+        for batch in itertools.chain(again, epoch.batches):
             if batch.own is None and not self.trains:
                 return
             rows, given = self._take(batch)
-            self._fetched.append((batch, given))
+            epoch.fetched.append((batch, given))
             yield rows
 
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
@@ -107,25 +107,46 @@ class Cut(BatchSampler):
 
         A new plan holds from the next one: what has been fetched by an older one is fetched again.
         """
-        self._fetched.clear()
         self.given.clear()
-        self._batches = itertools.islice(self._all_batches(), self._skipped, None)
+        self._ahead = None
+        epoch = _Epoch(itertools.islice(self._all_batches(), self._skipped, None))
+        inner, trained = None, self.trains
         try:
-            inner = iterate(loader)
             while True:
-                if self.trains and self._planner.has_new_plan():
+                is_new = self.trains and self._planner.has_new_plan()
+                if inner is None or is_new or trained != self.trains:
+                    self._epoch, trained = epoch, self.trains
                     inner = iterate(loader)
                 try:
                     batch = next(inner)
                 except StopIteration:
                     return
-                if not self.fetches_ahead:
-                    self.given.clear()  # an earlier batch without a forward was skipped
-                self.given.append(self._fetched.popleft()[1])
-                self.turn = self._planner.next_turn()
+                self.given.append(epoch.fetched.popleft()[1])
+                self._planner.gives(self)
                 yield batch
+        except GeneratorExit:  # a batch that was taken ahead will not be trained on
+            self.given.clear()
+            raise
         finally:
-            self._batches = None
+            if self._epoch is epoch:
+                self._epoch = None
+
+    def take_given(self, fits: Callable[[Given], bool]) -> Given | None:
+        """Return the batch that a forward has; None if there is none that it could have.
+
+        A trainer that takes batches ahead always has as many as before its first forward. If there
+        are more, it has skipped some. Two of a plain loop are one ahead; more are skipped ones.
+        """
+        if self._ahead is None:
+            taken = len(self.given)
+            self._ahead = taken - 1 if self.fetches_ahead or taken <= 2 else 0
+        while len(self.given) > self._ahead + 1:
+            self.given.popleft()
+        while self.given:
+            given = self.given.popleft()
+            if fits(given):
+                return given
+        return None
 
     def _all_batches(self) -> Iterator[_Batch]:
         """Yield the batches of an epoch."""
@@ -136,22 +157,20 @@ class Cut(BatchSampler):
         if not self.trains:
             own = batch.own or []
             return own, Given(len(own), len(own) * self._planner.size)
-        shares, rank = self._shares(len(batch.whole)), self._planner.rank
+        shares = self._planner.divide(self, len(batch.whole))
+        rank = self._planner.rank
         start = sum(shares[:rank])
         rows = batch.whole[start : start + shares[rank]] or batch.whole[:1]
         return rows, Given(shares[rank], sum(shares))
 
-    def _shares(self, rows: int) -> list[int]:
-        shares = self._planner.shares(self)
-        if rows >= sum(shares):
-            return shares
-        if rows <= len(shares):
-            return [1] * rows + [0] * (len(shares) - rows)
-        # Equal if every rank has one row of a full batch.
-        weights = (
-            [share - 1 for share in shares] if sum(shares) > len(shares) else [1] * len(shares)
-        )
-        return [1 + more for more in apportion(rows - len(shares), weights)]
+
+class _Epoch:
+    """An iteration over a loader."""
+
+    def __init__(self, batches: Iterator[_Batch]) -> None:
+        self.batches = batches
+        self.fetched: deque[tuple[_Batch, Given]] = deque()
+        """What the loader has fetched, and not given yet."""
 
 
 class _CutDistributedSampler(Cut):
@@ -186,8 +205,11 @@ class _CutShard(Cut):
                 "--adaptive cuts the batches of all ranks itself; leave out Accelerate's "
                 "split_batches"
             )
-        elif not shard.batch_size:
-            self.refusal = "--adaptive requires batches of one size; this batch sampler has none"
+        elif type(shard.batch_sampler) is not BatchSampler:
+            self.refusal = (
+                "--adaptive cuts batches of torch's BatchSampler, and this loader has a "
+                f"{type(shard.batch_sampler).__name__}; leave out --adaptive"
+            )
         elif sampler == _EQUAL_SHAPES:
             self.refusal = (
                 "--adaptive does not work with a trainer that gathers equal batches from the "
@@ -237,7 +259,10 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
     @functools.wraps(iterate)
     def iterate_over_cut(self: DataLoader) -> Iterator[Any]:
         cut = self.batch_sampler
-        return cut.iterate(self, iterate) if isinstance(cut, Cut) else iterate(self)
+        if isinstance(cut, Cut):
+            return cut.iterate(self, iterate)
+        planner.gives(None)
+        return iterate(self)
 
     def restore() -> None:
         DataLoader.__init__, DataLoader.__iter__ = create, iterate  # type: ignore[method-assign]
@@ -249,12 +274,19 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
 
 def _cut_of(loader: DataLoader, planner: Planner) -> Cut | None:
     own: Any = loader.batch_sampler
+    if not getattr(loader, "in_order", True):
+        return None  # its batches come as they are ready
+    cut: Cut | None = None
     if type(loader.sampler) is DistributedSampler and type(own) is BatchSampler:
-        return _CutDistributedSampler(loader, planner)
-    name = type(own).__name__
-    if name == "BatchSamplerShard":
-        return _CutShard(own, planner)
+        ranks = loader.sampler.rank, loader.sampler.num_replicas
+        cut = _CutDistributedSampler(loader, planner)
+    elif type(own).__name__ == "BatchSamplerShard":
+        ranks = own.process_index, own.num_processes
+        cut = _CutShard(own, planner)
     # Of Accelerate, to continue in the middle of an epoch.
-    if name == "SkipBatchSampler" and isinstance(own.batch_sampler, _CutShard):
-        return _CutShard(own.batch_sampler._own, planner, own.skip_batches)
-    return None
+    elif type(own).__name__ == "SkipBatchSampler" and isinstance(own.batch_sampler, _CutShard):
+        shard = own.batch_sampler._own
+        ranks = shard.process_index, shard.num_processes
+        cut = _CutShard(shard, planner, own.skip_batches)
+    # Of a group of ranks, as for tensor parallelism, it is not this job's data parallelism.
+    return cut if cut is not None and ranks == (planner.rank, planner.size) else None

@@ -5,18 +5,28 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer
 
 from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.integrations.losses import SUM
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 
 
-def weight_losses(weight: Callable[[], float], is_mean: Callable[[], bool], world: World) -> None:
+class Weights(Protocol):
+    """What is known of the latest batch."""
+
+    world: World
+    rule: str
+    weight: Callable[[], float]
+    counts_items: bool
+
+
+def weight_losses(weights: Weights) -> None:
     """Make the Trainer log means over the rows of all ranks, if batches are unequal.
 
     The Trainer averages the ranks' losses (trainer.py, `_maybe_log_save_evaluate`); so a rank's
@@ -37,10 +47,13 @@ def weight_losses(weight: Callable[[], float], is_mean: Callable[[], bool], worl
                 "--adaptive requires the mean over the labels of all ranks, and this Trainer "
                 "takes that of each rank; set average_tokens_across_devices=True"
             )
-        loss = compute(trainer, *args, **kwargs) * weight()
-        if trainer not in sums and is_mean() and _multiplies_by_ranks(trainer, *args):
+        items = kwargs.get("num_items_in_batch", args[2] if len(args) > 2 else None)
+        weights.counts_items = items is not None
+        loss = compute(trainer, *args, **kwargs) * weights.weight()
+        multiplies = weights.counts_items and trainer.model_accepts_loss_kwargs
+        if trainer not in sums and weights.rule != SUM and multiplies:
             warn_rank_0(
-                world,
+                weights.world,
                 "adaptive: this Trainer multiplies the model's loss, a mean, by the number of "
                 "ranks, as it does with equal batches (transformers#48690)",
             )
@@ -60,8 +73,3 @@ def weight_losses(weight: Callable[[], float], is_mean: Callable[[], bool], worl
     vars(training_step)["weighted"] = True
     Trainer.training_step = training_step  # type: ignore[assignment, method-assign]
     Trainer.log = log_mean  # type: ignore[assignment, method-assign]
-
-
-def _multiplies_by_ranks(trainer: Trainer, model: Any, inputs: Any, items: Any = None) -> bool:
-    """Return whether `compute_loss` takes the model's loss for a sum over labels."""
-    return items is not None and bool(trainer.model_accepts_loss_kwargs)

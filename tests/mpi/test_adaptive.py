@@ -19,9 +19,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
 from kaitian_mpi.integrations import losses
-from kaitian_mpi.integrations.adaptive import Adaptive
+from kaitian_mpi.integrations.adaptive import install
 
 ROWS = 37  # 1 more than a multiple of 2 and 3 ranks' batches of 3
 IGNORED = -100
@@ -31,7 +31,7 @@ IGNORED = -100
 def adaptive(world):
     if world.size == 1:
         pytest.skip("a job of one rank has nothing to divide")
-    adaptive = Adaptive(world)
+    adaptive = install(world)
     yield adaptive
     adaptive.close()
 
@@ -80,7 +80,7 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
     plans = ([2 + step % 3, *[3] * (size - 2), 4 - step % 3] for step in range(99))
 
     def new_plan():
-        adaptive._shares = next(plans)
+        adaptive._plans[3].shares = next(plans)
         return True
 
     monkeypatch.setattr(adaptive, "has_new_plan", new_plan)
@@ -208,6 +208,59 @@ def test_what_cannot_be_adapted_is_refused_on_every_rank(adaptive, case):
     build, options, message = REFUSED[case]
     with pytest.raises(AgreedError, match=message):
         train(build(), adaptive.rank, **{"loss_of": square, **options})
+
+
+def uncut_after_a_validation(adaptive):
+    rows = TensorDataset(torch.randn(24, 4))
+    model = wrapped().eval()
+    for (x,) in DataLoader(rows, 2, sampler=DistributedSampler(rows)):
+        with torch.no_grad():
+            model(x)
+    model.train()
+    for (x,) in DataLoader(rows, 2):  # with a sampler of its own, in a real script
+        square(model(x)).backward()
+
+
+def two_loaders(adaptive):
+    rows = TensorDataset(torch.randn(24, 4))
+    loaders = [DataLoader(rows, 2, sampler=DistributedSampler(rows)) for _ in range(2)]
+    model = wrapped()
+    for (x,), (y,) in zip(*loaders, strict=True):
+        (square(model(x)) + square(model(y))).backward()
+
+
+def other_rows(adaptive):
+    rows = TensorDataset(torch.randn(64, 4))
+    model = wrapped()
+    for index, (x,) in enumerate(DataLoader(rows, 4, sampler=DistributedSampler(rows))):
+        square(model(x[: 4 - index])).backward()
+
+
+def second_gradients(adaptive):
+    rows = TensorDataset(torch.randn(64, 4))
+    model = wrapped()
+    for (x,) in DataLoader(rows, 4, sampler=DistributedSampler(rows)):
+        torch.autograd.grad(square(model(x.requires_grad_())), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (uncut_after_a_validation, "cannot divide this script.s batches"),
+        (two_loaders, "this step has batches of two"),
+        (other_rows, "has given this rank a batch of 4 rows, and the model was trained on 3"),
+        (second_gradients, "gradients of gradients"),
+    ],
+)
+def test_gradients_that_would_be_wrong_are_refused(adaptive, loop, message):
+    with pytest.raises((UserError, UnsupportedError), match=message):
+        loop(adaptive)
+
+
+def test_a_watched_model_can_be_copied(adaptive):
+    model = wrapped()
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.module.layer.weight, model.module.layer.weight)
 
 
 @pytest.mark.parametrize(

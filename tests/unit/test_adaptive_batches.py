@@ -1,38 +1,42 @@
 """How a loader's batches are cut by a plan, and what a loader that does not train gives."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from kaitian_mpi.integrations.batches import cut_loaders
+from kaitian_mpi.integrations.batches import Given, cut_loaders
+from kaitian_mpi.integrations.plan import Plan
 
 accelerate = pytest.importorskip("accelerate.data_loader")
 RANKS, ROWS = 3, 2
 
 
-class Plan:
-    """The plan of one rank's loader."""
+class Planner:
+    """Has the plan of one rank's loader."""
 
     size = RANKS
 
     def __init__(self, rank: int, shares: list[int]) -> None:
-        self.rank, self.planned, self.cuts = rank, shares, set()
+        self.rank, self.cuts = rank, set()
+        self.plan = Plan(ROWS, [None] * RANKS)
+        self.plan.shares = shares
         self.changes: dict[int, list[int]] = {}  # by the number of batches given before
-        self._turns = itertools.count(1)
         self._given = itertools.count()
 
-    def shares(self, cut):
-        return self.planned
+    def divide(self, cut, rows):
+        return self.plan.divide(rows)
 
     def has_new_plan(self):
         new = self.changes.get(next(self._given))
-        self.planned = new or self.planned
+        self.plan.shares = new or self.plan.shares
         return new is not None
 
-    def next_turn(self):
-        return next(self._turns)
+    def gives(self, cut):
+        pass
 
 
 def distributed(data, rank, drop_last, **options):
@@ -51,7 +55,7 @@ def epoch(make, length, drop_last, shares, trains=True, changes=None, skipped=0,
     """Return each rank's batches of an epoch."""
     found = []
     for rank in range(RANKS):
-        plan = Plan(rank, shares or [ROWS] * RANKS)
+        plan = Planner(rank, shares or [ROWS] * RANKS)
         plan.changes = changes or {}
         restore = cut_loaders(plan) if shares else lambda: None
         try:
@@ -106,3 +110,65 @@ def test_a_new_plan_holds_from_the_next_batch_on(workers):
 def test_an_epoch_continues_after_the_batches_that_were_trained():
     whole = epoch(prepared, 20, False, [1, 1, 4])
     assert epoch(prepared, 20, False, [1, 1, 4], skipped=2) == [rank[2:] for rank in whole]
+
+
+def test_copies_and_older_iterators_do_no_harm():
+    planner = Planner(0, [1, 1, 4])
+    restore = cut_loaders(planner)
+    try:
+        loader = distributed(list(range(24)), 0, False)
+        (cut,) = planner.cuts
+        cut.trains = True
+        older = iter(loader)
+        first = next(older).tolist()
+        newer = iter(loader)
+        assert next(newer).tolist() == first
+        older.close()
+        assert [len(batch) for batch in newer] == [1, 1, 1]
+        assert len(copy.deepcopy(cut)) == len(pickle.loads(pickle.dumps(cut.sampler))) // 2
+    finally:
+        restore()
+
+
+@pytest.mark.parametrize(
+    ("shares", "min_batch", "rows", "expected"),
+    [
+        ([30, 2], 1, 32, [30, 2]),
+        ([30, 2], 1, 6, [5, 1]),
+        ([30, 2], 2, 6, [4, 2]),
+        ([30, 2], 2, 3, [2, 1]),
+        ([30, 2], 1, 1, [1, 0]),
+        ([1, 1], 1, 2, [1, 1]),
+        ([3, 3, 2], 1, 4, [2, 1, 1]),
+    ],
+)
+def test_a_partial_batch_is_divided_in_proportion(shares, min_batch, rows, expected):
+    plan = Plan(sum(shares) // len(shares), [None] * len(shares), min_batch)
+    plan.shares = shares
+    assert plan.divide(rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("taken", "ahead", "expected"),
+    [
+        ([1, 1, 1], False, [1, 2, 3]),  # batches taken before each forward
+        ([2, 1, 1], False, [1, 2, 3]),  # a prefetcher
+        ([4, 1, 1], False, [4, 5, 6]),  # the first are skipped
+        ([1, 3, 1], False, [1, 4, 5]),  # two are skipped
+        ([3, 0, 2, 1], True, [1, 2, 3, 4]),  # an accumulation, with another ahead
+    ],
+)
+def test_a_forward_has_the_batch_that_its_trainer_took_for_it(taken, ahead, expected):
+    planner = Planner(0, [2, 2, 2])
+    restore = cut_loaders(planner)
+    try:
+        distributed(list(range(99)), 0, False)
+    finally:
+        restore()
+    (cut,) = planner.cuts
+    cut.fetches_ahead = ahead
+    numbers, found = itertools.count(1), []
+    for count in taken:
+        cut.given.extend(Given(next(numbers), 0) for _ in range(count))
+        found.append(cut.take_given(lambda given: True).own)
+    assert found == expected
