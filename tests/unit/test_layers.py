@@ -26,8 +26,8 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 13
-MAX_LINES = 32_700
-MAX_FILES = 214
+MAX_LINES = 31_500
+MAX_FILES = 200
 
 
 @functools.cache
