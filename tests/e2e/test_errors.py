@@ -37,7 +37,7 @@ LATER = {
     "--init used/config.json": "--init used/config.json: it has no weights (it holds",
     "--export nowhere/model.safetensors": "No such file or directory; name a file in a folder",
     "--run-dir used": "--run-dir used: the folder has the results of another run",
-    "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; name a folder",
+    "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; choose a writable",
 }
 WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize(
     "options", [pytest.param((), marks=pytest.mark.any_mpi), SURVIVING], ids=["", "survive"]
