@@ -208,20 +208,18 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
 def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
     command = "kaitian-train --model planted:PrintsFirstStep --epochs 5 --run-dir run".split()
     flags = "--spares 2 --benchmark-seconds 3 --log-interval 0".split()
-    with Job(
-        5, *command, *flags, cwd=tmp_path, fresh=False
-    ) as job:  # the second spare is never needed
+    with Job(5, *command, *flags, cwd=tmp_path, fresh=False) as job:
         job.wait_for("rank 1 computes")
         job.kill(1)
         job.wait_for(r"step 3/")
         trained_with = summary_of(tmp_path)["ranks"]
         job.kill(0)
         ended = job.finish()
-    assert trained_with == [0, 2]
+    assert trained_with == [0, 2, 3]
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
-    assert summary["ranks"] == [2, 3]
-    assert len(summary["batch_sizes"]) == 2
+    assert summary["ranks"] == [2, 3, 4]
+    assert len(summary["batch_sizes"]) == 3
     assert min(summary["batch_sizes"]) > 0
     lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
     assert lost == [[1], [0]]
