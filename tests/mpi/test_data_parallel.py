@@ -210,7 +210,7 @@ def test_no_samples_on_any_rank_gives_no_gradient(world):
 @pytest.mark.sizes(1)
 def test_inputs_that_cannot_be_counted(world):
     model = data_parallel(Network())
-    with pytest.raises(ValueError, match=r"forward of \(list, int\).* pass samples_of="):
+    with pytest.raises(ValueError, match=r"forward\(list, int\).* pass samples_of="):
         model([torch.tensor(1.0)], nested=3)
     model = data_parallel(Network(), samples_of=lambda args, kwargs: -1)
     with pytest.raises(ValueError, match="samples_of returned -1; it must return 0 or more"):
