@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from kaitian_mpi.errors import AgreedError, UnsupportedError
 MEAN, SUM = "the mean over rows", "a sum over rows"
 TOKENS, SHIFTED_TOKENS = "the mean over labels", "the mean over labels after the first"
 UNKNOWN = "neither a mean nor a sum over rows"
-_ORDER = (SHIFTED_TOKENS, TOKENS, MEAN, SUM)
+_BY_LABELS = (TOKENS, SHIFTED_TOKENS)
 _MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
 _MAX_COPIED = 1 << 16
 _IGNORED = -100  # of torch's cross entropy
@@ -58,15 +57,15 @@ def find_rule(
         MEAN: sum(loss * len(part) for loss, part in zip(losses, parts, strict=True)) / rows,
     }
     if _counts_tokens(labels):
-        for rule in (TOKENS, SHIFTED_TOKENS):
+        for rule in _BY_LABELS:
             counts = count_labels(labels, rule, by_row=True).cpu()
             found = [int(counts[part].sum()) for part in parts]
             weighted = sum(loss * n for loss, n in zip(losses, found, strict=True) if n)
             expected[rule] = weighted / max(sum(found), 1)
     off = {rule: abs(value - whole) for rule, value in expected.items()}
     # By rows with as many labels each, both means agree; later batches may not be so.
-    close = min(off.values()) + 1e-3 * abs(whole)
-    rule = next(rule for rule in _ORDER if off.get(rule, math.inf) <= close)
+    close = [rule for rule in off if off[rule] <= min(off.values()) + 1e-3 * abs(whole)]
+    rule = min([rule for rule in close if rule in _BY_LABELS] or close, key=off.__getitem__)
     return rule if off[rule] <= _MAX_DEVIATION * abs(whole) else UNKNOWN
 
 
