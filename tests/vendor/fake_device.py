@@ -23,6 +23,7 @@ A copy reads and writes memory at its end, so that whoever does not wait for it 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -78,6 +79,7 @@ class Stream:
         self._thread = threading.Thread(target=self._work.do, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._work.tasks.put, None).atexit = False
+        streams.add(self)
 
     def give(self, task, then=lambda: None) -> None:
         """Queue a task for the thread, and what it does once it no longer has the task."""
@@ -104,6 +106,17 @@ class Stream:
     def synchronize(self) -> None:
         if threading.current_thread() is not self._thread:
             Event(self, blocking=True).synchronize()
+
+
+streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+@atexit.register
+def end_streams() -> None:
+    """End the threads before the interpreter does: one inside torch would abort the process."""
+    for stream in list(streams):
+        stream._work.tasks.put(None)
+        stream._thread.join(5)
 
 
 class StreamWork:
