@@ -17,7 +17,7 @@ from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.recipes.models import build_model
 
-MAX_IMPORTED = 180  # of the package, in a job of one device kind
+MAX_IMPORTED = 130  # of the package, in a job of one device kind
 CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
 SUMMARY_KEYS = set(
     "world_size groups global_batch_size batch_sizes steps epochs samples_per_sec step_time_sec "

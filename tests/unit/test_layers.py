@@ -26,8 +26,8 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 13
-MAX_LINES = 31_500
-MAX_FILES = 200
+MAX_LINES = 31_480
+MAX_FILES = 197
 
 
 @functools.cache
