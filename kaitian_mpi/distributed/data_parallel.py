@@ -122,10 +122,15 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
         )
 
 
-def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def first_length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the length of the first tensor with a dimension among a forward's arguments."""
     tensors = _tensors([*args, *kwargs.values()])
-    rows = next((tensor.size(0) for tensor in tensors if tensor.dim()), None)
+    return next((tensor.size(0) for tensor in tensors if tensor.dim()), None)
+
+
+def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return `first_length`; raise a ValueError if there is no such tensor."""
+    rows = first_length(args, kwargs)
     if rows is None:
         names = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise ValueError(

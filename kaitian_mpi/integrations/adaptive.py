@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, MutableSet
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.integrations import losses
 from kaitian_mpi.integrations.batches import Cut, Given, cut_loaders
@@ -61,7 +62,6 @@ class Adaptive:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
-        self.cuts: MutableSet[Cut] = weakref.WeakSet()
         self.counts_items = False
         """Whether the trainer divides losses by a number of labels of all ranks."""
         self.rule = losses.MEAN
@@ -155,7 +155,7 @@ class Adaptive:
         cut = self._training_cut()
         if cut is not self._cut:
             self._begin(cut, model.module)
-        rows = losses.rows_of(args, kwargs)
+        rows = first_length(args, kwargs) or 0
         if not self._rules.get(model):
             self._rules[model] = self._find_rule(model, args, kwargs, output, rows)
         self.rule = self._rules[model]
@@ -282,7 +282,7 @@ class Adaptive:
 
     def _summed(self) -> None:
         """Exchange the ranks' times of the step."""
-        end, self._marks = self.world.device_kind.mark(), [*self._marks[-2:]]
+        end, self._marks = self.world.device_kind.mark(), self._marks[-2:]
         self._steps += 1
         batches, self._forwards = max(self._forwards, 1), 0
         if len(self._marks) == 2:  # not in the first step, whose begin is not known

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, MutableSet
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -38,8 +38,6 @@ class Planner(Protocol):
 
     rank: int
     size: int
-    cuts: MutableSet[Cut]
-    """Those of all loaders that still exist."""
 
     def divide(self, cut: Cut, rows: int) -> list[int]:
         """Return how many rows of a batch each rank takes."""
@@ -254,7 +252,6 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
         cut = _cut_of(self, planner)
         if cut is not None:
             self.__dict__["batch_sampler"] = cut  # DataLoader refuses the usual assignment
-            planner.cuts.add(cut)
 
     @functools.wraps(iterate)
     def iterate_over_cut(self: DataLoader) -> Iterator[Any]:

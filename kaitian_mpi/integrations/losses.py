@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError, UnsupportedError
 
 MEAN, SUM = "the mean over rows", "a sum over rows"
@@ -31,7 +32,7 @@ def find_rule(
     nothing to compare: `MEAN` as well.
     """
     labels: Any = kwargs.get("labels")
-    rows = rows_of(args, kwargs)
+    rows = first_length(args, kwargs) or 0
     if loss_of(output) is None or rows < 2 or _is_lightning(model):
         return MEAN
     order = torch.arange(rows)
@@ -97,14 +98,6 @@ def loss_of(output: Any) -> torch.Tensor | None:
         loss = getattr(output, "loss", output)
     is_loss = isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point()
     return loss if is_loss else None
-
-
-def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the length of a forward's first tensor with a dimension; 0 if there is none."""
-    for value in _pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.size(0)
-    return 0
 
 
 def count_labels(labels: torch.Tensor, rule: str, by_row: bool = False) -> torch.Tensor:

@@ -21,7 +21,7 @@ class Planner:
     size = RANKS
 
     def __init__(self, rank: int, shares: list[int]) -> None:
-        self.rank, self.cuts = rank, set()
+        self.rank = rank
         self.plan = Plan(ROWS, [None] * RANKS)
         self.plan.shares = shares
         self.changes: dict[int, list[int]] = {}  # by the number of batches given before
@@ -63,8 +63,8 @@ def epoch(make, length, drop_last, shares, trains=True, changes=None, skipped=0,
             if skipped:
                 own = accelerate.SkipBatchSampler(loader.batch_sampler, skipped)
                 loader = DataLoader(loader.dataset, batch_sampler=own, num_workers=workers)
-            for cut in plan.cuts:
-                cut.trains = trains
+            if shares:
+                loader.batch_sampler.trains = trains
             found.append([batch.tolist() for batch in loader])
             assert len(loader) == len(found[-1])
         finally:
@@ -117,7 +117,7 @@ def test_copies_and_older_iterators_do_no_harm():
     restore = cut_loaders(planner)
     try:
         loader = distributed(list(range(24)), 0, False)
-        (cut,) = planner.cuts
+        cut = loader.batch_sampler
         cut.trains = True
         older = iter(loader)
         first = next(older).tolist()
@@ -162,10 +162,9 @@ def test_a_forward_has_the_batch_that_its_trainer_took_for_it(taken, ahead, expe
     planner = Planner(0, [2, 2, 2])
     restore = cut_loaders(planner)
     try:
-        distributed(list(range(99)), 0, False)
+        cut = distributed(list(range(99)), 0, False).batch_sampler
     finally:
         restore()
-    (cut,) = planner.cuts
     cut.fetches_ahead = ahead
     numbers, found = itertools.count(1), []
     for count in taken:
