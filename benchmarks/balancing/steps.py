@@ -25,9 +25,9 @@ from kaitian_mpi.devices.pace import Pace, Schedule
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.recipes.datasets import DataSource, load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
-from kaitian_mpi.recipes.sources import DataSource, load_data
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop

@@ -37,7 +37,7 @@ from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
 from kaitian_mpi.supervise.environments import read_environments
-from kaitian_mpi.supervise.probe import examine_hosts
+from kaitian_mpi.supervise.remote_hosts import examine_hosts
 
 PROGRAM = "kaitian-doctor"
 _MAX_TIMEOUT = 3600.0

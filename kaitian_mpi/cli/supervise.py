@@ -19,14 +19,14 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
-from kaitian_mpi.runtime.command import FOLDERS, parse_command, read_hosts
-from kaitian_mpi.runtime.command import PROGRAM as TRAIN
 from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.runtime.mpirun_command import FOLDERS, parse_command, read_hosts
+from kaitian_mpi.runtime.mpirun_command import PROGRAM as TRAIN
 from kaitian_mpi.supervise.environments import read_environments
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
-from kaitian_mpi.supervise.probe import SECONDS as ANSWER_SEC
-from kaitian_mpi.supervise.probe import PendingAnswer, find_agent, is_local, is_own_name
-from kaitian_mpi.supervise.process import Machine
+from kaitian_mpi.supervise.machine import Machine
+from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
+from kaitian_mpi.supervise.remote_hosts import PendingAnswer, find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
 

@@ -136,7 +136,7 @@ def start_mpi(chosen: Any) -> tuple[MPI.Intracomm, str]:
 def _devices_in_map(path: str, devices: str, comm: MPI.Intracomm) -> str:
     """Return this host's devices in the device map that rank 0 reads. Collective."""
     from kaitian_mpi.supervise.environments import devices_for, read_device_map
-    from kaitian_mpi.supervise.probe import is_local
+    from kaitian_mpi.supervise.remote_hosts import is_local
 
     known: dict[str, str] = {}
     with agree_on_errors(comm):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from kaitian_mpi.preflight.facts import RankFacts, collect, part_from_json
-from kaitian_mpi.preflight.process import LimitedProcess
+from kaitian_mpi.preflight.limited_process import LimitedProcess
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
 
 COMMAND = (sys.executable, "-P", "-m", "kaitian_mpi.preflight.probe")

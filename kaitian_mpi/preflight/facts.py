@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.command import hosts_of_launcher
 from kaitian_mpi.runtime.launcher import is_from_srun, read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library
+from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher
 from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.tags import PROTOCOL
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.recipes.datasets import DataSource, load_data
 from kaitian_mpi.recipes.models import build_model
-from kaitian_mpi.recipes.sources import DataSource, load_data
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.task import Task
 

@@ -7,9 +7,9 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.process import MAX_AT_ONCE
+from kaitian_mpi.preflight.limited_process import MAX_AT_ONCE
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
-from kaitian_mpi.supervise.probe import PendingAnswer
+from kaitian_mpi.supervise.remote_hosts import PendingAnswer
 
 _MAX_BYTES = 1 << 20
 _MAX_BACKOFF_SEC = 3600.0

@@ -11,7 +11,8 @@ from pathlib import Path, PurePath
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.verdict import count_text
-from kaitian_mpi.runtime.command import (
+from kaitian_mpi.runtime.hosts import Host, host_list_without, hostfile_without, total_slots
+from kaitian_mpi.runtime.mpirun_command import (
     HOST_LISTS,
     HOSTFILES,
     PROGRAM,
@@ -20,10 +21,9 @@ from kaitian_mpi.runtime.command import (
     Part,
     parse_launcher,
 )
-from kaitian_mpi.runtime.hosts import Host, host_list_without, hostfile_without, total_slots
 from kaitian_mpi.supervise.environments import expand
 from kaitian_mpi.supervise.hosts_file import hostfile_of
-from kaitian_mpi.supervise.probe import is_own_name
+from kaitian_mpi.supervise.remote_hosts import is_own_name
 
 _MAX_NAMES = 8
 # Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the

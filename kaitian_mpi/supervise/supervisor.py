@@ -13,7 +13,7 @@ from kaitian_mpi.observe.files import read_json
 from kaitian_mpi.observe.folders import SHM
 from kaitian_mpi.preflight.verdict import count_text
 from kaitian_mpi.supervise.hosts_file import HostChanges
-from kaitian_mpi.supervise.process import Machine
+from kaitian_mpi.supervise.machine import Machine
 from kaitian_mpi.supervise.starts import Job, Start, list_names, plan_start
 from kaitian_mpi.train.summary import NAME, Summary
 

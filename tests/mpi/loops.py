@@ -11,8 +11,8 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.recipes.sources import DataSource
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan

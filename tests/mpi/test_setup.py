@@ -13,8 +13,8 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes import image_classification
+from kaitian_mpi.recipes.datasets import DataSource, batches_of_pairs
 from kaitian_mpi.recipes.image_classification import make_task
-from kaitian_mpi.recipes.sources import DataSource, batches_of_pairs
 from kaitian_mpi.train.setup import check_same_samples, prepare_without_folder
 
 pytestmark = pytest.mark.sizes(1, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.official import load_cifar10, load_mnist
+from kaitian_mpi.recipes.cifar_mnist import load_cifar10, load_mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 

@@ -151,7 +151,7 @@ LOAD = """
 import torch
 from kaitian_mpi.train.data.batches import Share
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.recipes.sources import batches_of_pairs
+from kaitian_mpi.recipes.datasets import batches_of_pairs
 from torch.utils.data import TensorDataset
 
 if __name__ == "__main__":

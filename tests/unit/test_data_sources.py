@@ -9,8 +9,8 @@ import torch
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes import images
+from kaitian_mpi.recipes.datasets import load_data
 from kaitian_mpi.recipes.images import ImageArrays, shuffled_split
-from kaitian_mpi.recipes.sources import load_data
 
 
 @pytest.mark.parametrize(("name", "total"), [("digits", 1797), ("synthetic", 2048)])

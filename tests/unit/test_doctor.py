@@ -14,13 +14,13 @@ from facts import rank_facts
 
 from kaitian_mpi.cli.doctor import read_options
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight import examination, job, process
+from kaitian_mpi.preflight import examination, job, limited_process
 from kaitian_mpi.preflight.checks import CHECKS
 from kaitian_mpi.preflight.examination import result_of, start_stage
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job_checks import judge
+from kaitian_mpi.preflight.limited_process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.probe import examine_storage
-from kaitian_mpi.preflight.process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.report import Report, to_json, to_text
 
 
@@ -125,7 +125,7 @@ def test_a_command_and_its_children_end_at_the_limit(tmp_path):
 
 
 def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "MAX_AT_ONCE", 2)
+    monkeypatch.setattr(limited_process, "MAX_AT_ONCE", 2)
     commands = {f"{number}": ["sh", "-c", "echo a; echo b >&2"] for number in range(20)}
     commands |= {"missing": ["/nowhere/python"], "folder": [str(tmp_path)]}
     with limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 16):

@@ -8,9 +8,9 @@ import pytest
 
 from kaitian_mpi import __version__
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.process import Ended
-from kaitian_mpi.runtime.command import hosts_of_launcher, parse_launcher
+from kaitian_mpi.preflight.limited_process import Ended
 from kaitian_mpi.runtime.hosts import Host
+from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher, parse_launcher
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
 from kaitian_mpi.supervise.environments import (
     devices_for,
@@ -18,7 +18,7 @@ from kaitian_mpi.supervise.environments import (
     read_device_map,
     read_environments,
 )
-from kaitian_mpi.supervise.probe import ask_hosts, judge, judge_hostfile
+from kaitian_mpi.supervise.remote_hosts import ask_hosts, judge, judge_hostfile
 
 HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
 TRAIN = "kaitian_mpi.cli.train --lr 1"

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from kaitian_mpi.recipes.datasets import batches_of_pairs
 from kaitian_mpi.recipes.models import build_model
-from kaitian_mpi.recipes.sources import batches_of_pairs
 from kaitian_mpi.train.measure.plan import min_batch_of
 from kaitian_mpi.train.task import Computation
 

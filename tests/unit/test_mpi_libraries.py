@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import kaitian_mpi
-from kaitian_mpi.runtime.command import parse_launcher
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment
 from kaitian_mpi.runtime.mpi_libraries import (
     MPICH,
@@ -19,7 +18,8 @@ from kaitian_mpi.runtime.mpi_libraries import (
     survival_advice,
     survival_requested,
 )
-from kaitian_mpi.supervise.probe import find_agent
+from kaitian_mpi.runtime.mpirun_command import parse_launcher
+from kaitian_mpi.supervise.remote_hosts import find_agent
 
 ROOT = Path(kaitian_mpi.__file__).parent
 THE_FILE = ROOT / "runtime/mpi_libraries.py"

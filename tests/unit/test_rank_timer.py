@@ -15,8 +15,8 @@ from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.devices.cpu import CpuDevice, available_bytes
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.recipes.sources import DataSource
 from kaitian_mpi.train.measure import rank_timer
 from kaitian_mpi.train.measure.rank_benchmark import BenchmarkCache
 from kaitian_mpi.train.measure.rank_timer import MemoryGauge, RankMeasurement, RankTimer, Workload

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.recipes.sources import batches_of_pairs
+from kaitian_mpi.recipes.datasets import batches_of_pairs
 from kaitian_mpi.train.data import sample_digest
 from kaitian_mpi.train.data.sample_digest import digest_samples
 

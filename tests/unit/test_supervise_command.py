@@ -3,7 +3,6 @@
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.command import HOST_LISTS, HOSTFILES, RANKS, parse_command
 from kaitian_mpi.runtime.hosts import (
     Host,
     choose,
@@ -12,7 +11,8 @@ from kaitian_mpi.runtime.hosts import (
     parse_host_list,
     parse_hostfile,
 )
-from kaitian_mpi.supervise.probe import find_agent, is_local, probe_command
+from kaitian_mpi.runtime.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, parse_command
+from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 
 @pytest.mark.parametrize(

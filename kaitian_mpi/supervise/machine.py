@@ -28,7 +28,7 @@ from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import prctl
-from kaitian_mpi.supervise.probe import NO_ANSWER, run_on
+from kaitian_mpi.supervise.remote_hosts import NO_ANSWER, run_on
 from kaitian_mpi.supervise.starts import Job, list_names
 
 _log = logging.getLogger(__name__)

@@ -18,9 +18,14 @@ from typing import NamedTuple
 
 from kaitian_mpi import __version__
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.process import NOT_EXECUTABLE, NOT_FOUND, Ended, LimitedProcess, run_all
+from kaitian_mpi.preflight.limited_process import (
+    NOT_EXECUTABLE,
+    NOT_FOUND,
+    Ended,
+    LimitedProcess,
+    run_all,
+)
 from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, problem_from, warning
-from kaitian_mpi.runtime.command import Command, read_hostfile
 from kaitian_mpi.runtime.hosts import Host, parse_hostfile
 from kaitian_mpi.runtime.mpi_libraries import (
     AGENT_OPTIONS,
@@ -28,6 +33,7 @@ from kaitian_mpi.runtime.mpi_libraries import (
     AGENT_VARIABLES,
     MAPPING_POLICIES,
 )
+from kaitian_mpi.runtime.mpirun_command import Command, read_hostfile
 
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""

@@ -33,8 +33,8 @@ class DataSource:
 # is imported. All have ten classes.
 _BUILT_IN = {
     "digits": ("images", "load_digits", "crop"),
-    "cifar10": ("official", "load_cifar10", "crop-flip"),
-    "mnist": ("official", "load_mnist", "crop"),
+    "cifar10": ("cifar_mnist", "load_cifar10", "crop-flip"),
+    "mnist": ("cifar_mnist", "load_mnist", "crop"),
     "synthetic": ("images", "make_synthetic", "none"),
 }
 
