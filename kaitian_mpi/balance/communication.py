@@ -85,8 +85,9 @@ def scale_allreduce(
 
     Within a group, the cost of the same kind alone is scaled as a ring's. The groups work
     concurrently, so the slowest counts. The measured extra cost of crossing between groups is added
-    unscaled, since only leaders cross. If exactly these ranks were measured, that result is
-    returned. A kind of which only one rank was measured is assumed to be like the slowest ranks.
+    unscaled, since only leaders cross; it is that of the fewest measured kinds with all of these.
+    If exactly these ranks were measured, that result is returned. A kind of which only one rank was
+    measured is assumed to be like the slowest ranks.
     """
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):
@@ -94,10 +95,10 @@ def scale_allreduce(
     inside = _inside(measured, wanted)
     if len(wanted) == 1:
         return inside
-    same = [entry for entry in measured if entry.ranks_per_kind.keys() == wanted.keys()]
-    if not same:
+    among = [entry for entry in measured if entry.ranks_per_kind.keys() >= wanted.keys()]
+    if not among:
         raise _not_measured(f"between {', '.join(wanted)}")
-    entry = max(same, key=lambda entry: entry.ranks)
+    entry = min(among, key=lambda entry: (len(entry.ranks_per_kind), -entry.ranks))
     then = _inside(measured, entry.ranks_per_kind)
     return AllreduceCost(
         inside.latency_sec + max(0.0, entry.cost.latency_sec - then.latency_sec),

@@ -18,6 +18,7 @@ from kaitian_mpi.observe.files import save_json
 from kaitian_mpi.runtime.abort import abort_on_error, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.signals import handle_signals
+from kaitian_mpi.runtime.watchdog import stop_watchdog
 
 PROGRAM = "kaitian-plan"
 SECTIONS = {
@@ -47,7 +48,7 @@ def main() -> None:
 
 def measure(parsed: Parsed) -> None:
     """Measure the ranks that mpirun has started, and report on rank 0. Collective."""
-    config, world, watchdog = start_ranks(TrainConfig(**parsed.settings))
+    config, world = start_ranks(TrainConfig(**parsed.settings))
     import torch.distributed as dist
 
     from kaitian_mpi.mpi.exchange import agree_on_errors
@@ -62,8 +63,7 @@ def measure(parsed: Parsed) -> None:
         if world.rank == 0:
             report(measured, parsed)
     dist.destroy_process_group()
-    if watchdog is not None:
-        watchdog.close()
+    stop_watchdog()
 
 
 def make_parser() -> OneLineParser:
@@ -187,6 +187,9 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
     print(f"best: {' + '.join(job.best)}, {_rate(best)} samples/s")
     for kind in guessed_kinds(measured.allreduces, job.world):
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
+    known = [entry.ranks_per_kind.keys() for entry in measured.allreduces]
+    if any(len(kinds) > 1 and {*kinds} not in known for kinds in job.forecasts):
+        print("note: some of these kinds were measured only among more: that allreduce is assumed")
 
 
 def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

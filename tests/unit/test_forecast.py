@@ -180,6 +180,12 @@ def test_what_was_not_measured_is_an_error(entries, world, what):
         scale_allreduce(entries, world)
 
 
+def test_kinds_that_were_measured_only_among_more_cost_what_the_fewest_of_those_do():
+    entries = [measured(seconds, 0.0, **dict.fromkeys(kinds, 1)) for seconds, kinds in
+               ((3e-3, "abcd"), (2e-3, "abc"), (1e-3, "bcd"))]  # fmt: skip
+    assert scale_allreduce(entries, {"a": 1, "b": 1}).latency_sec == 2e-3
+
+
 def test_ranks_reuse_the_measured_costs_in_turn():
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
     found = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})

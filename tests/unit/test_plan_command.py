@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -157,6 +158,18 @@ def test_another_world_and_batch(run, options, said):
     assert code == 0
     lines = "\n".join(" ".join(line.split()) for line in shown.splitlines())
     assert all(text in lines for text in said)
+
+
+def test_kinds_measured_only_among_more_are_forecast_with_a_note(run, tmp_path):
+    path = tmp_path / "all.json"
+    save_json(path, replace(MEASURED, allreduces=MEASURED.allreduces[2:]).to_json())
+    assert "measured only among more" not in run(path=path)[1]
+    ranks = (*MEASURED.ranks, bench_rank(4, "npu", 0.01, 0.001))
+    every = MeasuredAllreduce({"gpu": 2, "mlu": 2, "npu": 1}, AllreduceCost(5e-4, 8e-10))
+    save_json(path, replace(MEASURED, ranks=ranks, allreduces=(every,)).to_json())
+    code, shown, _ = run("--world", "2xgpu,2xmlu", path=path)
+    assert code == 0
+    assert "note: some of these kinds were measured only among more" in shown
 
 
 WRONG_WORLDS = "", "gpu", "2gpu", "0xgpu", "2xgpu,", "٣xgpu", "9999999999xgpu", "2xgpu,3xgpu"
