@@ -32,10 +32,10 @@ from kaitian_mpi.runtime.abort import (
     rank_prefix,
     report_once,
 )
-from kaitian_mpi.runtime.launcher import read_tasks
+from kaitian_mpi.runtime.launcher import Launch, find_launch
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.runtime.signals import handle_signals
-from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog
+from kaitian_mpi.runtime.watchdog import enter_phase, start_watchdog, stop_watchdog
 from kaitian_mpi.supervise.environments import read_environments
 from kaitian_mpi.supervise.remote_hosts import examine_hosts
 
@@ -55,11 +55,11 @@ def main() -> None:
     if make_parser().shows_help(arguments):
         return
     began = time.monotonic()
-    tasks = read_tasks(os.environ)
+    launch = find_launch(os.environ)
     handle_signals(PROGRAM)
 
     def show(job: JobFacts, verdicts: Sequence[tuple[str, Verdict]] = (), subject: str = "") -> int:
-        job = replace(job, mpirun=None if tasks else shutil.which("mpirun") or "")
+        job = replace(job, mpirun=None if launch else shutil.which("mpirun") or "")
         verdicts = verdicts or list(judge(job, CHECKS))
         report = Report(job, verdicts, time.monotonic() - began, subject)
         if chosen.json:
@@ -77,23 +77,23 @@ def main() -> None:
             verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
             code = show(JobFacts(ranks=()), verdicts, f"hosts of {chosen.hostfile}")
         else:
-            code = examine_rank(chosen, show, tasks)
+            code = examine_rank(chosen, show, launch)
     sys.exit(code)
 
 
-def examine_rank(chosen: argparse.Namespace, show: Show, tasks: tuple[int, int] | None) -> int:
+def examine_rank(chosen: argparse.Namespace, show: Show, launch: Launch | None) -> int:
     """Examine this rank of a job, or this machine alone; return the exit code."""
     # Works while a call holds the GIL, as the start of MPI does, and names it. Not the watchdog's
     # SIGKILL: if all ranks die of signals, mpirun --with-ft ulfm exits with code 0.
     faulthandler.dump_traceback_later(chosen.timeout + _START_EXTRA_SEC, exit=True)
-    watchdog = start_watchdog(chosen.timeout + _WATCHDOG_EXTRA_SEC)
+    start_watchdog(chosen.timeout + _WATCHDOG_EXTRA_SEC)
     enter_phase("the start of MPI, which needs all ranks", limited=False)
-    rank = tasks[0] if tasks else 0
+    rank = launch.world_rank if launch else 0
     examination = Examination(chosen, rank)
     try:
         comm = initialize_mpi()
     except UserError as error:
-        if tasks or not is_mpi_running():
+        if launch or not is_mpi_running():
             return examine_without_mpi(examination, str(error), show, rank)
         comm = sys.modules["mpi4py.MPI"].COMM_WORLD  # one machine of a larger allocation
     finally:
@@ -111,8 +111,7 @@ def examine_rank(chosen: argparse.Namespace, show: Show, tasks: tuple[int, int] 
         abort_job(1)
     if not job.is_clean:
         abort_job(code or 1)
-    if watchdog is not None:
-        watchdog.close()
+    stop_watchdog()
     return code
 
 
@@ -175,7 +174,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if chosen.env and not chosen.hostfile:
         raise UserError("--env requires --hostfile")
-    if chosen.hostfile and read_tasks(os.environ) is not None:
+    if chosen.hostfile and find_launch(os.environ) is not None:
         raise UserError("--hostfile cannot be used under mpirun; run it before mpirun")
     chosen.share_device |= os.environ.get(SHARE_VARIABLE) == "1"
     if not chosen.run_dir:

@@ -31,7 +31,7 @@ from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.system import usable_cores
-from kaitian_mpi.runtime.watchdog import Watchdog, setup_limit, start_watchdog
+from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog, stop_watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,7 +53,7 @@ def main() -> None:
         with report_once():
             parsed = parse_settings(parser, arguments)
             config = TrainConfig(**parsed.settings)
-        config, _, watchdog = start_ranks(config)
+        config, _ = start_ranks(config)
         import torch.distributed as dist
 
         from kaitian_mpi.train.training import Training
@@ -63,17 +63,16 @@ def main() -> None:
                 pass
         if dist.is_initialized():  # a standby rank has no group
             dist.destroy_process_group()
-        if watchdog is not None:
-            watchdog.close()
+        stop_watchdog()
         exit_after_loss()
 
 
-def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | None]:
+def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     """Start MPI, import torch, and choose this rank's device. Collective."""
     launch = read_launch(os.environ)
     level = "warning" if config.quiet and config.log_level == "info" else config.log_level
     configure_logging(level, rank_prefix(), launch.world_rank)
-    watchdog = start_watchdog(setup_limit(config.step_timeout))
+    start_watchdog(setup_limit(config.step_timeout))
     if launch.local_size < launch.world_size:
         hide_unused_devices(os.environ, config.devices)
         load_torch(launch)  # while the other hosts' ranks are started
@@ -90,7 +89,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World, Watchdog | Non
     world = init(devices, *emulated, config.share_device, config.group_by)
     startup_clock.begin("imports")
     import_for_optimizers()
-    return config, world, watchdog
+    return config, world
 
 
 def load_torch(launch: Launch) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kaitian_mpi.errors import AgreedError, CollectiveError, UserError
-from kaitian_mpi.preflight.verdict import by_value
+from kaitian_mpi.preflight.verdict import by_value, differ, ranks_by, ranks_text
 from kaitian_mpi.runtime.polling import wait_request
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def join_errors(faults: list[str]) -> str:
     """Join the error messages of all ranks ("" for none), in rank order, into one line."""
     if len(set(faults)) == 1:
         return faults[0]
-    return "; ".join(f"{_ranks(faults, text)}: {text}" for text in dict.fromkeys(faults) if text)
+    at = ranks_by(dict(enumerate(faults)))
+    return "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in at.items() if text)
 
 
 def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
@@ -108,12 +109,7 @@ def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
     faults = []
     for name in dict.fromkeys(name for each in by_rank for name in each):
         held = {rank: each[name] for rank, each in enumerate(by_rank) if name in each}
-        if len(set(held.values())) > 1:
+        if differ(held):
             faults.append(f"{name} differs between ranks: {by_value(held)}")
     if faults:
         raise AgreedError(f"{'; '.join(faults)}; {advice}")
-
-
-def _ranks(values: list[str], value: str) -> str:
-    ranks = [str(rank) for rank, other in enumerate(values) if other == value]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"

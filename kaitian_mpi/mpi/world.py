@@ -247,11 +247,7 @@ def _exchange_visible(
     Returns this node's number, since hosts may share a name; what each of its ranks sees, by local
     rank; and whether any rank of the job may share a device.
     """
-    from mpi4py import MPI
-
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    node = gather_values(local, comm.rank)[0]
-    local.Free()
+    node = _gather_on_host(comm, comm.rank)[0]
     found = gather_values(comm, (node, local_rank, seen, share))
     here = sorted((each for each in found if each[0] == node), key=lambda each: int(each[1]))
     return node, [each[2] for each in here], any(each[3] for each in found)
@@ -323,10 +319,15 @@ def finished_ranks(world: World) -> list[int]:
 
 def share_cores(comm: MPI.Comm) -> int:
     """Return how many threads each rank of this host should compute with. Collective."""
+    usable = _gather_on_host(comm, sorted(usable_cores()))
+    return max(1, len(set().union(*usable)) // len(usable))
+
+
+def _gather_on_host(comm: MPI.Comm, value: Any) -> list[Any]:
+    """Gather a value from every rank of this one's host. Collective."""
     from mpi4py import MPI
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cores = set().union(*gather_values(local, sorted(usable_cores())))
-    threads = max(1, len(cores) // local.size)
+    gathered = gather_values(local, value)
     local.Free()
-    return threads
+    return gathered

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.preflight.verdict import by_value
+from kaitian_mpi.preflight.verdict import by_value, count_text, differ
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
 _quiet = False
@@ -33,7 +33,7 @@ def warn_rank_0(world: World, text: str) -> None:
 def show_topology(world: World, survives: bool = False) -> None:
     """Print hosts, groups, leaders and devices, from world rank 0."""
     emulated = any(info.emulated for info in world.infos)
-    title = f"{_count(world.size, 'rank')}, {_count(len(world.groups), 'group')}"
+    title = f"{count_text(world.size, 'rank')}, {count_text(len(world.groups), 'group')}"
     if world.group.node is not None:
         title += " by kind and host"
     leaders = {group.leader for group in world.groups}
@@ -75,11 +75,7 @@ def differing_software(infos: Sequence[RankInfo]) -> list[str]:
         "torch": {info.world_rank: info.torch_version for info in infos},
         "Python": {info.world_rank: info.python_version for info in infos},
     }
-    return [
-        f"{name}: {by_value(versions)}"
-        for name, versions in found.items()
-        if len(set(versions.values())) > 1
-    ]
+    return [f"{name}: {by_value(held)}" for name, held in found.items() if differ(held)]
 
 
 def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
@@ -92,10 +88,6 @@ def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]
 def lost_line(lost: Sequence[RankInfo]) -> str:
     """Return a line that names the ranks that were lost."""
     return f"{', '.join(map(str, lost))} {'was' if len(lost) == 1 else 'were'} lost"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def show_table(

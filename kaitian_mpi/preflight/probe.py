@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.preflight.facts import Devices, Kind, Storage
-from kaitian_mpi.runtime.system import prctl
+from kaitian_mpi.runtime.system import die_with_parent
 
 if TYPE_CHECKING:
     from kaitian_mpi.devices.registry import Kinds
 
-_PR_SET_PDEATHSIG = 1
 _VENDOR_PACKAGE = re.compile(
     r"torch[-_].+|nvidia-(nccl|cuda-runtime|cudnn)\b.*|(intel|oneccl)[-_].*torch.*|.*[-_]pt|triton.*"
 )
@@ -39,7 +38,7 @@ _ASCEND_VERSION = Path("/usr/local/Ascend/driver/version.info")
 
 def main() -> None:
     """Make the examination that the command line names."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     result = os.dup(1)
     os.dup2(2, 1)  # vendors' libraries print to stdout
     facts = _EXAMINATIONS[sys.argv[1]](**json.loads(sys.argv[2]))

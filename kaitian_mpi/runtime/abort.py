@@ -23,11 +23,10 @@ from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss, is_mpi_running
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
-from kaitian_mpi.runtime.system import prctl
+from kaitian_mpi.runtime.system import die_with_parent
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_PR_SET_PDEATHSIG = 1
 _READ_OUTPUT_SEC = 2.0
 _FORWARD_OUTPUT_SEC = 0.1
 _WAIT_FOR_RANK_0_SEC = 2.0
@@ -203,9 +202,5 @@ def _speaks_first() -> bool:
 
 def die_with_launcher() -> None:
     """Have the kernel send SIGKILL to this process when the launcher exits (Linux)."""
-    if read_launch(os.environ).world_size == 1:
-        return
-    parent = os.getppid()
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+    if read_launch(os.environ).world_size > 1:
+        die_with_parent(signal.SIGKILL)

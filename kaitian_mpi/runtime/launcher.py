@@ -35,25 +35,20 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """Read ranks and sizes from the launcher's variables; without them, a job of one rank."""
-    return _launched(environ) or Launch()
+    return find_launch(environ) or Launch()
 
 
-def read_tasks(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this process's number and how many there are; None without a launcher."""
-    launch = _launched(environ)
-    return None if launch is None else (launch.world_rank, launch.world_size)
+def find_launch(environ: Mapping[str, str]) -> Launch | None:
+    """Read ranks and sizes from the launcher's variables; None without a launcher."""
+    library = launched_by(environ)
+    if library is None:
+        return _read_srun(environ)
+    return Launch(*(int(environ[name]) for name in library.rank_variables))
 
 
 def is_from_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun has started this process itself, not mpirun's daemon."""
     return launched_by(environ) is None and _read_srun(environ) is not None
-
-
-def _launched(environ: Mapping[str, str]) -> Launch | None:
-    library = launched_by(environ)
-    if library is None:
-        return _read_srun(environ)
-    return Launch(*(int(environ[name]) for name in library.rank_variables))
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch | None:
@@ -90,7 +85,7 @@ def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tupl
 
 def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Return what is wrong, and what to do, if this is the only rank in a larger allocation."""
-    if read_tasks(environ) or any(name in environ for name in RANKS_OF_OTHER_LAUNCHERS):
+    if find_launch(environ) or any(name in environ for name in RANKS_OF_OTHER_LAUNCHERS):
         return None
     allocated = "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""
     units = {"JOB_NUM_NODES": "nodes", "NTASKS": "tasks", "HET_SIZE": "components"}

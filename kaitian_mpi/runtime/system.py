@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import tempfile
 import threading
+
+_PR_SET_PDEATHSIG = 1
 
 _default_threads: int | None = None
 
@@ -19,6 +22,14 @@ def usable_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def die_with_parent(number: signal.Signals, parent: int = 0) -> None:
+    """Have the kernel send this process a signal when its parent exits (Linux); 0: the present."""
+    parent = parent or os.getppid()
+    prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(128 + number)
 
 
 def prctl(option: int, value: int) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,13 +28,12 @@ from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.runtime.system import prctl
+from kaitian_mpi.runtime.system import die_with_parent
 from kaitian_mpi.supervise.remote_hosts import NO_ANSWER, run_on
 from kaitian_mpi.supervise.starts import Job, list_names
 
 _log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _FORWARDED = (*_STOPS, signal.SIGUSR1)
 _POLL_SEC = 0.1
@@ -92,22 +92,14 @@ class Machine:
         return code if code >= 0 else 128 - code
 
     def _start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            # Must be called in the child, between fork and exec, hence preexec_fn, which is safe in
-            # a process without threads. So mpirun ends its ranks after a SIGKILL to us.
-            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGTERM)
-
         try:
             return subprocess.Popen(  # noqa: S603 (the user's own command)
                 words,
                 env={**NOTICE_DEAD_HOSTS, **os.environ, **environment(self.job)},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
-                preexec_fn=die_with_parent,
+                # So mpirun ends its ranks after a SIGKILL to us. Safe in a process without threads.
+                preexec_fn=partial(die_with_parent, signal.SIGTERM, os.getpid()),
             )
         except OSError as error:
             raise UserError(

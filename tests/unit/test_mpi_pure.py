@@ -7,9 +7,9 @@ from kaitian_mpi.mpi.topology import RankInfo, may_group_by_host, plan_groups
 from kaitian_mpi.runtime.launcher import (
     Launch,
     different_mpi,
+    find_launch,
     prepare_environment,
     read_launch,
-    read_tasks,
     unlaunched,
 )
 
@@ -54,8 +54,7 @@ INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1
 )
 def test_placement_is_read_from_the_environment_of_what_a_launcher_started(environ, expected):
     assert read_launch(environ) == (expected or Launch(0, 1, 0, 1))
-    tasks = (expected.world_rank, expected.world_size) if expected else None
-    assert read_tasks(environ) == tasks
+    assert find_launch(environ) == expected
 
 
 @pytest.mark.parametrize(
