@@ -174,7 +174,12 @@ def use_everything(kind):
         "group": device.create_vendor_group(dist.HashStore(), 1, 2, timedelta(seconds=7)),
         "out_of_memory": device.is_out_of_memory(RuntimeError(f"{kind.upper()} out of memory.")),
     }
-    registration.register()  # again: the plug-in was imported after torch
+    dist.Backend.default_device_backend_map["cpu"] = "fake"  # as torch's own for tests does
+    before = dict(dist.Backend.default_device_backend_map)
+    for _ in range(2):  # again: the plug-in was imported after torch
+        registration.register()
+    assert dist.Backend.backend_list.count("kaitian") == 1
+    assert dist.Backend.default_device_backend_map == before
     results["accepted"] = dist.Backend.backend_capability["kaitian"]
     device.restart_memory_peak(1)
     results["peak"] = device.memory_peak_bytes(1)

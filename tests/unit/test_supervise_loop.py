@@ -12,7 +12,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.hosts import parse_host_list
 from kaitian_mpi.runtime.mpirun_command import parse_command
 from kaitian_mpi.supervise.starts import Job
-from kaitian_mpi.supervise.supervisor import RunState, read_state, supervise
+from kaitian_mpi.supervise.supervisor import supervise
 
 
 class Run:
@@ -232,21 +232,3 @@ def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
     world = World(folder, Run(1), Run(1, step=5), Run(0, step=9, finished=True))
     assert supervise(job, world, 3) == 0
     assert ["--resume=auto" in words for words in world.commands] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("summary", "state"),
-    [
-        (None, RunState()),
-        ("", RunState()),
-        ("{", RunState()),
-        ("[]", RunState()),
-        ('{"finished": false, "steps": 7}', RunState(steps=7)),
-        ('{"finished": "yes", "steps": "7"}', RunState()),
-        ('{"finished": true, "steps": 7}', RunState(finished=True, steps=7)),
-    ],
-)
-def test_reading_a_summary(tmp_path, summary, state):
-    if summary is not None:
-        (tmp_path / "summary.json").write_text(summary)
-    assert read_state(tmp_path) == state

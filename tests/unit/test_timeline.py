@@ -167,13 +167,6 @@ def test_memory_is_bounded_and_what_is_missing_is_counted():
     assert [event.name for event in made.take()] == ["forward"]
 
 
-def test_nothing_is_recorded_without_a_timeline():
-    assert recorder.current is None
-    with part("wait"):
-        assert recorded(len, "all_reduce", GROUP, 1) is len
-    enter_phase("forward", step=1)
-
-
 class DeviceMark(NamedTuple):
     time: float
 
