@@ -172,32 +172,6 @@ def test_kinds_measured_only_among_more_are_forecast_with_a_note(run, tmp_path):
     assert "note: some of these kinds were measured only among more" in shown
 
 
-WRONG_WORLDS = "", "gpu", "2gpu", "0xgpu", "2xgpu,", "٣xgpu", "9999999999xgpu", "2xgpu,3xgpu"
-WRONG_WORLDS += ("90000xgpu,10001xmlu",)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        *((["--world", world], "write it like 8xcuda,32xcpu") for world in WRONG_WORLDS),
-        (["--world", "2xnpu"], "kind 'npu' was not measured, only gpu, mlu"),
-        (["--world", "2xgpu", "--global-batch-size", "0"], "must be a whole number, at least 1"),
-        (["--model", "cnn"], "--model cannot be combined with"),
-        (["--set", "check_every=3"], "--check-every cannot be combined with"),
-        (["--save", "again.json"], "--save cannot be combined with"),
-        (["--world", "2xgpu", "--global-batch-size", "x"], "invalid int value: 'x'"),
-        (["--world", "2xgpu", "--wrold", "2xgpu"], "unrecognized arguments: --wrold"),
-    ],
-)
-def test_a_wrong_argument_is_a_one_line_error_with_code_2(run, options, said):
-    code, shown, errors = run(*options)
-    assert code == 2
-    assert shown == ""
-    assert errors.startswith("kaitian-plan: error: ")
-    assert said in errors
-    assert errors.count("\n") == 1
-
-
 @pytest.mark.serial
 def test_a_hundred_thousand_ranks_are_forecast_without_torch_or_mpi(path):
     script = (

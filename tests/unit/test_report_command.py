@@ -91,29 +91,6 @@ def test_a_watched_page_reloads_itself_until_the_end(tmp_path, end):
     assert out.endswith(f"\nreport in {page}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{run}", "--watch", "0"], "--watch: 0 is not between 1 and 86400 seconds"),
-        (["--watch", "{run}"], "run' is not a number of seconds; give the run folder before"),
-        (["{run}", "--watch", "--text"], "--watch cannot be combined with --text or --images"),
-        (["{run}", "--watch", "-o", "/dev/null"], "/dev/null is not a regular file"),
-        (["{tmp}"], "not the folder of a run"),
-        (["{tmp}/none"], "no such folder"),
-        (["{run}", "-o", "{tmp}/none/x.html"], "(No such file or directory); name another"),
-        (["{run}", "-o", "{tmp}"], "Is a directory"),
-        (["{run}", "--images", "{run}/config.json"], "--images"),
-        ([], "RUN_DIR"),
-    ],
-)
-def test_a_mistake_is_one_line(run, tmp_path, arguments, message):
-    folder = make_run(tmp_path / "run")
-    code, out, err = run(*(a.format(tmp=tmp_path, run=folder) for a in arguments))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("kaitian-report: error: ")
-    assert message in err
-
-
 def test_without_matplotlib_one_line_names_the_extra(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run(make_run(tmp_path / "run"))

@@ -256,29 +256,6 @@ def test_the_command_has_no_terminal(place):
     assert run(place, script, "-np", "2", "kaitian-train")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words", "said"),
-    [
-        ([], ["-np", "2", "python", "x.py"], "the command must start kaitian-train"),
-        ([], ["kaitian-train", "--epochs", "0"], "--epochs must be a whole number"),
-        ([], ["kaitian-train", "--wrong"], "unrecognized arguments: --wrong; see kaitian-train"),
-        ([], ["--hostfile", "no", "kaitian-train"], "no is not a regular file"),
-        ([], ["--host", "a,-oX", "kaitian-train"], "--host: '-oX' is not a host name"),
-        (["--max-restarts", "-1"], ["kaitian-train"], "--max-restarts must be at least 0"),
-        (["--probe-seconds", "nan"], ["kaitian-train"], "--probe-seconds must be above 0"),
-        (["--hang-seconds", "-1"], ["kaitian-train"], "--hang-seconds must be at least 0"),
-        (["--wrong"], ["kaitian-train"], "unrecognized arguments: --wrong; see kaitian-supervise"),
-    ],
-)
-def test_an_invalid_command_is_a_one_line_error_with_code_2(place, options, words, said):
-    code, out, err = run(place, "", *words, options=options)
-    assert (code, out) == (2, "")
-    assert err.startswith("kaitian-supervise: error: ")
-    assert said in err
-    assert err.count("\n") == 1
-    assert not (place / "calls").exists()
-
-
 def test_neither_torch_nor_mpi_is_imported(place):
     script = (
         "import sys, kaitian_mpi.cli.supervise; "
