@@ -2,15 +2,10 @@
 
 import errno
 import fcntl
-import functools
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -196,60 +191,3 @@ def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, writer, caplog):
     with saving_in(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
-
-
-# Stands for mpirun and one rank; the process that saves the rank's state outlives both.
-MPIRUN = """#!/bin/sh
-mkdir -p run/checkpoints
-trap 'exit 7' INT TERM
-setsid "$PYTHON" saver.py run/checkpoints > /dev/null 2>&1 &
-while :; do sleep 0.05; done
-"""
-SAVER = """
-import sys, time
-from pathlib import Path
-from kaitian_mpi.observe.folder_lock import saving_in
-with saving_in(Path(sys.argv[1])):
-    Path("saving").touch()
-    while not Path("may-end").exists():
-        time.sleep(0.01)
-    Path("saved").touch()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopping_supervisor_waits_until_the_state_is_saved(tmp_path, number):
-    (tmp_path / "mpirun").write_text(MPIRUN)
-    (tmp_path / "mpirun").chmod(0o755)
-    (tmp_path / "saver.py").write_text(SAVER)
-    command = "kaitian_mpi.cli.supervise ./mpirun -np 1 kaitian-train --run-dir run"
-    supervisor = subprocess.Popen(
-        [sys.executable, "-m", *command.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable},
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that starts these tests in the background has SIGINT ignored.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        wait_for(tmp_path / "saving")
-        supervisor.send_signal(number)
-        line = next((line for line in supervisor.stderr if "waiting for" in line), "")
-        with pytest.raises(subprocess.TimeoutExpired):
-            supervisor.wait(0.5)
-    finally:
-        (tmp_path / "may-end").touch()
-    assert supervisor.wait(LONGEST_SEC) == 128 + number
-    assert (tmp_path / "saved").exists()
-    writer = rf"process \d+ of {re.escape(socket.gethostname())}"
-    said = rf"waiting for {writer}, which is still writing a checkpoint in run/checkpoints"
-    assert re.fullmatch(f"kaitian-supervise: {said}\n", line)
-    supervisor.stderr.close()
-
-
-def wait_for(path):
-    ends_at = time.monotonic() + LONGEST_SEC
-    while not path.exists():
-        assert time.monotonic() < ends_at, f"no {path}"
-        time.sleep(0.02)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -156,15 +157,45 @@ def signal_when_ready(place, script, number):
     return process.returncode, err
 
 
+# Saves a rank's state, and outlives both the rank and mpirun.
+SAVER = """
+import sys, time
+from pathlib import Path
+from kaitian_mpi.observe.folder_lock import saving_in
+with saving_in(Path(sys.argv[1])):
+    Path("saving").touch()
+    while not Path("may-end").exists():
+        time.sleep(0.01)
+    Path("saved").touch()
+"""
+
+
 @pytest.mark.linux("snapshots are in /dev/shm")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_is_forwarded_once_and_snapshots_are_removed(place, number):
-    name = number.name.removeprefix("SIG")
-    script = f"""folder=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname)
-    mkdir -m 700 $folder; echo kept > $folder/file; ls $folder > kept
-    trap 'echo got >> got; exit 7' {name}"""
-    code, err = signal_when_ready(place, script, number)
-    assert code == 128 + number, err
+def test_after_a_stop_signal_it_waits_for_the_save_and_removes_snapshots(place, number):
+    (place / "saver.py").write_text(SAVER)
+    script = f"""snapshots=/dev/shm/kaitian-$OMPI_KAITIAN_SNAPSHOTS-$(hostname)
+    mkdir -m 700 $snapshots; echo kept > $snapshots/file; ls $snapshots > kept
+    mkdir -p run/checkpoints; setsid {sys.executable} saver.py run/checkpoints > /dev/null 2>&1 &
+    trap 'echo got >> got; exit 7' {number.name.removeprefix("SIG")}; {WAIT}"""
+    supervisor = start(place, script, "-np", "2", "kaitian-train", "--run-dir=run")
+    try:
+        wait_for(place / "saving")
+        wait_for(place / "ready")
+        supervisor.send_signal(number)
+        waiting = next((line for line in supervisor.stderr if "waiting for" in line), "")
+        with pytest.raises(subprocess.TimeoutExpired):
+            supervisor.wait(0.5)
+    finally:
+        (place / "may-end").touch()
+    _, err = supervisor.communicate(timeout=LONGEST_SEC)
+    assert (place / "saved").exists()
+    assert re.fullmatch(
+        rf"kaitian-supervise: waiting for process \d+ of {re.escape(socket.gethostname())}, which "
+        "is still writing a checkpoint in run/checkpoints\n",
+        waiting,
+    )
+    assert supervisor.returncode == 128 + number, err
     assert (place / "got").read_text() == "got\n"
     assert calls(place) == 1
     assert err.endswith(f"kaitian-supervise: ended by {number.name}; not started again\n")
