@@ -148,8 +148,7 @@ class BackgroundSink(_Forwarding):
                 self._waiting.get_nowait()
                 if not self._has_lost:
                     _log.warning(
-                        "%s cannot keep up; its oldest queued metrics are dropped",
-                        self._name,
+                        "%s cannot keep up; its oldest queued metrics are dropped", self._name
                     )
                 self._has_lost = True
 

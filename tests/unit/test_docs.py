@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from sources import FILES, nodes
 
 from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
 from kaitian_mpi.config import TrainConfig
@@ -187,11 +188,10 @@ def test_code_blocks_parse(path):
 @functools.cache
 def texts_in_the_code():
     """Return all strings of the package."""
-    sources = [path.read_text() for path in (ROOT / "kaitian_mpi").rglob("*.py")]
     return {
         node.value
-        for source in sources
-        for node in ast.walk(ast.parse(source))
+        for path in FILES
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
 

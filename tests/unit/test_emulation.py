@@ -60,18 +60,8 @@ def test_a_rank_without_the_variable_takes_the_others_value(agree):
 @pytest.mark.parametrize(
     ("kinds", "slowdown", "other", "message"),
     [
-        (
-            "a,b",
-            "",
-            ["b,a", ""],
-            "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'",
-        ),
-        (
-            "a,b,c",
-            "",
-            ["a,b,c", ""],
-            "--emulate-kinds a,b,c: give one kind per rank; mpirun has",
-        ),
+        ("a,b", "", ["b,a", ""], "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'"),
+        ("a,b,c", "", ["a,b,c", ""], "--emulate-kinds a,b,c: give one kind per rank; mpirun has"),
         ("", "2:3", ["", ""], "--emulate-slowdown: '2:3' is not a slowdown; write rank:factor or"),
     ],
 )

@@ -5,9 +5,8 @@ import functools
 import graphlib
 from pathlib import Path
 
-import kaitian_mpi
+from sources import FILES, ROOT, nodes, tree
 
-ROOT = Path(kaitian_mpi.__file__).parent
 # From the top; a room imports only from those below it. `errors.py` belongs to none.
 FLOORS = (
     "cli",
@@ -34,7 +33,7 @@ MAX_FILES = 196
 def modules() -> dict[str, Path]:
     """Return every module of the package by its dotted name below the package."""
     found = {}
-    for path in ROOT.rglob("*.py"):
+    for path in FILES:
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(part for part in parts if part != "__init__")] = path
     return found
@@ -44,7 +43,7 @@ def modules() -> dict[str, Path]:
 def package_imports(path: Path) -> set[str]:
     """Return the modules of the package that a file imports anywhere in it, for types too."""
     known, found = modules(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [
@@ -95,10 +94,10 @@ def test_the_package_can_be_held():
 
 
 def imported_packages(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    froms = {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+    found = list(nodes(path))
+    froms = {n.module.split(".")[0] for n in found if isinstance(n, ast.ImportFrom) and n.module}
     return froms | {
-        a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names
+        a.name.split(".")[0] for n in found if isinstance(n, ast.Import) for a in n.names
     }
 
 
@@ -122,9 +121,9 @@ def test_the_lowest_layers_import_neither_torch_nor_mpi():
 
 
 def test_only_the_mpi_packages_and_type_hints_import_mpi4py():
-    for path in ROOT.rglob("*.py"):
+    for path in FILES:
         place = path.relative_to(ROOT)
         if place.parts[0] in ("mpi", "runtime") or place.parent.name == "network":
             continue
-        for node in ast.parse(path.read_text()).body:  # TYPE_CHECKING blocks are not in the body
+        for node in tree(path).body:  # TYPE_CHECKING blocks are not in the body
             assert not (isinstance(node, ast.ImportFrom) and node.module == "mpi4py"), path

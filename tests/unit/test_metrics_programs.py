@@ -11,12 +11,7 @@ from test_metrics import reading
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import Event, Figures
 from kaitian_mpi.observe.run_folder import DiskFolder
-from kaitian_mpi.observe.trackers import (
-    MlflowSink,
-    TensorBoardSink,
-    WandbSink,
-    check_wandb_login,
-)
+from kaitian_mpi.observe.trackers import MlflowSink, TensorBoardSink, WandbSink, check_wandb_login
 from kaitian_mpi.runtime.polling import wait_until
 
 BLOCK, WHOLE, LAST = 32768, 1, 4  # of LevelDB's log format

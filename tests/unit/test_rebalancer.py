@@ -61,11 +61,13 @@ class Job:
 
     def run(self, steps, factors):
         """A rank is factors(step)[rank] times slower; what a step tells is known a step later."""
-        told = None
+        told, best_sec = None, {}
         for step in range(steps):
-            now = [m.times(f) for m, f in zip(self.true, factors(step), strict=True)]
-            best_sec = seconds(now, plan_fastest(now, self.batch))
-            self.efficiency.append(best_sec / seconds(now, self.shares))
+            slow = tuple(factors(step))
+            now = [m.times(f) for m, f in zip(self.true, slow, strict=True)]
+            if slow not in best_sec:
+                best_sec[slow] = seconds(now, plan_fastest(now, self.batch))
+            self.efficiency.append(best_sec[slow] / seconds(now, self.shares))
             plan = self.rebalancer.observe(rank_steps(*told)) if told else None
             told = noisy_rows(self.random, now, self.shares, [self.noise] * len(now), 0.005)
             if plan is not None:

@@ -26,7 +26,7 @@ from kaitian_mpi.train.task import Computation, Task
 
 MAX_RATIO = 1.3
 METADATA = SimpleNamespace(to_json=dict)
-WIDTH, LAYERS = 1024, 36
+WIDTH, LAYERS = 1024, 18
 
 
 def make_state(width=300, layers=1):
@@ -40,7 +40,7 @@ def make_state(width=300, layers=1):
 
 
 def measure(folder):
-    """Print the memory of each operation, with 288 MB of state: half weights, half momentum."""
+    """Print the memory of each operation, with 144 MB of state: half weights, half momentum."""
 
     def memory(name):
         return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
@@ -54,7 +54,7 @@ def measure(folder):
         print(f"{operation}: {ratio:.3f}")
 
     folders.SHM = folder
-    checkpoints = Checkpoints(TrainConfig(snapshots="job", checkpoint_copy_mb=256), None)
+    checkpoints = Checkpoints(TrainConfig(snapshots="job", checkpoint_copy_mb=128), None)
     torch.save(torch.ones(9), folder / "first.pt")  # has torch load what it needs
     torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()  # the same
     copy_state(map_tensors(folder / "first.pt").content, is_mapped=True)

@@ -12,12 +12,7 @@ import psutil
 import pytest
 
 from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
-from kaitian_mpi.runtime.watchdog_process import (
-    Report,
-    kill_reason,
-    newest_report,
-    parse_stat,
-)
+from kaitian_mpi.runtime.watchdog_process import Report, kill_reason, newest_report, parse_stat
 
 LONGEST_SEC = 30
 
@@ -60,13 +55,7 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
         (1801.0, report(beat=1801, allowed=1800), 0, "R", "step 12, the limit is 1800 s (--step-"),
         (9999.0, report(beat=9999, allowed="inf", waits=1), 0, "S", None),
         (125.0, report(beat=125, waits=1), 0, "S", None),
-        (
-            126.0,
-            report(beat=126, waits=1),
-            0,
-            "S",
-            "126 s waiting for other ranks in forward of",
-        ),
+        (126.0, report(beat=126, waits=1), 0, "S", "126 s waiting for other ranks in forward of"),
         (9999.0, report(), 9999, "S", None),
         (9999.0, report(beat=9999), 9939, "S", None),
         (9999.0, report(beat=9999), 9938, "S", "61 s in forward"),

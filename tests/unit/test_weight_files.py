@@ -13,11 +13,7 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import RankLostError, StorageError, UserError
 from kaitian_mpi.train import setup
-from kaitian_mpi.train.weight_files import (
-    check_export,
-    export_weights,
-    load_weights,
-)
+from kaitian_mpi.train.weight_files import check_export, export_weights, load_weights
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
 
