@@ -45,7 +45,8 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
-        check_script(chosen.script, chosen.module)
+        if not (chosen.module or os.path.isfile(chosen.script)):
+            raise UserError(f"there is no script {chosen.script}; name the file to run")
         comm, devices = start_mpi(chosen)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
@@ -149,17 +150,6 @@ def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> in
     return len(before)
 
 
-def check_script(script: str, is_module: bool) -> None:
-    """Check that there is a script, or a module, before MPI is started; imports nothing."""
-    if is_module:
-        search_first(os.getcwd())
-        names = script.split(".")
-        if not all(names) or importlib.util.find_spec(names[0]) is None:
-            raise no_module(script)
-    elif not os.path.isfile(script):
-        raise UserError(f"there is no script {script}; name the file to run")
-
-
 def search_first(folder: str) -> None:
     """Have Python look for modules in a folder in place of this command's own, as `python` does."""
     if not sys.flags.safe_path:
@@ -171,6 +161,7 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool, comm: MPI
     sys.argv = ["-m" if is_module else script, *arguments]
     try:
         if is_module:
+            search_first(os.getcwd())
             with agree_on_errors(comm):
                 find_module(script)
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -187,22 +178,17 @@ def find_module(name: str) -> None:
     for each in (name, f"{name}.__main__"):
         try:
             spec = importlib.util.find_spec(each)
-        except ModuleNotFoundError as error:
-            if not f"{each}.".startswith(f"{error.name}."):  # the packages' own imports fail
+        except ImportError as error:  # without a name: a relative one
+            if error.name and not f"{each}.".startswith(f"{error.name}."):  # a package's own import
                 raise
             spec = None
         if spec is None:
-            raise no_module(name)
+            raise UserError(
+                f"-m {name}: no module of this name, or a package without a __main__; start it "
+                "from the folder in which `python -m` finds it, or install it"
+            )
         if spec.submodule_search_locations is None:
             return
-
-
-def no_module(name: str) -> UserError:
-    """Return the error for a module that is not found."""
-    return UserError(
-        f"-m {name}: no module of this name, or a package without a __main__; start it from the "
-        "folder in which `python -m` finds it, or install it"
-    )
 
 
 if __name__ == "__main__":
