@@ -2,10 +2,12 @@
 
 import functools
 import importlib.util
+import re
 import sys
 
 import pytest
 import torch
+from mistakes import one_line_error
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
@@ -205,12 +207,8 @@ def test_factories(name, settings, train, validation, classes):
     ],
 )
 def test_invalid_factories(spec, message):
-    with pytest.raises(UserError) as caught:
+    with one_line_error(f"^--dataset.*{re.escape(message)}"):
         load_data(TrainConfig(dataset=spec))
-    text = str(caught.value)
-    assert text.startswith("--dataset")
-    assert message in text
-    assert "\n" not in text
 
 
 @pytest.mark.parametrize("augment", ["crop", "crop-flip"])

@@ -4,15 +4,21 @@ The cases are made from the parsers, so that a flag that is added is tried as we
 """
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from mistakes import one_line_error
+from torch import nn
 
 from kaitian_mpi.cli import plan, run, supervise, train
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi import exchange
+from kaitian_mpi.observe.folders import make_new_folder
+from kaitian_mpi.observe.run_folder import check_run_folder, open_run_folder
+from kaitian_mpi.train.weight_files import check_export
 
 NUMBERS = [
     *("nan", "inf", "-inf", "-1", "-0.5", "0", "1e400", "1e30", "1e12", "1e-400", "", " ", "x"),
@@ -84,6 +90,31 @@ def check_data_folder(path):
     train.check_before_loading(config, SimpleNamespace(rank=0, size=1))
 
 
+def check_export_file(path):
+    pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+    check_export(TrainConfig(export=f"{path}.safetensors"), nn.Linear(2, 2), 0)
+
+
+def begin_run(path):
+    def begin(config):
+        check_run_folder(config, SimpleNamespace(rank=0, comm=None))
+        open_run_folder(config, 0)
+
+    with one_line_error("choose a writable folder with --run-dir"):
+        make_new_folder(Path(path) / "below")
+    with one_line_error("choose a writable folder"):
+        begin(TrainConfig(run_dir=path, resume="auto"))
+    begin(TrainConfig(run_dir=path))
+
+
+CHECKS = {
+    "--save": plan.check_can_be_written,
+    "--data-dir": check_data_folder,
+    "--export": check_export_file,
+    "--run-dir": begin_run,
+}
+
+
 @pytest.mark.parametrize(
     ("flag", "path", "why"),
     [
@@ -95,16 +126,25 @@ def check_data_folder(path):
         ("--save", "file/result.json", "Not a directory; name a file"),
         ("--save", "nowhere/result.json", "No such file or directory; name a file"),
         ("--save", "n" * 300, "File name too long; name a file"),
+        ("--export", "folder", "Is a directory; name a file"),
+        ("--export", "nowhere/m", "No such file or directory; name a file in a folder"),
+        ("--export", "file/m", "Not a directory; name a file in a folder"),
+        ("--export", "m" * 300, "File name too long; name a file"),
+        ("--run-dir", "file/run", "Not a directory; choose a writable folder"),
+        ("--run-dir", "n" * 300, "File name too long; choose a writable folder"),
+        ("--run-dir", "/proc/run", "No such file or directory; choose a writable folder"),
+        ("--run-dir", "link", "Too many levels of symbolic links; choose a writable folder"),
     ],
 )
 def test_a_path_is_checked_before_the_work(tmp_path, monkeypatch, flag, path, why):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to("link")
+    (tmp_path / "folder.safetensors").mkdir()
+    before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(exchange, "gather_values", lambda comm, value: [value])
-    check = {"--save": plan.check_can_be_written, "--data-dir": check_data_folder}[flag]
-    with pytest.raises(UserError, match=f"{flag} .*: {why}") as caught:
-        check(str(tmp_path / path))
-    assert "\n" not in str(caught.value)
+    with one_line_error(f"{flag} .*: {why}"):
+        CHECKS[flag](str(tmp_path / path))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_checking_that_a_file_can_be_written_leaves_nothing(tmp_path):

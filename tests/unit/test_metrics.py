@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from kaitian_mpi.config import TrainConfig, TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe import sink as sink_module
 from kaitian_mpi.observe.progress import PlainProgress
@@ -161,20 +160,6 @@ def test_a_missing_package_is_named_with_how_to_install_it():
     with pytest.raises(UserError, match=missing):
         import_tracker("wandb", "json.no_such")
     import_tracker("json", "json.decoder")
-
-
-@pytest.mark.parametrize("setting", [{"tensorboard": True}, {"wandb": "a"}, {"mlflow": "a"}])
-def test_what_continues_a_run_needs_its_folder(setting):
-    with pytest.raises(UserError, match="requires --run-dir"):
-        TrainingConfig(**setting)
-    TrainingConfig(**setting, run_dir="somewhere")
-    TrainConfig(**setting)  # makes a folder by itself
-
-
-@pytest.mark.parametrize("name", ["a b", "a/b/c", "/b", "a/", "what?"])
-def test_an_invalid_project_name_is_rejected(name):
-    with pytest.raises(UserError, match="--wandb"):
-        TrainConfig(wandb=name)
 
 
 @pytest.mark.parametrize(("given", "named"), [(Collecting, "the class Coll"), (object(), "object")])

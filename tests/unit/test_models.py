@@ -1,7 +1,7 @@
 import pytest
 import torch
+from mistakes import one_line_error
 
-from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.models import MODELS, build_model
 
 COUNTS = {"mobilenetv2": 2_236_682, "resnet18": 11_173_962, "cnn": 24_346}
@@ -39,6 +39,5 @@ def test_a_users_factory(tmp_path, monkeypatch, factory, fault):
     if not fault:
         assert build_model(f"{name}:build", 5).out_features == 5
         return
-    with pytest.raises(UserError, match=fault) as caught:
+    with one_line_error(fault):
         build_model(f"{name}:build", 5)
-    assert "\n" not in str(caught.value)

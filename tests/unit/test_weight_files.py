@@ -3,11 +3,11 @@
 import errno
 import os
 import sys
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from mistakes import one_line_error
 from torch import nn
 
 from kaitian_mpi.config import TrainConfig
@@ -131,19 +131,12 @@ WRONG = {
 }
 
 
-@contextmanager
-def one_line_error(message):
-    with pytest.raises(UserError, match=f"^{message}") as caught:
-        yield
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_other_content_is_a_one_line_error(tmp_path, name):
     make, message = WRONG[name]
     path = tmp_path / "start.pt"
     torch.save(make(), path)
-    with one_line_error(f"--init {path}: {message}"):
+    with one_line_error(f"^--init {path}: {message}"):
         load_weights(Language(), str(path))
 
 
@@ -161,7 +154,7 @@ def test_a_damaged_or_missing_file_is_a_one_line_error(tmp_path, name, damage):
     elif damage == "missing":
         path.unlink()
         message = "No such file or directory; name a file that can be read"
-    with one_line_error(f"--init {path}: {message}"):
+    with one_line_error(f"^--init {path}: {message}"):
         load_weights(Language(), str(path))
 
 
@@ -273,26 +266,8 @@ def test_tied_weights_are_written_once(tmp_path):
     ],
 )
 def test_a_model_that_does_not_fit_the_format_is_rejected_before_training(make, message):
-    with one_line_error(f"--export m.safetensors: a .*cannot hold.*{message}"):
+    with one_line_error(f"^--export m.safetensors: a .*cannot hold.*{message}"):
         check_export(TrainConfig(export="m.safetensors"), make(), 1)
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("folder.safetensors", "Is a directory; name a file"),
-        ("nowhere/m.safetensors", "No such file or directory; name a file in a folder"),
-        ("file/m.safetensors", "Not a directory; name a file in a folder"),
-        (f"{'m' * 300}.safetensors", "File name too long; name a file"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_rejected_before_training(tmp_path, path, why):
-    (tmp_path / "folder.safetensors").mkdir()
-    (tmp_path / "file").touch()
-    before = sorted(tmp_path.rglob("*"))
-    with one_line_error(f"--export .*: .*{why}"):
-        check_export(TrainConfig(export=str(tmp_path / path)), nn.Linear(2, 2), 0)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_file_in_the_run_folder_may_be_named_before_there_is_one(tmp_path):
@@ -300,12 +275,6 @@ def test_a_file_in_the_run_folder_may_be_named_before_there_is_one(tmp_path):
     config = TrainConfig(run_dir=str(run), export=str(run / "m.safetensors"))
     check_export(config, nn.Linear(2, 2), 0)
     assert not run.exists()
-
-
-@pytest.mark.parametrize("path", ["model.pt", "model", "safetensors", ".safetensors", "a.bin"])
-def test_other_formats_are_rejected(path):
-    with pytest.raises(UserError, match=rf"--export must be .* \*\.safetensors, not '{path}'"):
-        TrainConfig(export=path)
 
 
 def test_a_missing_package_is_named_with_what_to_install(tmp_path, monkeypatch):
