@@ -25,7 +25,7 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 13
-MAX_LINES = 31_443
+MAX_LINES = 31_428
 MAX_FILES = 196
 
 
