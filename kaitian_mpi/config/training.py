@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kaitian_mpi.config.values import (
     ABOVE_ZERO,
@@ -282,6 +283,19 @@ class TrainingConfig:
         named = {flag_name(name): _text(value, name in PATHS) for name, value in values.items()}
         named |= {f"--set {key}": _text(each, os.sep in str(each)) for key, each in table.items()}
         return named | {"--set": ", ".join(sorted(table)) or "not given"}
+
+
+def make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:
+    """Return the settings of a script: a config, with some changed by name."""
+    names = sorted(field.name for field in dataclasses.fields(TrainingConfig))
+    for name in settings.keys() - set(names):
+        raise UserError(f"Training has no setting {name!r}; it has {', '.join(names)}")
+    if config is not None and not isinstance(config, TrainingConfig):
+        raise UserError(
+            f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
+            "settings by name, such as Training(task, epochs=3)"
+        )
+    return TrainingConfig(**settings) if config is None else dataclasses.replace(config, **settings)
 
 
 def _text(value: object, is_path: bool) -> str:

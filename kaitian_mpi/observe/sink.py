@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import Event, Figures, Reading
 
 _log = logging.getLogger(__name__)
@@ -160,3 +161,14 @@ class BackgroundSink(_Forwarding):
                 getattr(sink, method)(argument)
         except Exception as error:
             _warn_of_failure(self._name, error)
+
+
+def check_sinks(sinks: Sequence[MetricsSink]) -> None:
+    """Raise a `UserError` if one is no `MetricsSink`."""
+    for sink in sinks:
+        if not isinstance(sink, MetricsSink):
+            found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
+            raise UserError(
+                "Training(sinks=...) takes instances of subclasses of kaitian_mpi.MetricsSink, not "
+                f"{found}"
+            )

@@ -20,9 +20,9 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits, steps_per_epoch
 from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress, StepObserver
@@ -87,6 +87,7 @@ class Loop:
         self.observers: list[StepObserver] = []
         self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
         self._is_in_epoch = False
+        self._evaluated: dict[str, float] | None = None  # by the script, at the end of this epoch
 
     @property
     def _loss_travels(self) -> bool:
@@ -114,10 +115,11 @@ class Loop:
         for observer in self.observers:
             observer.run_finished()
 
-    def next_share(self) -> list[MicroBatch] | None:
+    def next_share(self, crosses_epochs: bool = True) -> list[MicroBatch] | None:
         """Return this rank's share of the next step, after evaluating epochs that end on the way.
 
-        None if the run is done.
+        None if the run is done; or also at the end of an epoch, if not `crosses_epochs`. What is
+        left of that is `end_epoch`.
         """
         while not self.progress.is_done:
             if not self._is_in_epoch:
@@ -129,8 +131,20 @@ class Loop:
             parts = self.fetch()
             if parts is not None:
                 return parts
-            self._end_epoch()
+            if not crosses_epochs:
+                self._end_steps()
+                self._pool_statistics()
+                return None
+            self.end_epoch()
         return None
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """The steps that are left in the epoch."""
+        progress, batch = self.progress, sum(self.sampler.batch_sizes)
+        left = len(self._setup.train) - progress.position
+        steps = steps_per_epoch(left, batch, self.sampler.min_batch)
+        return min(steps, progress.total_steps - progress.step)
 
     def step_done(self, step: Step) -> None:
         """Let the observers follow a step."""
@@ -138,18 +152,41 @@ class Loop:
         for observer in self.observers:
             observer.step_done(step, reports)
 
-    def _end_epoch(self) -> None:
-        enter_phase("the end of the epoch", waits=True)
-        self._is_in_epoch = False
-        for observer in self.observers:
-            observer.epoch_ends()
-        means, epoch = self.evaluate(), self.progress.epoch
+    def skip_epoch(self) -> None:
+        """Leave out what is left of the epoch, because the script has left its loop."""
+        self._loading, progress = None, self.progress
+        progress.position = length = len(self._setup.train)
+        batch, least = sum(self.sampler.batch_sizes), self.sampler.min_batch
+        self.state.set_total_steps(count_steps(self._config, length, batch, least, progress))
+
+    def end_epoch(self) -> None:
+        """Count and save the epoch, evaluated unless the script has done so after its last step."""
+        if self._is_in_epoch:
+            self._end_steps()
+        means, epoch = self._evaluated, self.progress.epoch
+        if means is None:
+            means = self.evaluate()
         if self.progress.position >= len(self._setup.train):
             self.progress.epoch_done(self._config.epochs)
         else:
             self.progress.is_done = True  # with more steps it could continue
         for observer in self.observers:
             observer.evaluated(means, epoch)
+
+    def _end_steps(self) -> None:
+        enter_phase("the end of the epoch", waits=True)
+        self._is_in_epoch, self._evaluated = False, None
+        for observer in self.observers:
+            observer.epoch_ends()
+
+    def _pool_statistics(self) -> None:
+        """End the steps of an epoch whose end is the script's, with equal statistics everywhere."""
+        shares = self.sampler.batch_sizes
+        self.state.save()
+        enter_phase("the statistics of batch norm", waits=True)
+        self.state.statistics.pool(shares[self._rank] / sum(shares))
+        self._commit_unit()
+        self.progress.epoch_is_over = True
 
     def fetch(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next global batch; None if the epoch or the run ends."""
@@ -299,6 +336,7 @@ class Loop:
             )
         self._limit.apply()
         self._commit_unit()
+        self._evaluated = means if self.progress.epoch_is_over else None
         return means
 
     @torch.no_grad()

@@ -33,6 +33,8 @@ class Progress:
     """Steps that are done in the current epoch."""
     position: int = 0
     """Samples that are done in the current epoch."""
+    epoch_is_over: bool = False
+    """Whether the script is between this epoch and the next, with `Training.epochs`."""
     samples: int = 0
     """Samples that are done since the run started."""
     bad_steps: int = 0
@@ -65,6 +67,7 @@ class Progress:
         """Count an epoch, which is trained and evaluated."""
         self.epoch += 1
         self.step_in_epoch = self.position = 0
+        self.epoch_is_over = False
         self.is_done = self.epoch >= epochs or self.has_all_steps
 
     def fraction_done(self, config: TrainingConfig, samples: int, epoch_samples: int) -> float:

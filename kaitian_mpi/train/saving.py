@@ -45,7 +45,7 @@ class Saving(StepObserver):
         self._run, self._world, self._sampler = run, world, sampler
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
-        self._is_to_restart = False
+        self._is_to_restart = self._is_due = self._has_step = False
         self._saved_at = time.monotonic()
         self._requested = self._has_reported = False
         self._snapshot_sec = self._snapshot_at = 0.0
@@ -72,11 +72,9 @@ class Saving(StepObserver):
             return
         requested = reports is not None and bool(reports.wants_checkpoint.any())
         self._is_to_restart = requested and self._is_restart_due()
-        if not self._is_to_restart:
-            every = self._run.config.checkpoint_every
-            if requested or (every > 0 and step.number % every == 0):
-                self._save()
-            self._snapshot()
+        every = self._run.config.checkpoint_every
+        self._is_due = requested or (every > 0 and step.number % every == 0)
+        self._has_step = not self._is_to_restart
         self._report_written()
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
@@ -97,6 +95,17 @@ class Saving(StepObserver):
         )
         if path is not None:
             warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, str(path)))
+
+    def save_due(self) -> None:
+        """Save what has been due since the last step, now that the script has followed it, too.
+
+        An average of the weights, say, is part of what is saved.
+        """
+        if self._has_step:
+            self._has_step = False
+            if self._is_due:
+                self._save()
+            self._snapshot()
 
     def save_for_restart(self) -> bool:
         """Save the state between two steps, on disk and in every host's memory, if asked to end."""

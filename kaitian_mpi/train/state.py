@@ -150,7 +150,8 @@ class State:
 
         This job's total number of steps and its optimizers' settings are kept. Settings that
         schedulers with a state of their own have changed are as saved, unless the schedules began
-        with other settings: then they begin again with this job's.
+        with other settings: then they begin again with this job's. Settings that schedulers in
+        extra_state change are as saved, too.
         """
         saved, own = state["optimizer_types"], self._optimizer_types()
         if saved != own:
@@ -182,9 +183,17 @@ class State:
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"] | {"total_steps": total_steps})
             self.equal_at_step = self.progress.step
+            if self._has_own_schedules:
+                settings = self._schedules.settings()
             self._schedules.resume(state, settings, self.progress)
             self.statistics.fractions = None
             self.is_begun = True
+
+    @property
+    def _has_own_schedules(self) -> bool:
+        """Whether the script steps schedulers, in extra_state, which need the saved settings."""
+        own = (getattr(value, "optimizer", None) for value in self.extra.values())
+        return any(optimizer is one for optimizer in own for one in self.optimizers)
 
     def load_file(self, file: TensorFile) -> dict[str, Any]:
         """Load a result of `shared` from a file. Training must not have begun."""
@@ -193,6 +202,7 @@ class State:
             if file.is_mapped:
                 content = copy_state(content, self.shared(), is_mapped=True)
             self.load_shared(content)
+            self.progress.epoch_is_over = False  # what the script does at its end is done again
         return content
 
     def check_restorable(self) -> None:

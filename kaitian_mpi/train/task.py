@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from kaitian_mpi.train.data.batches import place
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-_FUNCTIONS = "optimizer", "loss", "parity_loss", "weight", "collate", "scheduler", "metrics"
+_FUNCTIONS = "loss", "parity_loss", "weight", "collate", "scheduler", "metrics"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,9 @@ class Task:
 
     model: nn.Module
     """Trained in place; moved to the rank's device. All ranks begin with rank 0's weights."""
-    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
-    """Makes one or more optimizers for the parameters of the model that is passed in. It is called
-    more than once: the benchmark trains a copy of the model."""
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[[nn.Module], Any]
+    """One or more optimizers of the model's parameters, or a function that makes them for the model
+    that is passed in. That is called more than once: the benchmark trains a copy of the model."""
     data: Any
     """The training data: a dataset with `__getitem__` and `__len__`. If it has `__getitems__`, one
     call gets all samples of a batch; if it has `set_epoch`, that is called for each epoch. With
@@ -92,8 +93,10 @@ class Task:
             raise UserError("Task: no parameter of the model requires a gradient; unfreeze some")
         for name in _FUNCTIONS:
             value = getattr(self, name)
-            if not callable(value) and not (value is None and name != "optimizer"):
+            if not (value is None or callable(value)):
                 raise _wrong(name, "be a function", value)
+        if not callable(self.optimizer):
+            self.make_optimizers(self.model)  # only to check them
         if self.loss is not None and self.parity_loss is not None:
             raise UserError("Task: leave out parity_loss, since loss itself is compared")
         self._check_data("data", self.data)
@@ -119,15 +122,18 @@ class Task:
             UserError: the task's function returns something else, or optimizers of parameters that
                 are not this model's, or that share some.
         """
-        made = self.optimizer(model)
+        if callable(self.optimizer):
+            made, must = self.optimizer(model), "return"
+        else:
+            made, must = self._given_optimizers(model), "be a function or"
         optimizers = [made] if isinstance(made, Optimizer) else made
         if not isinstance(optimizers, list | tuple) or not optimizers:
-            raise _wrong("optimizer", "return one or more optimizers", made)
+            raise _wrong("optimizer", f"{must} one or more optimizers", made)
         own = {id(parameter) for parameter in model.parameters()}
         seen: set[int] = set()
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise _wrong("optimizer", "return optimizers", optimizer)
+                raise _wrong("optimizer", f"{must} optimizers", optimizer)
             if _needs_closure(optimizer):
                 raise UserError(
                     f"Task: {type(optimizer).__name__} needs a closure that recomputes the loss, "
@@ -137,11 +143,18 @@ class Task:
                 ids = [id(parameter) for parameter in group["params"]]
                 if not own.issuperset(ids) or not seen.isdisjoint(ids):
                     raise UserError(
-                        "Task: each parameter of an optimizer must belong to the model passed to "
-                        "the function, and to no other optimizer"
+                        "Task: each parameter of an optimizer must belong to the model, the one "
+                        "passed to a function, and to no other optimizer"
                     )
                 seen.update(ids)
         return list(optimizers)
+
+    def _given_optimizers(self, model: nn.Module) -> Any:
+        """Return the optimizers that the task was given, or copies of them for a copy of it."""
+        if model is self.model:
+            return self.optimizer
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
+        return copy.deepcopy(self.optimizer, {id(own): other for own, other in pairs})
 
     @property
     def tells_steps(self) -> bool:
@@ -198,6 +211,16 @@ class Task:
         return value
 
 
+def as_task(task: Task | Callable[[], Task]) -> Task:
+    """Return a task, or what a function makes."""
+    made = task if isinstance(task, Task) else task()
+    if not isinstance(made, Task):
+        raise UserError(
+            f"Training: the function returned a {type(made).__name__}; it must return a Task"
+        )
+    return made
+
+
 @dataclass
 class Computation:
     """Forward and loss on one device, in one precision and memory layout."""
@@ -248,7 +271,8 @@ def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    parameters = inspect.signature(optimizer.step).parameters.values()
+    # Of the class, for a scheduler has put a method of its own over the optimizer's.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     named = (one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
     return any(one.default is one.empty for one in named)
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +14,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.config.training import make_config
 from kaitian_mpi.distributed.startup import init
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World, current_world, slowed_as
 from kaitian_mpi.observe.console import set_quiet
-from kaitian_mpi.observe.sink import MetricsSink
+from kaitian_mpi.observe.sink import MetricsSink, check_sinks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -35,17 +37,20 @@ from kaitian_mpi.runtime.watchdog import (
 )
 from kaitian_mpi.train.begin_loop import begin_loop
 from kaitian_mpi.train.data.batches import MicroBatch
+from kaitian_mpi.train.epoch import Epoch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
+from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
-from kaitian_mpi.train.task import Task, check_loss
+from kaitian_mpi.train.task import Task, as_task, check_loss
 
 Result = TypeVar("Result")
 
 _open: list[Training] = []
+_EVALUATES, _GOES_ON, _JOINED = "evaluates", "goes on", "has joined"  # between two epochs
 _OUT_OF_MEMORY = (
     "{} is out of memory. Set a smaller micro_batch_size, or leave it to the benchmark (balance "
     "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, or other "
@@ -114,11 +119,11 @@ class Training:
             raise UserError("another Training is open; call close() first")
         if isinstance(task, nn.Module) or not (isinstance(task, Task) or callable(task)):
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
-        config = _make_config(config, settings)
-        _check_sinks(sinks)
+        config = make_config(config, settings)
+        check_sinks(sinks)
         world = slowed_as(current_world() or init(), config.emulate_slowdown)
         self._config = replace(config, emulate_slowdown=world.emulation.slowdown)
-        self._make_task, self._own_sinks = partial(_as_task, task), sinks
+        self._make_task, self._own_sinks = partial(as_task, task), sinks
         self._membership = Membership(world)
         self._device = world.device_kind
         self._run: Run | None = None
@@ -126,6 +131,7 @@ class Training:
         self._saving: Saving
         self._open_step: _OpenStep | None = None
         self._last_step: Step | None = None
+        self._epoch: Epoch | None = None
         self._logged: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
         self._is_done = self._is_closed = False
@@ -163,7 +169,10 @@ class Training:
                 "iterating over a Training requires Task(loss=...); give it, or iterate over "
                 "training.batches()"
             )
-        while (share := self._next_share()) is not None:
+        yield from self._steps()
+
+    def _steps(self, epoch: Epoch | None = None) -> Iterator[Step]:
+        while (share := self._next_share(epoch)) is not None:
             step = self._follow(self._guarded(self._current_loop.train, share))
             if step is not None:
                 self._enter_script()
@@ -184,8 +193,25 @@ class Training:
                 "training.batches() is for a Task without a loss; iterate over the Training "
                 "itself, or omit Task(loss=...)"
             )
+        yield from self._batches()
+
+    def epochs(self) -> Iterator[Epoch]:
+        """Yield each epoch, or the rest of one, to be iterated over for what `batches` yields.
+
+        Or, for a task with a loss, for the steps that are done. The script may evaluate and step
+        schedulers of its own between two epochs; the run is saved after that. An epoch whose loop
+        is left is over, and its other samples are left out.
+        """
+        self._start()
         self._end_open_step()
-        while (share := self._next_share()) is not None:
+        while (epoch := self._next_epoch()) is not None:
+            self._enter_script()
+            yield epoch
+            self._end_open_step()
+
+    def _batches(self, epoch: Epoch | None = None) -> Iterator[Any]:
+        self._end_open_step()
+        while (share := self._next_share(epoch)) is not None:
             batch, step = self._guarded(self._begin_open_step, share), self._open_step
             if step is None:
                 continue
@@ -210,6 +236,11 @@ class Training:
         Collective only if it is the first use of the training.
         """
         return self._prepared.setup.task.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The task's optimizers. Collective only if it is the first use of the training."""
+        return self._prepared.state.optimizers
 
     @property
     def world(self) -> World:
@@ -356,27 +387,75 @@ class Training:
         assert self._loop is not None
         return self._loop
 
-    def _next_share(self) -> Sequence[MicroBatch] | None:
-        """Return this rank's share of the next step; None if the run is done."""
-        while not self._is_done:
-            share = self._guarded(self._advance)
+    def _next_share(self, epoch: Epoch | None) -> Sequence[MicroBatch] | None:
+        """Return this rank's share of the next step; None if the epoch or the run is done."""
+        while not self._is_done and (epoch is None or epoch.is_current(self._progress)):
+            share = self._guarded(self._advance, epoch is None)
             if share is not None:
                 return share
         return None
 
-    def _advance(self) -> Sequence[MicroBatch] | None:
+    def _advance(self, crosses_epochs: bool = True) -> Sequence[MicroBatch] | None:
         loop = self._ready_loop()
         if loop is None:
             return None
+        self._saving.save_due()
         is_saved = self._saving.save_for_restart()
-        share = None if is_saved else loop.next_share()
-        if share is None:
-            loop.close()
-            if not is_saved:
-                self._saving.write_results()
-                loop.run_finished()
-            self._end_standby(is_active=True)
+        share = None if is_saved else loop.next_share(crosses_epochs)
+        if is_saved or loop.progress.is_done:
+            self._finish(loop, is_saved)
         return share
+
+    def _finish(self, loop: Loop, is_saved: bool = False) -> None:
+        loop.close()
+        if not is_saved:
+            self._saving.write_results()
+            loop.run_finished()
+        self._end_standby(is_active=True)
+
+    def _next_epoch(self) -> Epoch | None:
+        """End the epoch before, if there is one; return the next, or None if the run is done."""
+        epoch = None
+        while epoch is None and not self._is_done:
+            epoch = self._guarded(self._begin_epoch)
+        self._epoch = epoch
+        return epoch
+
+    def _begin_epoch(self) -> Epoch | None:
+        loop = self._ready_loop()
+        if loop is None:
+            return None
+        if self._epoch is not None and self._epoch.is_current(loop.progress):
+            loop.skip_epoch()
+            self._saving.save_due()
+            loop.end_epoch()
+        elif loop.progress.epoch_is_over:
+            while _EVALUATES in self._meet(loop, _JOINED if self._epoch is None else _GOES_ON):
+                loop.evaluate()
+            loop.end_epoch()
+        if loop.progress.is_done:
+            self._finish(loop)
+            return None
+        train = self._steps if self._prepared.setup.task.loss is not None else self._batches
+        return Epoch(loop.progress.epoch, loop.steps_in_epoch, train)
+
+    def _meet(self, loop: Loop, does: str) -> list[str]:
+        """Return what each rank does next, between two epochs.
+
+        One that has replaced a lost rank there gets the state as the script has left it so far.
+        """
+        if not self._membership.losses:
+            return []
+        all_do = gather_values(loop.world.comm, does)
+        joined = [rank for rank, each in enumerate(all_do) if each == _JOINED]
+        if joined:
+            others = (rank for rank in range(loop.world.size) if rank not in joined)
+            loop.state.copy_from(loop.world, next(others), joined)
+        return all_do
+
+    @property
+    def _progress(self) -> Progress:
+        return self._prepared.state.progress
 
     def _ready_loop(self) -> Loop | None:
         """Return the loop of the active ranks; None if the work was done without this rank."""
@@ -399,6 +478,8 @@ class Training:
         loop = self._ready_loop()
         if loop is None:
             return None
+        if loop.progress.epoch_is_over:
+            self._meet(loop, _EVALUATES)
         self._evaluated = loop.evaluate()
         return self._evaluated
 
@@ -412,6 +493,8 @@ class Training:
                 self._advance()
                 return
             loop.undo()
+            if loop.progress.epoch_is_over:  # the script has left its loop over the epochs
+                loop.end_epoch()
             self._saving.save_and_stop()
             loop.close()
         self._end_standby(is_active)
@@ -543,34 +626,3 @@ def _is_raised_inside(trace: TracebackType | None) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(trace)][1:]
     package = __name__.partition(".")[0] + "."
     return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
-
-
-def _as_task(task: Task | Callable[[], Task]) -> Task:
-    made = task if isinstance(task, Task) else task()
-    if not isinstance(made, Task):
-        raise UserError(
-            f"Training: the function returned a {type(made).__name__}; it must return a Task"
-        )
-    return made
-
-
-def _check_sinks(sinks: Sequence[MetricsSink]) -> None:
-    for sink in sinks:
-        if not isinstance(sink, MetricsSink):
-            found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
-            raise UserError(
-                "Training(sinks=...) takes instances of subclasses of kaitian_mpi.MetricsSink, not "
-                f"{found}"
-            )
-
-
-def _make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:
-    names = sorted(field.name for field in fields(TrainingConfig))
-    for name in settings.keys() - set(names):
-        raise UserError(f"Training has no setting {name!r}; it has {', '.join(names)}")
-    if config is not None and not isinstance(config, TrainingConfig):
-        raise UserError(
-            f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
-            "settings by name, such as Training(task, epochs=3)"
-        )
-    return TrainingConfig(**settings) if config is None else replace(config, **settings)

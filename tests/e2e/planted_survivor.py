@@ -1,11 +1,13 @@
 """A script whose ranks are killed at chosen places; each surviving rank writes what it has seen.
 
-    python planted_survivor.py closed|open FOLDER [SETTING=VALUE ...]
+    python planted_survivor.py closed|open|epochs FOLDER [SETTING=VALUE ...]
 
 KILLS names the places, such as `forward:3:1 ended:21:0`: in the forward of step 3 on rank 1, and
-after the loop on rank 0. Every second step is followed by an evaluation.
+after the loop on rank 0. Every second step is followed by an evaluation; or each epoch, by that of
+the averaged weights and a step of the schedule.
 """
 
+import copy
 import json
 import os
 import signal
@@ -16,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kaitian_mpi
 
@@ -23,7 +27,7 @@ RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 KILLS = os.environ.get("KILLS", "").split()
 STEPS = 14
 
-training = None
+training = average = scheduler = None
 
 
 def maybe_die(place, step=None):
@@ -48,20 +52,25 @@ class Optimizer(torch.optim.AdamW):
         return super().step(*args, **kwargs)
 
 
-def make_task(is_open):
+def make_task(form):
+    global average, scheduler
     torch.manual_seed(0)
     inputs = torch.randn(70, 6, dtype=torch.float64)
     data = list(zip(inputs, inputs.sin().sum(1, keepdim=True), strict=True))
     model = Model(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     model[0].weight.register_hook(lambda _: maybe_die("backward"))
+    optimizer = Optimizer(model.parameters(), lr=0.02)
+    scheduler = ExponentialLR(optimizer, 0.3)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     return kaitian_mpi.Task(
         model=model,
-        optimizer=lambda model: Optimizer(model.parameters(), lr=0.02),
+        optimizer=optimizer,
         data=data[:56],
-        loss=None if is_open else compute_loss,
+        loss=compute_loss if form == "closed" else None,
         clip_norm=1.0,
         validation=data[56:],
         metrics=measure,
+        extra_state={"scheduler": scheduler, "average": average},
     )
 
 
@@ -96,6 +105,24 @@ def train_open(seen):
             training.evaluate()
 
 
+def train_epochs(seen):
+    for epoch in training.epochs():
+        for batch in epoch:
+            training.backward(compute_loss(training.model, batch))
+            if training.step():
+                average.update_parameters(training.model)
+                seen["steps"].append(training.last_step.number)
+                maybe_die("script", training.last_step.number)
+        own = copy.deepcopy(training.model.state_dict())
+        training.model.load_state_dict(average.module.state_dict())
+        seen["evaluations"].append(training.evaluate()["loss"])
+        training.model.load_state_dict(own)
+        maybe_die("between")
+        training.evaluate()
+        scheduler.step()
+        maybe_die("after")
+
+
 def after_step(step, seen):
     if step % 2 == 0:
         seen["evaluations"].append(training.evaluate()["loss"])
@@ -107,11 +134,11 @@ def main():
     given = {name: int(value) for name, value in (each.split("=") for each in settings)}
     seen = {"steps": [], "refused": 0, "evaluations": []}
     training = kaitian_mpi.Training(
-        make_task(form == "open"),
+        make_task(form),
         **{"global_batch_size": 8, "max_steps": STEPS, "balance": "off", **given},
     )
     with training:
-        (train_open if form == "open" else train_closed)(seen)
+        {"open": train_open, "closed": train_closed, "epochs": train_epochs}[form](seen)
         maybe_die("ended", STEPS)
         seen["end"] = training.evaluate()["loss"]
     summary = training.summary
@@ -120,6 +147,8 @@ def main():
     seen["weights"] = torch.cat(
         [w.flatten() for w in training.model.state_dict().values()]
     ).tolist()
+    seen["average"] = torch.cat([w.flatten() for w in average.parameters()]).tolist()
+    seen["rate"] = scheduler.get_last_lr()
     (Path(folder) / RANK).write_text(json.dumps(seen))
 
 

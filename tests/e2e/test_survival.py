@@ -70,6 +70,37 @@ def test_a_spare_takes_over_and_one_stands_by(survivors):
         assert result["lost"] == [[1]]
 
 
+@pytest.mark.parametrize(
+    ("kills", "settings"),
+    [
+        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", ()),
+        ("script:3:1", ("spares=1",)),
+        ("evaluate:8:1", ("spares=1",)),
+        ("between:8:1", ("spares=1",)),
+        ("after:8:1", ("spares=1",)),
+    ],
+)
+def test_epochs_go_on_wherever_a_rank_dies(tmp_path, kills, settings):
+    """Also where a spare takes over between two epochs, in the middle of what is done there."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "seen").mkdir()
+    run_alone(PYTHON, SCRIPT, "epochs", str(tmp_path / "whole"), cwd=tmp_path)
+    whole = results_in(tmp_path / "whole")[0]
+    words = (*SURVIVING, PYTHON, SCRIPT, "epochs", str(tmp_path / "seen"), *settings)
+    ranks = 3 if settings else 5
+    ended = run_ranks(ranks, *words, cwd=tmp_path, KILLS=kills)
+    assert "Traceback" not in ended.text
+    results = results_in(tmp_path / "seen")
+    assert len(results) == ranks - len(kills.split())
+    for rank, result in results.items():
+        first = 3 if kills.startswith("script") else 7
+        assert result["steps"] == (EVERY[first:] if settings and rank == 2 else EVERY)
+        count = len(result["evaluations"])
+        assert result["evaluations"] == pytest.approx(whole["evaluations"][-count:], rel=1e-9)
+        for name in ("weights", "average", "rate", "end"):
+            assert result[name] == pytest.approx(whole[name], rel=1e-9, abs=1e-12), name
+
+
 @pytest.mark.parametrize("survives", [True, False])
 def test_ranks_that_stood_by_take_part_in_what_follows(tmp_path, survives):
     seen = tmp_path / "seen"

@@ -69,9 +69,13 @@ IN_A_TASK = {
         {"model": nn.Linear(2, 3).requires_grad_(False)},
         "no parameter of the model requires a gradient; unfreeze some",
     ),
-    "an optimizer, not a function": (
+    "a class in the place of an optimizer": (
+        {"optimizer": "SGD"},
+        "optimizer must be a function or one or more optimizers, not a str",
+    ),
+    "another model's optimizer": (
         {"optimizer": SGD(nn.Linear(2, 3).parameters(), lr=0.1)},
-        "optimizer must be a function, not a SGD",
+        "each parameter of an optimizer must belong to the model",
     ),
     "an optimizer of another model": (
         {"optimizer": lambda _: SGD(nn.Linear(2, 3).parameters(), lr=0.1)},

@@ -10,10 +10,9 @@ from kaitian_mpi.observe import sink as sink_module
 from kaitian_mpi.observe.progress import PlainProgress
 from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
-from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks
+from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks, check_sinks
 from kaitian_mpi.observe.trackers import import_tracker
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.train.training import _check_sinks
 
 
 def reading(step=7, **others):
@@ -164,6 +163,6 @@ def test_a_missing_package_is_named_with_how_to_install_it():
 
 @pytest.mark.parametrize(("given", "named"), [(Collecting, "the class Coll"), (object(), "object")])
 def test_only_sinks_are_accepted_as_sinks(given, named):
-    _check_sinks([Collecting(), MetricsSink()])
+    check_sinks([Collecting(), MetricsSink()])
     with pytest.raises(UserError, match=f"not {named}"):
-        _check_sinks([given])
+        check_sinks([given])

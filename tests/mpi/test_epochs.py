@@ -1,0 +1,220 @@
+"""Loops over `Training.epochs`: with what a script does between epochs, as in one process."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from samples import BATCH, LENGTH
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from kaitian_mpi import Task, Training
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+
+pytestmark = pytest.mark.sizes(3)
+ALSO_ALONE = pytest.mark.sizes(1, 3)
+IN_BOTH_FORMS = pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+
+EPOCHS, STEPS = 3, 7
+QUIET = {
+    "global_batch_size": BATCH,
+    "epochs": EPOCHS,
+    "balance": "off",
+    "parity": False,
+    "log_interval": 60.0,
+    "check_every": 0,
+}
+
+
+def points(length=LENGTH):
+    random = torch.Generator().manual_seed(2)
+    inputs = torch.randn(LENGTH, 5, generator=random, dtype=torch.float64)[:length]
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
+
+
+def squares(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def sum_of_squares(model, batch):
+    return {"loss": functional.mse_loss(model(batch[0]), batch[1], reduction="sum")}
+
+
+class Script:
+    """What a script makes before it trains: a model, two optimizers, a scheduler, an average."""
+
+    def __init__(self):
+        torch.manual_seed(4)
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.optimizers = [
+            AdamW(self.model[0].parameters(), lr=0.02),
+            SGD(self.model[2].parameters(), lr=0.05, momentum=0.9),
+        ]
+        self.scheduler = ExponentialLR(self.optimizers[0], 0.5)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def task(self, is_open, **parts):
+        usual = {
+            "model": self.model,
+            "optimizer": self.optimizers,
+            "data": points(),
+            "loss": None if is_open else squares,
+            "validation": points(37),
+            "metrics": sum_of_squares,
+            "extra_state": {"scheduler": self.scheduler, "average": self.average},
+        }
+        return Task(**{**usual, **parts})
+
+    def found(self):
+        """Return all that training changes."""
+        models = self.model.parameters(), self.average.module.parameters()
+        return [p.detach().clone() for p in itertools.chain(*models)]
+
+
+def by_one_process():
+    """Return the script after training in plain torch, and its evaluations."""
+    script, means = Script(), []
+    sampler = LoadAdaptiveSampler(points(), [BATCH], 0)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for indices in sampler:
+            squares(script.model, points()[indices]).backward()
+            for optimizer in script.optimizers:
+                optimizer.step()
+            script.model.zero_grad()
+            script.average.update_parameters(script.model)
+        with torch.no_grad():
+            means.append(squares(script.average, points(37)[:]).item())
+        script.scheduler.step()
+    return script, means
+
+
+def change_shares(training, world, step):
+    if world.size == 3:
+        sizes = [0, 7, BATCH - 7]
+        training._loop.sampler.set_plan(sizes[step % 3 :] + sizes[: step % 3])
+
+
+def steps_of(training, epoch, is_open):
+    """Train an epoch in either form; yield each step that is done."""
+    for one in epoch:
+        if is_open:
+            training.backward(squares(training.model, one))
+            assert training.step()
+        yield training.last_step
+
+
+def evaluate_average(training, script):
+    """Evaluate the averaged weights, put in the place of the model's."""
+    own = copy.deepcopy(script.model.state_dict())
+    script.model.load_state_dict(script.average.module.state_dict())
+    means = training.evaluate()
+    script.model.load_state_dict(own)
+    return means["loss"]
+
+
+def train(world, is_open, until=None, leave_at=None, **settings):
+    """Train as `by_one_process`; return the script, its evaluations, and its steps by epoch."""
+    script, means, steps = Script(), [], {}
+    with Training(script.task(is_open), **{**QUIET, **settings}) as training:
+        assert training.optimizers == script.optimizers
+        for epoch in training.epochs():
+            numbers = steps.setdefault(epoch.number, [])
+            length = len(epoch)
+            for step in steps_of(training, epoch, is_open):
+                script.average.update_parameters(training.model)
+                numbers.append(step.number)
+                change_shares(training, world, step.number)
+                if step.number == until:
+                    return script, means, steps
+            assert length == len(numbers)
+            means.append(evaluate_average(training, script))
+            script.scheduler.step()
+            if epoch.number == leave_at:
+                break
+    assert training.summary.finished == (leave_at is None)
+    return script, means, steps
+
+
+def check_same(world, found, expected):
+    for own, other in zip(found.found(), expected.found(), strict=True):
+        assert torch.allclose(own, other, rtol=1e-12, atol=1e-14)
+    own = [each.tolist() for each in found.found()]
+    assert gather_values(world.comm, own) == [own] * world.size
+    assert found.scheduler.get_last_lr() == expected.scheduler.get_last_lr()
+
+
+@ALSO_ALONE
+@IN_BOTH_FORMS
+def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
+    expected, expected_means = by_one_process()
+    script, means, steps = train(world, is_open)
+    check_same(world, script, expected)
+    assert means == pytest.approx(expected_means, rel=1e-12)
+    numbers = list(range(1, EPOCHS * STEPS + 1))
+    assert steps == {e: numbers[e * STEPS : (e + 1) * STEPS] for e in range(EPOCHS)}
+
+
+@ALSO_ALONE
+@IN_BOTH_FORMS
+@pytest.mark.parametrize("end", ["in an epoch", "after an epoch", "at a checkpoint"])
+def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is_open, end):
+    """Also from a checkpoint made after a step: it has the average that includes that step."""
+    expected, expected_means = by_one_process()
+    settings = {"run_dir": str(shared_path / "run"), "resume": "auto"}
+    if end == "after an epoch":
+        _, before, _ = train(world, is_open, leave_at=0, **settings)
+        first = STEPS + 1
+    elif end == "in an epoch":
+        _, before, _ = train(world, is_open, until=10, **settings)
+        first = 11
+    else:
+        _, before, _ = train(world, is_open, until=10, checkpoint_every=8, **settings)
+        if world.rank == 0:
+            for newer in (shared_path / "run" / "checkpoints").glob("step-00000010*"):
+                newer.unlink()
+        world.comm.Barrier()
+        first = 9
+    script, means, steps = train(world, is_open, **settings)
+    check_same(world, script, expected)
+    assert before + means == pytest.approx(expected_means, rel=1e-12)
+    assert list(itertools.chain(*steps.values())) == list(range(first, EPOCHS * STEPS + 1))
+
+
+@IN_BOTH_FORMS
+def test_an_epoch_whose_loop_is_left_is_over(world, is_open):
+    script, steps = Script(), []
+    with Training(script.task(is_open), **QUIET) as training:
+        for epoch in training.epochs():
+            for step in steps_of(training, epoch, is_open):
+                steps.append((epoch.number, step.number))
+                if len(steps) % 2 == 0:
+                    break
+    assert steps == [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
+    assert training.summary.finished
+    assert training.summary.epochs == EPOCHS
+
+
+@IN_BOTH_FORMS
+def test_rank_0_alone_evaluates_and_writes_between_steps_and_epochs(world, shared_path, is_open):
+    expected, _ = by_one_process()
+    script, evaluated = Script(), []
+    with Training(script.task(is_open), **QUIET, step_timeout=30) as training:
+        for epoch in training.epochs():
+            for step in steps_of(training, epoch, is_open):
+                script.average.update_parameters(training.model)
+                if training.world.rank == 0 and step.number % 3 == 0:
+                    torch.save(training.model.state_dict(), shared_path / f"{step.number}.pt")
+            if training.world.rank == 0:
+                with torch.no_grad():
+                    evaluated.append(squares(script.average, points(37)[:]).item())
+            script.scheduler.step()
+    check_same(world, script, expected)
+    if world.rank == 0:
+        assert evaluated == pytest.approx(by_one_process()[1], rel=1e-12)
+        assert len(list(shared_path.glob("*.pt"))) == STEPS
