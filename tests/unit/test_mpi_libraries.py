@@ -13,8 +13,6 @@ from kaitian_mpi.runtime.mpi_libraries import (
     survival_advice,
     survival_requested,
 )
-from kaitian_mpi.runtime.mpirun_command import parse_launcher
-from kaitian_mpi.supervise.remote_hosts import find_agent
 
 RANKS = {
     OPEN_MPI: dict.fromkeys(OPEN_MPI.rank_variables, "1"),
@@ -50,13 +48,6 @@ def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says(
 )
 def test_advice_on_the_loss_of_a_rank_fits_the_library(library, advice):
     assert survival_advice(library).startswith(advice)
-
-
-def test_the_agent_of_mpichs_launcher_is_found():
-    command = parse_launcher("mpirun -launcher-exec env -np 2 kaitian-train".split())
-    assert find_agent(command, {"HYDRA_LAUNCHER_EXEC": "false"}) == ["env"]
-    command = parse_launcher("mpirun -np 2 kaitian-train".split())
-    assert find_agent(command, {"HYDRA_LAUNCHER_EXEC": "env"}) == ["env"]
 
 
 def test_nothing_is_written_to_a_file_that_is_not_the_launchers(tmp_path):

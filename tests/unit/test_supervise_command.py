@@ -136,6 +136,8 @@ def test_a_variable_of_the_ranks_is_read(line, value):
         (["--prtemca", "plm_ssh_agent", "env -i"], {}, ["env", "-i"]),
         (["--mca", "plm_rsh_agent", "env"], {}, ["env"]),
         (["--mca", "btl", "tcp"], {}, ["ssh"]),
+        (["-launcher-exec", "env"], {"HYDRA_LAUNCHER_EXEC": "false"}, ["env"]),  # MPICH's
+        ([], {"HYDRA_LAUNCHER_EXEC": "env"}, ["env"]),
     ],
 )
 def test_the_launch_agent_is_mpiruns(words, environ, agent):

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import psutil
 import pytest
 
+from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
 from kaitian_mpi.runtime.watchdog_process import Report, kill_reason, newest_report, parse_stat
 
@@ -130,7 +130,7 @@ class Rank:
     def wait(self) -> tuple[int, str, str]:
         """Return the exit code and the output; fail if rank or watchdog keeps running."""
         out, err = self.process.communicate(timeout=LONGEST_SEC)
-        wait_until(lambda: is_gone(self.watchdog))
+        assert wait_until(lambda: is_gone(self.watchdog), LONGEST_SEC)
         return self.process.returncode, out, err
 
 
@@ -156,16 +156,12 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not done():
-        assert time.monotonic() - began < LONGEST_SEC
-        time.sleep(0.01)
-
-
 def wait_until_up(watchdog: int) -> None:
     # The kernel keeps 15 letters.
-    wait_until(lambda: psutil.Process(watchdog).name() == "kaitian-watchdo")
+    def is_up():
+        return psutil.Process(watchdog).name() == "kaitian-watchdo"
+
+    assert wait_until(is_up, LONGEST_SEC)
 
 
 @pytest.fixture
@@ -352,7 +348,7 @@ print("left", flush=True)
     wait_until_up(watchdog)
     launcher.kill()
     out, err = launcher.communicate(timeout=LONGEST_SEC)
-    wait_until(lambda: is_gone(pid) and is_gone(watchdog))
+    assert wait_until(lambda: is_gone(pid) and is_gone(watchdog), LONGEST_SEC)
     if follows:
         told = "[2@host] killed by its watchdog: its launcher has exited, last in reading\n"
         assert (out, err) == ("", told)
