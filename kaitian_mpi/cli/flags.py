@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name, wrong_type
+from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -150,8 +150,11 @@ def read_config_file(path: str) -> dict[str, Any]:
             )
         if name in settings:
             raise UserError(f"--config {path}: {key} is set twice; keep one of them")
-        settings[name] = _of_its_type(f"--config {path}: {key}", name, value)
-    for key, value in settings.get("set", {}).items():
+        settings[name] = value
+    table = settings.get("set", {})
+    if not isinstance(table, dict):
+        raise UserError(f'--config {path}: "set" must be a table of arguments, not {table!r}')
+    for key, value in table.items():
         if not key.isidentifier():
             raise UserError(f"--config {path}: set: {key!r} cannot be the name of an argument")
         if not _is_json(value):
@@ -160,13 +163,6 @@ def read_config_file(path: str) -> dict[str, Any]:
                 "hold; put it in quotes"
             )
     return settings
-
-
-def _of_its_type(place: str, name: str, value: Any) -> Any:
-    """Return a field's value if it is of the field's type."""
-    if needed := wrong_type(FIELDS[name], value):
-        raise UserError(f"{place} must be {needed}, not {value!r}")
-    return value
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -197,8 +193,7 @@ def _sort_set(given: Sequence[str], has_task: bool) -> tuple[dict[str, Any], dic
             raise UserError(f"--set {each!r} is not name=value; write it like --set lr=3e-4")
         if name in of_config:
             is_text = isinstance(FIELDS[name].default, str)
-            value = text if is_text else read_value(f"--set {name}", text)
-            settings[name] = _of_its_type(f"--set {name}", name, value)
+            settings[name] = text if is_text else read_value(f"--set {name}", text)
         elif has_task and key.isidentifier():
             table[key] = read_value(f"--set {key}", text)
         else:

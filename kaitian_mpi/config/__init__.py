@@ -7,6 +7,6 @@ imports torch or MPI, so that a wrong flag is reported before either is loaded.
 
 from kaitian_mpi.config.train import OF_IMAGES, TrainConfig
 from kaitian_mpi.config.training import TrainingConfig
-from kaitian_mpi.config.values import LOG_LEVELS, flag_name, wrong_type
+from kaitian_mpi.config.values import LOG_LEVELS, flag_name
 
-__all__ = ["LOG_LEVELS", "OF_IMAGES", "TrainConfig", "TrainingConfig", "flag_name", "wrong_type"]
+__all__ = ["LOG_LEVELS", "OF_IMAGES", "TrainConfig", "TrainingConfig", "flag_name"]
