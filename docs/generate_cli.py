@@ -69,6 +69,8 @@ def _command(parser: argparse.ArgumentParser) -> str:
             lines += [*map(_row, actions), ""]
     if as_in_train:
         names = ", ".join(f"`{option}`" for each in as_in_train for option in each.option_strings)
+        if {_row(action) for action in as_in_train} >= _rows_of_train():
+            names = "all its arguments"
         text = f"As in [kaitian-train](#kaitian-train): {names}."
         lines += [*textwrap.wrap(text, 118, break_on_hyphens=False), ""]
     return "\n".join(lines)
@@ -76,7 +78,7 @@ def _command(parser: argparse.ArgumentParser) -> str:
 
 @functools.cache
 def _rows_of_train() -> set[str]:
-    return {_row(action) for action in PARSERS[0]._actions}
+    return {_row(action) for action in PARSERS[0]._actions if action.dest != "help"}
 
 
 def _row(action: argparse.Action) -> str:

@@ -88,8 +88,11 @@ def test_the_cli_reference_matches_the_parsers():
 
 def test_the_cli_reference_has_every_flag():
     page = (ROOT / "docs/cli.md").read_text()
+    sections = {name: page.partition(f"\n## {name}\n")[2].partition("\n## ")[0] for name in PARSERS}
     for program, parser in PARSERS.items():
-        section = page.partition(f"\n## {program}\n")[2].partition("\n## ")[0]
+        section = sections[program]
+        if "As in [kaitian-train](#kaitian-train): all its arguments." in section:
+            section += sections[train.PROGRAM]
         for action in parser._actions:
             for name in action.option_strings:
                 assert f"`{name}`" in section or name in ("-h", "--help"), f"{program} {name}"
