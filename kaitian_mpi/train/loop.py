@@ -61,12 +61,17 @@ class Loop:
         self._computation, self._pace = state.computation, world.device_kind.pace
         self._commit, self._loader = commit, loader
         self._rank, self._ranks = world.rank, world.size
-        # Whether a share may be split: in the open form, the script computes it all at once; with
-        # `--sync-bn`, the ranks have to compute equally often.
+        # Whether a share is split: in the open form, only for a script that asks for its parts;
+        # with `--sync-bn`, the ranks have to compute equally often.
         self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
         state.restore()
         self.sampler = LoadAdaptiveSampler(
-            setup.train, plan.batch_sizes, world.rank, seed=config.seed, min_batch=plan.min_batch
+            setup.train,
+            plan.batch_sizes,
+            world.rank,
+            shuffle=setup.task.shuffle,
+            seed=config.seed,
+            min_batch=plan.min_batch,
         )
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._ready = ReadyMark(world.device_kind.mark, self._pace.catch_up)
@@ -214,18 +219,26 @@ class Loop:
         come first: their gradient is zero and not missing, as it is in a batch with others.
         """
         self.begin(parts)
-        weights = self._step.weights
-        order = sorted(range(len(parts)), key=lambda index: weights[index] > 0)
+        order = self.order(len(parts))
         for index in order:
-            batch, counts = self.place(parts[index]), weights[index] > 0
+            batch, counts = self.place(parts[index]), self.weight(index) > 0
             loss = self._computation.loss(self._task, self.state.model, batch, counts)
             enter_phase("backward", step=self.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
-            if not counts and index != order[-1]:  # leave nothing but that there are gradients
-                for parameter in self.state.model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.zero_()
         return self.finish()
+
+    def order(self, count: int) -> list[int]:
+        """Return in which order to take the micro-batches of the step. Not collective."""
+        return sorted(range(count), key=lambda index: self.weight(index) > 0)
+
+    def weight(self, index: int) -> float:
+        """Return the weight of a micro-batch of the step. Not collective."""
+        return self._step.weights[index]
+
+    def split_shares(self, is_wanted: bool) -> None:
+        """Split shares into micro-batches from the next step on, or no longer. Not collective."""
+        if self.has_micro_batches != is_wanted and not self._config.sync_bn:
+            self.has_micro_batches, self._loading = is_wanted, None
 
     def begin(self, parts: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's share of the global batch."""
@@ -249,11 +262,6 @@ class Loop:
         self._loading = None
         self._gradients.reset()
         self.state.restore()
-
-    @property
-    def counts(self) -> bool:
-        """Whether anything of this rank's share of the step counts."""
-        return self._step.counts
 
     def place(self, part: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
@@ -279,6 +287,10 @@ class Loop:
         else:
             step.take_part_in_backward()
         if not is_last:
+            if not self.weight(index):  # leave nothing but that there are gradients
+                for parameter in self.state.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()
             self._pace.catch_up()
             self.clock.enter(StepClock.FORWARD)
 
@@ -399,7 +411,9 @@ def apply_step(task: Task, state: State, is_finite: bool, samples: int) -> None:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if is_finite:
-            if task.clip_norm is not None:
+            if callable(task.clip_norm):
+                task.clip_norm(state.model.parameters())
+            elif task.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(state.model.parameters(), task.clip_norm)
             for optimizer in optimizers:
                 scaler.step(optimizer)

@@ -177,7 +177,8 @@ def describe_parts(task: Task) -> dict[str, str]:
     names = "loss", "weight", "scheduler", "validation", "metrics", "extra_state"
     are_given = {f"Task({name}=...)": getattr(task, name) is not None for name in names}
     parts = {name: "given" if is_given else "not given" for name, is_given in are_given.items()}
-    return {**parts, "Task(clip_norm=...)": str(task.clip_norm)}
+    clip = "a function" if callable(task.clip_norm) else str(task.clip_norm)
+    return {**parts, "Task(clip_norm=...)": clip, "Task(shuffle=...)": str(task.shuffle)}
 
 
 def describe_optimizers(optimizers: Sequence[Optimizer]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,8 @@ class Task:
     call gets all samples of a batch; if it has `set_epoch`, that is called for each epoch. With
     `workers`, each data-loading process keeps a copy from the first step on, and only `set_epoch`
     reaches it."""
+    shuffle: bool = True
+    """Whether each epoch takes the samples in another order, instead of the data's."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """`loss(model, batch)`: the mean loss over the batch, a tensor of one element. None if the
     script computes it in its own loop, with `Training.batches`."""
@@ -66,8 +68,9 @@ class Task:
     and the schedulers are brought to the step at which the run is. An object with `before_step`
     instead is called before every step with the fraction of the run, in samples, that is done in
     the middle of it."""
-    clip_norm: float | None = None
-    """The largest norm of the whole gradient, after the sum over all ranks; None: no limit."""
+    clip_norm: float | Callable[[Iterator[nn.Parameter]], Any] | None = None
+    """The largest norm of the whole gradient, after the sum over all ranks; None: no limit. Or a
+    function of the model's parameters, which changes their gradients in place."""
     validation: Any = None
     """The held-out data, evaluated after each epoch; None: no evaluation."""
     metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
@@ -102,7 +105,7 @@ class Task:
         self._check_data("data", self.data)
         if self.validation is not None:
             self._check_data("validation", self.validation)
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if not (self.clip_norm is None or callable(self.clip_norm) or self.clip_norm > 0):
             raise UserError(f"Task: clip_norm must be above 0, not {self.clip_norm}")
         for value in self.extra_objects().values():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):

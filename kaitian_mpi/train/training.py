@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -37,9 +37,9 @@ from kaitian_mpi.runtime.watchdog import (
 )
 from kaitian_mpi.train.begin_loop import begin_loop
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.epoch import Epoch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
+from kaitian_mpi.train.open_form import Epoch, OpenStep
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
@@ -56,16 +56,6 @@ _OUT_OF_MEMORY = (
     "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, or other "
     "devices"
 )
-
-
-@dataclass
-class _OpenStep:
-    """A step of the open form, from its batch on."""
-
-    loop: Loop
-    """No longer the training's loop if a rank was lost; the step is then lost, too."""
-    has_gradient: bool = False
-    is_finished: bool = False
 
 
 class Training:
@@ -129,12 +119,12 @@ class Training:
         self._run: Run | None = None
         self._loop: Loop | None = None
         self._saving: Saving
-        self._open_step: _OpenStep | None = None
+        self._open_step: OpenStep | None = None
         self._last_step: Step | None = None
         self._epoch: Epoch | None = None
         self._logged: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
-        self._is_done = self._is_closed = False
+        self._is_done = self._is_closed = self._is_split = False
         self._at_end = ExitStack()
         _open.append(self)
         self._at_end.callback(_open.remove, self)
@@ -188,12 +178,21 @@ class Training:
             UserError: the task has a loss, or the training is closed, or `step` was not called for
                 the batch before.
         """
-        if self._start().setup.task.loss is not None:
-            raise UserError(
-                "training.batches() is for a Task without a loss; iterate over the Training "
-                "itself, or omit Task(loss=...)"
-            )
-        yield from self._batches()
+        self._check_open_form()
+        yield from self._batches(is_split=False)
+
+    def micro_batches(self) -> Iterator[Iterator[Any]]:
+        """Yield the micro-batches of this rank's share of each global batch, as an iterator.
+
+        Each has at most `micro_batch_size` samples, and is on the device once it is reached. Call
+        `backward` for each micro-batch with the mean over it, and `step` after the last. The
+        gradient is that of the global batch, as with `batches`.
+
+        Raises:
+            UserError: as for `batches`.
+        """
+        self._check_open_form()
+        yield from self._batches(is_split=True)
 
     def epochs(self) -> Iterator[Epoch]:
         """Yield each epoch, or the rest of one, to be iterated over for what `batches` yields.
@@ -209,8 +208,11 @@ class Training:
             yield epoch
             self._end_open_step()
 
-    def _batches(self, epoch: Epoch | None = None) -> Iterator[Any]:
+    def _batches(self, is_split: bool, epoch: Epoch | None = None) -> Iterator[Any]:
         self._end_open_step()
+        self._is_split = is_split
+        if self._loop is not None:
+            self._loop.split_shares(is_split)
         while (share := self._next_share(epoch)) is not None:
             batch, step = self._guarded(self._begin_open_step, share), self._open_step
             if step is None:
@@ -260,20 +262,14 @@ class Training:
         """Compute the gradient of this rank's share, and sum it over the ranks, in the open form.
 
         Args:
-            loss: the mean over the batch that `batches` yielded.
+            loss: the mean over the batch, or micro-batch, that was yielded.
 
         Raises:
             UserError: the loss is not a tensor of one element, or there is no batch for it.
         """
         step = self._current_open_step("backward")
-        if step.has_gradient:
-            raise UserError(
-                "training.backward() was called twice for one batch; add the losses, and call it "
-                "once"
-            )
-        checked = check_loss(loss, step.loop.counts)
-        step.has_gradient = True
-        self._guarded(step.loop.backward, checked)
+        step.check_batch()
+        self._guarded(step.backward, check_loss(loss, step.counts))
         self._enter_script()
 
     def step(self) -> bool:
@@ -286,17 +282,21 @@ class Training:
             UserError: there is no gradient to apply.
         """
         step = self._current_open_step("step")
-        if step.is_finished:
-            raise UserError("training.step() was called twice for one batch; call it once")
-        if not step.has_gradient:
-            raise UserError("call training.backward(loss) before training.step()")
-        step.is_finished = True
+        step.finish()
         done = None
         if self._loop is step.loop:
             enter_phase("the sum of gradients", waits=True)
             done = self._follow(self._guarded(step.loop.finish))
         self._enter_script()
         return done is not None
+
+    @property
+    def steps_done(self) -> int:
+        """The steps of the run that are done, those of earlier jobs included.
+
+        Collective only if it is the first use of the training.
+        """
+        return self._prepared.state.progress.step
 
     @property
     def last_step(self) -> Step | None:
@@ -436,8 +436,10 @@ class Training:
         if loop.progress.is_done:
             self._finish(loop)
             return None
-        train = self._steps if self._prepared.setup.task.loss is not None else self._batches
-        return Epoch(loop.progress.epoch, loop.steps_in_epoch, train)
+        task = self._prepared.setup.task
+        train = self._steps if task.loss is not None else partial(self._batches, False)
+        split = partial(self._batches, True)
+        return Epoch(loop.progress.epoch, loop.steps_in_epoch, task.data, train, split)
 
     def _meet(self, loop: Loop, does: str) -> list[str]:
         """Return what each rank does next, between two epochs.
@@ -465,6 +467,8 @@ class Training:
                 self._end_standby(is_active=False)
             else:
                 self._loop, self._saving = begin_loop(self._prepared, world, self._logged)
+                if self._is_split:
+                    self._loop.split_shares(True)
         return self._loop
 
     def _follow(self, step: Step | None) -> Step | None:
@@ -584,7 +588,14 @@ class Training:
         if self._is_closed:
             raise UserError("this Training is closed; make a new one")
 
-    def _current_open_step(self, method: str) -> _OpenStep:
+    def _check_open_form(self) -> None:
+        if self._start().setup.task.loss is not None:
+            raise UserError(
+                "training.batches() and micro_batches() are for a Task without a loss; iterate "
+                "over the Training itself, or omit Task(loss=...)"
+            )
+
+    def _current_open_step(self, method: str) -> OpenStep:
         self._check_open()
         if self._open_step is None:
             raise UserError(
@@ -593,10 +604,9 @@ class Training:
         return self._open_step
 
     def _begin_open_step(self, share: Sequence[MicroBatch]) -> Any:
-        loop = self._current_loop
-        loop.begin(share)
-        batch = loop.place(share[0])
-        self._open_step = _OpenStep(loop)
+        step = OpenStep(self._current_loop, share)
+        batch = step.micro_batches() if self._is_split else next(step.micro_batches())
+        self._open_step = step
         return batch
 
     def _end_open_step(self) -> None:

@@ -51,6 +51,13 @@ def with_training(body, **parts):
         body(training)
 
 
+def with_micro_batches(take):
+    with Training(make_task(loss=None), **QUIET, micro_batch_size=1) as training:
+        for parts in training.micro_batches():
+            training.backward(training.model(take(parts)).square().mean())
+            training.step()
+
+
 def after_the_end():
     training = Training(make_task(), **QUIET)
     training.close()
@@ -150,7 +157,15 @@ ELSEWHERE = {
     "a loop after the end": (after_the_end, "this Training is closed; make a new one"),
     "batches of a task with a loss": (
         lambda: with_training(lambda training: next(training.batches())),
-        "training.batches() is for a Task without a loss",
+        "training.batches() and micro_batches() are for a Task without a loss",
+    ),
+    "a micro-batch without a gradient": (
+        lambda: with_micro_batches(list),
+        "call training.backward(loss) for each micro-batch",
+    ),
+    "a step before the last micro-batch": (
+        lambda: with_micro_batches(next),
+        "training.step() was called before the last micro-batch",
     ),
     "a step without a batch": (
         lambda: with_training(Training.step, loss=None),

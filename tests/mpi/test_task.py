@@ -157,6 +157,10 @@ def with_two_optimizers():
     return regression(optimizer=optimizers, scheduler=halved, clip_norm=0.1)
 
 
+def clip_values(parameters):
+    nn.utils.clip_grad_value_(parameters, 0.01)
+
+
 def with_two_schedulers(optimizer, steps):
     return [LinearLR(optimizer, total_iters=steps // 2), ExponentialLR(optimizer, 0.99)]
 
@@ -170,7 +174,7 @@ def by_one_process(task, epochs=EPOCHS, after=lambda number, model: None):
     model = copy.deepcopy(task.model)
     optimizers = task.optimizer(model)
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-    sampler = LoadAdaptiveSampler(task.data, [BATCH], 0)
+    sampler = LoadAdaptiveSampler(task.data, [BATCH], 0, shuffle=task.shuffle)
     schedulers = task.make_schedulers(optimizers, epochs * len(sampler))
     number = itertools.count(1)
     for epoch in range(epochs):
@@ -178,7 +182,9 @@ def by_one_process(task, epochs=EPOCHS, after=lambda number, model: None):
         for indices in sampler:
             batch = Batches(task.data, task.collate)[indices]
             task.loss(model, batch).backward()
-            if task.clip_norm is not None:
+            if callable(task.clip_norm):
+                task.clip_norm(model.parameters())
+            elif task.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
             for each in (*optimizers, *schedulers):
                 each.step()
@@ -199,15 +205,16 @@ def in_form(task, is_open):
     return (replace(task, loss=None), task.loss) if is_open else (task, None)
 
 
-def steps_of(training, loss=None):
+def steps_of(training, loss=None, is_split=False):
     """Train in the closed form, or with a loss in the open one; yield each completed step."""
     if loss is None:
         yield from training
         return
-    for batch in training.batches():
-        with training.autocast():
-            own = loss(training.model, batch)
-        training.backward(own)
+    for batch in training.micro_batches() if is_split else training.batches():
+        for part in batch if is_split else [batch]:
+            with training.autocast():
+                own = loss(training.model, part)
+            training.backward(own)
         assert training.step()
         yield training.last_step
 
@@ -217,7 +224,7 @@ def train(world, task, is_open=False, until=None, after=lambda training, step: N
     given, loss = in_form(task, is_open)
     steps = []
     with Training(given, **{**QUIET, **settings}) as training:
-        for step in steps_of(training, loss):
+        for step in steps_of(training, loss, "micro_batch_size" in settings):
             steps.append(step)
             after(training, step)
             if step.number % 2:
@@ -252,6 +259,13 @@ TASKS = {
     "weights of 0": (weighted_experts, {}),
     "weights of 0, micro-batches": (weighted_experts, {"micro_batch_size": 1}),
     "weights of 0, open form": (weighted_experts, {"is_open": True}),
+    "open micro-batches": (language, {"is_open": True, "micro_batch_size": 4}),
+    "open micro-batches, weights of 0": (
+        weighted_experts,
+        {"is_open": True, "micro_batch_size": 1},
+    ),
+    "in the data's order": (lambda: regression(shuffle=False), {}),
+    "clipped by a function": (lambda: regression(clip_norm=clip_values), {}),
     "gradient checkpointing": (lambda: language(model=Language(checkpoints=True)), {}),
     "two optimizers with groups": (with_two_optimizers, {}),
     "a scheduler": (lambda: regression(scheduler=lambda o: StepLR(o, 4, 0.5)), {}),

@@ -162,7 +162,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
     def indices(self, position: int, count: int) -> list[int]:
         """Return the `count` sample indices of the epoch from `position` on, of all ranks."""
-        return self._permutation()[position : position + count].tolist()
+        return _listed(self._permutation()[position : position + count])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in samples: the same on all ranks, valid for any number of ranks."""
@@ -190,19 +190,23 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
     def _order_of_samples(self) -> dict[str, Any]:
         return {"seed": self.seed, "shuffle": self.shuffle, "dataset_length": len(self.dataset)}
 
-    def _share_at(self, order: torch.Tensor, position: int) -> tuple[list[int], int]:
+    def _share_at(self, order: torch.Tensor | range, position: int) -> tuple[list[int], int]:
         """Return this rank's indices of the step at `position`, and the next step's position."""
         shares = shares_of_step(len(order) - position, self._batch_sizes, self.min_batch)
         start = position + sum(shares[: self.rank])
-        return order[start : start + shares[self.rank]].tolist(), position + sum(shares)
+        return _listed(order[start : start + shares[self.rank]]), position + sum(shares)
 
-    def _permutation(self) -> torch.Tensor:
+    def _permutation(self) -> torch.Tensor | range:
         if not self.shuffle:
-            return torch.arange(len(self.dataset))
+            return range(len(self.dataset))
         # Mixed, not added, so that seed 0 at epoch 1 differs from seed 1 at epoch 0. torch's CPU
         # generator uses only the low 32 bits.
         word = int(random_bits(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))
+
+
+def _listed(indices: torch.Tensor | range) -> list[int]:
+    return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
 
 
 def random_bits(seed: int, epoch: int, indices: Sequence[int]) -> NDArray[np.uint64]:

@@ -149,7 +149,7 @@ def make_plan(
     else:
         shares = plan_equal(world.size, batch, min_batch)
     own = profiles[world.rank]
-    limit = own.cost.largest_micro_batch if own.cost else config.micro_batch_size or None
+    limit = (own.cost and own.cost.largest_micro_batch) or config.micro_batch_size or None
     known, how = costs if measured else None, (own.memory_format, own.precision)
     return Plan(shares, by_rank, known, *how, limit, min_batch)
 

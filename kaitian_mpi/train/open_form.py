@@ -1,0 +1,102 @@
+"""What a script's own loop goes over: epochs, and the micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.data.batches import MicroBatch
+from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.progress import Progress
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch, or the rest of one, of `Training.epochs`; its length is the number of its steps.
+
+    Iterating over it again continues, until the next epoch.
+    """
+
+    number: int
+    """From 0."""
+    steps: int
+    """Those that are left when it begins."""
+    dataset: Any
+    """The task's data."""
+    train: Callable[[Epoch], Iterator[Any]]
+    """Trains it, and yields what its loop is for."""
+    split: Callable[[Epoch], Iterator[Any]]
+    """The same, and yields the micro-batches of each step."""
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's share of each global batch, or each step once it is done."""
+        return self.train(self)
+
+    def micro_batches(self) -> Iterator[Iterator[Any]]:
+        """Yield the micro-batches of each step, as `Training.micro_batches` does."""
+        return self.split(self)
+
+    def is_current(self, progress: Progress) -> bool:
+        """Return whether the run is in this epoch, and not at its end. Not collective."""
+        return progress.epoch == self.number and not progress.epoch_is_over
+
+
+class OpenStep:
+    """A step of the open form, from its batch on.
+
+    Attributes:
+        loop: no longer the training's if a rank was lost; the step is then lost, too.
+        is_finished: whether the script has ended it.
+    """
+
+    def __init__(self, loop: Loop, parts: Sequence[MicroBatch]) -> None:
+        """Begin a step with this rank's micro-batches. Collective."""
+        loop.begin(parts)
+        self.loop, self._parts, self.is_finished = loop, parts, False
+        self._left = loop.order(len(parts))
+        self._current: int | None = None
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Yield those that are left, on the rank's device."""
+        while self._left:
+            if self._current is not None:
+                raise UserError("call training.backward(loss) for each micro-batch")
+            self._current = self._left.pop(0)
+            yield self.loop.place(self._parts[self._current])
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything of the current micro-batch counts."""
+        return self._current is not None and self.loop.weight(self._current) > 0
+
+    def backward(self, loss: Any) -> None:
+        """Add the gradient of the current micro-batch; of the last one, sum over the ranks."""
+        assert self._current is not None
+        index, self._current = self._current, None
+        self.loop.backward(loss, index, is_last=not self._left)
+
+    def check_batch(self) -> None:
+        """Check that there is a micro-batch whose gradient is missing."""
+        if self._current is None:
+            raise UserError(
+                "training.backward() was called twice for one batch; add the losses, and call it "
+                "once"
+            )
+
+    def finish(self) -> None:
+        """Check that every micro-batch has its gradient; the step is then finished."""
+        if self.is_finished:
+            raise UserError("training.step() was called twice for one batch; call it once")
+        if self._current is not None:
+            raise UserError("call training.backward(loss) before training.step()")
+        if self._left:
+            raise UserError(
+                "training.step() was called before the last micro-batch of the step; call it after "
+                "the loop over them"
+            )
+        self.is_finished = True
