@@ -30,7 +30,7 @@ MESSAGES = {
     "balance.md": (" samples/s, without ", "worth it"),
     "your-own-training.md": (
         "iterating over a Training requires Task(loss=...)",
-        "training.batches() is for a Task without a loss",
+        "training.batches() and micro_batches() are for a Task without a loss",
         "call training.backward(loss) before training.step()",
         "call training.backward(loss) and training.step() for each batch",
         "another Training is open; call close() first",
