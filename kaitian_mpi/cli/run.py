@@ -9,7 +9,8 @@ import runpy
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,11 @@ from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import GROUP_VARIABLE
-from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
-from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.observe.files import json_bytes, replacing
+from kaitian_mpi.runtime.abort import abort_on_error, print_to_stderr, rank_prefix
+from kaitian_mpi.runtime.launcher import SUPERVISED_FOLDER, read_launch
+from kaitian_mpi.runtime.lifecycle import register_close
+from kaitian_mpi.train.summary import NAME, Summary
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,7 +76,8 @@ def main() -> None:
             from kaitian_mpi.integrations.adaptive import install
 
             install(world)
-        run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
+        with told_to_supervisor(comm):
+            run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
 
 
 def make_parser() -> OneLineParser:
@@ -171,6 +176,33 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool, comm: MPI
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
+
+
+@contextmanager
+def told_to_supervisor(comm: MPI.Intracomm) -> Iterator[None]:
+    """Tell `kaitian-supervise`, if it has started this job, that the script has ended on all ranks.
+
+    That is known only when this process exits: a rank may end early, while others still train.
+    """
+    if folder := os.environ.get(SUPERVISED_FOLDER):
+        ended: list[bool] = []
+
+        def tell() -> None:
+            if ended and all(gather_values(comm, True)) and comm.rank == 0:
+                try:
+                    with replacing(Path(folder) / NAME) as file:
+                        file.write(json_bytes(Summary(finished=True).to_json()))
+                except OSError as error:
+                    print_to_stderr(
+                        f"{PROGRAM}: {folder}: {error.strerror}; kaitian-supervise, which reads "
+                        "there that the script has ended, starts it again"
+                    )
+
+        register_close(tell)  # what is registered later is closed earlier
+        yield
+        ended.append(True)
+    else:
+        yield
 
 
 def find_module(name: str) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,12 +17,12 @@ from pathlib import Path
 
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.mpirun_command import FOLDERS, parse_command, read_hosts
-from kaitian_mpi.runtime.mpirun_command import PROGRAM as TRAIN
+from kaitian_mpi.runtime.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
 from kaitian_mpi.supervise.environments import read_environments
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
 from kaitian_mpi.supervise.machine import Machine
@@ -29,6 +30,7 @@ from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.remote_hosts import PendingAnswer, find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
+from kaitian_mpi.train.summary import NAME
 
 PROGRAM = "kaitian-supervise"
 _log = logging.getLogger("kaitian_mpi.cli.supervise")  # also if it is the main module
@@ -62,6 +64,8 @@ def main() -> None:
         limits = (options.probe_seconds, options.hang_seconds)
         with Machine(job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts, changes)
+        if job.command.program == RUN:
+            (job.folder / NAME).unlink(missing_ok=True)
         with suppress(OSError):  # removed only if nothing was written to it
             job.folder.rmdir()
     except UserError as error:
@@ -74,12 +78,13 @@ def make_parser() -> OneLineParser:
     """Return the command's parser."""
     parser = OneLineParser(
         PROGRAM,
-        f"Run mpirun with {TRAIN}, and restart it after a failure, without the hosts that no "
-        "longer answer, until the job has finished. A job that ends with a usage error is not "
-        "restarted. With --hosts-file, hosts can join and leave while it runs.",
+        f"Run mpirun with {TRAIN} or {RUN}, and restart it after a failure, without the hosts "
+        "that no longer answer, until the job has finished. A job that ends with a usage error is "
+        f"not restarted. A script of {RUN} must resume from a checkpoint of its own. With "
+        f"--hosts-file and {TRAIN}, hosts can join and leave while it runs.",
         f"{PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} --model mobilenetv2",
         f"{PROGRAM} [-h] [--hosts-file FILE] [--host-backoff X] [--env FILE] [--max-restarts N] "
-        f"[--probe-seconds X] [--hang-seconds X] mpirun ... {TRAIN} ...",
+        f"[--probe-seconds X] [--hang-seconds X] mpirun ... {TRAIN}|{RUN} ...",
     )
     parser.add(
         "--hosts-file",
@@ -100,7 +105,7 @@ def make_parser() -> OneLineParser:
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
-        help=f"mpirun with its options, then {TRAIN} with its flags",
+        help=f"mpirun with its options, then {TRAIN} or {RUN} with its flags",
     )
     return parser
 
@@ -125,9 +130,15 @@ def make_job(
     hosts_file: HostsFile | None = None,
     pythons: Mapping[str, str] | None = None,
 ) -> Job:
-    """Read a command line, its hostfiles, and the flags of kaitian-train."""
+    """Read a command line, its hostfiles, and kaitian-train's flags."""
     command = parse_command(words)
-    config = parse_config(TRAIN, command.arguments)
+    is_script = command.program == RUN
+    if is_script and hosts_file is not None:
+        raise UserError(
+            f"--hosts-file needs {TRAIN}, which saves and ends when the hosts change; name the "
+            "hosts of a script by mpirun's --hostfile"
+        )
+    config = TrainConfig() if is_script else parse_config(TRAIN, command.arguments)
     kinds = config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ)
     slowdown = config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ)
     if hosts_file is None:
@@ -144,13 +155,15 @@ def make_job(
     place, run_dir = Path(*command.values(FOLDERS)[-1:]), config.run_dir
     if not run_dir:
         name = config.choose_folder()
+        if is_script:
+            name = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
         run_dir = str(name.with_name(make_new_folder(place / name).name))
     job = Job(
         command=command,
         config=replace(
             config,
             run_dir=run_dir,
-            snapshots=config.snapshots or secrets.token_hex(16),
+            snapshots="" if is_script else config.snapshots or secrets.token_hex(16),
             emulate_kinds=kinds,
             emulate_slowdown=slowdown,
         ),

@@ -20,6 +20,7 @@ _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # of Slurm's own, such as the shell of salloc
 
 SUPERVISED = f"{FORWARDED_PREFIX}KAITIAN_JOB"
+SUPERVISED_FOLDER = f"{FORWARDED_PREFIX}KAITIAN_JOB_FOLDER"
 """Set by `kaitian-supervise`; reaches the ranks on all hosts."""
 
 

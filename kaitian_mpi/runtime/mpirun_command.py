@@ -13,8 +13,8 @@ import psutil
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile
 
-PROGRAM = "kaitian-train"
-_MODULE = ("-m", "kaitian_mpi.cli.train")
+TRAIN, RUN = "kaitian-train", "kaitian-run"
+_MODULES = {"kaitian_mpi.cli.train": TRAIN, "kaitian_mpi.cli.run": RUN}
 _LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 
 RANKS = ("np", "n", "c")
@@ -71,7 +71,9 @@ class Command:
     parts: tuple[Part, ...]
     """Everything before the arguments of the program, including that program."""
     arguments: tuple[str, ...]
-    """The arguments of the program, such as kaitian-train."""
+    """The arguments of the program."""
+    program: str = ""
+    """`TRAIN` or `RUN`; empty if only the launcher was parsed."""
 
     @property
     def words(self) -> list[str]:
@@ -126,20 +128,23 @@ def parse_command(words: Sequence[str]) -> Command:
     parts = list(launcher.parts)
     position = len(words) - len(launcher.arguments)
     for end in range(position + 1, len(words) + 1):
-        if PurePath(words[end - 1]).name == PROGRAM or tuple(words[end - 2 : end]) == _MODULE:
+        program = PurePath(words[end - 1]).name
+        if words[end - 2 : end - 1] == ["-m"]:
+            program = _MODULES.get(words[end - 1], program)
+        if program in (TRAIN, RUN):
             break
     else:
         raise UserError(
-            f"the command must start {PROGRAM}; write for example: "
-            f"kaitian-supervise mpirun -np 4 {PROGRAM} --model mobilenetv2"
+            f"the command must start {TRAIN} or {RUN}; write for example: "
+            f"kaitian-supervise mpirun -np 4 {TRAIN} --model mobilenetv2"
         )
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
             "the command has several programs separated by ':'; start all ranks with one: mpirun "
-            f"… {PROGRAM} …"
+            f"… {program} …"
         )
-    return Command(parts=tuple(parts), arguments=tuple(words[end:]))
+    return Command(parts=tuple(parts), arguments=tuple(words[end:]), program=program)
 
 
 def parse_launcher(words: Sequence[str]) -> Command:

@@ -25,7 +25,7 @@ from kaitian_mpi.observe.folders import (
     withdraw_request,
 )
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.launcher import SUPERVISED
+from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
@@ -221,11 +221,16 @@ class Machine:
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Return the variables that identify a job's ranks and snapshots on all hosts.
+    """Return the variables that tell a job's ranks on all hosts whose they are.
 
     Unlike a command line, only the user can read them. The launcher forwards them by their names.
     """
-    return {SNAPSHOTS_VARIABLE: job.config.snapshots, SUPERVISED: job.job_id}
+    folder = os.path.abspath(job.folder)
+    return {
+        SNAPSHOTS_VARIABLE: job.config.snapshots,
+        SUPERVISED: job.job_id,
+        SUPERVISED_FOLDER: folder,
+    }
 
 
 def hosts_with_ranks(

@@ -15,8 +15,9 @@ from kaitian_mpi.runtime.hosts import Host, host_list_without, hostfile_without,
 from kaitian_mpi.runtime.mpirun_command import (
     HOST_LISTS,
     HOSTFILES,
-    PROGRAM,
     RANKS,
+    RUN,
+    TRAIN,
     Command,
     Part,
     parse_launcher,
@@ -44,7 +45,8 @@ class Job:
     """The content of each hostfile, by the path in the command."""
     config: TrainConfig
     """kaitian-train's settings: with the run folder, the name under which hosts keep snapshots in
-    memory between starts, and what is emulated, by its flags or by environment variables."""
+    memory between starts, and what is emulated, by its flags or by environment variables. Of a
+    script, only the run folder is set."""
     folder: Path
     """The path of the run folder for this process."""
     job_id: str = ""
@@ -69,7 +71,8 @@ class Job:
     @property
     def owns_snapshots(self) -> bool:
         """Whether the snapshots' name was generated here, not given by the user."""
-        return not _is_given("--snapshots", self.command.arguments)
+        given = _is_given("--snapshots", self.command.arguments)
+        return self.command.program == TRAIN and not given
 
     @property
     def remote(self) -> list[Host]:
@@ -119,9 +122,9 @@ def command_on(command: Command, hosts_file: str) -> Command:
 
 
 def interpreter_of(command: Command) -> str:
-    """Return the interpreter that a command starts kaitian-train with: this one's, if unknown."""
+    """Return the interpreter that a command starts its program with: this one's, if unknown."""
     words = [word for part in command.parts for word in part.words]
-    if PurePath(words[-1]).name == PROGRAM:
+    if PurePath(words[-1]).name in (TRAIN, RUN):
         beside = Path(words[-1]).with_name("python")
         python = str(beside) if beside.parts[:-1] and beside.exists() else sys.executable
     else:  # python -m kaitian_mpi.cli.train
@@ -134,16 +137,20 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     """Plan a start of the job without the lost hosts."""
     command, hostfile, ranks = job.command, "", job.ranks
     left = job.left(lost)
-    own = [f"--run-dir={job.config.run_dir}"]
+    own: list[str] = []
     if lost or job.hosts_file:
         slots = total_slots(left)
         ranks = ranks if ranks is None or slots is None else min(ranks, slots)
         command, hostfile = _without(job, lost, new_hostfile, ranks)
-        own = _adapted_flags(job, ranks) + own
-    # A user's --resume says where the job starts, not where it resumes after a failure.
-    if trained or not _is_given("--resume", command.arguments):
-        own += ["--resume=auto"]
-    words = command.words + own
+        own += _adapted_flags(job, ranks)
+    if command.program == TRAIN:
+        own += [f"--run-dir={job.config.run_dir}"]
+        # A user's --resume says where the job starts, not where it resumes after a failure.
+        if trained or not _is_given("--resume", command.arguments):
+            own += ["--resume=auto"]
+        words = command.words + own
+    else:  # a script resumes by itself, and all that follows it is its own
+        words = replace(command, arguments=(*own, *command.arguments)).words
     if job.pythons:
         pythons = {host.name: job.pythons[host.name] for host in left if host.name in job.pythons}
         words, _ = expand(parse_launcher(words), left, pythons)

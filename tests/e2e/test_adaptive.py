@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from jobs import forked, run_alone
 
 TRAINERS = Path(__file__).parent / "trainers"
 ROWS, RANKS = 203, 2
@@ -18,11 +19,15 @@ def run(mpirun, script, *options, adaptive=True, code=0):
     return mpirun(RANKS, "kaitian-run", *flags, TRAINERS / script, *options, code=code)
 
 
+def found_in(ended):
+    return json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
+
+
 def train(mpirun, script, *options):
     """Return what the script has found, after the checks that hold for all."""
     ended = run(mpirun, script, *options, adaptive="object" not in options)
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
-    found = json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
+    found = found_in(ended)
     assert found["splits"] > 2  # equal ones, planned ones, and the last of an epoch
     assert found["rows"] == found["distinct_rows"] == [ROWS, ROWS]  # each once an epoch
     assert found["difference"] < 1e-9
@@ -66,6 +71,29 @@ def test_hugging_faces_trainer(mpirun, kind, rule, options):
 def test_a_lightning_module(mpirun):
     found, _ = train(mpirun, "lightning_module.py", "object")
     assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2
+
+
+@pytest.mark.parametrize(
+    ("trainer", "killed_at"),
+    [
+        ("plain_ddp", 19),
+        pytest.param("accelerate", 6, marks=needs_accelerate),
+        pytest.param("hugging_face", 22, marks=needs_accelerate),
+        pytest.param("lightning", 15, marks=needs_lightning),
+    ],
+)
+def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(tmp_path, trainer, killed_at):
+    options = "--adaptive --emulate-slowdown 1:3.0 --backend-override gloo,nccl".split()
+    ranks = forked(["kaitian-run", *options, str(TRAINERS / "resumed.py"), trainer, str(killed_at)])
+    supervised = f"kaitian-supervise mpirun -np {RANKS}".split()
+    ended = run_alone(*supervised, *ranks, cwd=tmp_path, fresh=True)
+    assert "kaitian-supervise: finished after 2 starts" in ended.err
+    found = found_in(ended)
+    assert found["steps"] == 2 * 13
+    assert found["rows"] == found["distinct_rows"] == [ROWS, ROWS]
+    assert found["splits"] > 2
+    assert found["difference"] < 1e-9
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @needs_accelerate

@@ -11,7 +11,7 @@ from kaitian_mpi.runtime.hosts import (
     parse_host_list,
     parse_hostfile,
 )
-from kaitian_mpi.runtime.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, parse_command
+from kaitian_mpi.runtime.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, TRAIN, parse_command
 from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 
@@ -63,10 +63,14 @@ def test_mpirun_options_are_parsed(options, ranks, files, lists):
         ("nice -n 5 mpirun -np 2 kaitian-train", []),
         ("kaitian-train --lr 1", ["--lr", "1"]),
         ("env A=1 kaitian-train", []),
+        ("mpirun -np 2 kaitian-run train.py --lr 1", ["train.py", "--lr", "1"]),
+        ("mpirun -np 2 python -m kaitian_mpi.cli.run -m train", ["-m", "train"]),
+        ("mpirun -np 2 kaitian-run kaitian-train", ["kaitian-train"]),
     ],
 )
 def test_the_training_program_is_found(line, arguments):
     command = parse_command(line.split())
+    assert command.program == ("kaitian-run" if "run " in line.partition("-np 2")[2] else TRAIN)
     expected = ["runs/kaitian-train" if word is None else word for word in arguments]
     assert list(command.arguments) == expected
     assert command.words == line.split()

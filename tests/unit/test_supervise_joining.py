@@ -259,6 +259,7 @@ def test_the_file_must_be_the_users_own(tmp_path):
         "mpirun --host a,b kaitian-train",
         "mpirun -np 4 kaitian-train",
         "kaitian-train",
+        "mpirun kaitian-run train.py",
         "mpirun kaitian-train --emulate-slowdown 0:2",
         "mpirun -x KAITIAN_EMULATE_KINDS=a,b kaitian-train",
     ],

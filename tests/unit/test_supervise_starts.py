@@ -147,6 +147,18 @@ def test_a_smaller_job_has_flags_in_the_place_of_variables(
     assert parse_slowdown(slowdown, 2)
 
 
+def test_a_smaller_job_leaves_a_scripts_own_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KAITIAN_EMULATE_KINDS", "gpu,mlu,mlu,npu")
+    line = "mpirun -np 4 --host a:1,b:2,c:1 kaitian-run --adaptive train.py --lr 1"
+    job = supervise.make_job(line.split())
+    assert plan_start(job, frozenset(), True, "new").words == line.split()
+    smaller = "mpirun -np 2 --host a:1,c:1 kaitian-run --emulate-kinds=gpu,mlu --adaptive train.py"
+    assert plan_start(job, frozenset("b"), True, "new").words == [*smaller.split(), "--lr", "1"]
+    assert not job.owns_snapshots
+    assert environment(job)["OMPI_KAITIAN_JOB_FOLDER"] == str(tmp_path / job.folder)
+
+
 @pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
 def test_the_users_resume_flag_holds_until_there_is_progress(given):
     job = make_job(f"mpirun -np 2 kaitian-train {given}")

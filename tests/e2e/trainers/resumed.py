@@ -1,0 +1,177 @@
+"""Trainers that save checkpoints, and continue from the last one if they are started again."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from one_process import RecordInFile, classifier, images, report
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+kind, killed_at = sys.argv[1], int(sys.argv[2])
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+record = RecordInFile(rank, killed_at)
+inputs, labels = images()
+data = TensorDataset(inputs, labels, torch.arange(len(inputs)))
+EPOCHS, PER_RANK, EVERY = 2, 8, 4
+PER_EPOCH = -(-len(data) // (PER_RANK * ranks))
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def plain_ddp():
+    dist.init_process_group("gloo")
+    own, done = classifier(), 0
+    if os.path.exists("last.pt"):
+        saved = torch.load("last.pt", weights_only=True)
+        own.load_state_dict(saved["model"])
+        done = saved["steps"]
+    model = nn.parallel.DistributedDataParallel(own)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(data, seed=1)
+    loader = DataLoader(data, batch_size=PER_RANK, sampler=sampler)
+    for epoch in range(done // PER_EPOCH, EPOCHS):
+        sampler.set_epoch(epoch)
+        for index, batch in enumerate(loader, epoch * PER_EPOCH):
+            if index < done:
+                continue
+            record.note(index, epoch, batch[2].tolist(), True)
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if rank == 0 and index % EVERY == 0:
+                torch.save({"model": own.state_dict(), "steps": index + 1}, "last.tmp")
+                os.replace("last.tmp", "last.pt")
+    return own
+
+
+def accelerate():
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    # Else the order of the rows in an epoch is another one after a resume.
+    options = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    own = classifier()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    torch.manual_seed(2)
+    loader = DataLoader(data, batch_size=PER_RANK, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(own, optimizer, loader)
+    done = 0
+    if saved := sorted(Path("saved").glob("*"), key=lambda path: int(path.name)):
+        accelerator.load_state(str(saved[-1]))
+        done = int(saved[-1].name)
+    for epoch in range(done // PER_EPOCH, EPOCHS):
+        loader.set_epoch(epoch)
+        skipped = max(0, done - epoch * PER_EPOCH)
+        left = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        for index, batch in enumerate(left, epoch * PER_EPOCH + skipped):
+            record.note(index, epoch, batch[2].tolist(), True)
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if index % EVERY == 0:
+                accelerator.save_state(f"saved/{index + 1}")
+    return own
+
+
+class Named(Dataset):
+    """The same rows, as the Trainer takes them."""
+
+    def __len__(self):
+        return len(data)
+
+    def __getitem__(self, row):
+        return {"x": inputs[row], "labels": labels[row], "row": row}
+
+
+class WithLoss(nn.Module):
+    """A classifier that returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = classifier()
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def hugging_face():
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    class Recorder(Trainer):
+        """Notes the rows of each micro-batch."""
+
+        def training_step(self, model, inputs, *args, **kwargs):
+            rows = inputs.pop("row").tolist()
+            record.note(self.state.global_step, self.state.global_step // PER_EPOCH, rows, True)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    options = {
+        "output_dir": "out",
+        "per_device_train_batch_size": PER_RANK,
+        "num_train_epochs": EPOCHS,
+        "save_steps": EVERY,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0,
+        "optim": "sgd",
+        "report_to": [],
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    own = WithLoss()
+    trainer = Recorder(own, TrainingArguments(**options), train_dataset=Named())
+    last = get_last_checkpoint("out") if os.path.isdir("out") else None
+    trainer.train(resume_from_checkpoint=last)
+    return own.net
+
+
+def lightning():
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):
+        """Classifies, and notes the rows of each batch."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = classifier()
+
+        def training_step(self, batch, _):
+            record.note(self.global_step, self.current_epoch, batch[2].tolist(), True)
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        strategy="ddp",
+        devices=ranks,
+        precision=64,
+        logger=False,
+        callbacks=[ModelCheckpoint("saved", save_last=True)],
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=PER_RANK, shuffle=True), ckpt_path="last")
+    return module.net
+
+
+def backward(model, batches):
+    loss = loss_of(model, data[batches[0]])
+    loss.backward()
+    return float(loss.detach())
+
+
+trained = {each.__name__: each for each in (plain_ddp, accelerate, hugging_face, lightning)}[kind]()
+report(record.read(), trained, classifier(), backward)
