@@ -119,9 +119,10 @@ def test_documented_commands_parse(path):
         try:
             options = vars(PARSERS[program].parse_args(arguments))
             if program in (supervise.PROGRAM, env.PROGRAM):
-                inner = arguments[arguments.index(train.PROGRAM) + 1 :]
-                options = vars(PARSERS[train.PROGRAM].parse_args(inner))
-            if program in (train.PROGRAM, supervise.PROGRAM, env.PROGRAM):
+                program = next(each for each in (train.PROGRAM, run.PROGRAM) if each in arguments)
+                inner = arguments[arguments.index(program) + 1 :]
+                options = vars(PARSERS[program].parse_args(inner))
+            if program == train.PROGRAM:
                 del options["set"]
                 TrainConfig(**options)
         except (SystemExit, ValueError) as error:  # a parser exits when it rejects its arguments
