@@ -64,6 +64,8 @@ def main() -> None:
         world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by)
         set_current_world(world)
         os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
+        if world.info.is_on_host:  # without it, Accelerate would train alone
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         os.environ[GROUP_VARIABLE] = world.relay.group_by
         # Also for a script that calls kaitian_mpi.init().
         if chosen.share_device:

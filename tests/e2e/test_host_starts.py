@@ -2,17 +2,40 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sysconfig
+from pathlib import Path
 
 import pytest
 from emulated_hosts import EmulatedHosts, reason_to_skip
-from jobs import EVEN, PYTHON, SCRIPTS, HostsJob, run_alone, summary_of
+from jobs import EVEN, PLANTED, PYTHON, SCRIPTS, HostsJob, run_alone, summary_of
+from torch.utils import backend_registration
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
 ANSWER_LIMIT_SEC = 60  # 10 s on a machine that has nothing else to do; mpirun may wait minutes
 ENV = (PYTHON, "-m", "kaitian_mpi.cli.env")
+PAGE = (Path(__file__).parents[2] / "docs/torchrun.md").read_text()
+OF_TORCHRUN = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE".split()
+shown = [os.environ[name] for name in names]
+if torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator().type
+    shown.append(str(torch.empty(1, device=f"{kind}:{os.environ['LOCAL_RANK']}").device))
+else:
+    shown.append("cpu")
+if "--lr" in sys.argv:
+    dist.init_process_group("nccl" if torch.accelerator.is_available() else "gloo")
+    ranks = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(ranks)
+    shown += [str(int(ranks)), *sys.argv[1:]]
+print("shown", *shown, flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +134,44 @@ def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
     assert (summary["finished"], summary["steps"], summary["ranks"]) == (True, 16, [0, 1, 2])
     topology = json.loads((tmp_path / "run" / "topology.json").read_text())
     assert [rank["host"] for rank in topology["ranks"]] == ["host1", "host1", "host2"]
+
+
+def run_the_pages_command(hosts, folder, number, *before):
+    """Run a command for several hosts of docs/torchrun.md; return what each rank shows."""
+    blocks = PAGE.split("```")
+    (listed,) = (block for block in blocks if block.startswith("\nnode-a slots="))
+    (mapped,) = (block for block in blocks if block.startswith("toml\nnode-a ="))
+    texts = {"hosts.txt": listed.strip(), "devices.toml": mapped.removeprefix("toml\n")}
+    for name, text in texts.items():
+        for host, node in enumerate(("node-a", "node-b"), 1):
+            address = hosts.address(host)
+            text = text.replace(node, f'"{address}"' if name.endswith("toml") else address)
+        (folder / name).write_text(text.replace("cuda", "mlu") + "\n")
+    (folder / "train.py").write_text(OF_TORCHRUN)
+    line = [line for line in PAGE.splitlines() if line.startswith("mpirun --hostfile")][number]
+    words = shlex.split(line.replace("$(which kaitian-run)", f"{SCRIPTS}/kaitian-run"))
+    with HostsJob(hosts, *before, *words, cwd=folder, on_all=False, survives=False) as job:
+        ended = job.finish()
+    return sorted(line for line in ended.text.splitlines() if line.startswith("shown"))
+
+
+def test_a_script_of_torchrun_runs_on_unequal_hosts(hosts, tmp_path):
+    assert run_the_pages_command(hosts, tmp_path, 0) == [
+        "shown 0 3 0 2 0 2 cpu 6 --lr 0.1",
+        "shown 1 3 1 2 0 2 cpu 6 --lr 0.1",
+        "shown 2 3 0 1 1 2 cpu 6 --lr 0.1",
+    ]
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot have a device type in Python",
+)
+def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
+    """With an emulated plug-in, of which each host has devices 0 to 7."""
+    with_mlu = ("env", f"PYTHONPATH={PLANTED / 'emulated_mlu'}:{PLANTED.parents[1]}")
+    assert run_the_pages_command(hosts, tmp_path, 1, *with_mlu) == [
+        "shown 0 3 2 2 0 2 mlu:2",
+        "shown 1 3 3 2 0 2 mlu:3",
+        "shown 2 3 0 1 1 2 cpu",
+    ]

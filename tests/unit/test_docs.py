@@ -68,7 +68,7 @@ def commands(path):
     lines = [line.split("  #")[0] for line in code]
     lines += [quoted for line in prose for quoted in re.findall(r"`([^`]+)`", line)]
     for line in lines:
-        words = line.replace("$(which kaitian-train)", train.PROGRAM)
+        words = re.sub(r"\$\(which (kaitian-\w+)\)", r"\1", line)
         names = "|".join(name.removeprefix("kaitian-") for name in PARSERS)
         match = re.search(rf"(?:^|mpirun .*)\b(kaitian-(?:{names})) \S", words)
         if match and "…" not in line and not line.startswith(("#", " ", "│")):

@@ -15,7 +15,6 @@ if kind == "object":
     from kaitian_mpi.integrations.accelerate import AdaptiveAccelerator as Accelerator
 accelerator = Accelerator(
     gradient_accumulation_steps=2,
-    cpu=True,
     dataloader_config=DataLoaderConfiguration(**dict.fromkeys(options, True)),
 )
 inputs, labels = images()

@@ -45,7 +45,6 @@ trainer = Recorder(
         remove_unused_columns=False,
         dataloader_num_workers=workers,
         disable_tqdm=True,
-        use_cpu=True,
     ),
     train_dataset=data,
     callbacks=callbacks,
