@@ -6,17 +6,27 @@ Each job has two ranks, bound to a core each, and trains the same small language
 trainer's own loop. With a rank that is three times slower (emulated), the ratio is that of the
 samples per second after step 30. Without one it is what `--adaptive` costs. Prints medians, with
 the smallest and the largest.
+
+    python benchmarks/trainers.py --kills 10 [--trainers …]
+
+kills a rank at a random step of jobs under `kaitian-supervise`, whose scripts resume from their own
+checkpoints, and compares the weights with those of one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +37,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 STEPS, SETTLED, ROWS = 90, 30, 16
 LENGTH, VOCABULARY = 64, 256
+RESUMED = Path(__file__).parents[1] / "tests/e2e/trainers/resumed.py"
+RESUMED_NAMES = {"ddp": "plain_ddp", "huggingface": "hugging_face"}
 TRAINERS = ("ddp", "accelerate", "huggingface", "lightning")
 
 
@@ -175,15 +187,69 @@ def measure(trainer: str, slowdown: bool, adaptive: bool) -> float:
     return float(json.loads(lines[0])["samples_per_sec"])
 
 
+def kill(trainer: str) -> tuple[float, float]:
+    """Kill rank 1 of one job before a random step.
+
+    Returns:
+        The seconds from the kill to the next step, and the largest difference of a weight from
+        that of one process; NaN unless each row was trained once an epoch.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = "kaitian-supervise mpirun -np 2 kaitian-run --adaptive --emulate-slowdown 1:3"
+        words = [*command.split(), "--backend-override", "gloo,nccl", str(RESUMED)]
+        words += [RESUMED_NAMES.get(trainer, trainer), str(random.randrange(1, 26))]
+        rows, killed = Path(folder, "rows-0.jsonl"), Path(folder, "killed")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with Path(folder, "output").open("w+") as output:
+            job = subprocess.Popen(
+                words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output
+            )
+            wait_until(lambda: killed.exists() or job.poll() is not None)
+            began = time.perf_counter()
+            time.sleep(1)  # the other rank has ended, or cannot do another step
+            before = rows.stat().st_size
+            wait_until(lambda: rows.stat().st_size > before or job.poll() is not None)
+            seconds = time.perf_counter() - began
+            code = job.wait()
+            output.seek(0)
+            found = [json.loads(line) for line in output if line.startswith('{"diff')]
+        if code or not found or found[0]["rows"] != found[0]["distinct_rows"]:
+            return seconds, math.nan
+        return seconds, found[0]["difference"]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """Look 50 times a second."""
+    while not is_true():
+        time.sleep(0.02)
+
+
+def measure_kills(trainers: Sequence[str], count: int) -> None:
+    """Print a line per trainer."""
+    for trainer in trainers:
+        kills = [kill(trainer) for _ in range(count)]
+        seconds = sorted(each for each, _ in kills)
+        equal = [difference for _, difference in kills if difference < 1e-9]
+        print(
+            f"{trainer:12} {len(equal)} of {count} kills survived with the weights of one process "
+            f"(within {max(equal, default=math.nan):.0e}); next step after "
+            f"{statistics.median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f})",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Print a line per trainer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--trainers", default=",".join(TRAINERS))
+    parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--train", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         return train(arguments.train)
+    if arguments.kills:
+        return measure_kills(arguments.trainers.split(","), arguments.kills)
     for slowdown in (True, False):
         print("one rank 3 times slower" if slowdown else "no slow rank", flush=True)
         for trainer in arguments.trainers.split(","):
