@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
 from kaitian_mpi.runtime import tags
 
@@ -27,7 +28,11 @@ _threads = threading.local()
 def exchange(
     comm: MPI.Comm, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
 ) -> None:
-    """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are skipped."""
+    """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are skipped.
+
+    Raises:
+        CollectiveError: a rank sends more than `received[r]` has room for.
+    """
     requests = [
         comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE)
         for rank in _others(comm)
@@ -41,7 +46,17 @@ def exchange(
     target, source = received[comm.rank], sent[comm.rank]
     if target is not None and source is not None and target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))
-    MPI.Request.Waitall(requests)
+    statuses: list[MPI.Status] = []
+    try:
+        MPI.Request.Waitall(requests, statuses)
+    except MPI.Exception as error:
+        codes = {MPI.Get_error_class(status.Get_error()) for status in statuses}
+        if MPI.ERR_TRUNCATE not in codes | {error.Get_error_class()}:
+            raise
+        raise CollectiveError(
+            "the ranks' tensors have unlike sizes; pad them to one shape first, as those of "
+            "unequal batches (Accelerate's pad_across_processes does)"
+        ) from error
 
 
 def reduce_scatter(

@@ -1,5 +1,7 @@
 """Every operation, on host tensors and on a fake accelerator's, between ranks of two kinds."""
 
+from contextlib import nullcontext
+
 import fake_accelerator
 import pytest
 import torch
@@ -19,8 +21,8 @@ from collective_cases import (
 from fake_accelerator import on_device
 
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
-from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.mpi import host_collectives
+from kaitian_mpi.errors import CollectiveError, UnsupportedError
+from kaitian_mpi.mpi import host_collectives, pairwise
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -227,6 +229,18 @@ def test_mismatched_arguments_are_rejected_before_anything_is_sent(world, call):
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == world.size
+
+
+def test_a_rank_that_gets_more_than_it_expects_says_so(world):
+    own = torch.ones(12 if world.rank == 0 else 4)
+    comm = world.comm.Dup()
+    has_error = (
+        pytest.raises(CollectiveError, match="unlike sizes") if world.rank else nullcontext()
+    )
+    with has_error:
+        pairwise.exchange(
+            comm, [own] * world.size, [torch.empty_like(own) for _ in range(world.size)]
+        )
 
 
 @pytest.mark.ranks(2)
