@@ -69,7 +69,7 @@ class Loop:
             setup.train,
             plan.batch_sizes,
             world.rank,
-            shuffle=setup.task.shuffle,
+            shuffle=setup.task.shuffles,
             seed=config.seed,
             min_batch=plan.min_batch,
         )
@@ -101,6 +101,11 @@ class Loop:
         Not if these cross rounded, which would round it.
         """
         return self._gradients.carries_number and self._config.relay_dtype == "fp32"
+
+    @property
+    def workers(self) -> int:
+        """The number of this rank's processes that load data."""
+        return self._loader.workers
 
     @property
     def progress(self) -> Progress:
@@ -253,9 +258,13 @@ class Loop:
             statistics.before_step(step_in_epoch, step.own_samples, samples)
         self._pace.go_to(number)
         self._ready.step, self._ready.last = number, None
+        self.start_clock()
+        enter_phase("forward", step=number)
+
+    def start_clock(self) -> None:
+        """Begin the time of the step, perhaps again. Not collective."""
         self.clock.start()
         self._pace.start()
-        enter_phase("forward", step=number)
 
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""
@@ -373,7 +382,7 @@ class Loop:
                     self._computation.loss(self._task, self.state.model, batch)
 
     def _set_epoch(self) -> None:
-        set_epoch_of(self._setup.train, self.progress.epoch)
+        set_epoch_of(self._loader.batches, self.progress.epoch)
         self.sampler.set_epoch(self.progress.epoch)
 
     def _share(self, indices: list[int]) -> Share:
@@ -381,7 +390,10 @@ class Loop:
         limit = self.plan.micro_batch_size if self.has_micro_batches else None
         place = self.sampler.position * self._ranks + self._rank
         seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
-        return Share(self.sampler.epoch, seed, split_share(indices, limit, self.sampler.min_batch))
+        least = self.sampler.min_batch
+        # Of a stream, which is not to begin again, those that the step has read last.
+        stand_in = 0 if self.sampler.shuffle else self.sampler.position - least
+        return Share(self.sampler.epoch, seed, split_share(indices, limit, least, stand_in))
 
     def _commit_unit(self) -> None:
         """Continue only if every rank got this far."""

@@ -62,7 +62,8 @@ class OpenStep:
         self._current: int | None = None
 
     def micro_batches(self) -> Iterator[Any]:
-        """Yield those that are left, on the rank's device."""
+        """Yield those that are left, on the rank's device; computing begins with the first."""
+        self.loop.start_clock()
         while self._left:
             if self._current is not None:
                 raise UserError("call training.backward(loss) for each micro-batch")

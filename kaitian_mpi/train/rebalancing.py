@@ -160,5 +160,5 @@ def make_balancing(
     config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks | None = None
 ) -> Balancing:
     """Return what balances a loop. Collective."""
-    workers = gather_values(loop.world.comm, config.workers)
+    workers = gather_values(loop.world.comm, loop.workers)
     return Balancing(config, loop, folder, sinks or Sinks(), workers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import IterableDataset
 
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.train.data.batches import place
+from kaitian_mpi.train.data.stream import is_stream
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -47,7 +47,8 @@ class Task:
     """The training data: a dataset with `__getitem__` and `__len__`. If it has `__getitems__`, one
     call gets all samples of a batch; if it has `set_epoch`, that is called for each epoch. With
     `workers`, each data-loading process keeps a copy from the first step on, and only `set_epoch`
-    reaches it."""
+    reaches it. Or a stream, with `__iter__` and `__len__`: every rank reads all of it, in its own
+    order, and keeps its samples; so it has to be the same on all ranks."""
     shuffle: bool = True
     """Whether each epoch takes the samples in another order, instead of the data's."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
@@ -80,7 +81,7 @@ class Task:
     """Its name in results; by default the class of the model."""
     extra_state: Any = None
     """Other objects of the training, with `state_dict` and `load_state_dict`: one object, or
-    several by name. Saved and restored with the model."""
+    several by name, of which None is left out. Saved and restored with the model."""
 
     def __post_init__(self) -> None:
         install_abort_hook()  # a script may make its task before it calls `init`
@@ -112,9 +113,9 @@ class Task:
                 raise _wrong("extra_state", "have state_dict and load_state_dict", value)
 
     def _check_data(self, name: str, data: Any) -> None:
-        mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        if not mapped or isinstance(data, IterableDataset | Mapping | str):
-            raise _wrong(name, "be a dataset with __len__ and __getitem__", data)
+        is_ordered = hasattr(data, "__iter__" if is_stream(data) else "__getitem__")
+        if not (is_ordered and hasattr(data, "__len__")) or isinstance(data, Mapping | str | Set):
+            raise _wrong(name, "be a dataset with __len__, and __getitem__ or __iter__", data)
         if len(data) == 0:
             raise UserError(f"Task: {name} has no samples; give at least 1")
 
@@ -160,6 +161,11 @@ class Task:
         return copy.deepcopy(self.optimizer, {id(own): other for own, other in pairs})
 
     @property
+    def shuffles(self) -> bool:
+        """Whether each epoch has an order of its own."""
+        return self.shuffle and not is_stream(self.data)
+
+    @property
     def tells_steps(self) -> bool:
         """Whether the scheduler is given the number of steps of the whole run."""
         return self.scheduler is not None and _takes_two(self.scheduler)
@@ -193,7 +199,7 @@ class Task:
         if self.extra_state is None:
             return {}
         if isinstance(self.extra_state, Mapping):
-            return dict(self.extra_state)
+            return {name: one for name, one in self.extra_state.items() if one is not None}
         return {"extra_state": self.extra_state}
 
     def weigh(self, batch: Any, samples: int) -> float:

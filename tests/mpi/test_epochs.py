@@ -11,8 +11,10 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import IterableDataset, default_collate
 
 from kaitian_mpi import Task, Training
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 
@@ -218,3 +220,78 @@ def test_rank_0_alone_evaluates_and_writes_between_steps_and_epochs(world, share
     if world.rank == 0:
         assert evaluated == pytest.approx(by_one_process()[1], rel=1e-12)
         assert len(list(shared_path.glob("*.pt"))) == STEPS
+
+
+class Numbers(IterableDataset):
+    """A stream of random samples, another in each epoch, which notes how often it is begun."""
+
+    def __init__(self, length=LENGTH):
+        self.length, self.epoch, self.begun = length, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        self.begun += 1
+        random = torch.Generator().manual_seed(self.epoch)
+        for _ in range(self.length):
+            inputs = torch.randn(5, generator=random, dtype=torch.float64)
+            yield inputs, inputs[:1].sin()
+
+
+def train_on_a_stream(world, is_open=False, until=None, data=None, **settings):
+    script, steps = Script(), []
+    data = data or Numbers()
+    task = script.task(is_open, data=data, validation=Numbers())
+    with Training(task, **{**QUIET, **settings}) as training:
+        for epoch in training.epochs():
+            for step in steps_of(training, epoch, is_open):
+                steps.append(step.number)
+                script.average.update_parameters(training.model)
+                change_shares(training, world, step.number)
+                if step.number == until:
+                    return script, steps
+            script.scheduler.step()
+    return script, steps
+
+
+def stream_by_one_process():
+    script, data = Script(), Numbers()
+    for epoch in range(EPOCHS):
+        data.set_epoch(epoch)
+        samples = list(data)
+        for first in range(0, LENGTH, BATCH):
+            batch = default_collate(samples[first : first + BATCH])
+            squares(script.model, batch).backward()
+            for optimizer in script.optimizers:
+                optimizer.step()
+            script.model.zero_grad()
+            script.average.update_parameters(script.model)
+        script.scheduler.step()
+    return script
+
+
+@ALSO_ALONE
+@IN_BOTH_FORMS
+def test_a_stream_with_a_length_is_trained_in_its_order(world, is_open):
+    data = Numbers()
+    script, steps = train_on_a_stream(world, is_open, data=data)
+    check_same(world, script, stream_by_one_process())
+    assert steps == list(range(1, EPOCHS * STEPS + 1))
+    assert data.begun <= EPOCHS + 2  # also to compare the ranks' data, and to try the model
+
+
+def test_a_stream_is_resumed_where_it_was_and_read_by_one_process(world, shared_path):
+    settings = {"run_dir": str(shared_path / "run"), "resume": "auto", "workers": 2}
+    train_on_a_stream(world, until=10, **settings)
+    script, steps = train_on_a_stream(world, **settings)
+    check_same(world, script, stream_by_one_process())
+    assert steps == list(range(11, EPOCHS * STEPS + 1))
+
+
+def test_a_stream_that_ends_early_is_a_mistake(world):
+    with pytest.raises(UserError, match="the data ended after 100 samples, and its length is 150"):
+        train_on_a_stream(world, data=Numbers(100))

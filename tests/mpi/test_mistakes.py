@@ -69,7 +69,8 @@ def squares(model, batch):
 
 
 IN_A_TASK = {
-    "a stream": ({"data": Stream()}, "data must be a dataset with __len__"),
+    "a stream without a length": ({"data": Stream()}, "data must be a dataset with __len__"),
+    "a set": ({"data": {1, 2}}, "data must be a dataset with __len__, and __getitem__ or"),
     "no sample": ({"data": DATA[:0]}, "data has no samples; give at least 1"),
     "no model": ({"model": squares}, "model must be a torch.nn.Module, not a function"),
     "a frozen model": (

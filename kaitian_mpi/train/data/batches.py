@@ -16,15 +16,16 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.data.stream import Stream, is_stream
 
 
 class Batches(Dataset[Any]):
-    """Wraps a map-style dataset; indexed by a list of sample indices, it returns a batch."""
+    """Wraps a dataset; indexed by a list of sample indices, it returns a batch."""
 
     gives_batches = True
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
-        self.data = data
+        self.data = Stream(data) if is_stream(data) else data
         self.collate = collate or default_collate
 
     def __len__(self) -> int:
@@ -75,11 +76,11 @@ class Share(NamedTuple):
 
 
 def split_share(
-    indices: Sequence[int], micro_batch_size: int | None, min_batch: int
+    indices: Sequence[int], micro_batch_size: int | None, min_batch: int, stand_in: int = 0
 ) -> list[tuple[int, list[int]]]:
-    """Return the parts of a `Share`; without samples, one with 0 that stands in."""
+    """Return the parts of a `Share`; without samples, one with 0, of those from `stand_in` on."""
     if not indices:
-        return [(0, list(range(min_batch)))]
+        return [(0, list(range(stand_in, stand_in + min_batch)))]
     sizes, left = split_micro_batches(len(indices), micro_batch_size, min_batch), iter(indices)
     return [(size, list(itertools.islice(left, size))) for size in sizes]
 

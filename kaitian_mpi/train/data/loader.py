@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches
+from kaitian_mpi.train.data.stream import Stream
 
 _BATCHES_PER_WORKER = 2
 _POLL_SEC = 0.5
@@ -32,8 +33,12 @@ class ShareLoader:
     """
 
     def __init__(self, batches: Any, workers: int, pin_memory: bool) -> None:
-        self.data = StepBatches(batches)
-        self._workers, self._pin_memory = workers, pin_memory
+        self.batches, self.data = batches, StepBatches(batches)
+        # Of a stream, each process would read all.
+        self.workers = (
+            min(workers, 1) if isinstance(getattr(batches, "data", None), Stream) else workers
+        )
+        self._pin_memory = pin_memory
         self._shares = _Shares()
         self._loader: DataLoader[list[MicroBatch]] | None = None
 
@@ -51,7 +56,7 @@ class ShareLoader:
         self._loader = None
 
     def _make_loader(self) -> DataLoader[list[MicroBatch]]:
-        workers, data = self._workers, cast("Dataset[list[MicroBatch]]", self.data)
+        workers, data = self.workers, cast("Dataset[list[MicroBatch]]", self.data)
         if workers:
             from kaitian_mpi.train.data.shared_tensors import SharedTensorDataset
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kaitian_mpi.train.data.batches import Batches
+from kaitian_mpi.train.data.stream import Stream
 
 _MAX_SAMPLES = 16
 _MAX_SEC = 2.0
@@ -31,9 +32,12 @@ def digest_samples(data: Any, count: int = _MAX_SAMPLES) -> list[tuple[str, str]
     length, count = len(data), min(len(data), count)
     # Both ends first: if hosts list files in a different order or number, these likely differ.
     spread = [number * (length - 1) // max(count - 1, 1) for number in range(count)]
+    order = [*spread[-1:], *spread[:-1]]
+    if isinstance(getattr(data, "data", None), Stream):
+        order = [0]
     began = time.monotonic()
     digests: list[tuple[str, str]] = []
-    for index in [*spread[-1:], *spread[:-1]]:
+    for index in order:
         if digests and time.monotonic() - began > _MAX_SEC:
             break
         digests.append(_digest(data, index))

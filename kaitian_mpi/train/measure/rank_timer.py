@@ -83,7 +83,9 @@ class RankTimer:
         self._device = workload.world.device_kind
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of unlike sizes come as they do there.
-        sampler = LoadAdaptiveSampler(setup.train, [1], 0, seed=config.seed)
+        sampler = LoadAdaptiveSampler(
+            setup.train, [1], 0, shuffle=self._task.shuffles, seed=config.seed
+        )
         self._max_share = max_share(config)
         self._order = sampler.indices(0, min(len(setup.train), self._max_share))
         self._equal_share = equal_share(config, workload.world.size)
