@@ -35,8 +35,7 @@ def main() -> None:
         if options.text:
             # Names that the terminal's encoding lacks are replaced.
             encoding = sys.stdout.encoding or "ascii"
-            has_blocks = "█▏".encode(encoding, "replace").decode(encoding) == "█▏"
-            text = side_by_side([read_run(path) for path in options.run_dirs], unicode=has_blocks)
+            text = side_by_side([read_run(path) for path in options.run_dirs])
             print_text(text.encode(encoding, "replace").decode(encoding))
         else:
             make_report(options)

@@ -11,8 +11,8 @@ from kaitian_mpi.observe.report.run_files import read_run
 from kaitian_mpi.observe.report.text import side_by_side
 
 
-def show(*folders, **options):
-    return side_by_side([read_run(folder) for folder in folders], **options)
+def show(*folders):
+    return side_by_side([read_run(folder) for folder in folders])
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def test_two_runs_are_compared_and_each_rank_has_its_batch_size_and_how_busy_it_
     report.main()
     head, equal, adaptive, verdict, _, *rest = capsys.readouterr().out.splitlines()
     assert head.split() == ["balance", "samples/s", "held-out", "accuracy"]
-    assert equal.split() == ["equal", "off", "640", "█████████████▍", "0.8"]
-    assert adaptive.split() == ["adaptive", "adaptive", "960", "█" * 20, "0.8"]
+    assert equal.split() == ["equal", "off", "640", "#" * 13, "0.8"]
+    assert adaptive.split() == ["adaptive", "adaptive", "960", "#" * 20, "0.8"]
     assert verdict == "adaptive: 1.50 times the rate of equal (emulated devices)"
     assert rest[:2] == [
         "equal: finished, emulated devices",
@@ -44,7 +44,7 @@ def test_two_runs_are_compared_and_each_rank_has_its_batch_size_and_how_busy_it_
     rows = [line.split() for line in rest[3:6]]
     # Rank 3 was lost, so it has no batch any more.
     assert [row[:3] for row in rows] == [["0", "gpu", "30"], ["1", "gpu", "12"], ["2", "mlu", "22"]]
-    assert {tuple(row[4:]) for row in rows} == {("80", "█" * 16)}
+    assert {tuple(row[4:]) for row in rows} == {("80", "#" * 16)}
     assert rest[6] == ""
 
 
@@ -71,12 +71,9 @@ def test_a_busy_share_is_a_mean_over_time(tmp_path):
     assert row.split()[4] == f"{(80 * 1 + 10 * 3) / 4:.0f}"
 
 
-def test_lines_fit_a_terminal_and_one_without_block_characters_gets_others(two, tmp_path):
+def test_lines_fit_a_terminal(two, tmp_path):
     names = [two[0].rename(tmp_path / ("x" * 60)), two[1].rename(tmp_path / ("y" * 60))]
     assert max(map(len, show(*names).splitlines())) <= 80
-    text = show(*names, unicode=False)
-    assert text.replace("…", "").isascii()
-    assert "#" * 20 in text
 
 
 def test_an_unfinished_run_shows_what_is_known(two):

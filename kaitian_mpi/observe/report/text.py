@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from statistics import quantiles
 
 from kaitian_mpi.observe.report.run import Run, format_duration
@@ -11,19 +10,17 @@ from kaitian_mpi.observe.report.run import Run, format_duration
 MAX_ROWS = 16
 """Ranks that are shown of a run."""
 _WIDTH = 20
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def side_by_side(runs: Sequence[Run], *, unicode: bool = True) -> str:
+def side_by_side(runs: Sequence[Run]) -> str:
     """Return some lines of at most 80 columns about runs, the first one being the reference."""
-    bar = partial(_bar, unicode=unicode)
     names = [run.name if len(run.name) <= 16 else f"…{run.name[-15:]}" for run in runs]
-    parts = [_compare(runs, names, bar)] if len(runs) > 1 else []
-    parts += [_describe(run, name, bar) for run, name in zip(runs, names, strict=True)]
+    parts = [_compare(runs, names)] if len(runs) > 1 else []
+    parts += [_describe(run, name) for run, name in zip(runs, names, strict=True)]
     return "\n\n".join(parts)
 
 
-def _compare(runs: Sequence[Run], names: Sequence[str], bar: Callable[[float], str]) -> str:
+def _compare(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Return a table of the runs' rates and results, and how much faster they are."""
     rates = [run.rate or 0.0 for run in runs]
     wide = max(map(len, names))
@@ -34,7 +31,7 @@ def _compare(runs: Sequence[Run], names: Sequence[str], bar: Callable[[float], s
     for run, name, rate in zip(runs, names, rates, strict=True):
         shown = f"{rate:,.4g}" if rate else "?"
         line = f"{name:{wide}}  {run.facts.get('balance', ''):9.9} {shown:>10}  "
-        line += bar(rate / max(rates) if rate else 0)
+        line += _bar(rate / max(rates) if rate else 0)
         line += f"{run.results[result]:>{len(title)}.4g}" if result else ""
         lines.append(line.rstrip())
     for run, name, rate in list(zip(runs, names, rates, strict=True))[1:]:
@@ -60,7 +57,7 @@ def _spread(run: Run) -> float:
     return high - low
 
 
-def _describe(run: Run, name: str, bar: Callable[[float], str]) -> str:
+def _describe(run: Run, name: str) -> str:
     """Return a run's state and results, and a row of bars for each rank."""
     lines = [f"{name}: {run.state}" + (", emulated devices" if run.emulated else "")]
     if run.intervals:
@@ -82,9 +79,9 @@ def _describe(run: Run, name: str, bar: Callable[[float], str]) -> str:
         samples, percent = batches.get(rank), busy.get(rank)
         line = f"  {rank:4}  {run.ranks[rank].kind:{wide}.{wide}}"
         line += f"  {'?' if samples is None else samples:>5} "
-        line += bar(samples / most if samples else 0)
+        line += _bar(samples / most if samples else 0)
         line += f"  {'?' if percent is None else f'{percent:.0f}':>5} "
-        lines.append((line + bar((percent or 0) / 100)).rstrip())
+        lines.append((line + _bar((percent or 0) / 100)).rstrip())
     if len(ranks) > MAX_ROWS:
         lines.append(f"  and {len(ranks) - MAX_ROWS} more ranks")
     return "\n".join(lines)
@@ -101,9 +98,6 @@ def _busy(run: Run) -> dict[int, float]:
     return {rank: computed[rank] / seconds for rank, seconds in passed.items()}
 
 
-def _bar(share: float, unicode: bool) -> str:
+def _bar(share: float) -> str:
     """Return a bar of a share of the whole width."""
-    eighths = round(8 * _WIDTH * min(max(share, 0), 1))
-    if not unicode:
-        return ("#" * round(eighths / 8)).ljust(_WIDTH)
-    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(_WIDTH)
+    return ("#" * round(_WIDTH * min(max(share, 0), 1))).ljust(_WIDTH)
