@@ -82,8 +82,10 @@ class Event:
     """A JSON object."""
 
 
-def duration(seconds: float) -> str:
-    """Format a duration: `0:07`, `12:34`, `3:07:09`."""
+def duration(seconds: float | None) -> str:
+    """Format a duration: `0:07`, `12:34`, `3:07:09`; empty if it is not known."""
+    if seconds is None:
+        return ""
     minutes, seconds = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -163,7 +163,8 @@ def test_a_live_view_is_chosen_only_for_a_terminal(size, ranks, settings, expect
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (11229, "3:07:09")]
+    ("seconds", "text"),
+    [(None, ""), (0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (11229, "3:07:09")],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text

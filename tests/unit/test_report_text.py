@@ -39,7 +39,7 @@ def test_two_runs_are_compared_and_each_rank_has_its_batch_size_and_how_busy_it_
     assert verdict == "adaptive: 1.50 times the rate of equal (emulated devices)"
     assert rest[:2] == [
         "equal: finished, emulated devices",
-        "  640 samples/s, 200 steps in 20.0 s, held-out loss 0.2, held-out accuracy 0.8",
+        "  640 samples/s, 200 steps in 0:20, held-out loss 0.2, held-out accuracy 0.8",
     ]
     rows = [line.split() for line in rest[3:6]]
     # Rank 3 was lost, so it has no batch any more.

@@ -8,8 +8,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
+from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
-from kaitian_mpi.observe.report.run import Run, format_duration
+from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.style import to_image
 
 _MAX_ROWS = 200
@@ -107,7 +108,7 @@ def _comparison(runs: Sequence[Run]) -> str:
             run.state,
             _number(run.rate),
             _number(run.rate / first if run.rate and first else None),
-            format_duration(run.training_time_sec),
+            duration(run.training_time_sec),
             *(_number(run.results.get(name)) for name in names),
         )
         for run in runs
@@ -194,7 +195,7 @@ def _plan_table(run: Run) -> str:
 
 def _event_table(run: Run) -> str:
     rows = [
-        (f"{event.step:,}", format_duration(event.at_sec), event.kind.replace("_", " "), event.text)
+        (f"{event.step:,}", duration(event.at_sec), event.kind.replace("_", " "), event.text)
         for event in run.events
     ]
     return _details(f"All events ({len(rows):,})", ("step", "after", "what", "details"), rows)

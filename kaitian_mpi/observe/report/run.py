@@ -123,15 +123,3 @@ class Run:
             return self.samples_per_sec or None
         samples = sum((i.samples_per_sec or 0.0) * i.seconds for i in timed)
         return samples / sum(i.seconds for i in timed)
-
-
-def format_duration(seconds: float | None) -> str:
-    """Return `12.3 s`, `4 min 05 s` or `3 h 07 min`."""
-    if seconds is None or seconds < 0:
-        return ""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} min {rest:02} s"
-    return f"{minutes // 60} h {minutes % 60:02} min"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.json_values import (
     MAX_TEXT,
     named_numbers,
@@ -27,7 +28,6 @@ from kaitian_mpi.observe.report.run import (
     PlanChange,
     Rank,
     Run,
-    format_duration,
 )
 
 MAX_POINTS = 150
@@ -327,8 +327,8 @@ def _describe(
         "global batch": shown("global_batch_size", "{:,.0f} samples per step"),
         "rate": shown("samples_per_sec", "{:,.1f} samples/s"),
         "mean step": shown("step_time_sec", "{:,.1f} ms", 1e3),
-        "training time": format_duration(number(summary.get("training_time_sec"))),
-        "start-up": format_duration(sum(startup.values())) if startup else "",
+        "training time": duration(number(summary.get("training_time_sec"))),
+        "start-up": duration(sum(startup.values())) if startup else "",
         "allreduce between device kinds": text(summary.get("allreduce")).removeprefix("direct"),
         "measured allreduce times": ", ".join(f"{name} {1e3 * sec:.3g} ms" for name, sec in times),
         "gradients between hosts": text(summary.get("wire")),

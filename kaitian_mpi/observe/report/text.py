@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import quantiles
 
-from kaitian_mpi.observe.report.run import Run, format_duration
+from kaitian_mpi.observe.reading import duration
+from kaitian_mpi.observe.report.run import Run
 
 MAX_ROWS = 16
 """Ranks that are shown of a run."""
@@ -62,8 +63,8 @@ def _describe(run: Run, name: str) -> str:
     lines = [f"{name}: {run.state}" + (", emulated devices" if run.emulated else "")]
     if run.intervals:
         parts = [f"{run.rate:,.4g} samples/s"] if run.rate else []
-        duration = format_duration(run.training_time_sec)
-        parts.append(f"{run.steps:,} steps" + (f" in {duration}" if duration else ""))
+        took = duration(run.training_time_sec)
+        parts.append(f"{run.steps:,} steps" + (f" in {took}" if took else ""))
         parts += [f"held-out {key} {value:.4g}" for key, value in list(run.results.items())[-2:]]
         lines.append("  " + ", ".join(parts))
     busy = _busy(run)
