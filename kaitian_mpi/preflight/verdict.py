@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-_MAX_HOSTS = 4
+_MAX_NAMES = 4
 
 
 class Level(StrEnum):
@@ -105,8 +105,13 @@ def _on_hosts(names: Sequence[str], hosts: int) -> str:
         return ""
     if len(names) == hosts:
         return f" on all {hosts} hosts"
-    more = f" and {len(names) - _MAX_HOSTS} more" if len(names) > _MAX_HOSTS else ""
-    return f" on {', '.join(names[:_MAX_HOSTS])}{more}"
+    return f" on {list_names(names)}"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Join names in one line; of many, only the first few."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def count_text(number: int, noun: str) -> str:

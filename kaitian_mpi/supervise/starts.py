@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.preflight.verdict import count_text
+from kaitian_mpi.preflight.verdict import count_text, list_names
 from kaitian_mpi.runtime.hosts import Host, host_list_without, hostfile_without, total_slots
 from kaitian_mpi.runtime.mpirun_command import (
     HOST_LISTS,
@@ -26,7 +26,6 @@ from kaitian_mpi.supervise.environments import expand
 from kaitian_mpi.supervise.hosts_file import hostfile_of
 from kaitian_mpi.supervise.remote_hosts import is_own_name
 
-_MAX_NAMES = 8
 # Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the
 # ranks of the whole job.
 _NO_SLOWDOWN = "0:1"
@@ -196,9 +195,3 @@ def _adapted_flags(job: Job, ranks: int | None) -> list[str]:
 
 def _is_given(flag: str, arguments: Sequence[str]) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in arguments)
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Join names in one line; of many, only the first few."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

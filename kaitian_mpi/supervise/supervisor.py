@@ -11,10 +11,10 @@ from pathlib import Path
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.observe.files import read_json
 from kaitian_mpi.observe.folders import SHM
-from kaitian_mpi.preflight.verdict import count_text
+from kaitian_mpi.preflight.verdict import count_text, list_names
 from kaitian_mpi.supervise.hosts_file import HostChanges
 from kaitian_mpi.supervise.machine import Machine
-from kaitian_mpi.supervise.starts import Job, Start, list_names, plan_start
+from kaitian_mpi.supervise.starts import Job, Start, plan_start
 from kaitian_mpi.train.summary import NAME, Summary
 
 _QUICK_SEC = 5.0
