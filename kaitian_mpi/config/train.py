@@ -21,6 +21,7 @@ OF_IMAGES = frozenset(
 """The fields of image classification, which a task has in its own code."""
 MODELS = ("mobilenetv2", "resnet18", "cnn")
 DATASETS = ("digits", "cifar10", "mnist", "synthetic")
+GROUPINGS = ("auto", "kind", "kind-and-host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class TrainConfig(TrainingConfig):
         "group ranks by device kind, or by kind and host, so that vendors' libraries never "
         "communicate between hosts; auto: kind or, if several kinds are on several hosts and "
         "--allreduce is auto, the faster, measured at startup (default $KAITIAN_GROUP_BY)",
-        ("auto", "kind", "kind-and-host"),
+        GROUPINGS,
     )
     network_interface: str = setting(
         "",

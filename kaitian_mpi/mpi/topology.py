@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.config.train import GROUPINGS
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values, join_errors
 from kaitian_mpi.runtime import tags
@@ -28,8 +29,6 @@ _waiting: list[tuple[MPI.Request, GroupComms]] = []  # communicators to free
 
 GROUP_VARIABLE = "KAITIAN_GROUP_BY"
 """The environment variable that acts as `--group-by`."""
-GROUPINGS = ("auto", "kind", "kind-and-host")
-"""The choices of `--group-by`."""
 
 
 @dataclass(frozen=True)
