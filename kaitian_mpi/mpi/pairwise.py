@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from mpi4py import MPI
@@ -53,6 +54,9 @@ def exchange(
         codes = {MPI.Get_error_class(status.Get_error()) for status in statuses}
         if MPI.ERR_TRUNCATE not in codes | {error.Get_error_class()}:
             raise
+        for request in requests:  # MPI would write to memory that is no longer ours
+            with suppress(MPI.Exception):
+                request.Wait()
         raise CollectiveError(
             "the ranks' tensors have unlike sizes; pad them to one shape first, as those of "
             "unequal batches (Accelerate's pad_across_processes does)"
