@@ -25,7 +25,7 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 13
-MAX_LINES = 31_877
+MAX_LINES = 31_876
 MAX_FILES = 198
 
 
