@@ -15,11 +15,6 @@ from torch.utils.data import TensorDataset
 import kaitian_mpi
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a model."""
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-
-
 def main() -> None:
     """Train for 10 epochs; rank 0 prints the result."""
     world = kaitian_mpi.init()
@@ -31,12 +26,16 @@ def main() -> None:
     train = TensorDataset(inputs[:1500], labels[:1500])
 
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    task = kaitian_mpi.Task(model=network, optimizer=make_optimizer, data=train)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    task = kaitian_mpi.Task(model=network, optimizer=optimizer, data=train, extra_state=scheduler)
     training = kaitian_mpi.Training(task, global_batch_size=32 * world.size, epochs=10)
-    for x, y in training.batches():
-        loss = nn.functional.cross_entropy(training.model(x), y)
-        training.backward(loss)
-        training.step()
+    for loader in training.epochs():
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(training.model(x), y)
+            training.backward(loss)
+            training.step()
+        scheduler.step()
 
     if dist.get_rank() == 0:
         with torch.no_grad():

@@ -14,11 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a model."""
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-
-
 def main() -> None:
     """Train for 10 epochs; rank 0 prints the result."""
     dist.init_process_group("gloo")
@@ -33,7 +28,8 @@ def main() -> None:
 
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = DistributedDataParallel(network.to(device))
-    optimizer = make_optimizer(model)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for epoch in range(10):
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -41,6 +37,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
+        scheduler.step()
 
     if dist.get_rank() == 0:
         with torch.no_grad():
