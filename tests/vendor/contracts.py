@@ -138,9 +138,7 @@ CONTRACTS = {
             }
         ),
         # allreduce: AVG sums, then divides in place; CANN's documentation of HcclAllReduce
-        refused=frozenset(
-            {("AVG", each) for each in INTEGERS} | {("PRODUCT", torch.bfloat16)},
-        ),
+        refused=frozenset({("AVG", each) for each in INTEGERS} | {("PRODUCT", torch.bfloat16)}),
     ),
     "mccl": Contract(
         returns_work_always=True,  # collective: `return work`

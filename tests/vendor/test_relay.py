@@ -116,7 +116,8 @@ def test_every_chunk_is_exchanged_and_copied_back(back, chunks):
 def test_without_any_of_its_waits_the_relay_is_wrong(mistaken):
     fake_device.set_bandwidth(BUS, BUS / 4)
     assert relayed(StreamCopies)
-    assert not relayed(mistaken, late_sec=BUSY_SEC)
+    # Where other programs use the cores, a copy may be late enough for a mistake not to show.
+    assert not all(relayed(mistaken, late_sec=BUSY_SEC) for _ in range(20))
 
 
 @on_two_ranks
