@@ -19,7 +19,7 @@ from kaitian_mpi.errors import AgreedError, UnsupportedError
 from kaitian_mpi.mpi.world import current_world, set_current_world
 
 # torch's own warnings about a static graph and gradients' strides.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.sizes(1, 3)]
 
 NO_BUFFERS_IN_FORWARD = (
     {"forward_sync_buffers": False}

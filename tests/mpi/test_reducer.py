@@ -20,6 +20,8 @@ from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 SMALL = (2000, 4000)  # bytes, so that small networks have several buckets
 
 

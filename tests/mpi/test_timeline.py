@@ -12,11 +12,7 @@ from trace_rules import check_trace, collectives_of, largest_gap_us, read_trace
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.timeline.clock import AlignedClock, Offset
-from kaitian_mpi.observe.timeline.recorder import (
-    Recorder,
-    start_recording,
-    stop_recording,
-)
+from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
 from kaitian_mpi.observe.timeline.trace_file import NAME
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.progress import Progress

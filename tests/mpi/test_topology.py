@@ -4,12 +4,7 @@ import torch
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
-from kaitian_mpi.mpi.topology import (
-    GROUP_VARIABLE,
-    agree_on_settings,
-    split_into_groups,
-    subset,
-)
+from kaitian_mpi.mpi.topology import GROUP_VARIABLE, agree_on_settings, split_into_groups, subset
 from kaitian_mpi.mpi.world import _exchange_visible, join_world
 
 
