@@ -54,11 +54,13 @@ class Batch:
             "RUN_DIR": "run",
         }
 
-    def fork_ranks(self):
-        """Fork the ranks of the jobs that follow."""
-        if self.slurm.hosts.have_group:
-            program = write_forking_program(self.folder / "forking")
-            self.environment["PATH"] = f"{program.parent}:{self.environment['PATH']}"
+    def fork_ranks(self, *, forks=True):
+        """Fork the ranks of the jobs that follow, or no longer."""
+        folder = self.folder / "forking"
+        if self.slurm.hosts.have_group and not folder.exists():
+            write_forking_program(folder)
+        first = f"{folder}:" if forks and folder.exists() else ""
+        self.environment["PATH"] = f"{first}{ENVIRONMENT['PATH']}"
 
     def run(self, *words, folder=None):
         return subprocess.run(
@@ -167,16 +169,17 @@ def remove_folders_of_killed_launchers():
 def limited(batch):
     """A job that reaches its time limit while others run.
 
-    Slurm looks at limits every 30 s, in which 62 such steps can be done at most.
+    Slurm looks at limits every 30 s, and sends the signal if 31 s are left at most: not before a
+    busy machine has begun to train. In a minute, 125 such steps can be done at most.
     """
-    limit = "--time=1 --signal=B:USR1@60".split()
-    return batch.submit(
-        "slurm.sbatch",
-        *ONE_EACH,
-        *limit,
-        folder=batch.folder / "limited",
-        arguments="--global-batch-size 48 --max-steps 64".split(),
+    options = [*ONE_EACH, *"--time=1 --signal=B:USR1@1".split()]
+    arguments = "--global-batch-size 48 --max-steps 128".split()
+    batch.fork_ranks()  # fresh ones might not have begun by then on a busy machine
+    job = batch.submit(
+        "slurm.sbatch", *options, folder=batch.folder / "limited", arguments=arguments
     )
+    batch.fork_ranks(forks=False)
+    return job
 
 
 def check_steps(folder, last):
@@ -246,5 +249,5 @@ def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
     limited.wait_for_state("COMPLETED", "FAILED")
     assert limited.state() == "COMPLETED", limited.log
     assert "resuming from step" in limited.log
-    check_steps(limited.folder, 64)
+    check_steps(limited.folder, 128)
     assert summary_of(limited.folder)["finished"] is True
