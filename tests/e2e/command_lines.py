@@ -25,12 +25,7 @@ class Result:
 
 
 def run_each(
-    ranks: int,
-    command: Sequence[str],
-    flags: Sequence[str],
-    *options: str,
-    cwd: Path,
-    fresh: bool,
+    ranks: int, command: Sequence[str], flags: Sequence[str], *options: str, cwd: Path, fresh: bool
 ) -> tuple[dict[str, Result], Ended]:
     """Run a command several times in one job.
 

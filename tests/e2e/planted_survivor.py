@@ -134,8 +134,7 @@ def main():
     given = {name: int(value) for name, value in (each.split("=") for each in settings)}
     seen = {"steps": [], "refused": 0, "evaluations": []}
     training = kaitian_mpi.Training(
-        make_task(form),
-        **{"global_batch_size": 8, "max_steps": STEPS, "balance": "off", **given},
+        make_task(form), **{"global_batch_size": 8, "max_steps": STEPS, "balance": "off", **given}
     )
     with training:
         {"open": train_open, "closed": train_closed, "epochs": train_epochs}[form](seen)

@@ -70,6 +70,13 @@ def test_a_spare_takes_over_and_one_stands_by(survivors):
         assert result["lost"] == [[1]]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run_alone(PYTHON, SCRIPT, "epochs", str(folder), cwd=folder)
+    return results_in(folder)[0]
+
+
 @pytest.mark.parametrize(
     ("kills", "settings"),
     [
@@ -80,12 +87,9 @@ def test_a_spare_takes_over_and_one_stands_by(survivors):
         ("after:8:1", ("spares=1",)),
     ],
 )
-def test_epochs_go_on_wherever_a_rank_dies(tmp_path, kills, settings):
+def test_epochs_go_on_wherever_a_rank_dies(tmp_path, whole, kills, settings):
     """Also where a spare takes over between two epochs, in the middle of what is done there."""
-    (tmp_path / "whole").mkdir()
     (tmp_path / "seen").mkdir()
-    run_alone(PYTHON, SCRIPT, "epochs", str(tmp_path / "whole"), cwd=tmp_path)
-    whole = results_in(tmp_path / "whole")[0]
     words = (*SURVIVING, PYTHON, SCRIPT, "epochs", str(tmp_path / "seen"), *settings)
     ranks = 3 if settings else 5
     ended = run_ranks(ranks, *words, cwd=tmp_path, KILLS=kills)

@@ -268,13 +268,6 @@ def test_a_task_of_ones_own_is_trained_without_a_script(mpirun, tmp_path):
     )
 
 
-def test_one_rank_without_mpirun(tmp_path):
-    command = "kaitian-train --model cnn --max-steps 3 --run-dir run --benchmark-seconds 1".split()
-    ended = run_alone(*command, cwd=tmp_path)
-    assert "1 rank, 1 group" in ended.out
-    assert summary_of(tmp_path)["finished"] is True
-
-
 def test_a_start_imports_few_modules(tmp_path):
     house = Path(__file__).parents[2] / "benchmarks/house.py"
     ended = run_ranks(2, "python", str(house), "--rank", "start", cwd=tmp_path)
