@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kaitian_mpi.train.measure.rank_benchmark import record_allreduce, show_benc
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.observers import Events, Metrics, Presence
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.rebalancing import make_balancing, record_plan
+from kaitian_mpi.train.rebalancing import Balancing, record_plan
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import StepObserver
@@ -55,7 +54,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
 def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
     """Yield what follows each step, in this order, besides saving. Collective."""
     config, world, state = run.config, loop.world, run.state
-    yield (balancing := make_balancing(config, loop, run.setup.folder, run.sinks))
+    yield (balancing := Balancing(config, loop, run.setup.folder, run.sinks))
     yield Metrics(run, loop, balancing, logged)
     yield Events(run, loop)
     if config.profile:
@@ -104,12 +103,11 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
         from kaitian_mpi.observe.trackers import open_trackers
 
         yield from open_trackers(config, folder)
-    for sink in run.own_sinks:
-        yield BackgroundSink(type(sink).__name__, partial(_itself, sink))
+    yield from map(_in_background, run.own_sinks)
 
 
-def _itself(sink: MetricsSink) -> MetricsSink:
-    return sink
+def _in_background(sink: MetricsSink) -> BackgroundSink:
+    return BackgroundSink(type(sink).__name__, lambda: sink)
 
 
 def _choose_allreduce_again(run: Run, world: World) -> None:

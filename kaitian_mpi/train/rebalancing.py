@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.cost_model import RankCost
@@ -30,20 +30,17 @@ class Balancing(StepObserver):
     """Tracks every rank's speed; all ranks reach the same decisions from the same reports."""
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        loop: Loop,
-        folder: RunFolder,
-        sinks: Sinks,
-        workers: Sequence[int],
+        self, config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks | None = None
     ) -> None:
-        """Start with a plan. All ranks apply a new one at the same step.
+        """Start with the loop's plan. Collective.
 
-        Without costs they are learned first. Plans wait until every rank has trained the batches
-        that its `workers` have fetched; without micro-batches, batches grow only step by step.
+        All ranks apply a new one at the same step, when every rank has trained the batches that its
+        workers have fetched. Without costs they are learned first; without micro-batches, batches
+        grow only step by step.
         """
         world, plan = loop.world, loop.plan
-        self._world, self._folder, self._sinks = world, folder, sinks
+        workers = gather_values(world.comm, loop.workers)
+        self._world, self._folder, self._sinks = world, folder, sinks or Sinks()
         self._set_plan, self._steps_ahead = loop.sampler.set_plan, steps_ahead(max(workers))
         self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
         self._min_batch, costs = plan.min_batch, plan.costs
@@ -154,11 +151,3 @@ def record_plan(
     line = {"step": step, "time": time.time(), "ranks": ranks, **plan, **(more or {})}
     folder.append("plan.jsonl", line)
     sinks.event("plan", step, text, ranks, **plan)
-
-
-def make_balancing(
-    config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks | None = None
-) -> Balancing:
-    """Return what balances a loop. Collective."""
-    workers = gather_values(loop.world.comm, loop.workers)
-    return Balancing(config, loop, folder, sinks or Sinks(), workers)

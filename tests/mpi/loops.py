@@ -41,7 +41,7 @@ def shares_of(weights):
 
 def make_plan(world, shares, micro_batch_size=None, min_batch=1):
     scores = [1.0] * world.size
-    return Plan(shares, scores, None, "contiguous", "fp32", micro_batch_size, min_batch=min_batch)
+    return Plan(shares, scores, None, micro_batch_size, min_batch=min_batch)
 
 
 def make_task(model, config=None, data=None):

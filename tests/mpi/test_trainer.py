@@ -16,7 +16,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
-from kaitian_mpi.train.rebalancing import make_balancing
+from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.step import StepExchange, StepObserver
 
 pytestmark = pytest.mark.sizes(1, 3)
@@ -123,7 +123,7 @@ def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
     """A rank without workers waits until those with some have used up what they fetched ahead."""
     run = Run(world, uneven(world), workers=world.rank % 2, balance="adaptive")
     plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
-    balancing = make_balancing(run.config, run.loop, NoFolder())
+    balancing = Balancing(run.config, run.loop, NoFolder())
     balancing.observe = lambda number, reports: plans.get(number)
     run.loop.observers.append(balancing)
     for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import sys
 import time
@@ -20,14 +19,16 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.mpi.exchange import agree_on_errors, broadcast_bytes, gather_bytes, gather_values
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import map_tensors
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state_transfer import broadcast_state
 from kaitian_mpi.train.task import Computation, Task
 
 FILE = "parity.json"
@@ -44,6 +45,10 @@ _LOSS_UNITS, _KINK = 32.0, 0.05
 _TINY = 1e-300
 _NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
 _MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
+_RANDOM = "the loss draws random numbers"
+
+Reference = tuple[str, dict[str, Any], dict[str, float]]
+"""Its precision, an `Outcome` as a dict, and what may differ from it."""
 
 
 @dataclass(frozen=True)
@@ -100,30 +105,21 @@ def check_parity(
     unit = max(units[rank] for rank in first.values())
     batch = _shared_batch(setup, profiles, world, source)
     computation = Computation(world.device, own.precision, own.memory_format)
-    outcome = reference = None
+    is_compared = world.rank in first.values()
+    outcome = known = None
     with agree_on_errors(world.comm):
         try:
-            if world.rank in first.values():
+            if is_compared:
                 outcome = compute_outcome(task, batch, computation, config.seed)
             if world.rank == source:
-                reference = _make_reference(task, batch, computation, config.seed, unit)
+                known = _make_reference(task, batch, computation, config.seed, unit)
         finally:
             enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
             sleeping_barrier(world.comm)
-    computed = outcome and (own.precision, vars(outcome))
-    gathered = gather_bytes(world.comm, _pack((computed, reference)), 0)
-    found = _judge(world, [_unpack(each) for each in gathered], source, unit) if gathered else None
-    return _conclude(setup, world, gather_values(world.comm, found)[0], time.perf_counter() - began)
-
-
-def _pack(value: Any) -> bytes:
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()
-
-
-def _unpack(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
+    known = broadcast_state(world.comm, known, source, is_compared)
+    found = _compare(outcome, known, unit, own.precision) if is_compared else None
+    by_rank = gather_values(world.comm, found)
+    return _conclude(setup.folder, world, source, by_rank, time.perf_counter() - began)
 
 
 def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> Any:
@@ -143,18 +139,17 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 
     with agree_on_errors(world.comm):
         batch = map_tensors(setup.train[[index * total // count for index in range(count)]], keep)
-    own = _pack(tensors) if world.rank == source else None
-    left = iter(_unpack(broadcast_bytes(world.comm, own, source)))
+    left = iter(broadcast_state(world.comm, tensors, source, receives=True))
     return map_tensors(batch, lambda tensor: next(left, tensor) if is_plain(tensor) else tensor)
 
 
 def _make_reference(
     task: Task, batch: Any, computation: Computation, seed: int, unit: float
-) -> tuple[str, dict[str, Any], dict[str, Any]] | None:
-    """Return a precision, and two outcomes: of the batch, and of it slightly changed.
+) -> Reference | str:
+    """Return what is expected of the batch, or why nothing is compared.
 
-    They are computed on the host in float64, or else as this rank trains: a large model takes too
-    long there, and a model's code may be for one device or dtype only. None of random numbers.
+    It is computed on the host in float64, or else as this rank trains: a large model takes too long
+    there, and a model's code may be for one device or dtype only.
     """
     parameters = list(task.model.parameters())
     is_large = sum(parameter.numel() for parameter in parameters) > _MAX_HOST_PARAMETERS
@@ -165,67 +160,63 @@ def _make_reference(
         ways.insert(0, (host, torch.float64))
     for way, dtype in ways:
         with nullcontext() if way is computation else suppress(Exception):
-            reference = compute_outcome(task, batch, way, seed, dtype)
+            expected = compute_outcome(task, batch, way, seed, dtype)
             changed = compute_outcome(task, batch, way, seed, dtype, change=unit)
             break
-    if reference is None or changed is None:
-        return None
-    return "float64" if dtype else way.precision, vars(reference), vars(changed)
+    if expected is None or changed is None:
+        return _RANDOM
+    if not math.isfinite(expected.loss):
+        return f"the loss of the first samples is {expected.loss}"
+    allowed = tolerances(distances(changed, expected, unit), unit)
+    return "float64" if dtype else way.precision, vars(expected), allowed
 
 
-def _judge(world: World, gathered: Sequence[Any], source: int, unit: float) -> dict[str, Any] | str:
-    """Return the content of parity.json, or why nothing is compared."""
-    if gathered[source][1] is None:
-        return "the loss draws random numbers"
-    way, *expected = gathered[source][1]
-    reference, changed = (Outcome(**each) for each in expected)
-    if not math.isfinite(reference.loss):
-        return f"the loss of the first samples is {reference.loss}"
-    allowed = tolerances(distances(changed, reference, unit), unit)
-    kinds = []
-    for info, (computed, _) in zip(world.infos, gathered, strict=True):
-        if computed is None:
-            continue
-        own = Outcome(**computed[1])
-        found = distances(own, reference, unit)
-        pairs = ((name, own.gradients[name] - g) for name, g in reference.gradients.items())
-        far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
-        kinds.append(
-            {
-                "rank": info.world_rank,
-                "kind": info.kind,
-                "place": f"{info}, torch {info.torch_version}, {computed[0]}",
-                "differences": {n: f"{found[n]:.1e} (allowed {allowed[n]:.1e})" for n in found},
-                "most_in": sorted(far, key=lambda name: -far[name])[:_SHOWN],
-                "wrong": [name for name in found if not found[name] <= allowed[name]],  # also NaN
-            }
-        )
-    agrees = not any(kind["wrong"] for kind in kinds)
-    return {"agrees": agrees, "reference": f"{world.infos[source]} in {way}", "kinds": kinds}
+def _compare(
+    own: Outcome | None, known: Reference | str, unit: float, precision: str
+) -> dict[str, Any] | str:
+    """Return how an outcome differs from the reference, or why it is not compared."""
+    if isinstance(known, str) or own is None:
+        return known if isinstance(known, str) else _RANDOM
+    way, expected, allowed = known
+    found = distances(own, Outcome(**expected), unit)
+    pairs = ((name, own.gradients[name] - g) for name, g in expected["gradients"].items())
+    far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
+    return {
+        "precision": precision,
+        "reference": way,
+        "differences": {n: f"{found[n]:.1e} (allowed {allowed[n]:.1e})" for n in found},
+        "most_in": sorted(far, key=lambda name: -far[name])[:_SHOWN],
+        "wrong": [name for name in found if not found[name] <= allowed[name]],  # also NaN
+    }
 
 
 def _conclude(
-    setup: Setup, world: World, found: Mapping[str, Any] | str, seconds: float
+    folder: RunFolder, world: World, source: int, by_rank: Sequence[Any], seconds: float
 ) -> bool | None:
-    if isinstance(found, str):
-        print_rank_0(world, f"parity: not compared, because {found}")
+    """Write parity.json, and report what was found; raise an error if a kind is wrong."""
+    if reasons := [each for each in by_rank if isinstance(each, str)]:
+        print_rank_0(world, f"parity: not compared, because {reasons[0]}")
         return None
-    setup.folder.write(FILE, {**found, "seconds": round(seconds, 3)})
+    compared = [(info, each) for info, each in zip(world.infos, by_rank, strict=True) if each]
+    kinds = [{"rank": info.world_rank, "kind": info.kind, **each} for info, each in compared]
     wrong = [
-        f"{each['kind']} ({each['place']}): "
+        f"{info.kind} ({info}, torch {info.torch_version}, {each['precision']}): "
         + ", ".join(f"{name} {each['differences'][name]}" for name in each["wrong"])
         + f", gradients most in {', '.join(each['most_in'])}"
-        for each in found["kinds"]
+        for info, each in compared
         if each["wrong"]
     ]
+    reference = f"{world.infos[source]} in {kinds[0]['reference']}"
+    content = {"agrees": not wrong, "reference": reference, "kinds": kinds}
+    folder.write(FILE, {**content, "seconds": round(seconds, 3)})
     if wrong:
         raise AgreedError(
-            f"parity: forward and backward differ from those of {found['reference']} by more than "
-            f"rounding on {'; '.join(wrong)}; update that device's driver or torch plug-in, start "
-            "without it, or skip this with --no-parity"
+            f"parity: forward and backward differ from those of {reference} by more than rounding "
+            f"on {'; '.join(wrong)}; update that device's driver or torch plug-in, start without "
+            "it, or skip this with --no-parity"
         )
-    kinds = ", ".join(dict.fromkeys(each["kind"] for each in found["kinds"]))
-    print_rank_0(world, f"parity: {kinds} agree with {found['reference']} ({seconds:.1f} s)")
+    names = ", ".join(dict.fromkeys(each["kind"] for each in kinds))
+    print_rank_0(world, f"parity: {names} agree with {reference} ({seconds:.1f} s)")
     return True
 
 

@@ -31,14 +31,12 @@ FROM_BENCHMARK = "the benchmark"
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks' batch sizes, and this rank's memory format and precision."""
+    """The ranks' batch sizes, and this rank's micro-batches."""
 
     batch_sizes: list[int]
     scores: list[float]
     costs: list[RankCost] | None
     """Of each rank; None without a benchmark."""
-    memory_format: str
-    precision: str
     micro_batch_size: int | None
     """The most samples that this rank computes at once; None: no limit."""
     min_batch: int = 1
@@ -60,11 +58,6 @@ def profile_unmeasured(config: TrainingConfig) -> Profile:
     # Convolutions were faster in channels_last on every device tried.
     memory_format = config.memory_format.replace("auto", "channels_last")
     return Profile(None, memory_format, config.precision.replace("auto", "fp32"))
-
-
-def profile_of(result: RankMeasurement) -> Profile:
-    """Return the profile from a rank's benchmark."""
-    return Profile(result.cost, result.memory_format, result.precision)
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,10 @@ def find_profiles(
     results = benchmark_ranks(Workload(config, world, setup, min_batch))
     write_benchmark(world, setup, results)
     measured = dict(zip(places, results, strict=True))
-    profiles = {place: profile_of(result) for place, result in measured.items()}
+    profiles = {
+        place: Profile(result.cost, result.memory_format, result.precision)
+        for place, result in measured.items()
+    }
     return Profiles(profiles, min_batch, measured=measured)
 
 
@@ -150,8 +146,7 @@ def make_plan(
         shares = plan_equal(world.size, batch, min_batch)
     own = profiles[world.rank]
     limit = (own.cost and own.cost.largest_micro_batch) or config.micro_batch_size or None
-    known, how = costs if measured else None, (own.memory_format, own.precision)
-    return Plan(shares, by_rank, known, *how, limit, min_batch)
+    return Plan(shares, by_rank, costs if measured else None, limit, min_batch)
 
 
 def excluded_line(info: RankInfo, reason: str) -> str:
