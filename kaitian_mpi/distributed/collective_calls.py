@@ -41,9 +41,9 @@ class CollectiveCalls(dist.ProcessGroup):
     _run: Callable[[Collective], Work]
     """Carries a collective out, or queues it."""
 
-    def _start(self, *call: Any, **options: Any) -> Work:
+    def _start(self, *call: Any) -> Work:
         """Carry out the collective with these fields of a `Collective`."""
-        return self._run(Collective(*call, **options))
+        return self._run(Collective(*call))
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.AllreduceOptions()
@@ -73,7 +73,7 @@ class CollectiveCalls(dist.ProcessGroup):
     def sum_gradients(
         self, buffer: torch.Tensor, residual: Residual | None, in_background: bool
     ) -> Work:
-        """Sum a buffer of gradients over all ranks, in place; see `sums.sum_gradients`."""
+        """Sum a buffer of gradients over all ranks, in place; see `gradients.sum_gradients`."""
         opts = c10d.AllreduceOptions()
         opts.asyncOp = in_background
         if buffer.is_sparse:
@@ -93,7 +93,7 @@ class CollectiveCalls(dist.ProcessGroup):
         return self._start(
             *("all_reduce", tensors, [], opts),
             lambda host: call_for_each(host.sum_sparse, [(tensor,) for tensor in tensors]),
-            takes_sparse=True,
+            *(None, None, True),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:

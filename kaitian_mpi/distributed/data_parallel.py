@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.sums import Fraction, sum_gradients
+from kaitian_mpi.distributed.gradients import Fraction, sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.errors import AgreedError, UnsupportedError
 from kaitian_mpi.preflight.verdict import by_value

@@ -17,7 +17,7 @@ from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
-from kaitian_mpi.distributed.collectives.router import Router, profile_record
+from kaitian_mpi.distributed.collectives.router import OwnDeviceCheck, Router, profile_record
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.worker import Worker
@@ -91,8 +91,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._host = self._host_operations(world, infos)
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
-        router = Router(library, self._host, self._worker, streams, label, world.check_devices)
-        self._check_devices = world.check_devices
+        self._check_devices = OwnDeviceCheck(world.info, world.device)
+        router = Router(library, self._host, self._worker, streams, label, self._check_devices)
         self._store, self._monitored = store, itertools.count(1)
         self._mailbox: Mailbox | None = None
         self._lock = threading.Lock()

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.buckets import Bucket, partition
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.gradients import Bucket, partition, sum_gradients
 from kaitian_mpi.distributed.residual import Residuals
-from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.errors import UnsupportedError, UserError
 
 # Bytes at which a bucket is full: the first one, and the others.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from kaitian_mpi.errors import AgreedError, CollectiveError, UserError
 from kaitian_mpi.preflight.verdict import by_value, differ, ranks_by, ranks_text
-from kaitian_mpi.runtime.polling import wait_request
+from kaitian_mpi.runtime.polling import sleeping_barrier, wait_request
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+Key = TypeVar("Key", bound=Hashable)
 
 _MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
 SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
@@ -68,6 +71,30 @@ def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
     gathered = np.empty(sum(lengths), dtype=np.uint8)
     comm.Gatherv((own, MPI.BYTE), (gathered, lengths, MPI.BYTE), root)
     return _parts(gathered, lengths)
+
+
+def time_in_rounds(
+    comm: MPI.Comm, works: Mapping[Key, Callable[[], None]], rounds: int, max_sec: float
+) -> dict[Key, float]:
+    """Return the slowest rank's median seconds for each work, by its key. Collective.
+
+    All come in each round, so that a temporary load affects all of them. The first round warms up;
+    it counts if no other follows, as none does after `max_sec`.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in works}
+    began = time.perf_counter()
+    for _ in range(rounds):
+        for key, work in works.items():
+            sleeping_barrier(comm)
+            start = time.perf_counter()
+            work()
+            seconds[key].append(time.perf_counter() - start)
+        # The same decision on every rank; otherwise some would wait for others in another round.
+        if max(gather_values(comm, time.perf_counter() - began)) > max_sec:
+            break
+    own = [statistics.median(each[1:] or each) for each in seconds.values()]
+    slowest = [max(each) for each in zip(*gather_values(comm, own), strict=True)]
+    return dict(zip(works, slowest, strict=True))
 
 
 def _parts(gathered: np.ndarray, lengths: Sequence[int]) -> list[bytes]:

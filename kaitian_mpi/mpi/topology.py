@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import zlib
@@ -19,10 +18,8 @@ from kaitian_mpi.runtime.polling import keep_alive
 from kaitian_mpi.runtime.ulfm import may_be_loss, track_comm
 
 if TYPE_CHECKING:
-    import torch
     from mpi4py import MPI
 
-_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _waiting: list[tuple[MPI.Request, GroupComms]] = []  # communicators to free
 
@@ -176,28 +173,6 @@ def check_own_devices(infos: Sequence[RankInfo]) -> None:
             f"{'; '.join(faults)}; start fewer ranks, name other devices with --devices, or give "
             "--share-device, with which these ranks communicate through host memory"
         )
-
-
-class OwnDeviceCheck:
-    """Warns, once, if this rank communicates tensors of an accelerator that is not its own."""
-
-    def __init__(self, info: RankInfo, device: torch.device) -> None:
-        """Take what this rank reports about itself, and its device."""
-        self._info, self._device = info, device
-        self._has_warned = False
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Look at the tensors of a call; those in host memory are anybody's."""
-        for tensor in tensors:
-            if not tensor.is_cpu and tensor.device != self._device and not self._has_warned:
-                self._has_warned = True
-                _log.warning(
-                    "%s communicates tensors on %s, which is not its device: it may compute on "
-                    "another rank's. Use the device that kaitian_mpi.init() returns, or start the "
-                    "script by kaitian-run: see 'Which device a rank takes' in docs/scripts.md",
-                    self._info,
-                    tensor.device,
-                )
 
 
 @dataclass(frozen=True)

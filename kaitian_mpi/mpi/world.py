@@ -24,7 +24,6 @@ from kaitian_mpi.errors import AgreedError, RankLostError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import (
     Group,
-    OwnDeviceCheck,
     RankInfo,
     RelaySettings,
     agree_on_settings,
@@ -75,8 +74,6 @@ class World:
     """How many ranks mpirun started."""
     emulation: Emulation
     """By the numbers of the ranks that mpirun started."""
-    check_devices: OwnDeviceCheck
-    """Called with the tensors of each collective; warns once about another rank's device."""
     store: MPIStore
     """The job's store, until the last rank has departed; also of worlds made from this one."""
     relay: RelaySettings = field(default_factory=RelaySettings)
@@ -168,9 +165,8 @@ def join_world(
         # A variable may have been forgotten.
         level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
         _log.log(level, "the job is emulated: %s", emulation.describe())
-    check = OwnDeviceCheck(infos[own.rank], device.torch_device(index))
     threads, size = set_default_threads(share_cores(own)), own.size
-    return World(own, infos, device, index, threads, size, emulation, check, store, relay)
+    return World(own, infos, device, index, threads, size, emulation, store, relay)
 
 
 def _open_store(comm: MPI.Intracomm) -> MPIStore:

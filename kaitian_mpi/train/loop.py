@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.buckets import ReadyMark
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
 from kaitian_mpi.mpi.world import World
@@ -25,7 +24,14 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress, StepObserver
+from kaitian_mpi.train.step import (
+    ReadyMark,
+    Step,
+    StepClock,
+    StepExchange,
+    StepInProgress,
+    StepObserver,
+)
 from kaitian_mpi.train.task import Task
 
 _SAMPLES_OF_STATISTICS = 256

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.devices import Device
 from kaitian_mpi.devices.protocol import Mark
-from kaitian_mpi.distributed.sums import Fraction
+from kaitian_mpi.distributed.gradients import Fraction
 from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -114,6 +114,23 @@ class StepClock:
                     waited += to.seconds_since(since)
         forward, backward, optimizer = computed.values()
         return StepTimes(steps, forward, backward, optimizer, waited)
+
+
+class ReadyMark:
+    """Marks on the device when the gradients of a step's buckets are ready; called with each."""
+
+    def __init__(self, mark: Callable[[], Mark], catch_up: Callable[[], None]) -> None:
+        self._mark, self._catch_up = mark, catch_up
+        self.step = 0
+        """The number of the step."""
+        self.last: Mark | None = None
+        """The mark of the bucket that was ready last."""
+
+    def __call__(self, is_last: bool) -> None:
+        self._catch_up()
+        self.last = self._mark()
+        if is_last:
+            enter_phase("the sum of gradients", step=self.step, waits=True)
 
 
 class StepReports(NamedTuple):

@@ -13,10 +13,10 @@ from fake_device import Stream, current_stream, on_device, values
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.distributed.gradients import sum_gradients
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
-from kaitian_mpi.distributed.sums import sum_gradients
 from kaitian_mpi.observe.timeline.recorder import (
     COPY_BACK,
     COPY_OUT,

@@ -32,8 +32,8 @@ from uneven import by_hook, by_reducer, check_like_one_process, network
 from kaitian_mpi.distributed.collectives import vendor
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
+from kaitian_mpi.distributed.gradients import sum_on_host
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.distributed.sums import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES
 from kaitian_mpi.train.step import StepClock, StepInProgress

@@ -77,7 +77,7 @@ class ArrivalTracker:
         self, request: MPI.Request, tensors: tuple[torch.Tensor, ...], since: float
     ) -> None:
         """Wait for a request; no other rank has waited for this one since before `since`."""
-        self._arrived_at = time.monotonic()
+        self._arrived_at = now = time.monotonic()
         self._calls += 1
         if not wait_request(request, self._record_after_sec):
             try:
@@ -85,7 +85,9 @@ class ArrivalTracker:
             except Exception:
                 keep_alive(request, tensors)
                 raise
-        if time.monotonic() - since > self._late_sec and self._settle(_PASSED) == _FAILED:
+            now = time.monotonic()
+        # No rank has given up on one that came before that and has waited for at most as long.
+        if now - since > self._late_sec and self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
                 f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
                 f"{OPERATION_PLACEHOLDER} #{self._calls}: the others {self._failure()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -23,8 +24,34 @@ from kaitian_mpi.observe.timeline.recorder import NO_LABEL, GroupLabel, recorded
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.collectives.vendor import Started, VendorLibrary
+    from kaitian_mpi.mpi.topology import RankInfo
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+class OwnDeviceCheck:
+    """Warns, once, if this rank communicates tensors of an accelerator that is not its own."""
+
+    _has_warned = False  # of all process groups
+
+    def __init__(self, info: RankInfo, device: torch.device) -> None:
+        """Take what this rank reports about itself, and its device."""
+        self._info, self._device = info, device
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Look at the tensors of a call; those in host memory are anybody's."""
+        for tensor in tensors:
+            if not tensor.is_cpu and tensor.device != self._device and not self._has_warned:
+                OwnDeviceCheck._has_warned = True
+                _log.warning(
+                    "%s communicates tensors on %s, which is not its device: it may compute on "
+                    "another rank's. Use the device that kaitian_mpi.init() returns, or start the "
+                    "script by kaitian-run: see 'Which device a rank takes' in docs/scripts.md",
+                    self._info,
+                    tensor.device,
+                )
 
 
 class Router:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -16,10 +15,9 @@ from kaitian_mpi.distributed.network.exchanges import EXCHANGES
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
-from kaitian_mpi.mpi.exchange import check_same, gather_values
+from kaitian_mpi.mpi.exchange import check_same, time_in_rounds
 from kaitian_mpi.mpi.topology import GroupComms, RelaySettings, translate_ranks
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.runtime.polling import sleeping_barrier
 
 _log = logging.getLogger(__name__)
 
@@ -98,10 +96,7 @@ class Link:
         route = self._route_for(tensor)
         if recorder.current is not None:
             recorder.current.annotate(network=str(route))
-        if route == MPI_ROUTE:
-            host_collectives.allreduce(self._comm, tensor, op)
-        else:
-            self._allreduce.run(tensor.view(-1), op, route)
+        self._reduce(tensor, op, route)
 
     def gradient_sum(self, residual: Residual, start: int) -> Allreduce:
         """Return a function that sums the parts of a buffer, from `start` on, one after the other.
@@ -144,32 +139,21 @@ class Link:
     def _measure(self) -> Choice:
         """Time all routes, for about a second at most, and choose."""
         sizes = SHORT_BYTES, LONG_BYTES
-        times: dict[tuple[int, Route], list[float]] = {}
-        began = time.perf_counter()
-        for _ in range(_ROUNDS):
-            # All routes in each round, so that a temporary load affects all of them.
-            for size in sizes:
-                tensor = torch.zeros(size // 4)
-                for route in self.routes:
-                    times.setdefault((size, route), []).append(self._time(route, tensor))
-            # The same decision on every rank.
-            if max(gather_values(self._comm, time.perf_counter() - began)) > _MAX_SEC:
-                break
-        own = [median(seconds[1:] or seconds) for seconds in times.values()]
-        slowest = [max(each) for each in zip(*gather_values(self._comm, own), strict=True)]
-        found = dict(zip(times, slowest, strict=True))
+        works = {
+            (size, route): partial(self._reduce, tensor, SUM, route)
+            for size in sizes
+            for tensor in [torch.zeros(size // 4)]
+            for route in self.routes
+        }
+        found = time_in_rounds(self._comm, works, _ROUNDS, _MAX_SEC)
         short, long = ({route: found[size, route] for route in self.routes} for size in sizes)
         return choose(short, long)
 
-    def _time(self, route: Route, tensor: torch.Tensor) -> float:
-        """Return this rank's seconds for a tensor."""
-        sleeping_barrier(self._comm)
-        start = time.perf_counter()
+    def _reduce(self, tensor: torch.Tensor, op: Reduction, route: Route) -> None:
         if route == MPI_ROUTE:
-            host_collectives.allreduce(self._comm, tensor)
+            host_collectives.allreduce(self._comm, tensor, op)
         else:
-            self._allreduce.run(tensor, SUM, route)
-        return time.perf_counter() - start
+            self._allreduce.run(tensor.view(-1), op, route)
 
 
 def links_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> dict[int, Link]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,9 +13,9 @@ from torch import nn
 from kaitian_mpi.balance.communication import FREE, AllreduceCost, ddp_buckets
 from kaitian_mpi.balance.cost_model import fit
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.gradients import sum_gradients
 from kaitian_mpi.distributed.residual import Residuals
-from kaitian_mpi.distributed.sums import sum_gradients
-from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.exchange import gather_values, time_in_rounds
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.polling import sleeping_barrier
@@ -78,25 +77,15 @@ def _time(
     """
     buckets = [torch.zeros(size, device=device) for size in sizes]
     residuals = [Residuals(wire).add(bucket, {"all": slice(0, len(bucket))}) for bucket in buckets]
-    # All algorithms in each round, so that a temporary load affects all of them.
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    began = time.perf_counter()
-    for _ in range(1 + repeats):
-        for name in names:
-            group.algorithm = name
-            dist.barrier(group)
-            start = time.perf_counter()
-            for bucket, residual in zip(buckets, residuals, strict=True):
-                sum_gradients(bucket, residual, group)
-            device_of(device).synchronize(device.index or 0)
-            seconds[name].append(time.perf_counter() - start)
-        # The same decision on every rank; otherwise some would wait for others in another round.
-        if max(gather_values(group.comms.world, time.perf_counter() - began)) > _MAX_SEC:
-            break
-    # The first round warms up.
-    own = [statistics.median(each[1:] or each) for each in seconds.values()]
-    slowest = [max(times) for times in zip(*gather_values(group.comms.world, own), strict=True)]
-    return dict(zip(names, slowest, strict=True))
+
+    def sum_by(name: str) -> None:
+        group.algorithm = name
+        for bucket, residual in zip(buckets, residuals, strict=True):
+            sum_gradients(bucket, residual, group)
+        device_of(device).synchronize(device.index or 0)
+
+    works = {name: partial(sum_by, name) for name in names}
+    return time_in_rounds(group.comms.world, works, 1 + repeats, _MAX_SEC)
 
 
 def choose_allreduce(
