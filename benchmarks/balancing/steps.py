@@ -31,11 +31,11 @@ from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.measure.plan import Plan, make_plan, profile_of
+from kaitian_mpi.train.measure.plan import Plan, Profile, make_plan
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
 from kaitian_mpi.train.measure.rank_timer import Workload
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.rebalancing import Balancing, make_balancing
+from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation
@@ -111,11 +111,12 @@ class Bench:
         config = self.config(batch)
         world = self.paced(schedules)
         results = benchmark_ranks(Workload(config, world, self.setup(config)))
-        return make_plan(config, self.world, [profile_of(result) for result in results])
+        profiles = [Profile(each.cost, each.memory_format, each.precision) for each in results]
+        return make_plan(config, self.world, profiles)
 
     def fixed(self, shares: list[int]) -> Plan:
         """Return a plan with these batch sizes."""
-        return Plan(shares, [1.0, 1.0], None, "channels_last", "fp32", None)
+        return Plan(shares, [1.0, 1.0], None, None)
 
     def run(self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static") -> Run:
         """Return a run whose ranks follow these slowdown schedules."""
@@ -125,7 +126,7 @@ class Bench:
         state = State(setup.task, self.computation(), steps)
         loader = ShareLoader(setup.train, config.workers, pin_memory=False)
         loop = Loop(config, world, setup, state, plan, loader)
-        return Run(loop, make_balancing(config, loop, setup.folder))
+        return Run(loop, Balancing(config, loop, setup.folder))
 
     def paced(self, schedules: tuple[Schedule, ...]) -> World:
         """Return the world with a device of this rank's schedule."""

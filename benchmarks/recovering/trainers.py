@@ -23,7 +23,7 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.observers import Metrics
 from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.rebalancing import make_balancing
+from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step
@@ -52,13 +52,13 @@ def make_loop(
     task = classify(config, build_model(config.model, data.num_classes), data)
     setup = Setup(task, NoFolder())
     shares = plan_equal(world.size, config.global_batch_size)
-    plan = Plan(shares, [1.0] * world.size, None, "channels_last", "fp32", None)
+    plan = Plan(shares, [1.0] * world.size, None, None)
     computation = Computation(world.device, "fp32", "channels_last")
     steps = count_steps(config, len(setup.train), config.global_batch_size)
     state = State(task, computation, steps)
     loader = ShareLoader(setup.train, config.workers, pin_memory=False)
     loop = Loop(config, world, setup, state, plan, loader, commit)
-    balancing = make_balancing(config, loop, setup.folder)
+    balancing = Balancing(config, loop, setup.folder)
     run = SimpleNamespace(config=config, setup=setup, state=state, sinks=Sinks())
     loop.observers += [balancing, Metrics(run, loop, balancing, {})]
     return loop

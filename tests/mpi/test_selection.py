@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
+from kaitian_mpi.mpi import exchange
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.measure import allreduce
 
@@ -22,7 +23,7 @@ def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, monkeypatch, 
     )
     if is_slow and world.rank == 1:  # slow for one rank only
         clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(rounds))
-        monkeypatch.setattr(allreduce, "time", clock)
+        monkeypatch.setattr(exchange, "time", clock)
     measured = allreduce.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
     assert set(measured) == set(ALGORITHMS)
     assert len(set(gather_values(world.comm, group.algorithm))) == 1
