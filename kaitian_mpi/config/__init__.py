@@ -5,7 +5,7 @@ Each field is a setting of `Training` or a flag of `kaitian-train` by the same n
 imports torch or MPI, so that a wrong flag is reported before either is loaded.
 """
 
-from kaitian_mpi.config.train import OF_IMAGES, TrainConfig
+from kaitian_mpi.config.kaitian_train import OF_IMAGES, TrainConfig
 from kaitian_mpi.config.training import TrainingConfig
 from kaitian_mpi.config.values import LOG_LEVELS, flag_name
 

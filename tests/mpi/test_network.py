@@ -12,7 +12,7 @@ from kaitian_mpi.distributed.network.allreduce import (
     group_by_host,
     round_elements,
 )
-from kaitian_mpi.distributed.network.exchanges import EXCHANGES
+from kaitian_mpi.distributed.network.crossing import EXCHANGES
 from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, links_of
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.topology import RelaySettings

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from kaitian_mpi.distributed.network.exchanges import EXCHANGES, Crossing, Exchange, Round, encoded
+from kaitian_mpi.distributed.network.crossing import EXCHANGES, Crossing, Exchange, Round, encoded
 from kaitian_mpi.distributed.network.formats import BLOCK
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from kaitian_mpi.distributed.network.allreduce import HostAllreduce, Hosts, Route, group_by_host
-from kaitian_mpi.distributed.network.exchanges import EXCHANGES
+from kaitian_mpi.distributed.network.crossing import EXCHANGES
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction

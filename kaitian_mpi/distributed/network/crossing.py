@@ -1,4 +1,4 @@
-"""The exchanges of one round between hosts: over which messages they reduce its parts."""
+"""What crosses between hosts in one round, and by which messages its parts are reduced."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class Crossing:
         """Reduce the chunks of this host's other ranks to this one's, in the order of ranks."""
         if not members:
             return
-        arrived = self._scratch[: chunk.numel()]
-        wide = ACCUMULATION_DTYPES.get(chunk.dtype) if chunk.is_floating_point() else None
-        total = chunk if wide is None else chunk.to(wide)
+        arrived, total = self._scratch[: chunk.numel()], _wide(chunk)
         for rank in members:
             yield [self._comm.Irecv(as_raw_buffer(arrived), rank, self._tag)]
             self._op.combine(total, arrived, out=total)
@@ -70,8 +68,7 @@ class Crossing:
 
     def combine(self, part: torch.Tensor, arrived: Parts) -> None:
         """Reduce a part with what has arrived, in this order; 16-bit floats are rounded once."""
-        wide = ACCUMULATION_DTYPES.get(part.dtype) if part.is_floating_point() else None
-        total = part if wide is None or not arrived else part.to(wide)
+        total = _wide(part) if arrived else part
         for each in arrived:
             self._op.combine(total, each, out=total)
         if total is not part:
@@ -80,6 +77,12 @@ class Crossing:
     def divide_average(self, part: torch.Tensor) -> None:
         """For an average, divide the sum over all ranks."""
         self._op.divide_average(part, self._comm.size)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy of 16-bit floats in the dtype in which they are summed."""
+    wide = ACCUMULATION_DTYPES.get(tensor.dtype) if tensor.is_floating_point() else None
+    return tensor if wide is None else tensor.to(wide)
 
 
 def pairwise(crossing: Crossing, parts: Parts) -> Round:
