@@ -21,7 +21,7 @@ from kaitian_mpi.mpi import datatypes
 
 ROOT = Path(kaitian_mpi.__file__).parent
 MAX_FILES = 8
-MAX_FILES_OF_A_STEP = 37
+MAX_FILES_OF_A_STEP = 35
 # Where a thread is done with a bucket: it is in the queue, or becomes a buffer of MPI's.
 HANDED_OVER = (Worker._put.__code__, datatypes.as_buffer.__code__)
 

@@ -435,32 +435,27 @@ class Named(collections.UserDict):
     """Not a dict, and has no method to move it."""
 
 
-@pytest.mark.parametrize(
-    ("make", "parts"),
-    [
-        (lambda x, y: {"x": x, "y": [y, "text", None]}, lambda b: (b["x"], b["y"][0])),
-        (lambda x, y: (x, {"y": y}), lambda b: (b[0], b[1]["y"])),
-        (Pair, lambda b: (b.inputs, b.targets)),
-        (lambda x, y: Record(x, "name", [y]), lambda b: (b.inputs, b.targets[0])),
-        (Movable, lambda b: (b.inputs, b.targets if b.moved_to is not None else None)),
-        (lambda x, y: Named(x=x, y=y), lambda b: (b.data["x"], b.data["y"])),
-    ],
-    ids=["dict", "tuple", "namedtuple", "dataclass", "object", "UserDict"],
-)
-def test_batches_of_any_structure(world, make, parts):
-    def collate(samples):
-        inputs, targets = zip(*samples, strict=True)
-        return make(torch.stack(inputs), torch.stack(targets))
+STRUCTURES = [
+    (lambda x, y: {"x": x, "y": [y, "text", None]}, lambda b: (b["x"], b["y"][0])),
+    (lambda x, y: (x, {"y": y}), lambda b: (b[0], b[1]["y"])),
+    (Pair, lambda b: (b.inputs, b.targets)),
+    (lambda x, y: Record(x, "name", [y]), lambda b: (b.inputs, b.targets[0])),
+    (Movable, lambda b: (b.inputs, b.targets if b.moved_to is not None else None)),
+    (lambda x, y: Named(x=x, y=y), lambda b: (b.data["x"], b.data["y"])),
+]
 
+
+def test_batches_of_any_structure(world):
     expected = regression()
-    found = regression(
-        collate=collate,
-        loss=lambda model, batch: squares(model, parts(batch)),
-        weight=lambda batch: len(parts(batch)[0]),
-    )
     train(world, expected, max_steps=4)
-    train(world, found, max_steps=4)
-    assert relative(weights_of(found.model), weights_of(expected.model)) < 1e-12
+    for make, parts in STRUCTURES:
+        found = regression(
+            collate=lambda samples, make=make: make(*map(torch.stack, zip(*samples, strict=True))),
+            loss=lambda model, batch, parts=parts: squares(model, parts(batch)),
+            weight=lambda batch, parts=parts: len(parts(batch)[0]),
+        )
+        train(world, found, max_steps=4)
+        assert relative(weights_of(found.model), weights_of(expected.model)) < 1e-12, make
 
 
 def test_compiled_models(world):
