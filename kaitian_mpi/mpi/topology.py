@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.config.train import GROUPINGS
+from kaitian_mpi.config.kaitian_train import GROUPINGS
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values, join_errors
 from kaitian_mpi.runtime import tags
