@@ -73,8 +73,8 @@ def main() -> None:
         with report_once():
             chosen = read_options(arguments)
         if chosen.hostfile:
-            pythons = read_environments(chosen.env) if chosen.env else {}
-            verdicts = examine_hosts(chosen.hostfile, pythons, sys.executable)
+            environments = read_environments(chosen.env) if chosen.env else {}
+            verdicts = examine_hosts(chosen.hostfile, environments, sys.executable)
             code = show(JobFacts(ranks=()), verdicts, f"hosts of {chosen.hostfile}")
         else:
             code = examine_rank(chosen, show, launch)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.mpirun_command import parse_launcher, read_hosts
-from kaitian_mpi.supervise.environments import expand, read_environments
+from kaitian_mpi.supervise.environments import expand, interpreters_of, read_environments
 from kaitian_mpi.supervise.remote_hosts import ask_hosts, find_agent, is_local
 
 PROGRAM = "kaitian-env"
@@ -46,7 +46,9 @@ def make_parser() -> OneLineParser:
     )
     parser.add("--print", "print mpirun's command and do nothing else")
     parser.add_argument(
-        "file", help="a TOML file with a table for each host: python = the path of its interpreter"
+        "file",
+        help="a TOML file with a table for each host: python = the path of its interpreter; with "
+        "several tables for a host, each also has the devices of its ranks",
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="mpirun, its options, a program and its arguments"
@@ -75,7 +77,9 @@ def plan(options: argparse.Namespace) -> list[str]:
     launcher = parse_launcher(options.command)
     words, hosts = expand(launcher, read_hosts(launcher)[0], given)
     if not options.print:
-        pythons = {host.name: given.get(host.name, sys.executable) for host in hosts}
+        pythons = {
+            host.name: interpreters_of(given, host.name) or [sys.executable] for host in hosts
+        }
         local = set(filter(is_local, pythons))
         answers = ask_hosts(find_agent(launcher, os.environ), hosts, pythons, local)
         if faults := [answer.fault for answer in answers.values() if answer.fault]:

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
-from kaitian_mpi.supervise.environments import read_environments
+from kaitian_mpi.supervise.environments import Environments, interpreters_of, read_environments
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
 from kaitian_mpi.supervise.machine import Machine
 from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
@@ -54,8 +54,8 @@ def main() -> None:
     try:
         options = read_options(sys.argv[1:])
         hosts_file = HostsFile(options.hosts_file, _log.info) if options.hosts_file else None
-        pythons = read_environments(options.env) if options.env else {}
-        job = make_job(options.command, hosts_file, pythons)
+        environments = read_environments(options.env) if options.env else {}
+        job = make_job(options.command, hosts_file, environments)
         agent = find_agent(job.command, os.environ)
         changes = None
         if hosts_file is not None:
@@ -128,7 +128,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def make_job(
     words: Sequence[str],
     hosts_file: HostsFile | None = None,
-    pythons: Mapping[str, str] | None = None,
+    environments: Environments | None = None,
 ) -> Job:
     """Read a command line, its hostfiles, and kaitian-train's flags."""
     command = parse_command(words)
@@ -173,16 +173,16 @@ def make_job(
         folder=place / run_dir,
         job_id=secrets.token_hex(8),
         hosts_file=hosts_file.path if hosts_file is not None else "",
-        pythons=pythons or {},
+        environments=environments or {},
     )
     return job if hosts_file is None else job.with_hosts(hosts_file.hosts)
 
 
 def ask_host(agent: Sequence[str], job: Job, host: Host) -> PendingAnswer:
     """Start asking a host whether ranks can be started there; this machine is not asked by ssh."""
-    python = job.pythons.get(host.name) or interpreter_of(job.command)
+    pythons = interpreters_of(job.environments, host.name) or [interpreter_of(job.command)]
     is_local = is_own_name(host.name) or shutil.which(agent[0]) is None
-    return PendingAnswer(agent, host, python, ANSWER_SEC, is_local)
+    return PendingAnswer(agent, host, pythons[0], ANSWER_SEC, is_local)
 
 
 if __name__ == "__main__":

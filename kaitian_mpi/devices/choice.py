@@ -65,13 +65,13 @@ def choose_device(
         return choices[local_rank] or Choice("cpu", local_rank)
     if request == "cpu":
         return Choice("cpu", local_rank)
-    entries = [_parse(entry, counts, faults) for entry in request.split(",")]
+    entries = request.split(",")
     if len(entries) < local_size:
         raise UserError(
             f"--devices {request} is too short for the {local_size} ranks on {host}; list a "
             "device for each, or start fewer ranks there"
         )
-    choice = entries[local_rank]
+    choice = _parse(entries[local_rank], counts, faults)  # others may be of a kind not known here
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
         raise UserError(
             f"--devices {request}: local rank {local_rank} on {host} asks for "

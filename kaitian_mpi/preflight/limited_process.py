@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 from kaitian_mpi.runtime.system import anonymous_file
 
@@ -16,6 +16,9 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of a shell
 MAX_AT_ONCE = 256
 """How many processes may run at once: each has two files open, of perhaps 1,024 (`ulimit -n`)."""
 _MAX_BYTES = 1 << 24
+
+
+Name = TypeVar("Name")
 
 
 class Ended(NamedTuple):
@@ -87,9 +90,9 @@ class LimitedProcess:
         self._ended = Ended(code, out, err + fault)
 
 
-def run_all(commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Ended]:
+def run_all(commands: Mapping[Name, Sequence[str]], seconds: float) -> dict[Name, Ended]:
     """Run named commands, up to 256 at once, each for at most these seconds."""
-    ended: dict[str, Ended] = {}
+    ended: dict[Name, Ended] = {}
     names = list(commands)
     for first in range(0, len(names), MAX_AT_ONCE):
         batch = names[first : first + MAX_AT_ONCE]

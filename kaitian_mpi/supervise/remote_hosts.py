@@ -34,6 +34,7 @@ from kaitian_mpi.runtime.mpi_libraries import (
     MAPPING_POLICIES,
 )
 from kaitian_mpi.runtime.mpirun_command import Command, read_hostfile
+from kaitian_mpi.supervise.environments import Environments, interpreters_of
 
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""
@@ -83,15 +84,19 @@ def version_command(
 def ask_hosts(
     agent: Sequence[str],
     hosts: Sequence[Host],
-    pythons: Mapping[str, str],
+    pythons: Mapping[str, Sequence[str]],
     local: Collection[str],
     seconds: float = SECONDS,
-) -> dict[str, HostAnswer]:
-    """Ask all hosts whether they answer, and have this package for their interpreter."""
-    places = {host.name: (pythons[host.name], seconds, host.name in local) for host in hosts}
-    commands = {host.name: version_command(agent, host, *places[host.name]) for host in hosts}
+) -> dict[tuple[str, str], HostAnswer]:
+    """Ask all hosts whether they answer, and have this package for each of their interpreters."""
+    places = {
+        (host.name, python): (host, python, seconds, host.name in local)
+        for host in hosts
+        for python in pythons[host.name]
+    }
+    commands = {key: version_command(agent, *place) for key, place in places.items()}
     answers = run_all(commands, seconds)
-    return {name: judge(ended, name, *places[name]) for name, ended in answers.items()}
+    return {key: judge(ended, key[0], *places[key][1:]) for key, ended in answers.items()}
 
 
 def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
@@ -122,24 +127,24 @@ def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) 
 
 
 def examine_hosts(
-    hostfile: str, pythons: Mapping[str, str], python: str
+    hostfile: str, environments: Environments, python: str
 ) -> list[tuple[str, Verdict]]:
     """Ask the hosts of a hostfile whether mpirun can start ranks there; within about 8 s."""
     hosts = parse_hostfile(read_hostfile(hostfile), hostfile)
     names = [host.name for host in hosts]
     if not hosts:
         raise UserError(f"--hostfile {hostfile} is empty; add a line for each host")
-    if unknown := [name for name in pythons if name not in names]:
+    if unknown := [name for name in environments if name not in names]:
         raise UserError(
             f"--env names {', '.join(unknown)}, but {hostfile} has {', '.join(names)}; correct "
             "either"
         )
-    interpreters = {name: pythons.get(name, python) for name in names}
+    pythons = {name: interpreters_of(environments, name) or [python] for name in names}
     agent = find_agent(Command(parts=(), arguments=()), os.environ)
-    answers = ask_hosts(agent, hosts, interpreters, set(filter(is_local, names)))
+    answers = ask_hosts(agent, hosts, pythons, set(filter(is_local, names)))
     verdicts = [("hostfile", verdict) for verdict in judge_hostfile(hosts, os.environ)]
-    for name, answer in answers.items():
-        shown = f"{name}: kaitian-mpi {answer.version}, {interpreters[name]}"
+    for (name, interpreter), answer in answers.items():
+        shown = f"{name}: kaitian-mpi {answer.version}, {interpreter}"
         verdicts.append(("host", problem_from(answer.fault) if answer.fault else ok(shown)))
     return verdicts
 

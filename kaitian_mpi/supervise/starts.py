@@ -22,7 +22,7 @@ from kaitian_mpi.runtime.mpirun_command import (
     Part,
     parse_launcher,
 )
-from kaitian_mpi.supervise.environments import expand
+from kaitian_mpi.supervise.environments import Environments, expand
 from kaitian_mpi.supervise.hosts_file import hostfile_of
 from kaitian_mpi.supervise.remote_hosts import is_own_name
 
@@ -52,8 +52,8 @@ class Job:
     """Set in the environment of this job's ranks, to distinguish them from other jobs'."""
     hosts_file: str = ""
     """`--hosts-file`, whose hosts may change while the job runs; it has all slots for ranks."""
-    pythons: Mapping[str, str] = field(default_factory=dict)
-    """The interpreter of each host that has one of its own (`--env`)."""
+    environments: Environments = field(default_factory=dict)
+    """The environments of each host that has some of its own (`--env`)."""
 
     @property
     def ranks(self) -> int | None:
@@ -150,9 +150,10 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
         words = command.words + own
     else:  # a script resumes by itself, and all that follows it is its own
         words = replace(command, arguments=(*own, *command.arguments)).words
-    if job.pythons:
-        pythons = {host.name: job.pythons[host.name] for host in left if host.name in job.pythons}
-        words, _ = expand(parse_launcher(words), left, pythons)
+    if job.environments:
+        here = {host.name for host in left} or job.environments.keys()
+        of_left = {name: each for name, each in job.environments.items() if name in here}
+        words, _ = expand(parse_launcher(words), left, of_left)
     count = "" if ranks is None else count_text(ranks, "rank")
     names = list_names([host.name for host in left])
     shape = " on ".join(filter(None, [count, names])) or "as mpirun chooses"

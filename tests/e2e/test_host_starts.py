@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -175,3 +177,35 @@ def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
         "shown 1 3 3 2 0 2 mlu:3",
         "shown 2 3 0 1 1 2 cpu",
     ]
+
+
+WHO = """
+import os, sys
+import torch
+
+rank, local_rank = os.environ["RANK"], os.environ["LOCAL_RANK"]
+has_mlu = torch.accelerator.is_available()
+device = torch.empty(1, device=f"mlu:{local_rank}").device if has_mlu else "cpu"
+size = os.environ["LOCAL_WORLD_SIZE"]
+print("rank", rank, os.path.basename(sys.prefix), size, device, flush=True)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot have a device type in Python",
+)
+def test_two_environments_on_one_host_have_devices_of_their_own(other_environment, tmp_path):
+    """The other one has an emulated plug-in, which ours does not have."""
+    (packages,) = other_environment.parent.parent.glob("lib/python*/site-packages")
+    shutil.copy(PLANTED / "emulated_mlu" / "torch_mlu.py", packages)
+    tables = [(PYTHON, '"cpu", "cpu"'), (other_environment, '"mlu:3"')]
+    (tmp_path / "env.toml").write_text(
+        "".join(f'[[localhost]]\npython = "{path}"\ndevices = [{each}]\n' for path, each in tables)
+    )
+    (tmp_path / "script.py").write_text(WHO)
+    command = (*ENV, "env.toml", "mpirun", "kaitian-run", "script.py")
+    ended = run_alone(*command, cwd=tmp_path, fresh=True)
+    ours, other = (os.path.basename(path) for path in (sys.prefix, other_environment.parents[1]))
+    expected = [f"rank 0 {ours} 3 cpu", f"rank 1 {ours} 3 cpu", f"rank 2 {other} 3 mlu:3"]
+    assert sorted(line for line in ended.out.splitlines() if line.startswith("rank")) == expected

@@ -18,6 +18,7 @@ NO_GPU = {"cuda": 0, "cpu": 8}
         ("cuda:1,cuda:0,cpu", TWO_GPUS, 0, 3, Choice("cuda", 1)),
         ("cuda:1,cuda:0,cpu", TWO_GPUS, 2, 3, Choice("cpu", 0)),
         ("cuda,cpu,cpu", TWO_GPUS, 0, 2, Choice("cuda", 0)),
+        ("cuda:0,rocm:0", TWO_GPUS, 0, 2, Choice("cuda", 0)),  # of another build of torch
     ],
 )
 def test_choose_device(request_, counts, local_rank, local_size, expected):

@@ -13,12 +13,19 @@ from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher, parse_launcher
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
 from kaitian_mpi.supervise.environments import (
+    Environment,
     devices_for,
     expand,
     read_device_map,
     read_environments,
 )
 from kaitian_mpi.supervise.remote_hosts import ask_hosts, judge, judge_hostfile
+
+
+def alone(pythons):
+    """Return environments of which each host has at most one."""
+    return {host: [Environment(python)] for host, python in pythons.items()}
+
 
 HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=3))
 TRAIN = "kaitian_mpi.cli.train --lr 1"
@@ -47,7 +54,7 @@ TRAIN = "kaitian_mpi.cli.train --lr 1"
     ],
 )
 def test_each_environment_is_a_part_of_the_command(line, pythons, words):
-    assert " ".join(expand(parse_launcher(line.split()), HOSTS, pythons)[0]) == words
+    assert " ".join(expand(parse_launcher(line.split()), HOSTS, alone(pythons))[0]) == words
 
 
 @pytest.mark.parametrize(
@@ -55,14 +62,67 @@ def test_each_environment_is_a_part_of_the_command(line, pythons, words):
     [
         ("mpirun -np 7 kaitian-train", HOSTS, {}, "7 ranks have only 6 slots"),
         ("mpirun kaitian-train", HOSTS, {"z": "/p"}, "name z, but the hostfile and --host have"),
-        ("mpirun kaitian-train", (Host(name="a"),), {}, "has no slots for a; write slots=N"),
+        ("mpirun kaitian-train", (Host(name="a"),), {}, "no slots are known for a; write slots=N"),
+        ("mpirun kaitian-train", (), {}, "no hosts are known; name them in a hostfile, or"),
+        ("mpirun kaitian-train", (), {"z": "/p"}, "no slots are known for z; write"),
         ("mpirun ./run.sh", HOSTS, {"a": "/p"}, "interpreter of ./run.sh cannot"),
         ("mpirun", HOSTS, {"a": "/p"}, "interpreter of no program cannot"),
     ],
 )
 def test_a_command_that_cannot_be_divided(line, hosts, pythons, message):
     with pytest.raises(UserError, match=message):
-        expand(parse_launcher(line.split()), hosts, pythons)
+        expand(parse_launcher(line.split()), hosts, alone(pythons))
+
+
+LIST, MODULE = "--devices cuda:0,cuda:1,rocm:0", "-m kaitian_mpi.cli"
+BOTH = [Environment("/c/python", ("cuda:0", "cuda:1")), Environment("/r/python", ("rocm:0",))]
+
+
+@pytest.mark.parametrize(
+    ("line", "hosts", "environments", "words"),
+    [
+        (
+            "mpirun kaitian-train --lr 1",
+            (),
+            {"localhost": BOTH},
+            f"mpirun --host localhost:2 -np 2 /c/python {MODULE}.train {LIST} --lr 1 : "
+            f"--host localhost:1 -np 1 /r/python {MODULE}.train {LIST} --lr 1",
+        ),
+        (
+            "mpirun -np 5 kaitian-run train.py",
+            HOSTS,
+            {"b": [Environment("/c/python")], "c": BOTH},
+            "mpirun --host a:2 -np 2 kaitian-run train.py : "
+            f"--host b:1 -np 1 /c/python {MODULE}.run train.py : "
+            f"--host c:2 -np 2 /c/python {MODULE}.run {LIST} train.py",
+        ),
+    ],
+)
+def test_a_host_may_have_several_environments(line, hosts, environments, words):
+    expanded, used = expand(parse_launcher(line.split()), hosts, environments)
+    assert " ".join(expanded) == words
+    assert [host.name for host in used] == [host.name for host in hosts or [Host(name="localhost")]]
+
+
+@pytest.mark.parametrize(
+    ("program", "hosts", "message"),
+    [
+        ("kaitian-train", (Host(name="a", slots=2),), "of a have 3 devices, but it has only 2"),
+        ("python train.py", (), "the devices of python cannot be chosen per host; .* kaitian-"),
+    ],
+)
+def test_devices_that_cannot_be_given(program, hosts, message):
+    with pytest.raises(UserError, match=message):
+        expand(parse_launcher(["mpirun", *program.split()]), hosts, {"a": BOTH})
+
+
+def test_the_environments_of_a_host_are_read_in_order(tmp_path):
+    (tmp_path / "hosts.toml").write_text(
+        '[[a]]\npython = "/c/python"\ndevices = ["cuda:0", "cuda:1"]\n'
+        '[[a]]\npython = "/r/python"\ndevices = ["rocm:0"]\n[b]\npython = "/p"\n'
+    )
+    found = read_environments(str(tmp_path / "hosts.toml"))
+    assert found == {"a": tuple(BOTH), "b": (Environment("/p"),)}
 
 
 PATH_ONLY = "must have the full path of its interpreter"
@@ -74,7 +134,10 @@ PATH_ONLY = "must have the full path of its interpreter"
         (read_environments, "[a", "is not valid TOML"),
         (read_environments, 'a = "/bin/python"', PATH_ONLY),
         (read_environments, "[a]", PATH_ONLY),
-        (read_environments, '[a]\npython = "/p"\nPATH = "/x"', PATH_ONLY),
+        (read_environments, '[a]\npython = "/p"\nPATH = "/x"', "only python and devices can be"),
+        (read_environments, '[a]\npython = "/p"\ndevices = "cpu"', "have a list of devices"),
+        (read_environments, '[a]\npython = "/p"\ndevices = []', "have a list of devices, one for"),
+        (read_environments, '[[a]]\npython = "/p"\n[[a]]\npython = "/q"', "each rank of /p,"),
         (read_environments, '[b.lab]\npython = "/p"', 'a name with dots: \\["node-b.lab"\\]'),
         (read_environments, '[a]\npython = "bin/python"', PATH_ONLY),
         (read_device_map, "a = [", "is not valid TOML"),
@@ -125,11 +188,12 @@ def test_what_a_host_answers(ended, answer):
 
 def test_this_machine_is_asked_without_ssh():
     hosts = [Host(name=name) for name in "abc"]
-    pythons = {"a": sys.executable, "b": "/nowhere/python", "c": "/proc/version"}
+    pythons = {"a": [sys.executable, "/nowhere/python"], "b": [], "c": ["/proc/version"]}
     found = ask_hosts(["false"], hosts, pythons, {"a", "b", "c"})
-    assert not found["a"].fault
-    assert "b has no /nowhere/python" in found["b"].fault
-    assert "c has no /proc/version" in found["c"].fault
+    assert len(found) == 3
+    assert not found["a", sys.executable].fault
+    assert "a has no /nowhere/python" in found["a", "/nowhere/python"].fault
+    assert "c has no /proc/version" in found["c", "/proc/version"].fault
 
 
 def test_hosts_of_a_launcher_are_found_by_its_command_line(tmp_path):

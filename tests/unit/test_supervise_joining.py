@@ -15,6 +15,7 @@ from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpirun_command import parse_command
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.supervise.environments import Environment
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile, parse_hosts, read_hosts_file
 from kaitian_mpi.supervise.remote_hosts import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.starts import interpreter_of
@@ -297,7 +298,8 @@ def test_asking_a_host_waits_for_nothing(tmp_path):
 
 
 def test_each_host_has_an_interpreter_of_its_own_in_every_start(cluster):
-    cluster.job = replace(cluster.job, pythons={"c": "/c/python", "z": "/z/python"})
+    environments = {host: [Environment(f"/{host}/python")] for host in "cz"}
+    cluster.job = replace(cluster.job, environments=environments)
     assert cluster.play((20, write(THREE)), (60, finish)) == 0
     train = ["-np", "3", "kaitian-train", "--run-dir", str(cluster.folder)]
     first, second = cluster.words
