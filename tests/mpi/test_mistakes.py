@@ -1,6 +1,7 @@
 """Mistakes in a task, or in the loop over a Training: one line on every rank, and nothing stays.
 
-Each case makes its mistake on all ranks; afterwards a Training still opens and trains.
+Each case makes its mistake on all ranks; afterwards another Training still opens, in the next case,
+and trains, in the last tests.
 """
 
 import re
@@ -183,7 +184,6 @@ def is_one_line(make, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         make()
     assert "\n" not in str(caught.value)
-    assert train() == 3  # nothing stays
 
 
 @pytest.mark.parametrize(("parts", "message"), IN_A_TASK.values(), ids=IN_A_TASK)
@@ -248,7 +248,6 @@ def test_what_differs_between_ranks_is_named_with_them(world, name):
     text = str(caught.value)
     assert re.search(rf"{re.escape(name)} differs between ranks: .+ on rank 0, .+ on rank 1", text)
     assert "\n" not in text
-    assert train() == 3
 
 
 def test_flags_of_a_command_are_compared_before_torch_is_loaded(world):
