@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from kaitian_mpi import Task, Training
 from kaitian_mpi.errors import UserError
@@ -68,7 +68,11 @@ class Script:
             "loss": None if is_open else squares,
             "validation": points(37),
             "metrics": sum_of_squares,
-            "extra_state": {"scheduler": self.scheduler, "average": self.average},
+            "extra_state": {
+                "scheduler": self.scheduler,
+                "average": self.average,
+                "left out": None,
+            },
         }
         return Task(**{**usual, **parts})
 
@@ -236,6 +240,8 @@ class Numbers(IterableDataset):
 
     def __iter__(self):
         self.begun += 1
+        info = get_worker_info()  # by which streams are divided among several processes
+        assert info is None or info.num_workers == 1
         random = torch.Generator().manual_seed(self.epoch)
         for _ in range(self.length):
             inputs = torch.randn(5, generator=random, dtype=torch.float64)

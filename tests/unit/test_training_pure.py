@@ -1,5 +1,6 @@
 """The parts of training that need no other ranks."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from kaitian_mpi.observe.run_folder import open_run_folder
 from kaitian_mpi.recipes.image_classification import Schedule, cross_entropy, make_optimizer
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train.step import StepClock
-from kaitian_mpi.train.task import Computation
+from kaitian_mpi.train.task import Computation, Task
 
 
 @pytest.mark.parametrize(
@@ -147,3 +148,23 @@ def test_lines_of_repeated_steps_are_removed(tmp_path):
     assert (folder.path / "events.jsonl").read_text().count("\n") == 4  # what happened, happened
     folder.cut_after(-1)
     assert (folder.path / "plan.jsonl").read_text() == ""
+
+
+def test_a_copy_of_the_model_gets_copies_of_the_optimizers_that_were_given():
+    model = torch.nn.Linear(2, 3)
+    optimizers = [
+        torch.optim.SGD([model.weight], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([model.bias], lr=0.2),
+    ]
+    torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)  # which changes its step
+    task = Task(model=model, optimizer=optimizers, data=[1])
+    assert task.make_optimizers(model) == optimizers
+    other, weights = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    copies = task.make_optimizers(other)
+    assert [type(each) for each in copies] == [torch.optim.SGD, torch.optim.AdamW]
+    other(torch.ones(1, 2)).sum().backward()
+    for each in copies:
+        each.step()
+    assert not any(each.state for each in optimizers)
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+    assert not any(torch.equal(other.state_dict()[name], weights[name]) for name in weights)
