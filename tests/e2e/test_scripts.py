@@ -102,6 +102,26 @@ def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path
     assert ended.err == ""
 
 
+OF_ACCELERATE = """
+import sys
+from accelerate import Accelerator
+
+found = Accelerator()
+print(found.num_processes, found.process_index, found.mixed_precision, sys.argv[1:], flush=True)
+"""
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+def test_a_script_of_accelerate_launch_has_its_ranks_and_settings(mpirun, tmp_path):
+    """By the command of docs/torchrun.md; on CPU ranks, Accelerate has to be told of the job."""
+    (tmp_path / "train.py").write_text(OF_ACCELERATE)
+    lines = (ROOT / "docs/torchrun.md").read_text().splitlines()
+    (line,) = (each for each in lines if each.startswith("mpirun -np 2 -x ACCELERATE"))
+    ended = mpirun(2, *line.removeprefix("mpirun -np 2 ").split())
+    expected = [f"2 {rank} bf16 ['--lr', '0.1']" for rank in range(2)]
+    assert sorted(ended.out.splitlines()) == expected
+
+
 MISTAKE = """
 import sys
 
