@@ -218,10 +218,12 @@ def check_branches(world, reducer, model, names_of_ranks):
     assert_alike(world, model)
 
 
-def test_only_what_no_rank_has_used_has_no_gradient(world, reducer_of):
+def test_ranks_use_unlike_parameters_in_unlike_orders(world, reducer_of):
+    """Only what no rank has used has no gradient."""
     model = Branches()
     reducer = reducer_of(model)
-    for names, by_last in (([0, 3], [0, 3, 1]), ([3, 1, 2], [2]), ([0], [0])) * 2:
+    uses = ([0, 3], [0, 3, 1]), ([3, 1, 2], [2]), ([0], [0]), ([0, 1, 2, 3], [3, 2, 1, 0])
+    for names, by_last in uses * 2:
         check_branches(world, reducer, model, [names] * (world.size - 1) + [by_last])
 
 
@@ -292,13 +294,6 @@ def test_one_bucket_is_summed_by_the_caller(world, reducer_of, caps, threads):
         events.clear()
     assert threading.active_count() - before == threads
     dist.destroy_process_group(group)
-
-
-def test_ranks_may_use_the_parameters_in_unlike_orders(world, reducer_of):
-    model = Branches()
-    reducer = reducer_of(model)
-    for _ in range(2):
-        check_branches(world, reducer, model, [[3, 2, 1, 0], *[[0, 1, 2, 3]] * (world.size - 1)])
 
 
 def test_a_weight_may_wait_for_the_sum_of_the_ranks_weights(world, reducer_of):

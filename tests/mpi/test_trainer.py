@@ -137,13 +137,17 @@ def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
 
 
 def test_pooled_statistics_equal_those_of_all_samples(world):
-    """One batch a rank, momentum 1: the pooled moments are exactly the whole batch's."""
+    """One batch a rank, momentum 1: the pooled moments are exactly the whole batch's.
+
+    Other buffers come from rank 0.
+    """
     counts = [4 * (rank + 1) for rank in range(world.size)]
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(sum(counts), 5, generator=generator, dtype=torch.float64) * 3 + 1
     start = sum(counts[: world.rank])
     norm = nn.BatchNorm1d(5, momentum=1.0).double()
     model = nn.Sequential(norm)
+    model.register_buffer("counter", torch.tensor(world.rank + 7))
     own = whole[start : start + counts[world.rank]]
     norm(own)
     # torch's running variance is unbiased; pooling applies to the biased one.
@@ -151,6 +155,7 @@ def test_pooled_statistics_equal_those_of_all_samples(world):
     RunningStatistics(model).pool(counts[world.rank] / sum(counts))
     assert torch.allclose(norm.running_mean, whole.mean(0), rtol=1e-12)
     assert torch.allclose(norm.running_var, whole.var(0, unbiased=False), rtol=1e-12)
+    assert model.counter.item() == 7
 
 
 def test_statistics_of_an_epoch_average_its_steps_before_momentum_applies():
@@ -166,13 +171,6 @@ def test_statistics_of_an_epoch_average_its_steps_before_momentum_applies():
     statistics.before_step(100, 2, 2)
     statistics.before_batch(2)
     assert norm.momentum == 0.25
-
-
-def test_other_buffers_come_from_rank_0(world):
-    model = nn.Module()
-    model.register_buffer("counter", torch.tensor(world.rank + 7))
-    RunningStatistics(model).pool(1 / world.size)
-    assert model.counter.item() == 7
 
 
 def running_mean(world, shares, micro_batch_size=None, plans=None):

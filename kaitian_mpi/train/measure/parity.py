@@ -198,7 +198,10 @@ def _conclude(
         print_rank_0(world, f"parity: not compared, because {reasons[0]}")
         return None
     compared = [(info, each) for info, each in zip(world.infos, by_rank, strict=True) if each]
-    kinds = [{"rank": info.world_rank, "kind": info.kind, **each} for info, each in compared]
+    kinds = [
+        {"rank": info.world_rank, "kind": info.kind, "place": str(info), **each}
+        for info, each in compared
+    ]
     wrong = [
         f"{info.kind} ({info}, torch {info.torch_version}, {each['precision']}): "
         + ", ".join(f"{name} {each['differences'][name]}" for name in each["wrong"])
