@@ -63,7 +63,10 @@ class Adaptive:
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
         self.counts_items = False
-        """Whether the trainer divides losses by a number of labels of all ranks."""
+        """Whether the trainer counts the labels of all ranks."""
+        self.trainer_rule = ""
+        """How the loss that the trainer computes depends on its rows, if known."""
+        self.trainer_labels: torch.Tensor | None = None
         self.rule = losses.MEAN
         """How the loss of the latest batch depends on its rows."""
         self.weight: Callable[[], float] = lambda: 1.0
@@ -217,21 +220,20 @@ class Adaptive:
         given = self._cut.given[0] if self._cut is not None and self._cut.given else self._now
         # A forward may have several rows for each of the batch's, or its first dimension is others.
         self._ratio = 0 if rows % max(given.own, 1) else rows // max(given.own, 1)
-        inside = losses.loss_of(output) is not None
-        rule = losses.find_rule(model.module, args, kwargs, output)
-        if not inside and self.counts_items:
-            rule = losses.SUM  # the trainer's own loss
+        owner = "model" if losses.loss_of(output) is not None else ""
+        owner = "Trainer" if self.trainer_rule else owner
+        rule = self.trainer_rule or losses.find_rule(model.module, args, kwargs, output)
         rules = gather_values(self._comm, rule)
         if losses.UNKNOWN in rules:
             raise AgreedError(
-                "--adaptive cannot weight the ranks' gradients: the loss that the model returns "
+                f"--adaptive cannot weight the ranks' gradients: the loss that the {owner} returns "
                 f"is {losses.UNKNOWN}, as one with terms between rows is; leave out --adaptive"
             )
         rule = max(sorted(set(rules)), key=rules.count)
         print_rank_0(
             self.world,
             "adaptive: the loss "
-            + (f"of the model is {rule}" if inside else f"is taken as {rule}"),
+            + (f"of the {owner} is {rule}" if owner else f"is taken as {rule}"),
         )
         return rule
 
@@ -255,7 +257,9 @@ class Adaptive:
             weight = given.own * self.size / given.all_ranks
             return lambda: weight
         self._receive_labels()
-        counted = losses.count_labels(kwargs["labels"], self.rule)
+        labels: Any = kwargs.get("labels")
+        labels = self.trainer_labels if labels is None else labels
+        counted = losses.count_labels(labels, self.rule)
         own = np.array([int(counted) if given.own else 0], dtype=np.int64)
         total = np.empty_like(own)
         self._labels = self._comm.Iallreduce(own, total), own, total

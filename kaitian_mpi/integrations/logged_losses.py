@@ -1,10 +1,11 @@
-"""Losses that Hugging Face's Trainer logs: means over the rows of all ranks."""
+"""Losses of Hugging Face's Trainer: how they depend on rows, and their means over all ranks."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.integrations.losses import SUM
+from kaitian_mpi.integrations.losses import MAX_DEVIATION, SUM, compare_parts, evaluating
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 
@@ -23,13 +24,16 @@ class Weights(Protocol):
     world: World
     rule: str
     weight: Callable[[], float]
+    trainer_rule: str
+    trainer_labels: torch.Tensor | None
     counts_items: bool
 
 
 def weight_losses(weights: Weights) -> None:
-    """Make the Trainer log means over the rows of all ranks, if batches are unequal.
+    """Make the Trainer's gradients and what it logs means over the rows of all ranks.
 
-    The Trainer averages the ranks' losses (trainer.py, `_maybe_log_save_evaluate`); so a rank's
+    Its own loss decides, not the model's: a subclass, such as TRL's, may compute another one. The
+    Trainer averages the ranks' losses (trainer.py, `_maybe_log_save_evaluate`); so a rank's
     loss is weighted as its gradient is. The `train_loss` at its end is rank 0's since the last
     logged step; it is replaced by the mean of the ranks.
     """
@@ -40,17 +44,23 @@ def weight_losses(weights: Weights) -> None:
     sums: weakref.WeakKeyDictionary[Trainer, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(compute)
-    def training_step(trainer: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        trainer: Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         before = trainer.state.global_step
         if trainer not in sums and not trainer.args.average_tokens_across_devices:
             raise AgreedError(
                 "--adaptive requires the mean over the labels of all ranks, and this Trainer "
                 "takes that of each rank; set average_tokens_across_devices=True"
             )
-        items = kwargs.get("num_items_in_batch", args[2] if len(args) > 2 else None)
+        items = kwargs.get("num_items_in_batch", args[0] if args else None)
         weights.counts_items = items is not None
-        loss = compute(trainer, *args, **kwargs) * weights.weight()
-        multiplies = weights.counts_items and trainer.model_accepts_loss_kwargs
+        weights.trainer_labels = inputs.get("labels")
+        if trainer not in sums:
+            weights.trainer_rule = _find_trainer_rule(trainer, inputs, items)
+        loss = compute(trainer, model, inputs, *args, **kwargs) * weights.weight()
+        is_own = type(trainer).compute_loss is not Trainer.compute_loss
+        multiplies = weights.counts_items and trainer.model_accepts_loss_kwargs and not is_own
         if trainer not in sums and weights.rule != SUM and multiplies:
             warn_rank_0(
                 weights.world,
@@ -67,9 +77,40 @@ def weight_losses(weights: Weights) -> None:
             first, total = sums.pop(trainer)
             dist.all_reduce(total)
             steps = max(trainer.state.global_step - first, 1)
+            weights.trainer_rule = ""
             logs["train_loss"] = float(total) / dist.get_world_size() / steps
         log(trainer, logs, *args, **kwargs)
 
     vars(training_step)["weighted"] = True
     Trainer.training_step = training_step  # type: ignore[assignment, method-assign]
     Trainer.log = log_mean  # type: ignore[assignment, method-assign]
+
+
+def _find_trainer_rule(trainer: Trainer, inputs: Mapping[str, Any], items: Any) -> str:
+    """Return how the loss that a Trainer computes depends on the rows of its first batch.
+
+    If it is half with twice as many `items`, the labels of all ranks, it is a sum over rows that
+    the Trainer divides by them. Without labels, returns "": not known. Collective, as the Trainer's
+    own metrics may be.
+    """
+    if "labels" not in inputs:
+        return ""
+    inputs = trainer._prepare_inputs(dict(inputs))
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # of TRL
+    model: Any = trainer.model
+
+    def compute(_: Any, inputs: Mapping[str, Any], items: Any = items) -> torch.Tensor:
+        with trainer.compute_loss_context_manager():
+            loss: Any = trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
+        return loss
+
+    try:
+        if items is not None:
+            with evaluating(model, inputs["labels"]):
+                loss, half = (float(compute((), inputs, count)) for count in (items, items * 2))
+            if abs(half * 2 - loss) <= MAX_DEVIATION * abs(loss):
+                return SUM
+        return compare_parts(model, compute, (), inputs)
+    finally:
+        if metrics is not None:
+            vars(trainer)["_metrics"] = metrics

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,58 +17,78 @@ MEAN, SUM = "the mean over rows", "a sum over rows"
 TOKENS, SHIFTED_TOKENS = "the mean over labels", "the mean over labels after the first"
 UNKNOWN = "neither a mean nor a sum over rows"
 _BY_LABELS = (TOKENS, SHIFTED_TOKENS)
-_MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
+MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
 _MAX_COPIED = 1 << 16
 _IGNORED = -100  # of torch's cross entropy
 
 
-def find_rule(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+def find_rule(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> str:
+    """Return how the loss that a model's forward has returned depends on its rows.
+
+    Without a loss in `output`, the script computes it from the output: `MEAN` is assumed.
+    """
+    if loss_of(output) is None or _is_lightning(model):
+        return MEAN
+    return compare_parts(model, lambda args, kwargs: loss_of(model(*args, **kwargs)), args, kwargs)
+
+
+def compare_parts(
+    model: nn.Module,
+    compute: Callable[[Any, Any], torch.Tensor | None],
+    args: Any,
+    kwargs: Mapping[str, Any],
 ) -> str:
-    """Return how the loss that a forward has returned depends on its rows.
+    """Return how the loss that `compute(args, kwargs)` returns depends on the rows.
 
     Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
-    losses add up to a sum, or their mean by rows or by labels is the loss. Without a loss in
-    `output`, the script computes it from the output: `MEAN` is assumed. On a single row there is
-    nothing to compare: `MEAN` as well.
+    losses add up to a sum, or their mean by rows or by labels is the loss. On a single row there is
+    nothing to compare: `MEAN`.
     """
     labels: Any = kwargs.get("labels")
     rows = first_length(args, kwargs) or 0
-    if loss_of(output) is None or rows < 2 or _is_lightning(model):
+    if rows < 2:
         return MEAN
     order = torch.arange(rows)
     if _counts_tokens(labels):
         # Parts with unlike numbers of labels tell rows and labels apart.
         order = count_labels(labels, TOKENS, by_row=True).cpu().argsort()
     parts = order[: rows // 2], order[rows // 2 :]
+    with evaluating(model, labels):
+        found = [compute(*_rows_of(part, args, kwargs, rows)) for part in (order, *parts)]
+        whole, *losses = [float(loss) for loss in found if loss is not None] or [0.0]
+    if len(losses) < 2:
+        return UNKNOWN  # in eval mode it returns none
+    sizes = [len(part) for part in parts]
+    expected = {SUM: sum(losses), MEAN: _weighted(losses, sizes)}
+    for rule in _BY_LABELS if _counts_tokens(labels) else ():
+        counts = count_labels(labels, rule, by_row=True).cpu()
+        expected[rule] = _weighted(losses, [int(counts[part].sum()) for part in parts])
+    off = {rule: abs(value - whole) for rule, value in expected.items()}
+    # By rows with as many labels each, both means agree, but for rounding (in half precision, more
+    # than the 1e-6 that is allowed here); later batches may not be so.
+    close = [rule for rule in off if off[rule] <= 30 * min(off.values()) + 1e-6 * abs(whole)]
+    rule = min([rule for rule in close if rule in _BY_LABELS] or close, key=off.__getitem__)
+    return rule if off[rule] <= MAX_DEVIATION * abs(whole) else UNKNOWN
+
+
+def _weighted(losses: list[float], weights: list[int]) -> float:
+    total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    return float(total) / max(sum(weights), 1)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, labels: Any) -> Iterator[None]:
+    """Compute in eval mode and without gradients; leave no trace in the model or the generators."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [labels.device] if isinstance(labels, torch.Tensor) and labels.is_cuda else []
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices):
-            whole = _loss_of_part(model, args, kwargs, rows, order)
-            losses = [_loss_of_part(model, args, kwargs, rows, part) for part in parts]
+            yield
     finally:
         model.train()  # some undo here what they have merged for an evaluation
         for module, training in modes:
             module.training = training
-    if whole is None or None in losses:
-        return UNKNOWN  # in eval mode it returns none
-    expected = {
-        SUM: sum(losses),
-        MEAN: sum(loss * len(part) for loss, part in zip(losses, parts, strict=True)) / rows,
-    }
-    if _counts_tokens(labels):
-        for rule in _BY_LABELS:
-            counts = count_labels(labels, rule, by_row=True).cpu()
-            found = [int(counts[part].sum()) for part in parts]
-            weighted = sum(loss * n for loss, n in zip(losses, found, strict=True) if n)
-            expected[rule] = weighted / max(sum(found), 1)
-    off = {rule: abs(value - whole) for rule, value in expected.items()}
-    # By rows with as many labels each, both means agree; later batches may not be so.
-    close = [rule for rule in off if off[rule] <= min(off.values()) + 1e-3 * abs(whole)]
-    rule = min([rule for rule in close if rule in _BY_LABELS] or close, key=off.__getitem__)
-    return rule if off[rule] <= _MAX_DEVIATION * abs(whole) else UNKNOWN
 
 
 def _is_lightning(model: nn.Module) -> bool:
@@ -75,17 +96,15 @@ def _is_lightning(model: nn.Module) -> bool:
     return any(each.__name__ == "LightningModule" for each in type(model).__mro__)
 
 
-def _loss_of_part(model: nn.Module, args: Any, kwargs: Any, rows: int, part: torch.Tensor) -> Any:
-    """Return the loss of some rows; None if the model returns none."""
+def _rows_of(part: torch.Tensor, args: Any, kwargs: Mapping[str, Any], rows: int) -> Any:
+    """Return a part of the rows of a forward's arguments."""
 
     def take(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
             return value[part.to(value.device)]
         return value
 
-    args, kwargs = _pytree.tree_map(take, (args, dict(kwargs)))
-    loss = loss_of(model(*args, **kwargs))
-    return None if loss is None else float(loss)
+    return _pytree.tree_map(take, (args, dict(kwargs)))
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from jobs import forked, run_alone
 TRAINERS = Path(__file__).parent / "trainers"
 ROWS, RANKS = 203, 2
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl, which CI has not")
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 
@@ -23,14 +24,14 @@ def found_in(ended):
     return json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
 
 
-def train(mpirun, script, *options):
+def train(mpirun, script, *options, difference=1e-9):
     """Return what the script has found, after the checks that hold for all."""
     ended = run(mpirun, script, *options, adaptive="object" not in options)
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
     found = found_in(ended)
     assert found["splits"] > 2  # equal ones, planned ones, and the last of an epoch
     assert found["rows"] == found["distinct_rows"] == [ROWS, ROWS]  # each once an epoch
-    assert found["difference"] < 1e-9
+    assert found["difference"] < difference
     return found, ended.out
 
 
@@ -58,13 +59,26 @@ def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
 @needs_accelerate
 @pytest.mark.parametrize(
     ("kind", "rule", "options"),
-    [("language", "a sum over rows", "2 2"), ("classifier", "the mean over rows", "1 0 object")],
+    [
+        ("language", "a sum over rows", "2 2"),
+        ("classifier", "the mean over rows", "1 0 object"),
+        ("own", "a sum over rows", "2 0"),
+        ("own_mean", "the mean over rows", "1 0"),
+    ],
 )
 def test_hugging_faces_trainer(mpirun, kind, rule, options):
     found, out = train(mpirun, "hugging_face.py", kind, *options.split())
-    assert f"the loss of the model is {rule}" in out
+    assert f"the loss of the Trainer is {rule}" in out
     assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-6)
     assert ("multiplies the model's loss" in out) == (kind == "classifier")
+
+
+@needs_trl
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
+    found, out = train(mpirun, "trl_sft.py", loss_type, difference=1e-7)
+    assert "the loss of the Trainer is a sum over rows" in out
+    assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-5)
 
 
 @needs_lightning

@@ -1,4 +1,8 @@
-"""Hugging Face's Trainer: a causal language model, or a classifier of sequences."""
+"""Hugging Face's Trainer: a causal language model, a classifier of sequences, or an own loss.
+
+The own loss is TRL's: a sum divided by the labels of all ranks, while the model returns a mean.
+Another is a mean over rows.
+"""
 
 import sys
 from functools import partial
@@ -7,9 +11,11 @@ import torch
 import torch.distributed as dist
 from language import Texts, collate, language_model
 from one_process import report
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
-classes = sys.argv[1] == "classifier"
+kind = sys.argv[1]
+classes = kind == "classifier"
 accumulated, workers = map(int, sys.argv[2:4])
 data, own, recorded = Texts(), language_model(classes), []
 
@@ -23,12 +29,28 @@ class Recorder(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+class OwnLoss(Recorder):
+    """Computes its loss from the model's scores, whatever loss the model returns."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ranks = 1 if kind == "own_mean" else self.accelerator.num_processes
+        return own_loss(model, inputs, num_items_in_batch) * ranks
+
+
+def own_loss(model, inputs, items):
+    scores, labels = model(**inputs).logits, inputs["labels"][:, 1:]
+    losses = nn.functional.cross_entropy(scores[:, :-1].transpose(1, 2), labels, reduction="none")
+    if kind == "own_mean":
+        return (losses.sum(1) / labels.ne(-100).sum(1)).mean()
+    return losses.sum() / items
+
+
 callbacks = []
 if "object" in sys.argv:
     from kaitian_mpi.integrations.huggingface import AdaptiveCallback
 
     callbacks = [AdaptiveCallback()]
-trainer = Recorder(
+trainer = (OwnLoss if kind.startswith("own") else Recorder)(
     model=own,
     args=TrainingArguments(
         output_dir="out",
@@ -59,9 +81,12 @@ def backward(model, batches):
     items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in whole if not classes)
     for batch in whole:
         batch.pop("rows")
-        count = {} if classes else {"num_items_in_batch": torch.tensor(items)}
-        # The Trainer takes every model's loss for one that it has divided by the labels.
-        loss = model(**batch, **count).loss * (dist.get_world_size() if classes else 1)
+        if kind.startswith("own"):
+            loss = own_loss(model, batch, items)
+        else:
+            count = {} if classes else {"num_items_in_batch": torch.tensor(items)}
+            # The Trainer takes every model's loss for one that it has divided by the labels.
+            loss = model(**batch, **count).loss * (dist.get_world_size() if classes else 1)
         loss.backward()
         losses.append(float(loss.detach()))
     return sum(losses)

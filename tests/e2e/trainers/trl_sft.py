@@ -1,0 +1,88 @@
+"""TRL's SFTTrainer: supervised fine-tuning on prompts and completions."""
+
+import sys
+
+from datasets import Dataset
+from language import Texts, language_model
+from one_process import report
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+loss_type = sys.argv[1]
+WORDS = {"<pad>": 0, "<eos>": 63, **{f"w{number}": number for number in range(1, 63)}}
+texts = [[min(word, 62) for word in text] for text in Texts().texts]
+own, recorded = language_model(), []
+tokens = Tokenizer(models.WordLevel(WORDS, unk_token="<pad>"))
+tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+)
+
+
+def words(text):
+    return " ".join(f"w{word}" for word in text)
+
+
+class Recorder(SFTTrainer):
+    """Notes the rows of each micro-batch, found by their tokens."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        masks = inputs["attention_mask"].bool()
+        found = [ids[mask] for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
+        rows = [texts.index(ids[:-1].tolist()) for ids in found]
+        recorded.append((int(self.state.epoch or 0), rows, self.accelerator.sync_gradients))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+trainer = Recorder(
+    model=own,
+    args=SFTConfig(
+        output_dir="out",
+        per_device_train_batch_size=8,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        optim="sgd",
+        logging_steps=4,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        loss_type=loss_type,
+    ),
+    train_dataset=Dataset.from_dict(
+        {
+            "prompt": [words(text[:2]) for text in texts],
+            "completion": [" " + words(text[2:]) for text in texts],
+        }
+    ),
+    processing_class=tokenizer,
+)
+ended = trainer.train()
+
+
+def backward(model, batches):
+    losses = []
+    pad = DataCollatorForLanguageModeling(pad_token_id=0)
+    whole = [pad([trainer.train_dataset[row] for row in rows]) for rows in batches]
+    items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in whole)
+    for batch in whole:
+        labels = batch.pop("labels")[:, 1:]
+        log = model(**batch).logits[:, :-1].log_softmax(-1)
+        log = log.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels.ne(-100)]
+        weights = log.exp().detach() if loss_type == "dft" else 1
+        loss = -(weights * log).sum() / items
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return sum(losses)
+
+
+logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+report(
+    recorded, own, language_model(), backward, logged=logged, train_loss=ended.metrics["train_loss"]
+)
