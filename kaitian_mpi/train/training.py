@@ -200,6 +200,9 @@ class Training:
         Or, for a task with a loss, for the steps that are done. The script may evaluate and step
         schedulers of its own between two epochs; the run is saved after that. An epoch whose loop
         is left is over, and its other samples are left out.
+
+        Raises:
+            UserError: the training is closed, or nothing of an epoch was trained.
         """
         self._start()
         self._end_open_step()
@@ -426,6 +429,8 @@ class Training:
         if loop is None:
             return None
         if self._epoch is not None and self._epoch.is_current(loop.progress):
+            if not loop.progress.position:
+                raise UserError("iterate over each epoch that training.epochs() yields")
             loop.skip_epoch()
             self._saving.save_due()
             loop.end_epoch()
