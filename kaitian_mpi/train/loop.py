@@ -25,7 +25,6 @@ from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import (
-    ReadyMark,
     Step,
     StepClock,
     StepExchange,
@@ -80,9 +79,13 @@ class Loop:
             min_batch=plan.min_batch,
         )
         self._loading: Iterator[list[MicroBatch]] | None = None
-        self._ready = ReadyMark(world.device_kind.mark, self._pace.catch_up)
+        self._step = StepInProgress(world.device_kind)
+        self.clock = self._step.clock
         self._make_reducer = partial(
-            GradientReducer, state.model, on_bucket=self._ready, residuals=state.residuals
+            GradientReducer,
+            state.model,
+            on_bucket=self._step.bucket_ready,
+            residuals=state.residuals,
         )
         self._gradients = self._make_reducer()
         # Its type is not imported here: that would start MPI, also in data loading workers, which
@@ -92,8 +95,6 @@ class Loop:
             self._group.record_losses()
         self._limit = StepLimit(config.step_timeout, _WARM_UP_STEPS)
         self._evaluation_limit = StepLimit(config.step_timeout)
-        self._step = StepInProgress(world.device_kind)
-        self.clock = self._step.clock
         participate(state.model, self._step)
         self.observers: list[StepObserver] = []
         self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
@@ -263,7 +264,6 @@ class Loop:
         if statistics.norms:
             statistics.before_step(step_in_epoch, step.own_samples, samples)
         self._pace.go_to(number)
-        self._ready.step, self._ready.last = number, None
         self.start_clock()
         enter_phase("forward", step=number)
 
@@ -318,7 +318,7 @@ class Loop:
         if step.own_samples == 0:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
-        self.clock.gradients_summed(self._ready.last)
+        self.clock.gradients_summed(step.ready)
         self._pace.start()
         epoch = self.progress.epoch
         enter_phase("the optimizer", step=self.progress.step + 1)

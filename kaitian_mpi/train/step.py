@@ -116,23 +116,6 @@ class StepClock:
         return StepTimes(steps, forward, backward, optimizer, waited)
 
 
-class ReadyMark:
-    """Marks on the device when the gradients of a step's buckets are ready; called with each."""
-
-    def __init__(self, mark: Callable[[], Mark], catch_up: Callable[[], None]) -> None:
-        self._mark, self._catch_up = mark, catch_up
-        self.step = 0
-        """The number of the step."""
-        self.last: Mark | None = None
-        """The mark of the bucket that was ready last."""
-
-    def __call__(self, is_last: bool) -> None:
-        self._catch_up()
-        self.last = self._mark()
-        if is_last:
-            enter_phase("the sum of gradients", step=self.step, waits=True)
-
-
 class StepReports(NamedTuple):
     """All ranks' reports about a step, as arrays with one entry per rank."""
 
@@ -214,7 +197,9 @@ class StepInProgress(Participation):
     def __init__(self, device: Device) -> None:
         super().__init__(lambda: self.own_weight)
         self.clock = StepClock(device)
-        self._pace = device.pace
+        self._mark, self._pace = device.mark, device.pace
+        self.ready: Mark | None = None
+        """Where the gradients of the bucket that was ready last were computed."""
         self.data_sec = 0.0
         """Time spent getting this rank's batch."""
         self.number = 0
@@ -233,7 +218,7 @@ class StepInProgress(Participation):
         self, number: int, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]
     ) -> None:
         """Begin a step, counted from 1, with this rank's share. Collective."""
-        self.number, self._losses, self._outputs = number, [], []
+        self.number, self.ready, self._losses, self._outputs = number, None, [], []
         self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
         self.own_samples = sum(part.samples for part in parts)
         self.weights = [
@@ -243,6 +228,13 @@ class StepInProgress(Participation):
         # The sum of the ranks' weights is known if these are their samples; else it starts here.
         total = self.samples if task.weight is None else None
         self._fraction = Fraction(self.own_weight, total)
+
+    def bucket_ready(self, is_last: bool) -> None:
+        """Mark on the device that the gradients of a bucket are ready."""
+        self._pace.catch_up()
+        self.ready = self._mark()
+        if is_last:
+            enter_phase("the sum of gradients", step=self.number, waits=True)
 
     def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
         """Return what a micro-batch adds to the mean loss over this rank's share."""
