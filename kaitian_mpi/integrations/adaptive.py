@@ -74,9 +74,13 @@ class Adaptive:
         self._rules: weakref.WeakKeyDictionary[DistributedDataParallel, str] = (
             weakref.WeakKeyDictionary()
         )
+        # A forward's rows for each of the batch's; 0 if its first dimension is others.
+        self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._plans: dict[int, Plan] = {}  # by the rows of a rank's full batch in the script
         self._cut: Cut | None = None  # of the loader that trains
-        self._now, self._ratio = Given(1, world.size), 1
+        self._now = Given(1, world.size)
         # When each cut has last given a batch, and a batch while a model was in training mode.
         self._turns: weakref.WeakKeyDictionary[Cut, int] = weakref.WeakKeyDictionary()
         self._training_turns: weakref.WeakKeyDictionary[Cut, int] = weakref.WeakKeyDictionary()
@@ -162,7 +166,7 @@ class Adaptive:
         if not self._rules.get(model):
             self._rules[model] = self._find_rule(model, args, kwargs, output, rows)
         self.rule = self._rules[model]
-        self._now = self._take_given(cut, rows)
+        self._now = self._take_given(cut, rows, self._ratios[model])
         self._forward_turn = next(self._count)
         self._forwards += 1
         self._sums = model.require_backward_grad_sync
@@ -218,8 +222,7 @@ class Adaptive:
         if group.size() != self.size:
             raise AgreedError(f"--adaptive cannot divide this script's batches: {_NEEDS}")
         given = self._cut.given[0] if self._cut is not None and self._cut.given else self._now
-        # A forward may have several rows for each of the batch's, or its first dimension is others.
-        self._ratio = 0 if rows % max(given.own, 1) else rows // max(given.own, 1)
+        self._ratios[model] = 0 if rows % max(given.own, 1) else rows // max(given.own, 1)
         owner = "model" if losses.loss_of(output) is not None else ""
         owner = "Trainer" if self.trainer_rule else owner
         rule = self.trainer_rule or losses.find_rule(model.module, args, kwargs, output)
@@ -237,12 +240,12 @@ class Adaptive:
         )
         return rule
 
-    def _take_given(self, cut: Cut, rows: int) -> Given:
+    def _take_given(self, cut: Cut, rows: int, ratio: int) -> Given:
         def fits(given: Given) -> bool:
-            return not self._ratio or rows == self._ratio * max(given.own, 1)
+            return not ratio or rows == ratio * max(given.own, 1)
 
         given = cut.take_given(fits) or self._now  # or another forward of the same batch
-        if self.rule == losses.MEAN and not fits(given):
+        if self.rule == losses.MEAN and not fits(given) and rows % max(given.own, 1):
             raise UserError(
                 f"--adaptive has given this rank a batch of {given.own} rows, and the model was "
                 f"trained on {rows}; train on each batch as the loader gives it"
@@ -339,6 +342,9 @@ class _Watch:
 def _why_not() -> str:
     kinds = {type(each).__name__ for each in gc.get_objects()}
     named = [text for name, text in _UNSUPPORTED.items() if name in kinds]
+    modules: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    if any(losses.is_lightning(each) and not each.automatic_optimization for each in modules):
+        named.append("Lightning's manual optimization: leave out automatic_optimization=False")
     return f"it does not work with {named[0]}" if named else _NEEDS
 
 

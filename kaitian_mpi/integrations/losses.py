@@ -27,7 +27,7 @@ def find_rule(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: An
 
     Without a loss in `output`, the script computes it from the output: `MEAN` is assumed.
     """
-    if loss_of(output) is None or _is_lightning(model):
+    if loss_of(output) is None or is_lightning(model):
         return MEAN
     return compare_parts(model, lambda args, kwargs: loss_of(model(*args, **kwargs)), args, kwargs)
 
@@ -91,7 +91,7 @@ def evaluating(model: nn.Module, labels: Any) -> Iterator[None]:
             module.training = training
 
 
-def _is_lightning(model: nn.Module) -> bool:
+def is_lightning(model: nn.Module) -> bool:
     """Return whether DDP calls the model's `training_step`, which has effects, as its forward."""
     return any(each.__name__ == "LightningModule" for each in type(model).__mro__)
 

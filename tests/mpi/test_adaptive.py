@@ -257,6 +257,16 @@ def test_gradients_that_would_be_wrong_are_refused(adaptive, loop, message):
         loop(adaptive)
 
 
+def test_models_with_unlike_rows_share_a_batch(adaptive):
+    rows = TensorDataset(torch.randn(64, 4))
+    generator, judge = wrapped(), wrapped()
+    for (x,) in DataLoader(rows, 4, sampler=DistributedSampler(rows)):
+        made = generator(x)
+        square(judge(torch.cat([x, made.detach()]))).backward()
+        square(judge(made)).backward()
+    assert adaptive._ratios[judge] == 2 * adaptive._ratios[generator]
+
+
 def test_a_watched_model_can_be_copied(adaptive):
     model = wrapped()
     copied = copy.deepcopy(model)
