@@ -5,6 +5,7 @@ import random
 from collections import deque
 from statistics import mean, median
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kaitian_mpi.balance.shares import plan_equal, plan_fastest
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.train import rebalancing
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.step import StepReports
@@ -240,12 +242,15 @@ def balancing(tmp_path, costs=None, adaptive=True):
     infos = [RankInfo(rank, rank, "node", "cpu", "cpu", "", 0, "2.8") for rank in range(2)]
     world = SimpleNamespace(size=2, rank=0, infos=infos)
     folder = DiskFolder(tmp_path)
-    plan = Plan([32, 32], [1.0, 1.0], costs, "contiguous", "fp32", None)
+    plan = Plan([32, 32], [1.0, 1.0], costs, None)
+    world.comm = SimpleNamespace()
+    sampler = SimpleNamespace(set_plan=list)
     loop = SimpleNamespace(
-        world=world, plan=plan, sampler=SimpleNamespace(set_plan=list), has_micro_batches=True
+        world=world, plan=plan, sampler=sampler, has_micro_batches=True, workers=0
     )
     config = SimpleNamespace(balance="adaptive" if adaptive else "static")
-    return Balancing(config, loop, folder, Sinks(), [0, 0])
+    with patch.object(rebalancing, "gather_values", lambda _, value: [value] * 2):
+        return Balancing(config, loop, folder, Sinks())
 
 
 def reported(*rows):
