@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kaitian_mpi import Task
@@ -37,6 +38,18 @@ class Points(Dataset):
         return inputs / torch.tensor([self.length, 1, 1]), torch.tensor(
             indices, dtype=torch.int64
         ) % 4
+
+
+def points(length=LENGTH):
+    """Return inputs and their targets."""
+    random = torch.Generator().manual_seed(2)
+    inputs = torch.randn(LENGTH, 5, generator=random, dtype=torch.float64)[:length]
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
+
+
+def squares(model, batch):
+    """Return the mean squared error of a model on them."""
+    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def texts():

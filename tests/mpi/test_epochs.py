@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from samples import BATCH, LENGTH
+from samples import BATCH, LENGTH, points, squares
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
@@ -31,16 +31,6 @@ QUIET = {
     "log_interval": 60.0,
     "check_every": 0,
 }
-
-
-def points(length=LENGTH):
-    random = torch.Generator().manual_seed(2)
-    inputs = torch.randn(LENGTH, 5, generator=random, dtype=torch.float64)[:length]
-    return torch.utils.data.TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
-
-
-def squares(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def sum_of_squares(model, batch):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from samples import BATCH, LENGTH, WORDS, pad, texts
+from samples import BATCH, LENGTH, WORDS, pad, points, squares, texts
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
@@ -88,17 +88,6 @@ def language(**parts):
         "clip_norm": 0.5,
     }
     return Task(**{**usual, **parts})
-
-
-def points(length=LENGTH):
-    """Inputs and targets."""
-    random = torch.Generator().manual_seed(2)
-    inputs = torch.randn(LENGTH, 5, generator=random, dtype=torch.float64)[:length]
-    return torch.utils.data.TensorDataset(inputs, inputs[:, :1].sin() + inputs[:, 1:2])
-
-
-def squares(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def regression(**parts):

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from language import Texts, collate, language_model
+from language import ARGUMENTS, Texts, collate, language_model
 from one_process import report
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -53,20 +53,10 @@ if "object" in sys.argv:
 trainer = (OwnLoss if kind.startswith("own") else Recorder)(
     model=own,
     args=TrainingArguments(
-        output_dir="out",
-        per_device_train_batch_size=8,
-        num_train_epochs=2,
+        **ARGUMENTS,
         gradient_accumulation_steps=accumulated,
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        optim="sgd",
-        logging_steps=4,
-        save_strategy="no",
-        report_to=[],
         remove_unused_columns=False,
         dataloader_num_workers=workers,
-        disable_tqdm=True,
     ),
     train_dataset=data,
     callbacks=callbacks,

@@ -6,6 +6,21 @@ import torch
 from one_process import CLASSES, ROWS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
+ARGUMENTS = {
+    "output_dir": "out",
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 2,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0,
+    "optim": "sgd",
+    "logging_steps": 4,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""Of a Trainer whose steps `one_process.report` repeats."""
+
 
 class Texts(torch.utils.data.Dataset):
     """Texts of random bytes, with their classes."""

@@ -3,7 +3,7 @@
 import sys
 
 from datasets import Dataset
-from language import Texts, language_model
+from language import ARGUMENTS, Texts, language_model
 from one_process import report
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -39,18 +39,8 @@ class Recorder(SFTTrainer):
 trainer = Recorder(
     model=own,
     args=SFTConfig(
-        output_dir="out",
-        per_device_train_batch_size=8,
-        num_train_epochs=2,
+        **ARGUMENTS,
         gradient_accumulation_steps=2,
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        optim="sgd",
-        logging_steps=4,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         use_cpu=True,
         bf16=False,
         loss_type=loss_type,
