@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from kaitian_mpi.runtime.polling import wait_until
+
 STEPS, SETTLED, ROWS = 90, 30, 16
 LENGTH, VOCABULARY = 64, 256
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RESUMED = Path(__file__).parents[1] / "tests/e2e/trainers/resumed.py"
 RESUMED_NAMES = {"ddp": "plain_ddp", "huggingface": "hugging_face"}
 TRAINERS = ("ddp", "accelerate", "huggingface", "lightning")
@@ -179,7 +182,7 @@ def measure(trainer: str, slowdown: bool, adaptive: bool) -> float:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=ENVIRONMENT,
     )
     lines = [line for line in ended.stdout.splitlines() if line.startswith('{"samples')]
     if not lines:
@@ -199,10 +202,9 @@ def kill(trainer: str) -> tuple[float, float]:
         words = [*command.split(), "--backend-override", "gloo,nccl", str(RESUMED)]
         words += [RESUMED_NAMES.get(trainer, trainer), str(random.randrange(1, 26))]
         rows, killed = Path(folder, "rows-0.jsonl"), Path(folder, "killed")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with Path(folder, "output").open("w+") as output:
             job = subprocess.Popen(
-                words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output
+                words, cwd=folder, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=output
             )
             wait_until(lambda: killed.exists() or job.poll() is not None)
             began = time.perf_counter()
@@ -216,12 +218,6 @@ def kill(trainer: str) -> tuple[float, float]:
         if code or not found or found[0]["rows"] != found[0]["distinct_rows"]:
             return seconds, math.nan
         return seconds, found[0]["difference"]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Look 50 times a second."""
-    while not is_true():
-        time.sleep(0.02)
 
 
 def measure_kills(trainers: Sequence[str], count: int) -> None:
