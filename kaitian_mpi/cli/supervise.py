@@ -154,9 +154,8 @@ def make_job(
     # With mpirun --wdir the run folder is relative to that directory.
     place, run_dir = Path(*command.values(FOLDERS)[-1:]), config.run_dir
     if not run_dir:
-        name = config.choose_folder()
-        if is_script:
-            name = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
+        of_script = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
+        name = of_script if is_script else config.choose_folder()
         run_dir = str(name.with_name(make_new_folder(place / name).name))
     job = Job(
         command=command,

@@ -340,9 +340,11 @@ class _Watch:
 
 
 def _why_not() -> str:
-    kinds = {type(each).__name__ for each in gc.get_objects()}
+    objects: list[Any] = gc.get_objects()
+    kinds = {type(each).__name__ for each in objects}
     named = [text for name, text in _UNSUPPORTED.items() if name in kinds]
-    modules: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    # A proxy says of itself what it stands for; its type does not.
+    modules = (each for each in objects if issubclass(type(each), nn.Module))
     if any(losses.is_lightning(each) and not each.automatic_optimization for each in modules):
         named.append("Lightning's manual optimization: leave out automatic_optimization=False")
     return f"it does not work with {named[0]}" if named else _NEEDS

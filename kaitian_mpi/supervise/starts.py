@@ -45,7 +45,7 @@ class Job:
     config: TrainConfig
     """kaitian-train's settings: with the run folder, the name under which hosts keep snapshots in
     memory between starts, and what is emulated, by its flags or by environment variables. Of a
-    script, only the run folder is set."""
+    script, only the run folder is set, and what variables emulate."""
     folder: Path
     """The path of the run folder for this process."""
     job_id: str = ""

@@ -24,13 +24,7 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import (
-    Step,
-    StepClock,
-    StepExchange,
-    StepInProgress,
-    StepObserver,
-)
+from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress, StepObserver
 from kaitian_mpi.train.task import Task
 
 _SAMPLES_OF_STATISTICS = 256
