@@ -10,7 +10,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import GROUP_VARIABLE
 from kaitian_mpi.observe.files import json_bytes, replacing
-from kaitian_mpi.runtime.abort import abort_on_error, print_to_stderr, rank_prefix
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
 from kaitian_mpi.runtime.launcher import SUPERVISED_FOLDER, read_launch
 from kaitian_mpi.runtime.lifecycle import register_close
 from kaitian_mpi.train.summary import NAME, Summary
@@ -186,25 +187,36 @@ def told_to_supervisor(comm: MPI.Intracomm) -> Iterator[None]:
 
     That is known only when this process exits: a rank may end early, while others still train.
     """
-    if folder := os.environ.get(SUPERVISED_FOLDER):
-        ended: list[bool] = []
-
-        def tell() -> None:
-            if ended and all(gather_values(comm, True)) and comm.rank == 0:
-                try:
-                    with replacing(Path(folder) / NAME) as file:
-                        file.write(json_bytes(Summary(finished=True).to_json()))
-                except OSError as error:
-                    print_to_stderr(
-                        f"{PROGRAM}: {folder}: {error.strerror}; kaitian-supervise, which reads "
-                        "there that the script has ended, starts it again"
-                    )
-
-        register_close(tell)  # what is registered later is closed earlier
+    folder = os.environ.get(SUPERVISED_FOLDER)
+    if not folder:
         yield
-        ended.append(True)
-    else:
-        yield
+        return
+    ended: list[bool] = []
+
+    def tell() -> None:
+        survived = ulfm.shrink(comm) if ulfm.has_survived_loss() else comm
+        if ended and all(gather_values(survived, True)) and survived.rank == 0:
+            with suppress(OSError):  # the supervisor then starts it once more
+                _write_summary(Path(folder), finished=True)
+
+    with agree_on_errors(comm):
+        try:
+            if comm.rank == 0:
+                _write_summary(Path(folder), finished=False)
+        except OSError as error:
+            raise UserError(
+                f"rank 0 on {socket.gethostname()} cannot write {folder} ({error.strerror}), where "
+                "kaitian-supervise reads whether the script has ended; start kaitian-supervise on "
+                "the first host, in a folder that can be written"
+            ) from error
+    register_close(tell)  # what is registered later is closed earlier
+    yield
+    ended.append(True)
+
+
+def _write_summary(folder: Path, finished: bool) -> None:
+    with replacing(folder / NAME) as file:
+        file.write(json_bytes(Summary(finished=finished).to_json()))
 
 
 def find_module(name: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from kaitian_mpi.cli import run
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
@@ -23,7 +24,12 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
-from kaitian_mpi.supervise.environments import Environments, interpreters_of, read_environments
+from kaitian_mpi.supervise.environments import (
+    Environments,
+    interpreters_of,
+    read_environments,
+    with_devices,
+)
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
 from kaitian_mpi.supervise.machine import Machine
 from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
@@ -64,9 +70,9 @@ def main() -> None:
         limits = (options.probe_seconds, options.hang_seconds)
         with Machine(job, agent, *limits) as machine:
             code = supervise(job, machine, options.max_restarts, changes)
-        if job.command.program == RUN:
-            (job.folder / NAME).unlink(missing_ok=True)
-        with suppress(OSError):  # removed only if nothing was written to it
+        with suppress(OSError):  # removed only if nothing else was written to it
+            if job.command.program == RUN:
+                (job.folder / NAME).unlink(missing_ok=True)
             job.folder.rmdir()
     except UserError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -138,7 +144,14 @@ def make_job(
             f"--hosts-file needs {TRAIN}, which saves and ends when the hosts change; name the "
             "hosts of a script by mpirun's --hostfile"
         )
-    config = TrainConfig() if is_script else parse_config(TRAIN, command.arguments)
+    flags: Sequence[str] = command.arguments
+    if is_script:
+        chosen = run.make_parser().parse_args(flags)
+        flags = flags[: flags.index(chosen.script)]
+        emulated = {name: getattr(chosen, name) for name in ("emulate_kinds", "emulate_slowdown")}
+        config = TrainConfig(**emulated)
+    else:
+        config = parse_config(TRAIN, flags)
     kinds = config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ)
     slowdown = config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ)
     if hosts_file is None:
@@ -159,6 +172,7 @@ def make_job(
         run_dir = str(name.with_name(make_new_folder(place / name).name))
     job = Job(
         command=command,
+        own_flags=len(flags),
         config=replace(
             config,
             run_dir=run_dir,
@@ -166,7 +180,7 @@ def make_job(
             emulate_kinds=kinds,
             emulate_slowdown=slowdown,
         ),
-        hosts=hosts,
+        hosts=tuple(with_devices(hosts, environments or {})),
         local=frozenset(host.name for host in hosts if is_local(host.name)),
         hostfiles=hostfiles,
         folder=place / run_dir,
@@ -181,7 +195,7 @@ def ask_host(agent: Sequence[str], job: Job, host: Host) -> PendingAnswer:
     """Start asking a host whether ranks can be started there; this machine is not asked by ssh."""
     pythons = interpreters_of(job.environments, host.name) or [interpreter_of(job.command)]
     is_local = is_own_name(host.name) or shutil.which(agent[0]) is None
-    return PendingAnswer(agent, host, pythons[0], ANSWER_SEC, is_local)
+    return PendingAnswer(agent, host, pythons, ANSWER_SEC, is_local)
 
 
 if __name__ == "__main__":

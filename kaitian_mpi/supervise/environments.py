@@ -65,7 +65,7 @@ def read_environments(path: str) -> dict[str, tuple[Environment, ...]]:
 
 def _read_tables(place: str, value: Any) -> tuple[Environment, ...]:
     found = []
-    tables = value if isinstance(value, list) else [value]
+    tables = value if isinstance(value, list) and value else [value]
     for table in tables:
         python = table.get("python") if isinstance(table, dict) else None
         # ssh does not read a shell's settings, so a name alone may be found nowhere.
@@ -123,6 +123,20 @@ def interpreters_of(environments: Environments, host: str) -> list[str]:
     return list(dict.fromkeys(each.python for each in environments.get(host, ())))
 
 
+def with_devices(hosts: Sequence[Host], environments: Environments) -> list[Host]:
+    """Return the hosts; one whose environments have devices has a slot for each of these."""
+    found = []
+    for host in hosts:
+        taken = sum(len(each.devices) for each in environments.get(host.name, ()))
+        if host.slots is not None and taken > host.slots:
+            raise UserError(
+                f"the environments of {host.name} have {taken} devices, but it has only "
+                f"{host.slots} slots; write slots={taken} in the hostfile"
+            )
+        found.append(replace(host, slots=taken or host.slots))
+    return found
+
+
 def expand(
     command: Command, hosts: Sequence[Host], environments: Environments
 ) -> tuple[list[str], list[Host]]:
@@ -167,14 +181,8 @@ def _places(hosts: Sequence[Host], environments: Environments) -> list[_Place]:
     if not hosts:
         raise UserError("no hosts are known; name them in a hostfile, or in the environments")
     places: list[_Place] = []
-    for host in hosts:
+    for host in with_devices(hosts, environments):
         own = environments.get(host.name, ())
-        taken = sum(len(each.devices) for each in own)
-        if host.slots is not None and taken > host.slots:
-            raise UserError(
-                f"the environments of {host.name} have {taken} devices, but it has only "
-                f"{host.slots} slots; write slots={taken} in the hostfile"
-            )
         for each in own:
             places.append((replace(host, slots=len(each.devices) or host.slots), each))
         if not own:

@@ -54,22 +54,34 @@ class HostAnswer(NamedTuple):
 
 
 class PendingAnswer:
-    """A host that has been asked for this package's version."""
+    """A host that has been asked for this package's version in each of its interpreters."""
 
     def __init__(
-        self, agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool = False
+        self,
+        agent: Sequence[str],
+        host: Host,
+        pythons: Sequence[str],
+        seconds: float,
+        is_local: bool = False,
     ) -> None:
-        self._place = (host.name, python, seconds, is_local)
-        self._process = LimitedProcess(version_command(agent, host, *self._place[1:]), seconds)
+        self._asked = []
+        for python in pythons:
+            command = version_command(agent, host, python, seconds, is_local)
+            place = (host.name, python, seconds, is_local)
+            self._asked.append((LimitedProcess(command, seconds), place))
 
     def poll(self) -> HostAnswer | None:
-        """Return the answer; None until there is one. Does not block."""
-        ended = self._process.poll()
-        return None if ended is None else judge(ended, *self._place)
+        """Return the answer, a fault of any interpreter first; None until then. Does not block."""
+        ended = [(process.poll(), place) for process, place in self._asked]
+        answers = [judge(each, *place) for each, place in ended if each is not None]
+        if len(answers) < len(ended):
+            return None
+        return next((answer for answer in answers if answer.fault), answers[0])
 
     def cancel(self) -> None:
         """Stop asking."""
-        self._process.kill()
+        for process, _ in self._asked:
+            process.kill()
 
 
 def version_command(

@@ -22,7 +22,7 @@ from kaitian_mpi.runtime.mpirun_command import (
     Part,
     parse_launcher,
 )
-from kaitian_mpi.supervise.environments import Environments, expand
+from kaitian_mpi.supervise.environments import Environments, expand, with_devices
 from kaitian_mpi.supervise.hosts_file import hostfile_of
 from kaitian_mpi.supervise.remote_hosts import is_own_name
 
@@ -37,7 +37,8 @@ class Job:
 
     command: Command
     hosts: tuple[Host, ...]
-    """The hosts in hostfiles and host lists; empty if there are none, e.g. under a batch system."""
+    """The hosts in hostfiles and host lists, with a slot for each device of their environments, if
+    these have devices; empty if there are none, e.g. under a batch system."""
     local: frozenset[str] = frozenset()
     """The names in `hosts` of this machine, which is not probed."""
     hostfiles: Mapping[str, str]
@@ -45,7 +46,9 @@ class Job:
     config: TrainConfig
     """kaitian-train's settings: with the run folder, the name under which hosts keep snapshots in
     memory between starts, and what is emulated, by its flags or by environment variables. Of a
-    script, only the run folder is set, and what variables emulate."""
+    script, only the run folder is set, and what is emulated."""
+    own_flags: int = 0
+    """How many of the command's arguments are `kaitian-run`'s; a script and its own follow."""
     folder: Path
     """The path of the run folder for this process."""
     job_id: str = ""
@@ -82,6 +85,7 @@ class Job:
         """Return the job with the present hosts of its hosts file."""
         # No name server is asked, which might take long while the job runs.
         own = {host.name for host in hosts if is_own_name(host.name)}
+        hosts = with_devices(hosts, self.environments)
         hostfiles = {self.hosts_file: hostfile_of(hosts)}
         return replace(self, hosts=tuple(hosts), local=self.local | own, hostfiles=hostfiles)
 
@@ -149,7 +153,8 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
             own += ["--resume=auto"]
         words = command.words + own
     else:  # a script resumes by itself, and all that follows it is its own
-        words = replace(command, arguments=(*own, *command.arguments)).words
+        arguments, end = command.arguments, job.own_flags
+        words = replace(command, arguments=(*arguments[:end], *own, *arguments[end:])).words
     if job.environments:
         here = {host.name for host in left} or job.environments.keys()
         of_left = {name: each for name, each in job.environments.items() if name in here}

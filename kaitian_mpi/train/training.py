@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -111,7 +112,8 @@ class Training:
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
         config = make_config(config, settings)
         check_sinks(sinks)
-        world = slowed_as(current_world() or init(), config.emulate_slowdown)
+        world = current_world() if dist.is_initialized() else None
+        world = slowed_as(world or init(), config.emulate_slowdown)
         self._config = replace(config, emulate_slowdown=world.emulation.slowdown)
         self._make_task, self._own_sinks = partial(as_task, task), sinks
         self._membership = Membership(world)

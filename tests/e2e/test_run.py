@@ -165,6 +165,12 @@ def test_a_scripts_exit_code_becomes_the_jobs(mpirun):
     assert re.search(r"^\[1@[^\]]+\] sys\.exit\(7\)", ended.err, re.MULTILINE)
 
 
+def test_a_supervised_script_can_tell_that_it_has_ended(mpirun):
+    folder = {"OMPI_KAITIAN_JOB_FOLDER": "/proc/none"}
+    ended = mpirun(2, "kaitian-run", "script.py", code=2, **folder)
+    assert ended.err.count("cannot write /proc/none (No such file or directory), where") == 1
+
+
 @pytest.mark.any_mpi
 def test_an_error_on_a_single_rank_is_reported_by_it(mpirun):
     ended = mpirun(

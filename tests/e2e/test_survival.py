@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from jobs import PLANTED, PYTHON, SURVIVING, run_alone, run_ranks
+from jobs import PLANTED, PYTHON, SURVIVING, forked, run_alone, run_ranks
 
 SCRIPT = str(PLANTED / "planted_survivor.py")
 EVERY = list(range(1, 15))
@@ -49,6 +49,18 @@ def test_closed_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed):
     assert result["evaluations"] == pytest.approx(undisturbed["evaluations"], rel=1e-9)
     assert result["ranks"] == [1, 2]
     assert result["lost"] == [[4], [3], [0]]
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_script_that_goes_on_without_a_rank_is_not_started_again(tmp_path, undisturbed, killed):
+    (tmp_path / "seen").mkdir()
+    ranks = forked(["kaitian-run", SCRIPT, "closed", str(tmp_path / "seen")])
+    words = ("kaitian-supervise", "mpirun", "-np", "3", *SURVIVING, *ranks)
+    ended = run_alone(*words, cwd=tmp_path, fresh=True, KILLS=f"forward:3:{killed}")
+    assert "kaitian-supervise: finished after 1 start" in ended.err
+    assert len(results_in(tmp_path / "seen")) == 2
+    for result in results_in(tmp_path / "seen").values():
+        assert result["weights"] == pytest.approx(undisturbed["weights"], rel=1e-9, abs=1e-12)
 
 
 def test_open_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed):

@@ -134,6 +134,7 @@ PATH_ONLY = "must have the full path of its interpreter"
         (read_environments, "[a", "is not valid TOML"),
         (read_environments, 'a = "/bin/python"', PATH_ONLY),
         (read_environments, "[a]", PATH_ONLY),
+        (read_environments, "a = []", PATH_ONLY),
         (read_environments, '[a]\npython = "/p"\nPATH = "/x"', "only python and devices can be"),
         (read_environments, '[a]\npython = "/p"\ndevices = "cpu"', "have a list of devices"),
         (read_environments, '[a]\npython = "/p"\ndevices = []', "have a list of devices, one for"),

@@ -25,7 +25,7 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 13
-MAX_LINES = 32_025
+MAX_LINES = 32_080
 MAX_FILES = 197
 
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -284,17 +285,20 @@ def test_asking_a_host_waits_for_nothing(tmp_path):
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/sh\n[ "$1" = slow ] && sleep 60\necho Welcome; echo 1.2\n')
     agent.chmod(0o755)
-    quick = PendingAnswer([str(agent)], Host(name="quick"), "python", 20)
-    slow = PendingAnswer([str(agent)], Host(name="slow"), "python", 0.5)
-    canceled = PendingAnswer([str(agent)], Host(name="slow"), "python", 20)
+    quick = PendingAnswer([str(agent)], Host(name="quick"), ["python"], 20)
+    slow = PendingAnswer([str(agent)], Host(name="slow"), ["python"], 0.5)
+    canceled = PendingAnswer([str(agent)], Host(name="slow"), ["python"], 20)
     assert slow.poll() is None
     assert wait_until(lambda: quick.poll() is not None, 20)
     assert quick.poll().version == "1.2"
     assert wait_until(lambda: slow.poll() is not None, 20)
     assert "slow does not answer within 0.5 s" in slow.poll().fault
     canceled.cancel()
-    missing = PendingAnswer([str(tmp_path / "none")], Host(name="a"), "/p", 20)
+    missing = PendingAnswer([str(tmp_path / "none")], Host(name="a"), ["/p"], 20)
     assert "a has no /p" in missing.poll().fault
+    here = PendingAnswer([], Host(name="a"), [sys.executable, "/no/python"], 20, is_local=True)
+    assert wait_until(lambda: here.poll() is not None, 20)
+    assert "a has no /no/python" in here.poll().fault
 
 
 def test_each_host_has_an_interpreter_of_its_own_in_every_start(cluster):

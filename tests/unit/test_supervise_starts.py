@@ -9,6 +9,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_slowdown
 from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile, place_by_slot
 from kaitian_mpi.runtime.mpirun_command import HOST_LISTS, HOSTFILES, parse_command
+from kaitian_mpi.supervise.environments import Environment
 from kaitian_mpi.supervise.machine import environment
 from kaitian_mpi.supervise.starts import Job, plan_start
 
@@ -153,10 +154,28 @@ def test_a_smaller_job_leaves_a_scripts_own_arguments(tmp_path, monkeypatch):
     line = "mpirun -np 4 --host a:1,b:2,c:1 kaitian-run --adaptive train.py --lr 1"
     job = supervise.make_job(line.split())
     assert plan_start(job, frozenset(), True, "new").words == line.split()
-    smaller = "mpirun -np 2 --host a:1,c:1 kaitian-run --emulate-kinds=gpu,mlu --adaptive train.py"
+    smaller = "mpirun -np 2 --host a:1,c:1 kaitian-run --adaptive --emulate-kinds=gpu,mlu train.py"
     assert plan_start(job, frozenset("b"), True, "new").words == [*smaller.split(), "--lr", "1"]
+    line = "mpirun -np 3 --host a:1,b:1,c:1 kaitian-run --emulate-slowdown 1:3,2:2 -m train -x"
+    slowed = supervise.make_job(line.split())
+    words = plan_start(slowed, frozenset("b"), True, "new").words
+    smaller = "-m --emulate-kinds=gpu,mlu --emulate-slowdown=1:3 train -x"
+    assert words[-5:] == smaller.split()
     assert not job.owns_snapshots
     assert environment(job)["OMPI_KAITIAN_JOB_FOLDER"] == str(tmp_path / job.folder)
+
+
+def test_a_host_has_a_rank_for_each_device_of_its_environments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").write_text("a slots=8\nb slots=2\n")
+    cuda = Environment("/c/python", ("cuda:0", "cuda:1"))
+    own = {"a": (cuda, Environment("/r/python", ("rocm:0",)))}
+    line = "mpirun -np 5 --hostfile hf kaitian-train --run-dir x"
+    job = supervise.make_job(line.split(), None, own)
+    assert plan_start(job, frozenset(), False, "new").shape == "5 ranks on a, b"
+    smaller = plan_start(job, frozenset("b"), False, "new")
+    assert smaller.shape == "3 ranks on a"
+    assert "--host a:2 -np 2 /c/python -m" in " ".join(smaller.words)
 
 
 @pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
