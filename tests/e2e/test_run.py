@@ -167,7 +167,7 @@ def test_a_scripts_exit_code_becomes_the_jobs(mpirun):
 
 def test_a_supervised_script_can_tell_that_it_has_ended(mpirun):
     folder = {"OMPI_KAITIAN_JOB_FOLDER": "/proc/none"}
-    ended = mpirun(2, "kaitian-run", "script.py", code=2, **folder)
+    ended = mpirun(2, "kaitian-run", "-m", "this", code=2, **folder)
     assert ended.err.count("cannot write /proc/none (No such file or directory), where") == 1
 
 
