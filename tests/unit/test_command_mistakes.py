@@ -23,10 +23,6 @@ MISTAKES = {
         ("--wrold 2xgpu", "unrecognized arguments: --wrold"),
     ],
     report: [
-        ("{run} --watch 0", "--watch: 0 is not between 1 and 86400 seconds"),
-        ("--watch {run}", "run' is not a number of seconds; give the run folder before"),
-        ("{run} --watch --text", "--watch cannot be combined with --text or --images"),
-        ("{run} --watch -o /dev/null", "/dev/null is not a regular file"),
         ("{tmp}", "not the folder of a run"),
         ("{tmp}/none", "no such folder"),
         ("{run} -o {tmp}/none/x.html", "(No such file or directory); name another"),

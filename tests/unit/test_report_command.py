@@ -1,10 +1,6 @@
 """`kaitian-report`: its files and each of its errors."""
 
-import json
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 from unit.report_runs import make_run
@@ -12,15 +8,6 @@ from unit.report_runs import make_run
 from kaitian_mpi.cli import report
 from kaitian_mpi.observe.report import page
 from kaitian_mpi.observe.report.figures import FIGURES
-
-WATCH = """
-import signal
-from kaitian_mpi.cli import report
-from kaitian_mpi.observe.report import figures, page
-signal.signal(signal.SIGINT, signal.default_int_handler)
-page.FIGURES = figures.FIGURES[-1:]
-report.main()
-"""
 
 
 @pytest.fixture
@@ -63,32 +50,6 @@ def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monk
     images = {path.name for path in (tmp_path / "images").iterdir()}
     assert images == {"run1-events.png", "run2-events.png"}
     assert not (folders[0] / "report.html").exists()
-
-
-@pytest.mark.parametrize("end", ["the run finishes", "Ctrl-C"])
-def test_a_watched_page_reloads_itself_until_the_end(tmp_path, end):
-    folder = make_run(tmp_path / "run")
-    summary = (folder / "summary.json").read_text()
-    (folder / "summary.json").write_text(json.dumps({**json.loads(summary), "finished": False}))
-    page, refresh = folder / "report.html", '<meta http-equiv="refresh" content="1">'
-    command = [sys.executable, "-c", WATCH, folder, "--watch", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-        while not page.exists():
-            assert watching.poll() is None
-            time.sleep(0.05)
-        assert refresh in page.read_text()
-        assert watching.poll() is None
-        if end == "Ctrl-C":
-            watching.send_signal(signal.SIGINT)
-        else:
-            (folder / "summary.json").write_text(summary)
-        out, _ = watching.communicate(timeout=60)
-    assert watching.returncode == 0
-    assert refresh not in page.read_text()
-    assert out.startswith(
-        f"writing {page} again at most every 1 s, until the run ends or you press"
-    )
-    assert out.endswith(f"\nreport in {page}\n")
 
 
 def test_without_matplotlib_one_line_names_the_extra(run, tmp_path, monkeypatch):

