@@ -48,7 +48,7 @@ def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monk
     assert text.count("<img ") == 2
     assert "<td>slow (emulated)</td><td>finished</td><td>640</td><td>1</td>" in text
     images = {path.name for path in (tmp_path / "images").iterdir()}
-    assert images == {"run1-events.png", "run2-events.png"}
+    assert images == {"run1-learning.png", "run2-learning.png"}
     assert not (folders[0] / "report.html").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from unit.report_runs import START, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.observe.report import page
-from kaitian_mpi.observe.report.figures import FIGURES, event_rows
+from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page
 from kaitian_mpi.observe.report.rank_figures import batch_series, step_times
 from kaitian_mpi.observe.report.run_files import read_run
@@ -18,11 +18,10 @@ UNITS = ("step", "(s)", "(ms)", "(%)", "%", "samples", "(mean per sample)", "ran
 BY_NAME = {spec.name: spec for spec in FIGURES}
 NUMBERS = {
     "rate": ["640 samples/s"],
-    "batch-sizes": ["rank 1 16", "planned again 2 times", "rank 0 30, rank 1 12, rank 2 22"],
-    "utilization": ["rank 0 80%", "rank 3 80%"],
+    "batch-sizes": ["rank 1 (gpu) 16", "planned again 2 times", "rank 1 (gpu) 12, rank 2 (mlu) 22"],
+    "utilization": ["rank 0 (gpu) 80%", "rank 3 (mlu) 80%"],
     "step-phases": ["100 ms per step", "wait 10 to 10 ms"],
     "learning": ["from 1.333 to", "held-out results at step 200: loss 0.2, accuracy 0.8"],
-    "events": ["new plan 1", "slow rank 1", "lost rank 1", "rank 3 (node-b, cpu, mlu)"],
 }
 
 
@@ -77,17 +76,15 @@ def test_each_new_plan_is_marked_in_the_figure_and_explained_below(run, figures,
 
 
 def test_what_is_drawn_is_what_was_measured(run):
-    assert batch_series(run)[1] == [(0, 16), (60, 8), (100, 12), (200, 12)]
-    assert batch_series(run)[3][-1] == (100, 16)
-    rows = {name: len(events) for name, events in event_rows(run).items()}
-    assert rows == {"new plan": 1, "slow rank": 1, "lost rank": 1, "checkpoint": 1, "job": 3}
+    assert batch_series(run)["rank 1 (gpu)"] == [(0, 16), (60, 8), (100, 12), (200, 12)]
+    assert batch_series(run)["rank 3 (mlu)"][-1] == (100, 16)
     for first, last in ((0, 60), (60, 100), (100, 200)):
         for parts in step_times(run, first, last).values():
             assert sum(parts.values()) == pytest.approx(0.1)
             assert parts["other"] == pytest.approx(0.005)
 
 
-def test_a_thousand_ranks_are_drawn_as_heat_maps(tmp_path):
+def test_a_thousand_ranks_are_drawn_as_the_means_of_their_kinds(tmp_path):
     folder = make_run(tmp_path / "run")
     many = range(1000)
     ranks = [{"world_rank": r, "host": f"host-{r // 8}", "kind": "cuda"} for r in many]
@@ -96,12 +93,14 @@ def test_a_thousand_ranks_are_drawn_as_heat_maps(tmp_path):
     plan = {"step": 0, "time": START, "batch_sizes": [8] * 1000, "ranks": [*many], "reason": ""}
     write_lines(folder / "plan.jsonl", [plan])
     run = read_run(folder)
-    for name in ("utilization", "batch-sizes"):
-        figure, _ = BY_NAME[name].draw(run)
-        assert len(figure.axes) == 2  # the second is the scale of the colors
-        assert figure.axes[0].images
+    of_kind = "cuda: mean of its ranks"
+    for name, value in (("utilization", "80%"), ("batch-sizes", "8")):
+        figure, words = BY_NAME[name].draw(run)
+        assert f"{of_kind} {value}" in words
+        (label,) = figure.axes[0].get_legend_handles_labels()[1]
+        assert label == f"{of_kind}: {value}"
     axes = BY_NAME["step-phases"].draw(run)[0].axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["cuda: mean of its ranks"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [of_kind]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The report reads a run's folder, however little of it can be read."""
 
 import pytest
-from unit.report_runs import START, event, make_run, reading, write_lines
+from unit.report_runs import START, make_run, reading, write_lines
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.report.run_files import MAX_POINTS, read_run
@@ -22,20 +22,8 @@ def test_a_complete_folder_is_read(folder):
     assert run.intervals[-1].at_sec == pytest.approx(20.0)
     assert run.results == {"loss": pytest.approx(0.2), "accuracy": 0.8}
     kinds = {event.kind: event for event in run.events}
-    assert kinds["slow"].until_sec == pytest.approx(18.0)
     assert kinds["loss"].ranks == (3,)
     assert run.facts["measured allreduce times"] == "striped 2.5 ms, leader 3.1 ms, flat 4.2 ms"
-
-
-def test_a_lost_rank_is_no_longer_slow(folder):
-    events = [event("slow", 20, "", [1]), event("slow", 30, "", [3]), event("slow", 40, "", [1])]
-    write_lines(folder / "events.jsonl", [*events, event("loss", 100, "", [3])])
-    slow = [event for event in read_run(folder).events if event.kind == "slow"]
-    assert [(event.ranks, event.until_sec) for event in slow] == [
-        ((1,), pytest.approx(slow[2].at_sec)),
-        ((3,), pytest.approx(11.0, abs=1)),
-        ((1,), None),
-    ]
 
 
 def test_the_time_between_jobs_does_not_count(folder):

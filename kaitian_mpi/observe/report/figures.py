@@ -11,15 +11,11 @@ from kaitian_mpi.observe.report.rank_figures import (
     draw_step_times,
     draw_utilization,
 )
-from kaitian_mpi.observe.report.run import Event, Run
+from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.style import (
-    BLACK,
     BLUE,
     EMULATED,
     GREEN,
-    GRID,
-    ORANGE,
-    PURPLE,
     TIME,
     VERMILLION,
     Drawn,
@@ -33,18 +29,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_PANELS = 4
-_MAX_MARKERS = 500
 _TRAINING: dict[str, Any] = {"color": BLUE}
 _HELD_OUT: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
 _LOGGED: dict[str, Any] = {"color": GREEN, "linestyle": "-.", "marker": "^"}
-_EVENT_ROWS = {
-    "new plan": (("plan",), "D", BLUE),
-    "slow rank": (("slow",), "s", ORANGE),
-    "lost rank": (("loss",), "X", VERMILLION),
-    "checkpoint": (("checkpoint",), "o", GREEN),
-    "bad step": (("bad_step", "divergence"), "v", PURPLE),
-    "job": (("start", "resume", "recovery", "stop", "finish", "exclusion"), "|", BLACK),
-}
 
 
 def draw_learning(run: Run, title: str) -> Drawn:
@@ -102,42 +89,6 @@ def draw_rate(run: Run, title: str) -> Drawn:
         f"{title} over time: {rates[0]:,.0f} samples/s at first, {rates[-1]:,.0f} at last, "
         f"between {min(rates):,.0f} and {max(rates):,.0f}."
     )
-
-
-def event_rows(run: Run) -> dict[str, list[Event]]:
-    """Return what happened, by the row of the figure; rows without anything are left out."""
-    rows = {
-        name: [event for event in run.events if event.kind in kinds]
-        for name, (kinds, _, _) in _EVENT_ROWS.items()
-    }
-    return {name: events for name, events in rows.items() if events}
-
-
-def draw_events(run: Run, title: str) -> Drawn:
-    """Draw what happened on a time line, a row for each sort."""
-    rows = event_rows(run)
-    if not rows:
-        return None, "Nothing is recorded."
-    figure = new_figure(run, title, height=1.4 + 0.35 * len(rows))
-    axes = figure.subplots()
-    end = max([i.at_sec for i in run.intervals] + [event.at_sec for event in run.events])
-    for row, (name, events) in enumerate(rows.items()):
-        _, marker, color = _EVENT_ROWS[name]
-        axes.axhline(row, color=GRID, linewidth=0.8, zorder=0)
-        for event in events[:_MAX_MARKERS]:
-            if event.kind == "slow":
-                until = end if event.until_sec is None else event.until_sec
-                axes.plot([event.at_sec, until], [row, row], color=color, linewidth=6, alpha=0.45)
-        xs = [event.at_sec for event in events[:: len(events) // _MAX_MARKERS + 1]]
-        size = 12 if marker == "|" else 7
-        axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, markersize=size, color=color)
-    axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.tick_params(left=False)
-    axes.set_xlabel(TIME)
-    counts = ", ".join(f"{name} {len(events)}" for name, events in rows.items())
-    losses = [event.text for event in run.events if event.kind == "loss"][:3]
-    return figure, f"{title}, by number: {counts}." + "".join(f" {text}." for text in losses)
 
 
 @dataclass(frozen=True)
@@ -198,11 +149,5 @@ FIGURES = (
         "The training loss is a mean over the steps since the last reading; held-out results are "
         "from data that is not trained on.",
         draw_learning,
-    ),
-    FigureSpec(
-        "events",
-        "What happened when",
-        "The table below describes each event in words.",
-        draw_events,
     ),
 )

@@ -125,6 +125,7 @@ def _run_section(run: Run, number: int) -> str:
 <h2 id="run{number}">Run {_text(run.name)}</h2>
 {_summary(run)}
 {_rank_table(run)}
+{_event_table(run)}
 {figures}
 </section>
 """
@@ -160,8 +161,7 @@ def _figure(run: Run, spec: FigureSpec, place: str) -> str:
         image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
         caption = f"<figcaption>{_text(spec.explanation)}</figcaption>"
         shown = f'<figure><div class="wide">{image}</div>\n{caption}</figure>'
-    table = {"batch-sizes": _plan_table, "events": _event_table}.get(spec.name)
-    below = table(run) if table else ""
+    below = _plan_table(run) if spec.name == "batch-sizes" else ""
     return f'<h3 id="{place}">{_text(spec.title)}</h3>\n{shown}\n{below}'
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.observe.report.run import PHASES, Interval, Run
@@ -14,44 +15,58 @@ from kaitian_mpi.observe.report.style import (
     TIME,
     Drawn,
     finish_axes,
+    line_style,
     mark_changes,
     new_figure,
-    rank_style,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_LINES = 8
-"""Ranks that get a line each; more are shown as a heat map."""
-_MAX_COLUMNS = 240
-_MAX_BARS = 16
-"""Ranks that get a bar each; more are shown as the means of their kinds."""
+_MAX_LINES, _MAX_BARS = 8, 16
+"""Ranks that get a line or a bar each; of more, the means of their kinds are shown."""
 _NAMES = {"compute": "forward, backward, optimizer", "wait": "wait for other ranks"}
 
-Series = Mapping[int, Sequence[tuple[float, float]]]
-"""Points by rank."""
+Series = Mapping[str, Sequence[tuple[float, float]]]
+"""Points by rank or kind."""
+
+
+def _labels(run: Run, ranks: Collection[int], most: int) -> dict[int, str]:
+    """Return what is shown for each rank: the rank itself or, if they are many, its kind."""
+    if len(ranks) <= most:
+        return {rank: str(run.ranks[rank]) for rank in ranks}
+    return {rank: f"{run.ranks[rank].kind or 'all'}: mean of its ranks" for rank in ranks}
+
+
+def _means(values: Mapping[int, float], labels: Mapping[int, str]) -> dict[str, float]:
+    """Return the means of the ranks' values, by label."""
+    found: dict[str, list[float]] = {}
+    for rank, value in values.items():
+        found.setdefault(labels[rank], []).append(value)
+    return {label: fmean(each) for label, each in found.items()}
 
 
 def utilization(run: Run) -> Series:
-    """Return each rank's share of time spent computing, as (seconds since the start, percent)."""
-    series: dict[int, list[tuple[float, float]]] = {}
+    """Return the shares of time spent computing, as (seconds since the start, percent)."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    labels = _labels(run, run.ranks, _MAX_LINES)
     for interval in run.intervals:
-        for rank, percent in interval.busy().items():
-            series.setdefault(rank, []).append((interval.at_sec, percent))
+        for label, percent in _means(interval.busy(), labels).items():
+            series.setdefault(label, []).append((interval.at_sec, percent))
     return series
 
 
 def batch_series(run: Run) -> Series:
-    """Return each rank's batch size, as (step from which on, samples), with a last point."""
-    series: dict[int, list[tuple[float, float]]] = {}
+    """Return the ranks' batch sizes, as (step from which on, samples), with a last point."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    labels = _labels(run, run.ranks, _MAX_LINES)
     last = run.intervals[-1].step if run.intervals else 0
     for place, plan in enumerate(run.plans):
         later = run.plans[place + 1 :]
         until = later[0].step if later else max(last, plan.step + 1)
-        for rank, samples in plan.batch_sizes.items():
-            points = series.setdefault(rank, [])
+        for label, samples in _means(plan.batch_sizes, labels).items():
+            points = series.setdefault(label, [])
             if points and points[-1][0] < plan.step:
                 points.append((plan.step, math.nan))  # it did not train in between
             if points and points[-1][0] == plan.step:
@@ -65,7 +80,7 @@ def draw_utilization(run: Run, title: str) -> Drawn:
     series = utilization(run)
     if not series:
         return None, "No utilization is known."
-    means = {rank: sum(v for _, v in points) / len(points) for rank, points in series.items()}
+    means = {label: fmean(percent for _, percent in points) for label, points in series.items()}
     figure = _draw(run, series, title, is_batch=False)
     return figure, f"{title} over time, mean: {_list(means, '{:.0f}%')}."
 
@@ -74,93 +89,60 @@ def draw_batch_sizes(run: Run, title: str) -> Drawn:
     """Draw each rank's batch size over the steps."""
     if not run.plans:
         return None, "No batch sizes are known."
-    text = f"Samples per step: at first {_list(run.plans[0].batch_sizes, '{:.0f}')}; "
+    labels = _labels(run, run.ranks, _MAX_LINES)
+    first, last = (
+        _list(_means(run.plans[place].batch_sizes, labels), "{:.0f}") for place in (0, -1)
+    )
+    text = f"Samples per step: at first {first}; "
     if len(run.plans) == 1:
         text += "never planned again."
     else:
-        last = _list(run.plans[-1].batch_sizes, "{:.0f}")
         text += f"planned again {len(run.plans) - 1} times; at last {last}."
     return _draw(run, batch_series(run), title, is_batch=True), text
 
 
-def _list(values: Mapping[int, float], form: str) -> str:
-    if len(values) > _MAX_LINES:
-        low, high = min(values.values()), max(values.values())
-        return f"{len(values)} ranks, {form.format(low)} to {form.format(high)}"
-    return ", ".join(f"rank {rank} {form.format(value)}" for rank, value in values.items())
+def _list(values: Mapping[str, float], form: str) -> str:
+    return ", ".join(f"{label} {form.format(value)}" for label, value in values.items())
 
 
 def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
-    """Draw a line for each rank, or colors for many."""
-    is_many = len(series) > _MAX_LINES
-    figure = new_figure(run, title, height=5.5 if is_many else 3.9)
+    """Draw a line for each rank or kind."""
+    figure = new_figure(run, title, height=3.9)
     axes = figure.subplots()
-    unit = "samples per step" if is_batch else "computing (% of the step's time)"
-    (_draw_heat_map if is_many else _draw_lines)(axes, run, series, unit, is_batch)
-    axes.set_xlabel("step" if is_batch else TIME)
-    mark_changes([axes], run, lambda change: change.step if is_batch else change.at_sec)
-    return figure
-
-
-def _draw_lines(axes: Axes, run: Run, series: Series, unit: str, is_batch: bool) -> None:
+    labels = _labels(run, run.ranks, _MAX_LINES)
+    shown = list(dict.fromkeys(labels.values()))
     lost = {rank for event in run.events if event.kind == "loss" for rank in event.ranks}
-    for rank, points in series.items():
+    ended = {labels[rank] for rank in lost} if len(shown) == len(labels) else set()
+    for label, points in series.items():
         xs, ys = zip(*points, strict=True)
-        last = "lost" if rank in lost else f"{ys[-1]:.0f}" + "%" * (not is_batch)
+        last = "lost" if label in ended else f"{ys[-1]:.0f}" + "%" * (not is_batch)
         axes.plot(
             *(xs, ys),
-            **rank_style(rank),
-            label=f"{run.ranks[rank]}: {last}",
+            **line_style(shown.index(label)),
+            label=f"{label}: {last}",
             drawstyle="steps-post" if is_batch else "default",
             markevery=1 if is_batch else max(1, len(xs) // 12),
         )
-    finish_axes(axes, "", unit)
+    unit = "samples per step" if is_batch else "computing (% of the step's time)"
+    finish_axes(axes, "step" if is_batch else TIME, unit)
     if not is_batch:
         axes.set_ylim(top=104)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-
-
-def _draw_heat_map(axes: Axes, run: Run, series: Series, unit: str, is_batch: bool) -> None:
-    """Draw many ranks' values as colors, a row a rank."""
-    import numpy as np
-
-    ranks = sorted(series)
-    low = min(points[0][0] for points in series.values())
-    high = max(points[-1][0] for points in series.values())
-    columns = np.linspace(low, high, _MAX_COLUMNS)
-    cells = np.full((len(ranks), len(columns)), np.nan)
-    for row, rank in enumerate(ranks):
-        xs, ys = (np.array(values) for values in zip(*series[rank], strict=True))
-        known = columns <= xs[-1]
-        places = np.searchsorted(xs, columns[known], side="right") - 1
-        cells[row, known] = np.where(places < 0, np.nan, ys[places])
-    image = axes.imshow(
-        cells,
-        aspect="auto",
-        cmap="cividis",
-        vmin=0,
-        vmax=None if is_batch else 100,
-        extent=(low, max(high, low + 1e-9), len(ranks) - 0.5, -0.5),
-        interpolation="nearest",
-    )
-    axes.figure.colorbar(image, ax=axes, label=unit, pad=0.01)
-    axes.set_ylabel(f"rank ({len(ranks):,} of them; blank: not training)")
-    ticks = sorted({round(i * (len(ranks) - 1) / 10) for i in range(11)})
-    axes.set_yticks(ticks, [str(ranks[i]) for i in ticks])
+    mark_changes([axes], run, lambda change: change.step if is_batch else change.at_sec)
+    return figure
 
 
 def step_times(run: Run, first: int = 0, last: float = math.inf) -> dict[str, dict[str, float]]:
     """Return the mean seconds of each phase in some steps, by rank or, of many ranks, by kind."""
     intervals = [i for i in run.intervals if i.seconds and i.phases]
     intervals = [i for i in intervals if first < i.step - i.steps / 2 <= last]
-    by_kind = len({rank for i in intervals for rank in i.ranks}) > _MAX_BARS
+    labels = _labels(run, {rank for i in intervals for rank in i.ranks}, _MAX_BARS)
     sums: dict[str, dict[str, float]] = {}
     counts: dict[str, int] = {}
     for interval in intervals:
         for place, rank in enumerate(interval.ranks):
-            info = run.ranks[rank]
-            label = f"{info.kind or 'all'}: mean of its ranks" if by_kind else str(info)
+            label = labels[rank]
             _add(sums.setdefault(label, {}), interval, place)
             counts[label] = counts.get(label, 0) + interval.steps
     return {

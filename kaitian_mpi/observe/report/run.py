@@ -73,7 +73,7 @@ class PlanChange:
     reason: str
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """A line of events.jsonl: a loss, a slow rank, a checkpoint."""
 
@@ -81,9 +81,7 @@ class Event:
     step: int
     at_sec: float
     text: str
-    ranks: tuple[int, ...] = ()
-    until_sec: float | None = None
-    """When a slow period ended."""
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def read_run(path: Path) -> Run:
         intervals=tuple(replace(each, at_sec=at(each.at_sec)) for each in intervals),
         evaluations=evaluations,
         plans=tuple(plans),
-        events=_with_ends(replace(event, at_sec=at(event.at_sec)) for event in events),
+        events=tuple(replace(event, at_sec=at(event.at_sec)) for event in events),
         facts=_describe(config, benchmark, {**summary, "steps": steps or None}),
         samples_per_sec=summary.get("samples_per_sec"),
         training_time_sec=summary.get("training_time_sec"),
@@ -242,8 +242,9 @@ def _clock(
 ) -> Callable[[float], float]:
     """Return what turns a Unix time into the run's: seconds in which a job ran, from the start."""
     known = sorted(
-        [each.at_sec for each in (*intervals, *plans, *events)]
-        + [each.at_sec - each.seconds for each in intervals]
+        [plan.at_sec for plan in plans]
+        + [event.at_sec for event in events]
+        + [time for each in intervals for time in (each.at_sec - each.seconds, each.at_sec)]
     )
     starts = {event.at_sec for event in events if event.kind in ("start", "resume")}
     pauses = [(now, now - before) for before, now in itertools.pairwise(known) if now in starts]
@@ -280,23 +281,6 @@ def _in_force(plans: Iterable[PlanChange]) -> list[PlanChange]:
             found.pop()
         found.append(plan)
     return found
-
-
-def _with_ends(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return the events by time; the end of a slow period is part of it."""
-    found: list[Event] = []
-    slow: dict[int, Event] = {}
-    for event in events:
-        if event.kind in ("slow", "slow_end", "loss"):
-            # After a loss, ranks that are still slow are named again.
-            for rank in event.ranks:
-                if before := slow.pop(rank, None):
-                    before.until_sec = event.at_sec
-        if event.kind == "slow":
-            slow |= dict.fromkeys(event.ranks, event)
-        if event.kind != "slow_end":
-            found.append(event)
-    return tuple(sorted(found, key=lambda event: event.at_sec))
 
 
 def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:

@@ -52,17 +52,17 @@ SMALL = 9
 TIME = "time since the start (s)"
 EMULATED = "EMULATED devices or speeds"
 DPI = 110
-_RANKS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, BLACK, SKY_BLUE)
+_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, BLACK, SKY_BLUE)
 _LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def rank_style(rank: int) -> dict[str, Any]:
-    """Return the look of a rank's line: the same in all figures, unlike for the first 28 ranks."""
+def line_style(number: int) -> dict[str, Any]:
+    """Return the look of a rank's or kind's line, the same in all figures."""
     return {
-        "color": _RANKS[rank % len(_RANKS)],
-        "linestyle": _LINES[rank % len(_LINES)],
-        "marker": _MARKERS[rank % len(_MARKERS)],
+        "color": _COLORS[number % len(_COLORS)],
+        "linestyle": _LINES[number % len(_LINES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
     }
 
 
