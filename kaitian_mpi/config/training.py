@@ -181,10 +181,10 @@ class TrainingConfig:
     )
     log_interval: float = setting(2.0, "seconds between progress lines")
     progress: str = setting(
-        "auto",
-        "live: bars, figures and a row for each rank, at the bottom of the terminal; plain: a "
-        "line every --log-interval; auto: live for a single rank at a terminal, else plain",
-        ("auto", "live", "plain", "none"),
+        "plain",
+        "plain: a line every --log-interval; live: bars, figures and a row for each rank, at the "
+        "bottom of the terminal",
+        ("plain", "live", "none"),
     )
     quiet: bool = setting(False, "print only warnings, errors, and the summary at the end of a run")
     timeline: bool = setting(

@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
-from rich.constrain import Constrain
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,8 +16,6 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
 from kaitian_mpi.observe.sink import MetricsSink
 
-_MAX_WIDTH = 120
-_WIDTH_OF_ALL = 72  # narrower views do not say where ranks are
 _MAX_RANKS = 16
 _OTHER_ROWS = 6  # title, two bars, figures, the table's head, and the row below the view
 _MIN_SEC_BETWEEN = 0.5  # a drawing takes about 3 ms of the training thread
@@ -93,14 +90,10 @@ class LiveProgress(MetricsSink):
         """Yield the view, which is no wider and no higher than the terminal."""
         reading = self._reading
         assert reading is not None
-        rows = max(1, min(_MAX_RANKS, console.height - _OTHER_ROWS))
-        view = Group(
-            Text(printable(self._title), "bold", no_wrap=True, overflow="crop"),
-            _bars(reading),
-            self._figures(reading),
-            *self._ranks(reading, options.max_width, rows),
-        )
-        yield Constrain(view, _MAX_WIDTH)
+        yield Text(printable(self._title), "bold", no_wrap=True, overflow="crop")
+        yield _bars(reading)
+        yield self._figures(reading)
+        yield from self._ranks(reading, min(_MAX_RANKS, console.height - _OTHER_ROWS))
 
     def _figures(self, reading: Reading) -> Text:
         """Return the line of figures, the most important first."""
@@ -109,40 +102,34 @@ class LiveProgress(MetricsSink):
         if self._lost:
             names = ", ".join(map(str, self._lost))
             text.append(f" | lost rank{'s' * (len(self._lost) > 1)} {names}", "bold yellow")
-        # Accuracy first: it is what people look for.
-        for name in sorted(self._held_out, key=lambda name: name != "accuracy"):
-            text.append(f" | held-out {printable(name)} {self._held_out[name]:.4f}")
+        for name, value in self._held_out.items():
+            text.append(f" | held-out {printable(name)} {value:.4f}")
         for name, value in reading.logged.items():
             text.append(f" | {printable(name)} {value:.4g}")
         return text.append(f" | learning rate {reading.learning_rate:.3g}")
 
-    def _ranks(self, reading: Reading, width: int, most: int) -> Iterator[RenderableType]:
-        """Yield the table of ranks; if not all fit, the slowest."""
-        names = ("host", "device", "kind") if width >= _WIDTH_OF_ALL else ()
+    def _ranks(self, reading: Reading, most: int) -> Iterator[RenderableType]:
+        """Yield the table of ranks, as many as fit."""
         table = Table(box=None, pad_edge=False, header_style="dim")
+        names = ("host", "device", "kind")
         for name in ("rank", *names, "batch", "compute ms", "wait ms", "busy", ""):
             side: JustifyMethod = "left" if name in (*names, "") else "right"
-            least = 4 if name in ("rank", "busy") else None
-            table.add_column(name, justify=side, no_wrap=True, overflow="crop", min_width=least)
-        computes = reading.compute_time_sec
-        slowest = sorted(range(len(computes)), key=lambda place: -computes[place])
-        shown = slowest if len(slowest) <= most else slowest[: most - 1]
-        for place in sorted(shown):
-            rank = reading.ranks[place]
-            busy = min(1.0, computes[place] / max(reading.step_time_sec, 1e-12))
-            slow = f"slow: {printable(self._slow[rank])}" if rank in self._slow else ""
+            table.add_column(name, justify=side, no_wrap=True, overflow="crop")
+        for place, rank in enumerate(reading.ranks[:most]):
+            compute, wait = reading.compute_time_sec[place], reading.wait_time_sec[place]
+            busy = min(1.0, compute / max(reading.step_time_sec, 1e-12))
             table.add_row(
                 str(rank),
-                *(printable(getattr(self._infos[rank], name)) for name in names),
+                *(getattr(self._infos[rank], name) for name in names),
                 str(reading.batch_sizes[place]),
-                f"{1e3 * computes[place]:.1f}",
-                f"{1e3 * reading.wait_time_sec[place]:.1f}",
+                f"{1e3 * compute:.1f}",
+                f"{1e3 * wait:.1f}",
                 Text(f"{busy:.0%}", "green" if busy >= _BUSY else "yellow"),
-                Text(slow, "yellow"),
+                Text(f"slow: {self._slow[rank]}" if rank in self._slow else "", "yellow"),
             )
         yield table
-        if len(shown) < len(slowest):
-            yield Text(f"and {len(slowest) - len(shown)} faster ranks", "dim")
+        if len(reading.ranks) > most:
+            yield Text(f"and {len(reading.ranks) - most} more ranks", "dim")
 
 
 def _bars(reading: Reading) -> Table:

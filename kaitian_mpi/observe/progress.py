@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
@@ -15,7 +14,7 @@ from kaitian_mpi.observe.sink import MetricsSink
 
 _log = logging.getLogger(__name__)
 
-_MIN_COLUMNS, _MIN_ROWS = 32, 10
+_MIN_COLUMNS, _MIN_ROWS = 72, 10
 _MIN_SHOWN = 0.005
 _MIN_ADVISED = 0.1
 _ADVICE = {
@@ -48,8 +47,7 @@ def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str)
     """Return the sink that shows the progress, on the rank that writes the files."""
     if config.quiet or config.progress == "none":
         return MetricsSink()
-    is_live = config.progress == "live" or (config.progress == "auto" and _owns_terminal(infos))
-    if is_live and _can_draw():
+    if config.progress == "live" and _can_draw():
         from kaitian_mpi.observe.live import LiveProgress  # rich is slow to import
 
         return LiveProgress(title, infos)
@@ -72,15 +70,6 @@ def _can_draw() -> bool:
         return False
     columns, rows = os.get_terminal_size(sys.stdout.fileno())
     return columns >= _MIN_COLUMNS and rows >= _MIN_ROWS
-
-
-def _owns_terminal(infos: Sequence[RankInfo]) -> bool:
-    """Return whether a live view would neither draw over other output nor disturb anybody."""
-    if len(infos) > 1 or os.environ.get("CI"):
-        return False
-    with suppress(OSError):  # not the terminal of this session
-        return os.tcgetpgrp(sys.stdout.fileno()) == os.getpgrp()
-    return True
 
 
 class Outcome(MetricsSink):

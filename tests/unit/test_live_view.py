@@ -75,7 +75,7 @@ def test_view_has_bars_figures_and_a_row_for_each_rank():
     assert found[2].startswith("      run ━━━")
     assert found[2].endswith("30% 1:02:05 left")
     assert found[3].startswith(
-        "loss 1.2346 | 1,234.6 samples/s | held-out accuracy 0.6250 | held-out loss 1.5000 | "
+        "loss 1.2346 | 1,234.6 samples/s | held-out loss 1.5000 | held-out accuracy 0.6250 | "
         "a?[2Jb?c 1"
     )
     assert found[4].split() == "rank host device kind batch compute ms wait ms busy".split()
@@ -92,7 +92,7 @@ def test_slow_and_lost_ranks_are_named_until_they_recover():
     assert "slow" not in lost[6]
 
 
-@pytest.mark.parametrize("width", [32, 40, 60, 80, 120, 200])
+@pytest.mark.parametrize("width", [72, 80, 120, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_terminal(width, encoding):
     found = shown(
@@ -102,18 +102,17 @@ def test_no_line_is_wider_than_the_terminal(width, encoding):
         width=width,
         encoding=encoding,
     )
-    assert max(map(cell_len, found)) <= min(width, 120)
+    assert max(map(cell_len, found)) <= width
     assert len(found) == 10
     for row in found[5:]:
         assert "%" in row  # the busy share is there in any width
 
 
-def test_if_not_all_ranks_fit_the_slowest_are_shown():
-    read = reading(ranks=64, compute_time_sec=[0.01 + 0.001 * (r % 32) for r in range(64)])
-    found = shown(("on_reading", read), width=80, height=12)
-    assert [int(row.split()[0]) for row in found[5:10]] == [29, 30, 31, 62, 63]
-    assert found[-1].rstrip() == "and 59 faster ranks"
-    assert len(found) < 12
+def test_as_many_ranks_are_shown_as_fit():
+    found = shown(("on_reading", reading(ranks=64)), width=80, height=12)
+    assert [int(row.split()[0]) for row in found[5:-1]] == list(range(6))
+    assert found[-1].rstrip() == "and 58 more ranks"
+    assert len(found) == 12
 
 
 def test_what_is_printed_meanwhile_appears_above_the_view_and_the_cursor_is_shown(capsys):
@@ -132,32 +131,26 @@ def test_what_is_printed_meanwhile_appears_above_the_view_and_the_cursor_is_show
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "settings", "expected"),
+    ("size", "settings", "expected"),
     [
-        ((80, 24), 1, {}, LiveProgress),
-        ((80, 24), 2, {}, PlainProgress),  # the other's lines would be drawn over
-        ((80, 24), 2, {"progress": "live"}, LiveProgress),
-        ((0, 0), 1, {"progress": "live"}, PlainProgress),  # Open MPI's, where mpirun has none
-        ((20, 24), 1, {}, PlainProgress),
-        (None, 1, {"progress": "live"}, PlainProgress),
-        ((80, 24), 1, {"progress": "plain"}, PlainProgress),
-        ((80, 24), 1, {"progress": "none"}, MetricsSink),
-        ((80, 24), 1, {"progress": "live", "quiet": True}, MetricsSink),
-        ((80, 24), 1, {"CI": "true"}, PlainProgress),
-        ((80, 24), 1, {"TERM": "dumb"}, PlainProgress),
+        ((80, 24), {}, PlainProgress),
+        ((80, 24), {"progress": "live"}, LiveProgress),
+        ((0, 0), {"progress": "live"}, PlainProgress),  # Open MPI's, where mpirun has none
+        ((70, 24), {"progress": "live"}, PlainProgress),
+        (None, {"progress": "live"}, PlainProgress),
+        ((80, 24), {"progress": "none"}, MetricsSink),
+        ((80, 24), {"progress": "live", "quiet": True}, MetricsSink),
+        ((80, 24), {"progress": "live", "TERM": "dumb"}, PlainProgress),
     ],
 )
-def test_a_live_view_is_chosen_only_for_a_terminal(size, ranks, settings, expected, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("CI", raising=False)
-    for name in {"CI", "TERM"} & set(settings):
-        monkeypatch.setenv(name, settings.pop(name))
+def test_a_live_view_is_chosen_only_for_a_terminal(size, settings, expected, monkeypatch):
+    monkeypatch.setenv("TERM", settings.pop("TERM", "xterm"))
     ends = os.openpty() if size else os.pipe()
     if size:
         ioctl(ends[0], termios.TIOCSWINSZ, struct.pack("HHHH", *reversed(size), 0, 0))
     with open(ends[1], "w") as stdout:
         monkeypatch.setattr(progress.sys, "stdout", stdout)
-        chosen = open_progress(TrainingConfig(**settings), INFOS[:ranks], "run")
+        chosen = open_progress(TrainingConfig(**settings), INFOS, "run")
     os.close(ends[0])
     assert type(chosen) is expected
 
