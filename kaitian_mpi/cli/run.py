@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "kaitian-run"
 SECTIONS = {
-    "devices and communication": "devices device_map share_device group_by network_interface",
+    "devices and communication": "devices share_device group_by network_interface",
     "emulation and output": "emulate_kinds emulate_slowdown log_level",
 }
 
@@ -52,7 +52,7 @@ def main() -> None:
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not (chosen.module or os.path.isfile(chosen.script)):
             raise UserError(f"there is no script {chosen.script}; name the file to run")
-        comm, devices = start_mpi(chosen)
+        comm = start_mpi(chosen)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
@@ -62,7 +62,7 @@ def main() -> None:
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = join_world(comm, devices, *emulated, chosen.share_device, chosen.group_by)
+        world = join_world(comm, chosen.devices, *emulated, chosen.share_device, chosen.group_by)
         set_current_world(world)
         os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
         if world.info.is_on_host:  # without it, Accelerate would train alone

@@ -77,7 +77,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
         hide_unused_devices(os.environ, config.devices)
         load_torch(launch)  # while the other hosts' ranks are started
     startup_clock.begin("MPI")
-    comm, devices = start_mpi(config)
+    comm = start_mpi(config)
     config = with_emulation(config, comm)
     check_before_loading(config, comm)
     load_torch(launch)  # late: it takes seconds
@@ -86,7 +86,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
 
     startup_clock.begin("devices")
     emulated = config.emulate_kinds, config.emulate_slowdown
-    world = init(devices, *emulated, config.share_device, config.group_by)
+    world = init(config.devices, *emulated, config.share_device, config.group_by)
     startup_clock.begin("imports")
     import_for_optimizers()
     return config, world
@@ -117,35 +117,10 @@ def hide_unused_devices(environ: Any, devices: str) -> None:
     environ.update(hide_accelerators(devices, launch.local_rank, launch.local_size))
 
 
-def start_mpi(chosen: Any) -> tuple[MPI.Intracomm, str]:
-    """Start MPI as the flags say. Collective.
-
-    Returns:
-        `COMM_WORLD`, and the devices of this host's ranks, as `--devices` takes them.
-    """
+def start_mpi(chosen: Any) -> MPI.Intracomm:
+    """Start MPI as the flags say; return `COMM_WORLD`. Collective."""
     hide_unused_devices(os.environ, chosen.devices)
-    comm = initialize_mpi_on(chosen.network_interface)
-    devices = chosen.devices
-    if any(gather_values(comm, chosen.device_map)):
-        devices = _devices_in_map(chosen.device_map, devices, comm)
-    hide_unused_devices(os.environ, devices)
-    return comm, devices
-
-
-def _devices_in_map(path: str, devices: str, comm: MPI.Intracomm) -> str:
-    """Return this host's devices in the device map that rank 0 reads. Collective."""
-    from kaitian_mpi.supervise.environments import devices_for, read_device_map
-    from kaitian_mpi.supervise.remote_hosts import is_local
-
-    known: dict[str, str] = {}
-    with agree_on_errors(comm):
-        if devices != "auto":
-            raise UserError("--devices cannot be combined with --device-map; remove one of them")
-        if comm.rank == 0:
-            known = read_device_map(path)
-    path, known = gather_values(comm, (path, known))[0]
-    with agree_on_errors(comm):
-        return devices_for(known, socket.gethostname(), is_local, path)
+    return initialize_mpi_on(chosen.network_interface)
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:

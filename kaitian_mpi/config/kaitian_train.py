@@ -79,12 +79,6 @@ class TrainConfig(TrainingConfig):
     devices: str = setting(
         "auto", "auto, cpu, or a list by local rank, such as cuda:0,cuda:1,cpu", metavar="LIST"
     )
-    device_map: str = setting(
-        "",
-        "a TOML file with the devices of each host's ranks, such as node-a = "
-        '["cuda:0", "cuda:1"]; read by rank 0, in place of --devices',
-        metavar="FILE",
-    )
     share_device: bool = setting(
         False,
         "let several ranks use one device; the ranks of such a group communicate through host "

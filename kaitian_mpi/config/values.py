@@ -17,14 +17,11 @@ _MAX_PROFILED_STEPS = 1000  # torch's profiler keeps all of them in memory, some
 _SPAN = r"\d{1,6}(?:-\d{1,6})?"
 _WINDOW = re.compile(rf"(all|{_SPAN}(?:,\s*{_SPAN})*)\s*@\s*(\d{{1,9}})(?:-(\d{{1,9}}))?")
 
-PATHS = (
-    *("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export"),
-    "device_map",
-)
+PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export")
 """The fields that name a file or folder."""
 MAY_DIFFER = frozenset(
     (
-        *("config", "devices", "device_map", "share_device", "network_interface", "data_dir"),
+        *("config", "devices", "share_device", "network_interface", "data_dir"),
         *("workers", "micro_batch_size", "memory_format", "relay_memory_mb"),
         *("progress", "quiet", "log_level", "tensorboard", "wandb", "mlflow"),
     )

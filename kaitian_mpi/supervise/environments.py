@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePath
@@ -21,7 +21,6 @@ from kaitian_mpi.runtime.mpirun_command import FOLDERS, HOST_LISTS, RANKS, Comma
 
 _PYTHON = 'python = "/opt/torch/bin/python"'
 _KEYS = "python and devices"
-_DEVICES = 'node-a = ["cuda:0", "cuda:1"]'
 _COMMANDS = ("kaitian-doctor", "kaitian-plan", "kaitian-run", "kaitian-train")
 
 
@@ -89,33 +88,6 @@ def _read_tables(place: str, value: Any) -> tuple[Environment, ...]:
 def _is_device_list(value: Any) -> bool:
     is_list = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
     return bool(is_list) and not any("," in each or not each.strip() for each in value)
-
-
-def read_device_map(path: str) -> dict[str, str]:
-    """Return each host's devices in a device map, as `--devices` takes them."""
-    content = read_toml("--device-map", path)
-    if not content:
-        raise UserError(f"--device-map {path} is empty; add a line for each host: {_DEVICES}")
-    for host, value in content.items():
-        if not _is_device_list(value):
-            raise UserError(
-                f"--device-map {path}: {host}: {value!r} is not a list with a device for each "
-                f"local rank; write one, such as {_DEVICES}; quote a name with dots"
-            )
-    return {host: ",".join(value) for host, value in content.items()}
-
-
-def devices_for(
-    devices: Mapping[str, str], host: str, is_this_host: Callable[[str], bool], path: str
-) -> str:
-    """Return the devices of a host in the device map at `path`, by any of the host's names."""
-    for name in (host, host.partition(".")[0], *filter(is_this_host, devices)):
-        if name in devices:
-            return devices[name]
-    raise UserError(
-        f"--device-map {path} has no devices for {host}, only for {', '.join(devices)}; add a line "
-        f"for every host of the job, such as {_DEVICES}"
-    )
 
 
 def interpreters_of(environments: Environments, host: str) -> list[str]:

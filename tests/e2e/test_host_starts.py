@@ -64,11 +64,10 @@ def write_environments(path, **pythons):
 
 
 def test_two_environments_train_one_model(hosts, other_environment, tmp_path):
-    first, second = hosts.address(1), hosts.address(2)
+    second = hosts.address(2)
     write_environments(tmp_path / "env.toml", **{second: other_environment})
-    (tmp_path / "map.toml").write_text(f'"{first}" = ["cpu", "cpu"]\n"{second}" = ["cpu"]\n')
     train = "--model planted:where --global-batch-size 24 --max-steps 4 --check-every 1".split()
-    train += ["--device-map", "map.toml", *EVEN]
+    train += ["--devices", "cpu", *EVEN]
     command = (*ENV, "env.toml", "mpirun", "-np", "3", f"{SCRIPTS}/kaitian-train")
     with HostsJob(hosts, *command, *train, cwd=tmp_path) as job:
         ended = job.finish()
@@ -139,27 +138,29 @@ def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
     assert [rank["host"] for rank in topology["ranks"]] == ["host1", "host1", "host2"]
 
 
-def run_the_pages_command(hosts, folder, number, *before):
+def run_the_pages_command(hosts, folder, begin, *before):
     """Run a command for several hosts of docs/torchrun.md; return what each rank shows."""
     blocks = PAGE.split("```")
     (listed,) = (block for block in blocks if block.startswith("\nnode-a slots="))
-    (mapped,) = (block for block in blocks if block.startswith("toml\nnode-a ="))
-    texts = {"hosts.txt": listed.strip(), "devices.toml": mapped.removeprefix("toml\n")}
+    (tables,) = (block for block in blocks if block.startswith("toml\n[node-a]"))
+    texts = {"hosts.txt": listed.strip(), "environments.toml": tables.removeprefix("toml\n")}
     for name, text in texts.items():
         for host, node in enumerate(("node-a", "node-b"), 1):
             address = hosts.address(host)
             text = text.replace(node, f'"{address}"' if name.endswith("toml") else address)
-        (folder / name).write_text(text.replace("cuda", "mlu") + "\n")
+        text = text.replace("/opt/torch/bin/python", PYTHON).replace("cuda", "mlu")
+        (folder / name).write_text(text + "\n")
     (folder / "train.py").write_text(OF_TORCHRUN)
-    line = [line for line in PAGE.splitlines() if line.startswith("mpirun --hostfile")][number]
+    (line,) = (line for line in PAGE.splitlines() if line.startswith(begin))
     words = shlex.split(line.replace("$(which kaitian-run)", f"{SCRIPTS}/kaitian-run"))
+    words = [*ENV, *words[1:]] if words[0] == "kaitian-env" else words
     with HostsJob(hosts, *before, *words, cwd=folder, on_all=False, survives=False) as job:
         ended = job.finish()
     return sorted(re.findall("shown .*", ended.text))
 
 
 def test_a_script_of_torchrun_runs_on_unequal_hosts(hosts, tmp_path):
-    assert run_the_pages_command(hosts, tmp_path, 0) == [
+    assert run_the_pages_command(hosts, tmp_path, "mpirun --hostfile") == [
         "shown 0 3 0 2 0 2 cpu 6 --lr 0.1",
         "shown 1 3 1 2 0 2 cpu 6 --lr 0.1",
         "shown 2 3 0 1 1 2 cpu 6 --lr 0.1",
@@ -173,7 +174,7 @@ def test_a_script_of_torchrun_runs_on_unequal_hosts(hosts, tmp_path):
 def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
     """With an emulated plug-in, of which each host has devices 0 to 7."""
     with_mlu = ("env", f"PYTHONPATH={PLANTED / 'emulated_mlu'}:{PLANTED.parents[1]}")
-    assert run_the_pages_command(hosts, tmp_path, 1, *with_mlu) == [
+    assert run_the_pages_command(hosts, tmp_path, "kaitian-env", *with_mlu) == [
         "shown 0 3 2 2 0 2 mlu:2",
         "shown 1 3 3 2 0 2 mlu:3",
         "shown 2 3 0 1 1 2 cpu",

@@ -1,4 +1,4 @@
-"""What mpirun is given: environments, device maps, hosts' answers, a launcher's own command."""
+"""What mpirun is given: environments, hosts' answers, a launcher's own command."""
 
 import subprocess
 import sys
@@ -14,9 +14,7 @@ from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher, parse_launcher
 from kaitian_mpi.runtime.startup_clock import StartupClock, describe
 from kaitian_mpi.supervise.environments import (
     Environment,
-    devices_for,
     expand,
-    read_device_map,
     read_environments,
 )
 from kaitian_mpi.supervise.remote_hosts import ask_hosts, judge, judge_hostfile
@@ -129,42 +127,24 @@ PATH_ONLY = "must have the full path of its interpreter"
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "message"),
+    ("text", "message"),
     [
-        (read_environments, "[a", "is not valid TOML"),
-        (read_environments, 'a = "/bin/python"', PATH_ONLY),
-        (read_environments, "[a]", PATH_ONLY),
-        (read_environments, "a = []", PATH_ONLY),
-        (read_environments, '[a]\npython = "/p"\nPATH = "/x"', "only python and devices can be"),
-        (read_environments, '[a]\npython = "/p"\ndevices = "cpu"', "have a list of devices"),
-        (read_environments, '[a]\npython = "/p"\ndevices = []', "have a list of devices, one for"),
-        (read_environments, '[[a]]\npython = "/p"\n[[a]]\npython = "/q"', "each rank of /p,"),
-        (read_environments, '[b.lab]\npython = "/p"', 'a name with dots: \\["node-b.lab"\\]'),
-        (read_environments, '[a]\npython = "bin/python"', PATH_ONLY),
-        (read_device_map, "a = [", "is not valid TOML"),
-        (read_device_map, "", "is empty"),
-        (read_device_map, 'a = "cuda:0"', "is not a list with a device for each local"),
-        (read_device_map, "a = []", "is not a list"),
-        (read_device_map, 'a = ["cuda:0,cuda:1"]', "is not a list"),
-        (read_device_map, "a = [0, 1]", "is not a list"),
-        (read_device_map, 'a.lab = ["cpu"]', "quote a name with dots"),
+        ("[a", "is not valid TOML"),
+        ('a = "/bin/python"', PATH_ONLY),
+        ("[a]", PATH_ONLY),
+        ("a = []", PATH_ONLY),
+        ('[a]\npython = "/p"\nPATH = "/x"', "only python and devices can be"),
+        ('[a]\npython = "/p"\ndevices = "cpu"', "have a list of devices"),
+        ('[a]\npython = "/p"\ndevices = []', "have a list of devices, one for"),
+        ('[[a]]\npython = "/p"\n[[a]]\npython = "/q"', "each rank of /p,"),
+        ('[b.lab]\npython = "/p"', 'a name with dots: \\["node-b.lab"\\]'),
+        ('[a]\npython = "bin/python"', PATH_ONLY),
     ],
 )
-def test_wrong_files_of_hosts(tmp_path, read, text, message):
+def test_wrong_files_of_environments(tmp_path, text, message):
     (tmp_path / "hosts.toml").write_text(text)
     with pytest.raises(UserError, match=message):
-        read(str(tmp_path / "hosts.toml"))
-
-
-def test_a_device_map_gives_each_host_its_devices(tmp_path):
-    (tmp_path / "map.toml").write_text('a = ["cuda:1", "cpu"]\n"10.0.0.2" = ["mlu:0"]')
-    known = read_device_map(str(tmp_path / "map.toml"))
-    names = {"a": "cuda:1,cpu", "a.lab": "cuda:1,cpu", "b": "mlu:0"}
-    for host, devices in names.items():
-        found = devices_for(known, host, lambda name: name == "10.0.0.2", "m.toml")
-        assert found == devices
-    with pytest.raises(UserError, match=r"no devices for c, only for a, 10\.0\.0\.2"):
-        devices_for(known, "c", lambda name: False, "m.toml")
+        read_environments(str(tmp_path / "hosts.toml"))
 
 
 @pytest.mark.parametrize(

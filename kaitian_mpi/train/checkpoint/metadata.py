@@ -96,7 +96,7 @@ SILENT = frozenset(
         "config",  # the settings in it are compared themselves
         "data_dir",  # the files may have moved; the data themselves are compared
         "init",  # the checkpoint has the weights
-        *("devices", "device_map", "share_device", "network_interface"),  # like mpirun's hosts
+        *("devices", "share_device", "network_interface"),  # like mpirun's hosts
         *("emulate_kinds", "emulate_slowdown", "parity"),
         *("resume", "snapshots", "run_dir", "export"),
         *("progress", "quiet", "timeline", "timeline_every", "profile"),
