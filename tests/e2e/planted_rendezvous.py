@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
@@ -24,6 +23,7 @@ class WatchMPI:
 os.environ.pop("OMP_NUM_THREADS", None)
 sys.meta_path.insert(0, WatchMPI())
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -31,11 +31,6 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 def write_line(text):
     os.write(1, f"{text}\n".encode())  # in one call, so that ranks' lines do not mix
-
-
-def write_line_on_rank_0(text):
-    if RANK == 0:
-        write_line(text)
 
 
 def assert_in_order(rank, group=None, size=SIZE):
@@ -62,12 +57,17 @@ def assert_works(rank):
     assert_in_order(rank, dist.new_group())
 
 
+def end(name):
+    dist.destroy_process_group()
+    if RANK == 0:
+        write_line(name)
+
+
 def session(name, rank, /, **options):
     dist.init_process_group("kaitian", **options)
     assert dist.get_backend() == "kaitian"
     assert_works(rank)
-    dist.destroy_process_group()
-    write_line_on_rank_0(name)
+    end(name)
 
 
 def set_environment(rank, size, port):
@@ -78,9 +78,9 @@ def set_environment(rank, size, port):
 def methods(folder, *ports):
     """Every init_method, one after the other, in MPI's order of ranks and in reverse."""
     ports = list(ports)
+    tell_open_ports(ports.pop())
     set_environment(RANK, SIZE, ports.pop())
     session("env://", RANK, init_method="env://")
-    assert WatchMPI.settings_made
     set_environment(REVERSED, SIZE, ports.pop())
     session("no arguments", REVERSED)
     set_environment(RANK, SIZE, ports.pop())
@@ -104,7 +104,6 @@ def alone():
 def beside_gloo(folder):
     """Groups of one backend beside a default group of the other."""
     dist.init_process_group("cpu:kaitian", init_method="mpi://")
-    assert WatchMPI.settings_made
     assert_works(RANK)
     assert_in_order(RANK, dist.new_group(backend="gloo"))
     assert_in_order(RANK, init_device_mesh("cpu", (SIZE,)).get_group())
@@ -113,8 +112,7 @@ def beside_gloo(folder):
     assert_in_order(RANK, mesh.get_group("b"))
     alone_group = dist.new_group([RANK], use_local_synchronization=True)
     assert_in_order(0, alone_group, 1)
-    dist.destroy_process_group()
-    write_line_on_rank_0("kaitian, then gloo")
+    end("kaitian, then gloo")
 
     meeting = f"file://{folder}/gloo"
     dist.init_process_group("gloo", init_method=meeting, rank=REVERSED, world_size=SIZE)
@@ -125,8 +123,7 @@ def beside_gloo(folder):
     if REVERSED < 2:
         assert_in_order(REVERSED, pair, 2)
     assert_in_order(REVERSED)
-    dist.destroy_process_group()
-    write_line_on_rank_0("gloo, then kaitian")
+    end("gloo, then kaitian")
 
 
 def assert_rejected(**options):
@@ -138,14 +135,14 @@ def assert_rejected(**options):
 
 
 def wrong_ranks_and_sizes(folder):
-    """Each wrong call raises on every rank; a right one is possible afterwards."""
+    """Each wrong call raises on every rank; right ones are possible afterwards."""
     assert_rejected(init_method="mpi://", world_size=SIZE + 1, rank=RANK)
     assert_rejected(init_method=f"file://{folder}/more", world_size=SIZE + 1, rank=RANK)
     assert "mpi4py.MPI" not in sys.modules
     assert_rejected(init_method=f"file://{folder}/less", world_size=SIZE - 1, rank=0)
     assert_rejected(init_method=f"file://{folder}/twice", world_size=SIZE, rank=min(RANK, 1))
     assert_rejected(init_method="mpi://", rank=RANK + 1)
-    session("mpi://", RANK, init_method="mpi://")
+    beside_gloo(folder)
 
 
 def too_few(port):
@@ -169,17 +166,16 @@ def plain(method):
 
 
 def listening_sockets():
-    """Count the sockets on which this process listens, by type and address."""
-    import psutil
-
-    found = psutil.Process().net_connections(kind="inet")
+    """Name the sockets on which this process listens, by type and address."""
+    found = psutil.Process().net_connections(kind="inet") if os.path.exists("/proc/net") else []
     waiting = [c for c in found if c.status == psutil.CONN_LISTEN or c.type.name == "SOCK_DGRAM"]
-    return Counter(f"{c.type.name} {c.laddr.ip}" for c in waiting)
+    return [f"{c.type.name} {c.laddr.ip}" for c in waiting]
 
 
-def open_ports(port):
+def tell_open_ports(port):
     """Print which ports a job opens; and which with TCPStore, as proof that they are found."""
     dist.init_process_group("kaitian", init_method="mpi://")
+    assert WatchMPI.settings_made
     assert_works(RANK)
     dist.all_reduce(torch.ones(1 << 20))
     request = dist.isend(torch.ones(3), (RANK + 1) % SIZE)
@@ -191,8 +187,8 @@ def open_ports(port):
     dist.destroy_process_group()
     set_environment(RANK, SIZE, port)
     dist.init_process_group("kaitian", init_method="env://")
-    with_tcp_store = listening_sockets()
-    write_line(json.dumps({"rank": RANK, "ports": own, "with TCPStore": with_tcp_store}))
+    write_line(json.dumps([RANK, own, listening_sockets()]))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,14 +1,16 @@
 """A script whose ranks are killed at chosen places; each surviving rank writes what it has seen.
 
-    python planted_survivor.py closed|open|epochs FOLDER [SETTING=VALUE ...]
+    python planted_survivor.py closed|open|epochs|several FOLDER [SETTING=VALUE ...]
 
 KILLS names the places, such as `forward:3:1 ended:21:0`: in the forward of step 3 on rank 1, and
 after the loop on rank 0. Every second step is followed by an evaluation; or each epoch, by that of
-the averaged weights and a step of the schedule.
+the averaged weights and a step of the schedule. Or there are several trainings, in which a rank
+that is on standby in one takes part in the next.
 """
 
 import copy
 import json
+import math
 import os
 import signal
 import sys
@@ -16,12 +18,14 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kaitian_mpi
+from kaitian_mpi.errors import UserError
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 KILLS = os.environ.get("KILLS", "").split()
@@ -39,8 +43,12 @@ def maybe_die(place, step=None):
 
 
 class Model(nn.Sequential):
+    forwards, poison = 0, math.inf
+    """From the forward of this number on, the loss is not finite."""
+
     def forward(self, x):
         if self.training:
+            self.forwards += 1
             time.sleep(0.01)
             maybe_die("forward")
         return super().forward(x)
@@ -52,17 +60,18 @@ class Optimizer(torch.optim.AdamW):
         return super().step(*args, **kwargs)
 
 
-def make_task(form):
+def open_training(form="closed", poison=math.inf, **settings):
     global average, scheduler
     torch.manual_seed(0)
     inputs = torch.randn(70, 6, dtype=torch.float64)
     data = list(zip(inputs, inputs.sin().sum(1, keepdim=True), strict=True))
     model = Model(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    model.poison = poison
     model[0].weight.register_hook(lambda _: maybe_die("backward"))
     optimizer = Optimizer(model.parameters(), lr=0.02)
     scheduler = ExponentialLR(optimizer, 0.3)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    return kaitian_mpi.Task(
+    task = kaitian_mpi.Task(
         model=model,
         optimizer=optimizer,
         data=data[:56],
@@ -72,10 +81,12 @@ def make_task(form):
         metrics=measure,
         extra_state={"scheduler": scheduler, "average": average},
     )
+    return kaitian_mpi.Training(task, **{"global_batch_size": 8, "balance": "off", **settings})
 
 
 def compute_loss(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
+    bad = model.training and model.forwards >= model.poison
+    return functional.mse_loss(model(batch[0]), batch[1]) * (math.nan if bad else 1)
 
 
 def measure(model, batch):
@@ -128,14 +139,10 @@ def after_step(step, seen):
         seen["evaluations"].append(training.evaluate()["loss"])
 
 
-def main():
+def run_to_the_end(form, **settings):
     global training
-    form, folder, *settings = sys.argv[1:]
-    given = {name: int(value) for name, value in (each.split("=") for each in settings)}
     seen = {"steps": [], "refused": 0, "evaluations": []}
-    training = kaitian_mpi.Training(
-        make_task(form), **{"global_batch_size": 8, "max_steps": STEPS, "balance": "off", **given}
-    )
+    training = open_training(form, **{"max_steps": STEPS, **settings})
     with training:
         {"open": train_open, "closed": train_closed, "epochs": train_epochs}[form](seen)
         maybe_die("ended", STEPS)
@@ -148,7 +155,65 @@ def main():
     ).tolist()
     seen["average"] = torch.cat([w.flatten() for w in average.parameters()]).tolist()
     seen["rate"] = scheduler.get_last_lr()
+    return seen
+
+
+def train_once(**settings):
+    with open_training(epochs=1, parity=False, **settings) as training:
+        steps = [step.number for step in training]
+    return steps, training.summary.ranks, training.summary.finished
+
+
+def leave_by_break():
+    with open_training(epochs=1, spares=1) as training:
+        for step in training:
+            if step.number == 2:
+                break
+        result = training.evaluate()
+    return result["loss"], training.model[0].weight.tolist(), training.summary.finished
+
+
+def error_of(act, **settings):
+    try:
+        return act(**settings)
+    except (UserError, ZeroDivisionError) as error:
+        return str(error)
+
+
+def leave_by_exception():
+    """Only the active ranks raise it: the loop of one on standby ends."""
+    with open_training(epochs=1, spares=1) as training:
+        for _ in training:
+            raise ZeroDivisionError("planted")
+    return training.summary.finished
+
+
+def train_several():
+    world = kaitian_mpi.init()
+    assert kaitian_mpi.init() is world
+    found = {"second": error_of(kaitian_mpi.init, devices="cpu"), "standby": train_once(spares=1)}
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    found |= {"sum": ones.item(), "left": leave_by_break()}
+    found["bad"] = error_of(train_once, poison=4, max_bad_steps=2, spares=1)
+    found["all"] = train_once()
+    assert kaitian_mpi.init().size == world.size
+    if not KILLS:
+        found["raised"] = error_of(leave_by_exception)
+        if dist.is_initialized():  # not on the rank that stood by
+            dist.destroy_process_group()
+    return found
+
+
+def main():
+    form, folder, *settings = sys.argv[1:]
+    given = {name: int(value) for name, value in (each.split("=") for each in settings)}
+    seen = train_several() if form == "several" else run_to_the_end(form, **given)
     (Path(folder) / RANK).write_text(json.dumps(seen))
+    if form == "several" and KILLS:
+        # The ranks that are left end by an error that they share.
+        for step in open_training(poison=4, max_bad_steps=2):
+            maybe_die("several", step.number)
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ def run_all(tmp_path_factory):
         folder = tmp_path_factory.mktemp("errors")
         (folder / "used").mkdir()
         (folder / "used" / "config.json").write_text("{}")
-        results, ended = run_each(ranks, TRAIN, flags, *options, cwd=folder, fresh=fresh)
+        found = run_each(ranks, TRAIN, flags, *options, cwd=folder, fresh=fresh)
         assert (folder / "used" / "config.json").read_text() == "{}"
-        return results, ended
+        return found
 
     return run
 
@@ -93,8 +93,8 @@ def test_an_error_found_later(run_all, flags):
 
 
 def test_an_error_found_later_ends_the_job(run_all):
-    _, ended = run_all(2, tuple(LATER), fresh=False)
-    assert_user_error(Result([ended.code], ended.text, frozenset()), list(LATER.values())[-1])
+    _, whole = run_all(2, tuple(LATER), fresh=False)
+    assert_user_error(whole, list(LATER.values())[-1])
 
 
 def assert_user_error(result, message):

@@ -17,7 +17,8 @@ from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.recipes.models import build_model
 
-MAX_IMPORTED = 130  # of the package, in a job of one device kind
+# Of the package, in a job of one device kind; a bucket's are those from backward to MPI.
+AT_MOST = {"modules imported before the first step": 130, "files a step": 35, "files a bucket": 8}
 CLOCK_ERROR_US = 20_000  # beside other programs, round trips take long
 SUMMARY_KEYS = set(
     "world_size groups global_batch_size batch_sizes steps epochs samples_per_sec step_time_sec "
@@ -268,11 +269,14 @@ def test_a_task_of_ones_own_is_trained_without_a_script(mpirun, tmp_path):
     )
 
 
-def test_a_start_imports_few_modules(tmp_path):
+@pytest.mark.parametrize("what", ["start", "step"])
+def test_a_start_imports_few_modules_and_a_step_passes_few_files(tmp_path, what):
     house = Path(__file__).parents[2] / "benchmarks/house.py"
-    ended = run_ranks(2, "python", str(house), "--rank", "start", cwd=tmp_path)
+    ended = run_ranks(2, "python", str(house), "--rank", what, cwd=tmp_path)
     (counts,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
-    assert counts["modules imported before the first step"] <= MAX_IMPORTED
+    for name in counts.keys() & AT_MOST.keys():
+        assert counts[name] <= AT_MOST[name], name
+    assert counts.keys() & AT_MOST.keys()
 
 
 def test_help_is_printed_once(mpirun):
