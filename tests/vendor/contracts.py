@@ -68,8 +68,8 @@ class Contract:
     kernel takes longer than the timeout; empty: no thread does."""
 
     polls_store_variable: str = ""
-    """The variable that keeps, if it is 0, a thread from asking the store every second; empty: none
-    does. The threads end by `shutdown` or `abort`, and are waited for when the group is freed."""
+    """The variable that keeps, if it is 0, a thread from asking the store; empty: none does. The
+    threads end by `shutdown` or `abort`, and are waited for when the group is freed."""
 
     lacks: frozenset[str] = frozenset()
     """Collectives that raise an error."""

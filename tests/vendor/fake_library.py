@@ -45,10 +45,8 @@ HEADER_BYTES = 128
 FIRST_TAG, TAGS_OF_A_RANK = 1_000, 4_096  # above those of `runtime/tags.py`
 THREAD = "fake library"
 """The name of its threads."""
-DUMP_KEY = "exception_dump"
 _LATER_SEC = 1e-3  # by which a stream goes on after what it waited for
 _WATCH_SEC = 0.1
-_POLL_SEC = 1.0
 
 calls: list[str] = []
 """The operations that this rank has submitted to the library, in order."""
@@ -70,7 +68,7 @@ class Library:
         self._last: Event | None = None
         self._aborted = threading.Event()
         self._shelf: list[LibraryWork] = []
-        self._watchdog = Watchdog(self._contract, store, timeout)
+        self._watchdog = Watchdog(self._contract, timeout)
         communicators.add(self)
         # Not a communicator of its own: threads of two groups may make theirs in unlike orders on
         # two ranks, in which MPI's creation may hang.
@@ -83,48 +81,47 @@ class Library:
         self._tag = int(store.get("tag"))
 
     def allreduce(self, tensors, opts):
-        (tensor,) = tensors
-        reduce = self._reducer(tensor, opts.reduceOp)
-        return self._start(opts, "allreduce", tensors, tensors, self._all_reduce, tensor, reduce)
+        work = functools.partial(self._reduce, self._ranks, self._reducer(tensors[0], opts))
+        return self._start(opts, "allreduce", tensors, tensors, work, *tensors)
 
     def reduce(self, tensors, opts):
-        (tensor,), root = tensors, opts.rootRank
-        work = functools.partial(self._reduce, self._reducer(tensor, opts.reduceOp), root)
-        return self._start(opts, f"reduce to {root}", tensors, tensors, work, tensor)
+        root = opts.rootRank
+        work = functools.partial(self._reduce, [root], self._reducer(tensors[0], opts))
+        return self._start(opts, f"reduce to {root}", tensors, tensors, work, *tensors)
 
     def broadcast(self, tensors, opts):
-        (tensor,), root = tensors, opts.rootRank
-        work = functools.partial(self._broadcast, root)
-        return self._start(opts, f"broadcast of {root}", tensors, tensors, work, tensor)
+        work = functools.partial(self._broadcast, opts.rootRank)
+        return self._start(opts, f"broadcast of {opts.rootRank}", tensors, tensors, work, *tensors)
 
     def allgather(self, outputs, inputs, opts):
         ((pieces,), (tensor,)) = outputs, inputs
-        return self._start(opts, "allgather", inputs, pieces, self._gather_all, pieces, tensor)
+        sent = [tensor] * self._size
+        return self._start(opts, "allgather", inputs, pieces, self._swap, sent, pieces)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts):
         return self._start_each(opts, "all_gather_single", outputs, inputs, self._gather_all_into)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
-        work = functools.partial(self._reduce_scatter_from, self._reducer(inputs[0], opts.reduceOp))
+        work = functools.partial(self._reduce_scatter_from, self._reducer(inputs[0], opts))
         return self._start_each(opts, "reduce_scatter_single", outputs, inputs, work)
 
     def gather(self, outputs, inputs, opts):
-        (tensor,), root = inputs, opts.rootRank
-        pieces = self._of_root("gather", outputs, root)
-        sent = [tensor if each == root else None for each in self._ranks]
+        pieces = self._of_root("gather", outputs, opts.rootRank)
+        sent = [inputs[0] if each == opts.rootRank else None for each in self._ranks]
         received = pieces or [None] * self._size
-        return self._start(opts, f"gather to {root}", inputs, pieces, self._swap, sent, received)
+        name = f"gather to {opts.rootRank}"
+        return self._start(opts, name, inputs, pieces, self._swap, sent, received)
 
     def scatter(self, outputs, inputs, opts):
-        (tensor,), root = outputs, opts.rootRank
-        pieces = self._of_root("scatter", inputs, root)
+        pieces = self._of_root("scatter", inputs, opts.rootRank)
         sent = pieces or [None] * self._size
-        received = [tensor if each == root else None for each in self._ranks]
-        return self._start(opts, f"scatter of {root}", pieces, outputs, self._swap, sent, received)
+        received = [outputs[0] if each == opts.rootRank else None for each in self._ranks]
+        name = f"scatter of {opts.rootRank}"
+        return self._start(opts, name, pieces, outputs, self._swap, sent, received)
 
     def reduce_scatter(self, outputs, inputs, opts):
         ((output,), (pieces,)) = outputs, inputs
-        work = functools.partial(self._reduce_scatter, self._reducer(output, opts.reduceOp))
+        work = functools.partial(self._reduce_scatter, self._reducer(output, opts))
         return self._start(opts, "reduce_scatter", pieces, outputs, work, output, pieces)
 
     def alltoall(self, outputs, inputs, opts):
@@ -170,21 +167,15 @@ class Library:
 
     # What follows runs on the library's stream, on the memory itself.
 
-    def _all_reduce(self, tensor, reduce):
-        tensor.copy_(reduce(self._from_all(tensor)))
-
-    def _reduce(self, reduce, root, tensor):
+    def _reduce(self, roots, reduce, tensor):
         gathered = self._from_all(tensor)
-        if self._rank == root:
+        if self._rank in roots:
             tensor.copy_(reduce(gathered))
 
     def _broadcast(self, root, tensor):
         sent = [tensor if self._rank == root else None] * self._size
         received = [tensor if self._rank != root and each == root else None for each in self._ranks]
         self._swap(sent, received)
-
-    def _gather_all(self, pieces, tensor):
-        self._swap([tensor] * self._size, pieces)
 
     def _gather_all_into(self, output, tensor):
         output.view(-1).copy_(torch.cat([part.view(-1) for part in self._from_all(tensor)]))
@@ -250,8 +241,8 @@ class Library:
         _abandoned.append((requests, buffers))
         raise AbortedError
 
-    def _reducer(self, tensor, op):
-        kind = getattr(op, "op", op)
+    def _reducer(self, tensor, opts):
+        kind = getattr(opts.reduceOp, "op", opts.reduceOp)
         if kind.name not in self._contract.reductions:
             raise ValueError(f"Cannot use {kind} with this library")
         is_refused = (kind.name, tensor.dtype) in self._contract.refused
@@ -259,20 +250,15 @@ class Library:
             raise TypeError(f"Cannot use {kind} with {tensor.dtype}")
         if tensor.dtype is torch.bool and kind == dist.ReduceOp.SUM:
             kind = dist.ReduceOp.MAX
-        factor = None
+        factor, divides = 1, kind == dist.ReduceOp.AVG
         if kind == dist.ReduceOp.PREMUL_SUM:
-            factor = op.__getstate__()[1]
-        elif kind == dist.ReduceOp.AVG and tensor.dtype.is_floating_point:
-            factor = 1 / self._size  # before the sum, as NCCL does
-        share = None if factor is None else torch.tensor([factor]).to(tensor.dtype)
+            factor = torch.tensor(opts.reduceOp.__getstate__()[1]).to(tensor.dtype)
+        elif divides and tensor.dtype.is_floating_point:  # before the sum, as NCCL does
+            factor, divides = torch.tensor(1 / self._size).to(tensor.dtype), False
 
         def reduce(pieces):
-            if share is not None:
-                pieces = [piece * share.to(piece.dtype) for piece in pieces]
-            total = functools.reduce(OPERATIONS[kind], pieces)
-            if kind == dist.ReduceOp.AVG and share is None:
-                total = total.div(self._size, rounding_mode="trunc")
-            return total
+            total = functools.reduce(OPERATIONS[kind], [piece * factor for piece in pieces])
+            return total.div(self._size, rounding_mode="trunc") if divides else total
 
         return reduce
 
@@ -298,15 +284,12 @@ class Library:
         if name.partition(" ")[0] in self._contract.lacks:
             raise RuntimeError(f"the library does not support {name}")
         calls.append(name)
-        sizes = ""
-        if name.partition(" ")[0] in ("allreduce", "reduce", "broadcast"):
-            sizes = str(tensors[0].numel())
-        header = f"{name} {tensors[0].dtype} {sizes}"
+        is_of_one_size = name.partition(" ")[0] in ("allreduce", "reduce", "broadcast")
+        header = f"{name} {tensors[0].dtype} {tensors[0].numel() if is_of_one_size else ''}"
         if self._aborted.is_set():
             raise dist.DistBackendError("the communicator was aborted")
-        raw, sources, outputs = fake_device.tree_map(
-            fake_device._content, (arguments, list(read), list(written))
-        )
+        whole = (arguments, list(read), list(written))
+        raw, sources, outputs = fake_device.tree_map(fake_device._content, whole)
         used = {tensor.untyped_storage().data_ptr() for tensor in sources}
         unread = [each for each in outputs if each.untyped_storage().data_ptr() not in used]
         is_on_own_stream = opts.asyncOp or self._contract.returns_work_always
@@ -349,9 +332,7 @@ class LibraryWork(Work):
 
     def __init__(self, done: Event, written: list[torch.Tensor], contract: Contract) -> None:
         super().__init__()
-        self._done = done
-        self._written = written
-        self._contract = contract
+        self._done, self._written, self._contract = done, written, contract
         self.kept: list[torch.Tensor] = []
         """The tensors, if the work is what keeps them."""
 
@@ -390,18 +371,15 @@ class LibraryWork(Work):
 
 
 class Watchdog:
-    """The threads of a library: it ends the process where a kernel takes too long."""
+    """The thread of a library: it ends the process where a kernel takes too long."""
 
-    def __init__(self, contract: Contract, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(self, contract: Contract, timeout: timedelta) -> None:
         self._watches = _is_on(contract.handling_variable)
-        self._polls = _is_on(contract.polls_store_variable)
-        self._store, self._limit_sec = store, timeout.total_seconds()
-        while hasattr(self._store, "underlying_store"):
-            self._store = self._store.underlying_store
+        self._limit_sec = timeout.total_seconds()
         self._kernels: collections.deque = collections.deque()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=THREAD, daemon=True)
-        if self._watches or self._polls:
+        if self._watches or _is_on(contract.polls_store_variable):
             self._thread.start()
 
     def watch(self, done: Event) -> None:
@@ -416,23 +394,12 @@ class Watchdog:
             self._thread.join()
 
     def _loop(self) -> None:
-        polled_at = time.monotonic()
         while not self._stopped.wait(_WATCH_SEC):
             while self._kernels and self._kernels[0][1].query():
                 self._kernels.popleft()
-            now = time.monotonic()
-            if self._kernels and now - self._kernels[0][0] > self._limit_sec:
-                self._end_process()
-            if self._polls and now - polled_at > _POLL_SEC:
-                polled_at = now
-                if self._store.check([DUMP_KEY]):
-                    self._end_process()
-
-    def _end_process(self) -> None:
-        if self._polls:
-            self._store.set(DUMP_KEY, "")
-        write_labeled("the library's watchdog ends the process")
-        os.kill(os.getpid(), signal.SIGABRT)
+            if self._kernels and time.monotonic() - self._kernels[0][0] > self._limit_sec:
+                write_labeled("the library's watchdog ends the process")
+                os.kill(os.getpid(), signal.SIGABRT)
 
 
 def _is_on(variable: str) -> bool:
