@@ -1,6 +1,5 @@
 """What callers see: timeouts, mismatches, profiles, the state of a Work, rejected arguments."""
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -53,44 +52,30 @@ def test_profiles_name_the_operations(world, in_background):
         dist.all_gather([torch.ones(2) for _ in range(world.size)], torch.ones(2))
         dist.reduce(torch.ones(2), 0)
         dist.barrier()
-    names = {event.name for event in seen.events()}
-    for name in ("all_reduce", "broadcast", "all_gather", "reduce", "barrier"):
-        assert f"kaitian:{name}" in names
-
-
-@pytest.mark.ranks(2)
-def test_monitored_barrier_raises_on_the_ranks_that_arrived(world, last):
-    """Messages sent meanwhile are not mistaken for part of later collectives."""
-    limit = timedelta(seconds=0.2)
-    if world.rank != last:
-        with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
-            dist.monitored_barrier(timeout=limit)
-    pieces = [torch.zeros(3) for _ in range(world.size)]
-    dist.all_gather(pieces, torch.full((3,), float(world.rank)))
-    assert [piece[0].item() for piece in pieces] == [float(rank) for rank in range(world.size)]
-    if world.rank == last:
-        with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
-            dist.monitored_barrier()
+    expected = ("all_reduce", "broadcast", "all_gather", "reduce", "barrier")
+    assert {event.name for event in seen.events()} >= {f"kaitian:{name}" for name in expected}
 
 
 @pytest.mark.sizes(2, 3)
-def test_monitored_barrier_does_not_wait_for_queued_work(world, last):
-    """Its purpose is to name the rank that the queued work waits for, within its own timeout."""
+def test_monitored_barrier_names_the_missing_rank_and_does_not_wait_for_queued_work(world, last):
+    """Its messages are not mistaken for part of later collectives."""
     tensor = torch.ones(3)
+    pieces, own = [torch.zeros(3) for _ in range(world.size)], torch.full((3,), float(world.rank))
     if world.rank != last:
         work = dist.all_reduce(tensor, async_op=True)
-        began = time.monotonic()
         with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
             dist.monitored_barrier(timeout=timedelta(seconds=0.2))
-        assert time.monotonic() - began < 60  # the group's own timeout is far longer
         assert not work.is_completed()
         dist.send(torch.ones(1), last)
+        dist.all_gather(pieces, own)
     else:
         for rank in range(last):
             dist.recv(torch.ones(1), rank)  # which they send after that
         work = dist.all_reduce(tensor, async_op=True)
+        dist.all_gather(pieces, own)
         with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
             dist.monitored_barrier()
+    assert [piece[0].item() for piece in pieces] == [*range(world.size)]
     dist.monitored_barrier()
     work.wait()
     assert tensor.tolist() == [float(world.size)] * 3
@@ -139,12 +124,11 @@ def test_tensors_that_require_grad_are_accepted(world):
     assert tensor.requires_grad
     assert tensor.is_leaf
     dist.broadcast(tensor, 0)
-    works = [dist.isend(tensor, (world.rank + 1) % world.size)] if world.size > 1 else []
-    received = torch.zeros(4, requires_grad=True)
-    if works:
+    if world.size > 1:
+        work = dist.isend(tensor, (world.rank + 1) % world.size)
+        received = torch.zeros(4, requires_grad=True)
         dist.recv(received, (world.rank - 1) % world.size)
         assert received.tolist() == tensor.tolist()
-    for work in works:
         work.wait()
 
 
@@ -182,12 +166,8 @@ def test_inference_tensors(world, mode_outside):
     assert ring.tolist() == [float(world.size > 1)] * 4
 
 
-@pytest.mark.sizes(1, 3)
-def test_meta_tensors(world):
+def test_a_negative_view_is_resolved_and_meta_tensors_are_accepted(world):
     assert dist.all_reduce(torch.ones(4, device="meta")) is None
-
-
-def test_a_negative_view_is_resolved(world):
     tensor = torch.full((2,), complex(0, world.rank)).conj().imag
     assert tensor.is_neg()
     pieces = [torch.zeros(2) for _ in range(world.size)]
