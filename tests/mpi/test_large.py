@@ -43,9 +43,9 @@ def values(seed, start):
 
 
 def filled(length, seed):
-    tensor = torch.empty(length, dtype=torch.uint8)
-    for start, chunk in chunks(tensor):
-        chunk.copy_(values(seed, start)[: len(chunk)])
+    tensor = empty(length)
+    for number, chunk in enumerate(tensor.split(_CHUNK)):
+        chunk.copy_(values(seed, number * _CHUNK)[: len(chunk)])
     return tensor
 
 
@@ -53,16 +53,17 @@ def empty(length):
     return torch.zeros(length, dtype=torch.uint8)
 
 
-def chunks(tensor):
-    return zip(range(0, len(tensor), _CHUNK), tensor.split(_CHUNK), strict=True)
-
-
 def holds(tensor, *seeds, start=0):
     """Return whether a tensor is the sum of these sequences from `start` on."""
     return all(
-        torch.equal(chunk, sum(values(seed, start + at) for seed in seeds)[: len(chunk)])
-        for at, chunk in chunks(tensor)
+        torch.equal(chunk, sum(values(seed, start + n * _CHUNK) for seed in seeds)[: len(chunk)])
+        for n, chunk in enumerate(tensor.split(_CHUNK))
     )
+
+
+def hold(pieces, start=0):
+    """Return whether each of the ranks' pieces is of that rank's sequence, from `start` on."""
+    return all(holds(piece, rank, start=start) for rank, piece in enumerate(pieces))
 
 
 TO_BOTH, OF_1 = [(0, 1), (0, 1)], [(1,), (1,)]
@@ -89,36 +90,32 @@ def test_pieces_of_two_ranks(world, lengths):
     own = filled(lengths[world.rank], world.rank)
     pieces = [empty(length) for length in lengths]
     dist.all_gather(pieces, own)
-    assert all(holds(piece, rank) for rank, piece in enumerate(pieces))
+    assert hold(pieces)
     if lengths[0] != lengths[1]:
         return
     del pieces
     whole = empty(sum(lengths))
     dist.all_gather_single(whole, own)
     pieces = list(whole.split(lengths[0]))
-    assert all(holds(piece, rank) for rank, piece in enumerate(pieces))
+    assert hold(pieces)
     whole.zero_()
     dist.gather(own, pieces if world.rank == 1 else None, dst=1)
-    assert world.rank == 0 or all(holds(piece, rank) for rank, piece in enumerate(pieces))
+    assert world.rank == 0 or hold(pieces)
     own.zero_()
     dist.scatter(own, pieces if world.rank == 1 else None, src=1)
     assert holds(own, world.rank)
 
 
-def test_reduce_scatter_single(world):
-    tensor = empty(HALF)
-    dist.reduce_scatter_single(tensor, filled(LARGE, world.rank))
-    assert holds(tensor, 0, 1, start=world.rank * HALF)
-
-
-def test_all_to_all(world):
-    own, received = filled(LARGE, world.rank), empty(LARGE)
-    dist.all_to_all_single(received, own)
+def test_parts_for_both_ranks(world):
+    own, received, start = filled(LARGE, world.rank), empty(LARGE), world.rank * HALF
     parts = list(received.split(HALF))
-    assert all(holds(part, rank, start=world.rank * HALF) for rank, part in enumerate(parts))
+    dist.reduce_scatter_single(parts[0], own)
+    assert holds(parts[0], 0, 1, start=start)
+    dist.all_to_all_single(received, own)
+    assert hold(parts, start)
     received.zero_()
     dist.all_to_all(parts, list(own.split(HALF)))
-    assert all(holds(part, rank, start=world.rank * HALF) for rank, part in enumerate(parts))
+    assert hold(parts, start)
     everything_to_the_other = [0, LARGE] if world.rank == 0 else [LARGE, 0]
     dist.all_to_all_single(received, own, everything_to_the_other, everything_to_the_other)
     assert holds(received, 1 - world.rank)

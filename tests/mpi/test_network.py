@@ -15,18 +15,12 @@ from kaitian_mpi.distributed.network.allreduce import (
 from kaitian_mpi.distributed.network.crossing import EXCHANGES
 from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, links_of
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RelaySettings
 
 pytestmark = pytest.mark.ranks(2)
 
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-}
+OPS = {name: getattr(dist.ReduceOp, name) for name in "SUM AVG PRODUCT MIN MAX BAND".split()}
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -41,10 +35,10 @@ def placements(size):
 
 def ops_for(dtype):
     if dtype.is_complex:
-        return ["sum", "avg", "product"]
+        return ["SUM", "AVG", "PRODUCT"]
     if dtype is torch.bool:
-        return ["sum", "product", "min", "max", "band"]
-    return [name for name in OPS if not (name == "band" and dtype.is_floating_point)]
+        return ["SUM", "PRODUCT", "MIN", "MAX", "BAND"]
+    return [name for name in OPS if not (name == "BAND" and dtype.is_floating_point)]
 
 
 def values(dtype, rank, elements):
@@ -70,32 +64,20 @@ def routes_on(hosts):
     return [Route(name, n) for name in EXCHANGES for n in sorted({1, min(map(len, hosts))})]
 
 
-def assert_reduced(allreduce, dtype, name, elements, route, size, rank):
-    tensor = values(dtype, rank, elements)
-    allreduce.run(tensor, reduction(dtype, OPS[name]), route)
-    wanted = expected(dtype, name, size, elements)
-    assert torch.equal(tensor, wanted), (dtype, name, elements, route)
-
-
-def test_every_dtype_and_operation_is_exact_wherever_the_ranks_are(world):
-    for nodes in placements(world.size):
-        hosts = group_by_host(nodes)
-        allreduce = HostAllreduce(world.comm, hosts)
-        for route, dtype in itertools.product(routes_on(hosts), DTYPES):
-            for name in ops_for(dtype):
-                assert_reduced(allreduce, dtype, name, 1003, route, world.size, world.rank)
-
-
-def test_lengths_that_do_not_divide_evenly(world):
+def test_every_dtype_operation_and_length_is_exact_wherever_the_ranks_are(world):
     for nodes in placements(world.size):
         hosts = group_by_host(nodes)
         allreduce = HostAllreduce(world.comm, hosts)
         one_round = round_elements(torch.zeros(70_001), len(hosts))
         assert one_round < 70_001  # several rounds are in progress
-        for route in routes_on(hosts):
-            for elements in (1, 2, 3, one_round + 1, 70_001, 600_001):
-                args = torch.float32, "sum", elements, route
-                assert_reduced(allreduce, *args, world.size, world.rank)
+        cases = [(dtype, name, 1003) for dtype in DTYPES for name in ops_for(dtype)]
+        lengths = (1, 2, 3, one_round + 1, 70_001, 600_001)
+        cases += [(torch.float32, "SUM", length) for length in lengths]
+        for route, case in itertools.product(routes_on(hosts), cases):
+            dtype, name, length = case
+            tensor = values(dtype, world.rank, length)
+            allreduce.run(tensor, reduction(dtype, OPS[name]), route)
+            assert torch.equal(tensor, expected(dtype, name, world.size, length)), (case, route)
 
 
 def test_all_ranks_get_the_same_bits(world):
@@ -105,7 +87,7 @@ def test_all_ranks_get_the_same_bits(world):
         for route in routes_on(hosts):
             tensor = torch.randn(50_000, generator=generator).to(dtype)
             exact = tensor.double()
-            HostAllreduce(world.comm, hosts).run(tensor, reduction(dtype, OPS["avg"]), route)
+            HostAllreduce(world.comm, hosts).run(tensor, reduction(dtype, OPS["AVG"]), route)
             first = tensor.clone()
             dist.broadcast(first, 0)
             assert torch.equal(tensor.view(torch.uint8), first.view(torch.uint8))
@@ -116,15 +98,14 @@ def test_all_ranks_get_the_same_bits(world):
 def test_an_average_of_16_bit_floats_does_not_overflow(world):
     hosts = group_by_host([0, *[1] * (world.size - 1)])
     tensor = torch.full((40_000,), 60_000.0, dtype=torch.float16)
-    HostAllreduce(world.comm, hosts).run(
-        tensor, reduction(torch.float16, OPS["avg"]), Route("pairwise")
-    )
+    average = reduction(torch.float16, OPS["AVG"])
+    HostAllreduce(world.comm, hosts).run(tensor, average, Route("pairwise"))
     assert tensor.unique().tolist() == [torch.tensor(60_000.0).half().item()]
 
 
 def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
     link = Link(world.comm, group_by_host(range(world.size)), RelaySettings())
-    op = reduction(torch.float32, OPS["sum"])
+    op = reduction(torch.float32, OPS["SUM"])
     link.reduce_to_all(torch.zeros(SHORT_BYTES // 4 - 1), op)
     assert link.choice is None
     tensor = torch.full((LONG_BYTES // 4,), float(world.rank + 1))
@@ -134,22 +115,17 @@ def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
     assert choice is not None
     assert set(choice.seconds) == set(link.routes)
     assert tensor.unique().tolist() == [world.size * (world.size + 1) / 2]
-    gathered = [None] * world.size
-    dist.all_gather_object(gathered, choice)
-    assert set(map(str, gathered)) == {str(choice)}
+    assert set(gather_values(world.comm, str(choice))) == {str(choice)}
     assert link.choose() is choice
     logged = [record.getMessage() for record in caplog.records]
     start = f"allreduce among {world.size} ranks on {world.size} hosts: {choice.route} (measured"
     assert [text for text in logged if text.startswith(start)] == logged[:1] or world.rank != 0
 
 
-def test_an_algorithm_can_be_forced(world):
+def test_an_algorithm_can_be_forced_and_only_ranks_of_several_hosts_have_links(world):
     settings = RelaySettings(network_allreduce="ring")
     link = Link(world.comm, group_by_host(range(world.size)), settings)
     assert link.choose() == Choice(Route("ring"), SHORT_BYTES, None)
-
-
-def test_only_ranks_of_several_hosts_have_links(world):
     comms = dist.group.WORLD.comms
     assert links_of(comms, [3] * world.size, RelaySettings()) == {}
     assert comms.world.py2f() in links_of(comms, range(world.size), RelaySettings())
@@ -172,7 +148,7 @@ def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monke
     for elements in (20_001, 3_000_001):
         tensor = values(torch.float32, world.rank, elements)
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
-        wanted = expected(torch.float32, "avg", world.size, elements)
+        wanted = expected(torch.float32, "AVG", world.size, elements)
         torch.testing.assert_close(tensor, wanted)
     comms = group.comms
     lanes = {"flat": world.size, "leader": 1, "striped": comms.lanes}[algorithm]

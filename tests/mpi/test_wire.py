@@ -35,10 +35,9 @@ def link(world, nodes):
 
 
 @pytest.fixture
-def hosts_of_group(world, nodes, monkeypatch):
+def hosts_of_group(link, monkeypatch):
     """Let the default process group's ranks be on several hosts."""
     group = dist.group.WORLD
-    link = Link(world.comm, group_by_host(nodes), RelaySettings(network_allreduce="pairwise"))
     monkeypatch.setitem(group.links, group.comms.world.py2f(), link)
     monkeypatch.setattr(group, "algorithm", "flat")  # an earlier test may have set another
 
@@ -86,10 +85,7 @@ def test_nothing_is_lost_in_the_long_run(world, link, name):
         total += values
         errors.append(float((total / step - expected).abs().mean()))
     assert errors[-1] < errors[0] / 6
-    left = torch.zeros(count, dtype=torch.float64)
-    if residual.value is not None:
-        left += residual.value
-    world.comm.Allreduce(MPI.IN_PLACE, left.numpy())
+    left = exact_sum(world.comm, torch.zeros(count) if (own := residual.value) is None else own)
     assert (total + left - STEPS * expected).abs().max() < 1e-3  # float32's own rounding
 
 
@@ -139,7 +135,8 @@ def train(world, wire):
 def test_training_ends_where_exact_gradients_lead(world, nodes):
     exact, nothing = train(world, "fp32")
     assert nothing == {}
-    moved = (exact - torch.cat([p.detach().flatten() for p in make_model().parameters()])).norm()
+    before = torch.cat([p.detach().flatten() for p in make_model().parameters()])
+    moved = (exact - before).norm()
     for wire, most in (("bf16", 5e-3), ("int8", 5e-3), ("int4", 5e-2)):
         weights, left = train(world, wire)
         assert_same_bits(world, weights)
