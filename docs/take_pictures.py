@@ -40,7 +40,7 @@ COMMAND = (
 )
 KILL_AT, PICTURE_AT = 60, 105
 STEP = 8  # before the first gathering of events, so that the lost rank's are in the file
-FIGURES = ("batch-sizes", "utilization", "step-phases")
+FIGURES = ("batch-sizes", "utilization", "step-phases", "events")
 ERASED = re.compile(r"\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")  # the last frame
 CURSOR = re.compile(r"\x1b\[\?25[hl]")
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # would be loaded from elsewhere

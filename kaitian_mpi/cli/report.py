@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +24,7 @@ from kaitian_mpi.observe.report.text import side_by_side
 
 PROGRAM = "kaitian-report"
 NAME = "report.html"
+WATCH_SEC = 10
 
 
 def main() -> None:
@@ -49,7 +52,7 @@ def make_parser() -> OneLineParser:
         "Show what happened in a run, or in several side by side: one HTML file that opens without "
         "a network. Works even while a run trains, and after a crash. Needs neither MPI nor the "
         'devices, but matplotlib: pip install "kaitian-mpi[report]".',
-        f"{PROGRAM} runs/cnn-20261122-161600",
+        f"{PROGRAM} runs/cnn-20261122-161600 --watch",
     )
     parser.add_argument(
         "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"
@@ -61,6 +64,11 @@ def make_parser() -> OneLineParser:
         metavar="FILE",
         help="write the page to this file; default RUN_DIR/report.html, or ./report.html for "
         "several runs",
+    )
+    parser.add(
+        "--watch",
+        f"write the page again every {WATCH_SEC} s, until the run ends or Ctrl-C; the open page "
+        "reloads itself",
     )
     parser.add(
         "--text",
@@ -79,8 +87,9 @@ def make_report(options: argparse.Namespace) -> None:
         pass  # without matplotlib, say so before reading long files
     runs = [read_run(path) for path in options.run_dirs]
     target = options.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
-    page = make_page(runs).encode("utf-8", "replace")
-    write_output(target, page, "name another place with -o")
+    if options.watch:
+        runs = _watch(runs, target)
+    _write_page(target, make_page(runs))
     if options.images:
         _write_images(runs, options.images)
     for run in runs:
@@ -90,6 +99,22 @@ def make_report(options: argparse.Namespace) -> None:
     stream = sys.stdout if target.is_file() else sys.stderr
     images = f", images in {options.images}" if options.images else ""
     print(f"report in {target}{images}", file=stream)
+
+
+def _watch(runs: Sequence[Run], target: Path) -> list[Run]:
+    """Write the page again and again, until the runs end or Ctrl-C; return what they are then."""
+    os.nice(19)  # beside a training that may need all cores
+    print(f"writing {target} every {WATCH_SEC} s, until the run ends or Ctrl-C", flush=True)
+    with suppress(KeyboardInterrupt):
+        while any(run.state == "unfinished" for run in runs):
+            _write_page(target, make_page(runs, reload_sec=WATCH_SEC))
+            time.sleep(WATCH_SEC)
+            runs = [read_run(run.path) for run in runs]
+    return [read_run(run.path) for run in runs]
+
+
+def _write_page(target: Path, page: str) -> None:
+    write_output(target, page.encode("utf-8", "replace"), "name another place with -o")
 
 
 def _write_images(runs: Sequence[Run], folder: Path) -> None:

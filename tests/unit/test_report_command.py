@@ -1,6 +1,7 @@
 """`kaitian-report`: its files and each of its errors."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from unit.report_runs import make_run
@@ -48,8 +49,30 @@ def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monk
     assert text.count("<img ") == 2
     assert "<td>slow (emulated)</td><td>finished</td><td>640</td><td>1</td>" in text
     images = {path.name for path in (tmp_path / "images").iterdir()}
-    assert images == {"run1-learning.png", "run2-learning.png"}
+    assert images == {"run1-events.png", "run2-events.png"}
     assert not (folders[0] / "report.html").exists()
+
+
+@pytest.mark.parametrize("end", ["the run finishes", "Ctrl-C"])
+def test_a_watched_page_reloads_itself_until_the_end(run, tmp_path, monkeypatch, end):
+    folder = make_run(tmp_path / "run")
+    finished = (folder / "summary.json").read_text()
+    (folder / "summary.json").write_text("{}")
+    refresh, looks = '<meta http-equiv="refresh" content="10">', []
+
+    def sleep(seconds):
+        looks.append((folder / "report.html").read_text())
+        if len(looks) == 2:
+            if end == "Ctrl-C":
+                raise KeyboardInterrupt
+            (folder / "summary.json").write_text(finished)
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(report.os, "nice", lambda more: None)
+    code, out, _ = run(folder, "--watch")
+    assert (code, out.splitlines()[-1]) == (0, f"report in {folder}/report.html")
+    assert [refresh in page for page in looks] == [True, True]
+    assert refresh not in (folder / "report.html").read_text()
 
 
 def test_without_matplotlib_one_line_names_the_extra(run, tmp_path, monkeypatch):

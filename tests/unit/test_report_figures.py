@@ -8,7 +8,7 @@ import pytest
 from unit.report_runs import START, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.observe.report import page
-from kaitian_mpi.observe.report.figures import FIGURES
+from kaitian_mpi.observe.report.figures import FIGURES, _slow_period
 from kaitian_mpi.observe.report.page import make_page
 from kaitian_mpi.observe.report.rank_figures import batch_series, step_times
 from kaitian_mpi.observe.report.run_files import read_run
@@ -22,6 +22,7 @@ NUMBERS = {
     "utilization": ["rank 0 (gpu) 80%", "rank 3 (mlu) 80%"],
     "step-phases": ["100 ms per step", "wait 10 to 10 ms"],
     "learning": ["from 1.333 to", "held-out results at step 200: loss 0.2, accuracy 0.8"],
+    "events": ["new plan 1", "slow rank 1", "lost rank 1", "rank 3 (node-b, cpu, mlu)"],
 }
 
 
@@ -78,6 +79,8 @@ def test_each_new_plan_is_marked_in_the_figure_and_explained_below(run, figures,
 def test_what_is_drawn_is_what_was_measured(run):
     assert batch_series(run)["rank 1 (gpu)"] == [(0, 16), (60, 8), (100, 12), (200, 12)]
     assert batch_series(run)["rank 3 (mlu)"][-1] == (100, 16)
+    (slow,) = (event for event in run.events if event.kind == "slow")
+    assert _slow_period(run, slow) == (pytest.approx(5.2), pytest.approx(18.0))
     for first, last in ((0, 60), (60, 100), (100, 200)):
         for parts in step_times(run, first, last).values():
             assert sum(parts.values()) == pytest.approx(0.1)

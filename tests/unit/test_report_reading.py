@@ -1,7 +1,7 @@
 """The report reads a run's folder, however little of it can be read."""
 
 import pytest
-from unit.report_runs import START, make_run, reading, write_lines
+from unit.report_runs import START, make_run, reading, write_json, write_lines
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.report.run_files import MAX_POINTS, read_run
@@ -43,6 +43,8 @@ def test_the_time_between_jobs_does_not_count(folder):
     [
         ("metrics.jsonl", '{"step": 5, "time": 9}\n{"step": 10, "lo', "1 of 2 lines"),
         ("metrics.jsonl", '[]\n7\nnull\n"x"\n{"step": "a"}\n{"step": 1}\n', "6 of 6 lines"),
+        ("metrics.jsonl", '{"step": 5, "time": 9, "loss": [1]}', "1 of 1 lines"),
+        ("metrics.jsonl", "[" * 100_000, "1 of 1 lines"),
         ("metrics.jsonl", "", "has no reading yet"),
         ("metrics.jsonl", "\x00\xff" * 100, "1 of 1 lines"),
         ("summary.json", "{", "summary.json cannot be read: not valid JSON"),
@@ -69,6 +71,22 @@ def test_a_long_run_is_thinned_without_losing_its_means(folder):
     assert len(intervals) <= 2 * MAX_POINTS
     assert sum(i.steps for i in intervals) == count
     assert sum(i.loss * i.steps for i in intervals) / count == pytest.approx((count + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {"config.json": {"epochs": "many"}, "summary.json": {"epochs": 1}},
+        {"topology.json": {"ranks": [7]}},
+        {"summary.json": {"steps": "x"}},
+        {"benchmark.json": {"allreduce_sec": [1]}},
+    ],
+)
+def test_files_of_something_else_are_a_user_error(tmp_path, contents):
+    for name, content in contents.items():
+        write_json(tmp_path / name, content)
+    with pytest.raises(UserError, match=r"are not as kaitian-mpi writes them .*; name the folder"):
+        read_run(tmp_path)
 
 
 def test_a_folder_that_is_not_a_run_is_a_user_error(tmp_path):

@@ -11,11 +11,15 @@ from kaitian_mpi.observe.report.rank_figures import (
     draw_step_times,
     draw_utilization,
 )
-from kaitian_mpi.observe.report.run import Run
+from kaitian_mpi.observe.report.run import Event, Run
 from kaitian_mpi.observe.report.style import (
+    BLACK,
     BLUE,
     EMULATED,
     GREEN,
+    GRID,
+    ORANGE,
+    PURPLE,
     TIME,
     VERMILLION,
     Drawn,
@@ -29,9 +33,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_PANELS = 4
+_MAX_MARKERS = 500
 _TRAINING: dict[str, Any] = {"color": BLUE}
 _HELD_OUT: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
 _LOGGED: dict[str, Any] = {"color": GREEN, "linestyle": "-.", "marker": "^"}
+
+
+_EVENT_ROWS = {
+    "new plan": (("plan",), "D", BLUE),
+    "slow rank": (("slow",), "s", ORANGE),
+    "lost rank": (("loss",), "X", VERMILLION),
+    "checkpoint": (("checkpoint",), "o", GREEN),
+    "bad step": (("bad_step", "divergence"), "v", PURPLE),
+    "job": (("start", "resume", "recovery", "stop", "finish", "exclusion"), "|", BLACK),
+}
 
 
 def draw_learning(run: Run, title: str) -> Drawn:
@@ -89,6 +104,43 @@ def draw_rate(run: Run, title: str) -> Drawn:
         f"{title} over time: {rates[0]:,.0f} samples/s at first, {rates[-1]:,.0f} at last, "
         f"between {min(rates):,.0f} and {max(rates):,.0f}."
     )
+
+
+def draw_events(run: Run, title: str) -> Drawn:
+    """Draw what happened on a time line, a row for each sort."""
+    found = {
+        name: [event for event in run.events if event.kind in kinds]
+        for name, (kinds, _, _) in _EVENT_ROWS.items()
+    }
+    rows = {name: events for name, events in found.items() if events}
+    if not rows:
+        return None, "Nothing is recorded."
+    figure = new_figure(run, title, height=1.4 + 0.35 * len(rows))
+    axes = figure.subplots()
+    for row, (name, events) in enumerate(rows.items()):
+        _, marker, color = _EVENT_ROWS[name]
+        axes.axhline(row, color=GRID, linewidth=0.8, zorder=0)
+        for event in events if name == "slow rank" else ():
+            axes.plot(_slow_period(run, event), [row] * 2, color=color, linewidth=6, alpha=0.45)
+        xs = [event.at_sec for event in events[:: len(events) // _MAX_MARKERS + 1]]
+        size = 12 if marker == "|" else 7
+        axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, markersize=size, color=color)
+    axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(left=False)
+    axes.set_xlabel(TIME)
+    counts = ", ".join(f"{name} {len(events)}" for name, events in rows.items())
+    losses = [event.text for event in run.events if event.kind == "loss"][:3]
+    return figure, f"{title}, by number: {counts}." + "".join(f" {text}." for text in losses)
+
+
+def _slow_period(run: Run, slow: Event) -> tuple[float, float]:
+    """Return from when until when a rank was slow: until it is named again, or lost."""
+    later = [event for event in run.events if event.at_sec > slow.at_sec]
+    kinds = ("slow", "slow_end", "loss")
+    ends = [e.at_sec for e in later if e.kind in kinds and {*e.ranks} & {*slow.ranks}]
+    last = max([slow.at_sec, *(each.at_sec for each in run.intervals[-1:])])
+    return slow.at_sec, min(ends, default=last)
 
 
 @dataclass(frozen=True)
@@ -149,5 +201,11 @@ FIGURES = (
         "The training loss is a mean over the steps since the last reading; held-out results are "
         "from data that is not trained on.",
         draw_learning,
+    ),
+    FigureSpec(
+        "events",
+        "What happened when",
+        "The table below describes each event in words.",
+        draw_events,
     ),
 )

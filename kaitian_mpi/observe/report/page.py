@@ -47,8 +47,8 @@ _STATES = {
 }
 
 
-def make_page(runs: Sequence[Run]) -> str:
-    """Return the report on one or more runs.
+def make_page(runs: Sequence[Run], reload_sec: int = 0) -> str:
+    """Return the report on one or more runs; a page that is to reload itself does so in place.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -59,12 +59,13 @@ def make_page(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         sections.insert(0, _comparison(runs))
     date = time.strftime("%Y-%m-%d %H:%M %Z")
+    reload = f'\n<meta http-equiv="refresh" content="{reload_sec}">' if reload_sec else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{reload}
 <title>{_text(title)}</title>
 <style>{_STYLE}</style>
 </head>
@@ -125,7 +126,6 @@ def _run_section(run: Run, number: int) -> str:
 <h2 id="run{number}">Run {_text(run.name)}</h2>
 {_summary(run)}
 {_rank_table(run)}
-{_event_table(run)}
 {figures}
 </section>
 """
@@ -161,7 +161,8 @@ def _figure(run: Run, spec: FigureSpec, place: str) -> str:
         image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
         caption = f"<figcaption>{_text(spec.explanation)}</figcaption>"
         shown = f'<figure><div class="wide">{image}</div>\n{caption}</figure>'
-    below = _plan_table(run) if spec.name == "batch-sizes" else ""
+    table = {"batch-sizes": _plan_table, "events": _event_table}.get(spec.name)
+    below = table(run) if table else ""
     return f'<h3 id="{place}">{_text(spec.title)}</h3>\n{shown}\n{below}'
 
 

@@ -33,15 +33,15 @@ class Interval:
 
     step: int
     """The last step."""
-    steps: int
+    steps: int = 1
     """The number of steps."""
     at_sec: float
     """Seconds since the run's start, without the time between jobs."""
-    loss: float | None = None
-    samples_per_sec: float | None = None
-    step_time_sec: float | None = None
-    ranks: tuple[int, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
+    loss: float | None
+    samples_per_sec: float | None
+    step_time_sec: float | None
+    ranks: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     phases: Mapping[str, tuple[float | None, ...]]
     """Mean seconds per step by rank, by phase; None where a rank has none."""
     logged: Mapping[str, float]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.run import PHASES, Event, Interval, PlanChange, Rank, Run
@@ -34,6 +35,16 @@ def read_run(path: Path) -> Run:
         UserError: it is not the folder of a run, or cannot be read.
     """
     _check(path)
+    try:
+        return _read(path)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: its files are not as kaitian-mpi writes them ({one_line(error)}); name the "
+            "folder of a run"
+        ) from error
+
+
+def _read(path: Path) -> Run:
     missing: list[str] = []
     config, topology, benchmark, summary = (_object(path / name, missing) for name in _OBJECTS)
     intervals, evaluations = _read_metrics(_lines(path / _LINES[0], _measured, missing))
@@ -87,7 +98,7 @@ def _parse(content: bytes) -> dict[str, Any]:
     """Return a JSON object; NaN and infinities in it are None."""
     try:
         parsed = json.loads(content, parse_constant=lambda _: None)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("not valid JSON") from error
     if not isinstance(parsed, dict):
         raise ValueError("not a JSON object")
@@ -118,7 +129,7 @@ def _lines(
         with path.open("rb") as file:
             for line in file:
                 total += 1
-                with suppress(ValueError, KeyError):  # a crash may have cut it off
+                with suppress(ValueError, LookupError, TypeError):  # a crash may have cut it off
                     value = make(_parse(line))
                     found += 1
                     yield value
@@ -129,55 +140,58 @@ def _lines(
 
 
 def _read_metrics(
-    lines: Iterable[dict[str, Any]],
+    lines: Iterable[Interval | tuple[int, dict[str, float]]],
 ) -> tuple[list[Interval], dict[int, dict[str, float]]]:
     """Return the readings, at Unix times, and the results of evaluations by step."""
     intervals: list[Interval] = []
     evaluations: dict[int, dict[str, float]] = {}
     most = 4 * MAX_POINTS
-    for line in lines:
-        step = line["step"]
-        if "validation" in line:
-            evaluations[step] = _known(line["validation"])
+    for each in lines:
+        if not isinstance(each, Interval):
+            evaluations |= [each]
             continue
         # What a resume has trained again replaces what came before.
-        while intervals and intervals[-1].step >= step:
+        while intervals and intervals[-1].step >= each.step:
             intervals.pop()
-        steps = step - (intervals[-1].step if intervals else 0)
-        intervals.append(_reading(line, max(1, steps)))
+        steps = each.step - (intervals[-1].step if intervals else 0)
+        intervals.append(replace(each, steps=max(1, steps)))
         if len(intervals) >= most:
             intervals = _thin(intervals)
             most = max(most, 2 * len(intervals))
     return _thin(intervals), evaluations
 
 
-def _measured(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl, if it has a step and a time."""
-    return {**line, "step": int(line["step"]), "time": float(line["time"])}
-
-
-def _reading(line: dict[str, Any], steps: int) -> Interval:
-    """Return a line with a reading, or with no more than the script's own figures."""
-    times = {name: line.get(f"{name}_time_sec") for name in PHASES}
+def _measured(line: dict[str, Any]) -> Interval | tuple[int, dict[str, float]]:
+    """Return a line's reading, maybe of the script's own figures alone; or an evaluation's step."""
+    if "validation" in line:
+        return int(line["step"]), _known(line["validation"])
+    ranks = tuple(line.get("ranks", ()))
+    times = {name: tuple(line.get(f"{name}_time_sec") or ()) for name in PHASES}
     if times["forward"]:  # the compute time is the sum of this one and two others
         del times["compute"]
+    known = {name: seconds for name, seconds in times.items() if seconds}
+    if any(len(ranks) != len(seconds) for seconds in known.values()):
+        raise ValueError("the ranks differ")
     return Interval(
-        step=line["step"],
-        steps=steps,
-        at_sec=line["time"],
-        loss=line.get("loss"),
-        samples_per_sec=line.get("samples_per_sec"),
-        step_time_sec=line.get("step_time_sec"),
-        ranks=tuple(line.get("ranks", ())),
+        step=int(line["step"]),
+        at_sec=float(line["time"]),
+        loss=_number(line.get("loss")),
+        samples_per_sec=_number(line.get("samples_per_sec")),
+        step_time_sec=_number(line.get("step_time_sec")),
+        ranks=ranks,
         batch_sizes=tuple(line.get("batch_sizes", ())),
-        phases={name: tuple(seconds) for name, seconds in times.items() if seconds},
+        phases=known,
         logged=_known(line.get("logged", {})),
     )
 
 
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
 def _known(figures: dict[str, float | None]) -> dict[str, float]:
     """Return the figures that are finite."""
-    return {name: value for name, value in figures.items() if value is not None}
+    return {name: float(value) for name, value in figures.items() if value is not None}
 
 
 def _thin(intervals: Sequence[Interval]) -> list[Interval]:
@@ -220,19 +234,21 @@ def _merge(first: Interval, second: Interval) -> list[Interval]:
 
 def _plan(line: dict[str, Any]) -> PlanChange:
     """Return a line's plan, at a Unix time."""
-    sizes = dict(zip(line["ranks"], line["batch_sizes"], strict=True))
     return PlanChange(
-        step=line["step"], at_sec=line["time"], batch_sizes=sizes, reason=line["reason"]
+        step=int(line["step"]),
+        at_sec=float(line["time"]),
+        batch_sizes=dict(zip(line["ranks"], map(int, line["batch_sizes"]), strict=True)),
+        reason=str(line["reason"]),
     )
 
 
 def _event(line: dict[str, Any]) -> Event:
     """Return a line's event, at a Unix time."""
     return Event(
-        kind=line["kind"],
-        step=line["step"],
-        at_sec=line["time"],
-        text=line["text"],
+        kind=str(line["kind"]),
+        step=int(line["step"]),
+        at_sec=float(line["time"]),
+        text=str(line["text"]),
         ranks=tuple(line["ranks"]),
     )
 
