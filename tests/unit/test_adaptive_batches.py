@@ -105,11 +105,8 @@ def test_a_new_plan_holds_from_the_next_batch_on(workers):
     sizes = [[len(part) for part in step] for step in zip(*cut, strict=True)]
     assert sizes == [[2, 2, 2], [2, 2, 2], [4, 1, 1], [1, 1, 4], [1, 1, 4]]
     assert sorted(row for rank in cut for part in rank for row in part) == list(range(30))
-
-
-def test_an_epoch_continues_after_the_batches_that_were_trained():
-    whole = epoch(prepared, 20, False, [1, 1, 4])
-    assert epoch(prepared, 20, False, [1, 1, 4], skipped=2) == [rank[2:] for rank in whole]
+    whole, rest = (epoch(prepared, 20, False, [1, 1, 4], skipped=count) for count in (0, 2))
+    assert rest == [rank[2:] for rank in whole]  # after the batches that were trained
 
 
 def test_copies_and_older_iterators_do_no_harm():
@@ -130,22 +127,15 @@ def test_copies_and_older_iterators_do_no_harm():
         restore()
 
 
-@pytest.mark.parametrize(
-    ("shares", "min_batch", "rows", "expected"),
-    [
-        ([30, 2], 1, 32, [30, 2]),
-        ([30, 2], 1, 6, [5, 1]),
-        ([30, 2], 2, 6, [4, 2]),
-        ([30, 2], 2, 3, [2, 1]),
-        ([30, 2], 1, 1, [1, 0]),
-        ([1, 1], 1, 2, [1, 1]),
+def test_a_partial_batch_is_divided_in_proportion():
+    for shares, min_batch, rows, expected in (
+        *(([30, 2], 1, 32, [30, 2]), ([30, 2], 1, 6, [5, 1]), ([30, 2], 2, 6, [4, 2])),
+        *(([30, 2], 2, 3, [2, 1]), ([30, 2], 1, 1, [1, 0]), ([1, 1], 1, 2, [1, 1])),
         ([3, 3, 2], 1, 4, [2, 1, 1]),
-    ],
-)
-def test_a_partial_batch_is_divided_in_proportion(shares, min_batch, rows, expected):
-    plan = Plan(sum(shares) // len(shares), [None] * len(shares), min_batch)
-    plan.shares = shares
-    assert plan.divide(rows) == expected
+    ):
+        plan = Plan(sum(shares) // len(shares), [None] * len(shares), min_batch)
+        plan.shares = shares
+        assert plan.divide(rows) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Verdicts: which facts are a problem, which a warning, and what the line names."""
 
+import re
 import subprocess
 from dataclasses import asdict, replace
 
@@ -205,11 +206,6 @@ def test_nothing_is_said_against_what_is_well(facts):
     assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
 
 
-def test_a_latency_below_a_microsecond_is_not_called_0():
-    facts = job(links=tuple(replace(link((0, 1), 900.0), latency_us=us) for us in (0.4, 4.0)))
-    assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [str(verdict) for _, verdict in judge(facts)]
-
-
 def test_versions_that_may_differ_are_listed():
     other = {**with_package("torch", "2.14.1"), "python": "3.12.1"}
     found = [str(v) for name, v in judge(two(software=other)) if name == "software"]
@@ -225,41 +221,31 @@ def test_versions_that_may_differ_are_listed():
     assert differing_software(infos[:1]) == []
 
 
-def test_what_is_known_of_a_process_is_gathered_without_another(monkeypatch):
-    """It is done at each start."""
-    monkeypatch.setattr(subprocess, "Popen", None)
-    facts = collect("host", 0)
-    assert facts.software.packages["kaitian-mpi"]
-    assert facts.machine.cores >= 1
+def test_what_is_found_is_said_briefly():
+    facts = job(links=tuple(replace(link((0, 1), 900.0), latency_us=us) for us in (0.4, 4.0)))
+    assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [str(verdict) for _, verdict in judge(facts)]
 
-
-def test_hosts_of_which_the_same_is_found_are_named_together():
-    def lines(*hosts):
-        ranks = [
-            rank_facts(n, host, machine={"open_files": f}) for n, (host, f) in enumerate(hosts)
-        ]
+    def lines(**hosts):
+        ranks = [rank_facts(machine={"open_files": n}, host=host) for host, n in hosts.items()]
         return [v.found for name, v in judge(job(*ranks)) if name == "limits"]
 
-    assert lines(("a", 9000)) == ["9,000 open files"]
-    assert lines(("a", 9000), ("b", 9000)) == ["9,000 open files on all 2 hosts"]
-    assert lines(*((host, 8000 if host == "c" else 9000) for host in "abcdefg")) == [
+    assert lines(a=9000) == ["9,000 open files"]
+    assert lines(a=9000, b=9000) == ["9,000 open files on all 2 hosts"]
+    assert lines(**dict.fromkeys("abcdefg", 9000) | {"c": 8000}) == [
         "9,000 open files on a, b, d, e and 2 more",
         "8,000 open files on c",
     ]
+    ranks = [3], [1, 0], [0, 1, 2, 5, 7, 8, 9]
+    assert [*map(ranks_text, ranks)] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5, 7-9"]
 
 
 @pytest.mark.parametrize("change", [{"of_later": 1}, {"machine": {"cores": 2}}, {"devices": {}}])
-def test_facts_of_another_version_are_told_by_it(change):
+def test_facts_of_another_version_are_told_by_it(change, monkeypatch):
     content = {**asdict(rank_facts(software=with_package("kaitian-mpi", "0.9"))), **change}
-    with pytest.raises(OtherVersionError, match=r"^0\.9$"):
-        RankFacts.from_json(content)
-    with pytest.raises(OtherVersionError, match=r"^unknown$"):
-        RankFacts.from_json({"version": 7})
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([3], "rank 3"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 5, 7, 8, 9], "ranks 0-2, 5, 7-9")],
-)
-def test_ranks_are_named_briefly(ranks, text):
-    assert ranks_text(ranks) == text
+    for facts, version in ((content, "0.9"), ({"version": 7}, "unknown")):
+        with pytest.raises(OtherVersionError, match=f"^{re.escape(version)}$"):
+            RankFacts.from_json(facts)
+    monkeypatch.setattr(subprocess, "Popen", None)  # each start gathers them in its own process
+    facts = collect("host", 0)
+    assert facts.software.packages["kaitian-mpi"]
+    assert facts.machine.cores >= 1

@@ -7,6 +7,7 @@ from mistakes import one_line_error
 
 from kaitian_mpi.cli.flags import HIDDEN, SECTIONS, make_parser, parse_config
 from kaitian_mpi.config import TrainConfig, TrainingConfig, flag_name
+from kaitian_mpi.config.values import parse_profile
 from kaitian_mpi.errors import UserError
 
 WRONG_PROFILES = "5 0@ 0@0 0@9-5 3-1@5 -1@5 0,@5 0@1-1001 x@5 0@5,7 0@5@6 0-9999999@5".split()
@@ -27,10 +28,7 @@ WRONG_PROFILES += ["@5", "0@99999999999"]
         ("--weight-decay -1", "--weight-decay must be .*, not -1.0"),
         ("--allreduce ring", "--allreduce: invalid choice: 'ring'"),
         ("--optimizer adam", "--optimizer: invalid choice: 'adam'"),
-        (
-            "--optimizer adamw --momentum 0.5 --no-nesterov",
-            "--momentum, --nesterov cannot be combined with --optimizer adamw",
-        ),
+        ("--optimizer adamw --momentum 0.5 --no-nesterov", "--momentum, --nesterov cannot be comb"),
         ("--momentum 0", "--nesterov requires --momentum above 0"),
         ("--model nosuch", "--model: there is no model 'nosuch'; give mobilenetv2, resnet18,"),
         ("--dataset nosuch", "--dataset: there is no dataset 'nosuch'; give digits, cifar10"),
@@ -80,18 +78,18 @@ def test_every_setting_is_reached_by_a_flag_by_set_and_by_a_file(tmp_path):
         assert parse_config("kaitian-train", flag) == config
     assert parse_config("kaitian-train", ["--set", "max-bad-steps=3"]).max_bad_steps == 3
     assert parse_config("kaitian-train", ["--set", "epochs=3"]).epochs == 3
+    words = "--task a:b --set check_every=7 --set epochs=3 --set lr=0.5"  # or the function
+    config = parse_config("kaitian-train", words.split())
+    assert (config.check_every, config.epochs) == (7, 10)
+    assert config.set == {"epochs": 3, "lr": 0.5}
+    for words, lr in (("--optimizer adamw", 1e-3), ("--optimizer adamw --lr 0.05", 0.05)):
+        config = parse_config("kaitian-train", words.split())
+        assert (config.lr, config.weight_decay) == (lr, 0.01)  # its own defaults
 
 
 def toml(name, text):
     kind = type(TrainConfig.__dataclass_fields__[name].default)
     return f"{name} = {text!r}" if kind is str else f"{name} = {text}"
-
-
-def test_with_a_task_set_reaches_settings_without_a_flag_and_else_the_function():
-    words = ["--task", "a:b", "--set", "check_every=7", "--set", "epochs=3", "--set", "lr=0.5"]
-    config = parse_config("kaitian-train", words)
-    assert (config.check_every, config.epochs) == (7, 10)
-    assert config.set == {"epochs": 3, "lr": 0.5}
 
 
 def parse_file(tmp_path, content, *arguments):
@@ -106,10 +104,7 @@ def test_a_file_sets_flags_and_the_command_line_wins(tmp_path):
     assert dataclasses.replace(config, config="") == expected
     # A value on the command line counts although it is the default.
     assert parse_file(tmp_path, content, "--lr", "0.05").lr == 0.05
-
-
-def test_settings_of_a_task_are_merged_by_name(tmp_path):
-    content = 'task = "a:b"\nset = {lr = 0.1, layers = 2}\n'
+    content = 'task = "a:b"\nset = {lr = 0.1, layers = 2}\n'  # merged by name
     assert parse_file(tmp_path, content, "--set", "lr=0.2").set == {"lr": 0.2, "layers": 2}
     assert parse_file(tmp_path, content).set == {"lr": 0.1, "layers": 2}
 
@@ -137,6 +132,17 @@ def test_settings_of_a_task_are_merged_by_name(tmp_path):
 def test_errors_in_a_file_are_one_line(tmp_path, content, message):
     with one_line_error(message):
         parse_file(tmp_path, content)
+
+
+def test_a_profile_names_ranks_and_steps():
+    window = parse_profile("0,3-5@50-60")
+    assert [rank for rank in range(9) if window.includes_rank(rank)] == [0, 3, 4, 5]
+    assert (window.first_step, window.last_step) == (50, 60)
+    everybody = parse_profile("all@7")
+    everybody.check_ranks(1)
+    assert (everybody.includes_rank(10_000), everybody.last_step) == (True, 7)
+    with pytest.raises(UserError, match="names rank 3; the highest is rank 1"):
+        parse_profile("0,3@5").check_ranks(2)
 
 
 def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
@@ -167,17 +173,12 @@ def test_what_belongs_to_a_runs_folder_needs_one(name):
 
 
 def test_a_config_built_in_code_is_validated_and_takes_numbers_of_numpys():
-    with pytest.raises(UserError, match=r"--precision must be one of fp32, bf16, .*, not 'fp8'"):
-        TrainConfig(precision="fp8")
-    with pytest.raises(UserError, match="--wandb must be a project's name without"):
-        TrainConfig(wandb="a b")
+    for settings, message in (
+        ({"precision": "fp8"}, r"--precision must be one of fp32, bf16, .*, not 'fp8'"),
+        ({"wandb": "a b"}, "--wandb must be a project's name without"),
+        ({"epochs": numpy.float64(0.5)}, r"--epochs must be .*, not 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            TrainConfig(**settings)
     config = TrainConfig(seed=numpy.int64(3), lr=numpy.float32(0.5), nesterov=numpy.bool_(True))
     assert [type(each) for each in (config.seed, config.lr, config.nesterov)] == [int, float, bool]
-    with pytest.raises(UserError, match=r"--epochs must be .*, not 0"):
-        TrainConfig(epochs=numpy.float64(0.5))
-
-
-@pytest.mark.parametrize(("flags", "lr"), [("", 1e-3), (" --lr 0.05", 0.05)])
-def test_adamw_has_its_own_defaults(flags, lr):
-    config = parse_config("kaitian-train", f"--optimizer adamw{flags}".split())
-    assert (config.lr, config.weight_decay) == (lr, 0.01)

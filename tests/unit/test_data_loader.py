@@ -63,37 +63,28 @@ def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers):
     assert psutil.pid_exists(pid) == (workers == 0)
 
 
-class Stopping(dict[int, int]):
-    """Raises StopIteration for a sample that it does not have."""
+class Samples(dict[int, int]):
+    """Raises StopIteration for a sample that it does not have, and loses one of two."""
 
     def __missing__(self, index):
         raise StopIteration
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices[: 3 - len(indices)]]
 
 
 def stop(_):
     raise StopIteration
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [Batches(Stopping({0: 0})), Batches([0, 1], collate=stop)],
-    ids=["dataset", "collate"],
-)
-def test_stop_iteration_in_the_users_code_does_not_end_the_epoch(batches):
-    loading = ShareLoader(batches, 0, pin_memory=False).load(shares(0))
-    with pytest.raises(RuntimeError, match="the dataset, or collate, raised StopIteration"):
-        list(loading)
-
-
-class TooFew(list[int]):
-    def __getitems__(self, indices):
-        return [self[index] for index in indices[1:]]
-
-
-def test_a_dataset_has_to_return_all_samples_that_it_is_asked_for():
-    message = "__getitems__ of TooFew returned 1 samples for 2 indices; return one for each"
+def test_mistakes_in_the_users_dataset_or_collate_do_not_end_the_epoch():
+    for batches in (Batches(Samples({0: 0})), Batches([0, 1], collate=stop)):
+        loading = ShareLoader(batches, 0, pin_memory=False).load(shares(0))
+        with pytest.raises(RuntimeError, match="the dataset, or collate, raised StopIteration"):
+            list(loading)
+    message = "__getitems__ of Samples returned 1 samples for 2 indices; return one for each"
     with pytest.raises(UserError, match=message):
-        Batches(TooFew([0, 1]))[[0, 1]]
+        Batches(Samples({0: 0, 1: 1}))[[0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -126,25 +117,21 @@ def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch):
     def refuse(storage):
         raise AssertionError("a file in /dev/shm")
 
+    def received(sent):
+        return pickle.loads(reduction.ForkingPickler.dumps(SharedTensors(sent)))
+
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
     whole = torch.arange(12.0).reshape(3, 4)
-    sent = [
-        whole,
-        whole[:, 1],
-        torch.zeros(0, 3),
-        torch.ones(1, 5).expand(4, 5),
-        torch.tensor(3),
-        torch.ones(2, dtype=torch.bfloat16),
-        {"text": "x", "number": 7},
-    ]
-    got = pickle.loads(reduction.ForkingPickler.dumps(SharedTensors(sent)))
+    sent = [whole, whole[:, 1], torch.zeros(0, 3), torch.ones(1, 5).expand(4, 5), torch.tensor(3)]
+    sent += [torch.ones(2, dtype=torch.bfloat16), {"text": "x", "number": 7}]
+    got = received(sent)
     for one, other in zip(got[:-1], sent[:-1], strict=True):
         assert torch.equal(one, other)
         assert (one.dtype, one.stride()) == (other.dtype, other.stride())
     assert got[-1] == sent[-1]
     got[1] += 1  # a view of the whole there as well, and no view of what is here
     assert torch.equal(got[0][:, 1], whole[:, 1] + 1)
-    assert pickle.loads(reduction.ForkingPickler.dumps(SharedTensors("nothing"))) == "nothing"
+    assert received("nothing") == "nothing"
 
 
 LOAD = """

@@ -34,6 +34,17 @@ def test_built_in_data(name, total):
     assert abs(float(inputs.mean())) < 0.2
     assert abs(float(inputs.std()) - 1) < 0.2
     assert torch.equal(other.validation.images, source.validation.images)
+    usual = "crop" if name == "digits" else "none"
+    for augment, kind in (("auto", usual), ("none", "none"), ("crop-flip", "crop-flip")):
+        source = load_data(TrainConfig(dataset=name, augment=augment))
+        assert (source.train.augment, source.validation.augment) == (kind, "none")
+
+
+def test_held_out_samples():
+    for length, fraction, count in ((50_000, 0.2, 10_000), (2, 0.01, 1), (2, 0.99, 1)):
+        train, validation = shuffled_split(length, fraction)
+        assert len(validation) == count
+        assert sorted([*train.tolist(), *validation.tolist()]) == list(range(length))
 
 
 def test_synthetic_data_can_be_learned():
@@ -55,33 +66,6 @@ def test_digits_come_from_scikit_learn(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'^the digits dataset needs .* "kaitian-mpi\[demo\]"$'):
         images.load_digits(0.2)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "augment", "kind"),
-    [
-        ("digits", "auto", "crop"),
-        ("digits", "none", "none"),
-        ("digits", "crop-flip", "crop-flip"),
-        ("synthetic", "auto", "none"),
-        ("synthetic", "crop", "crop"),
-    ],
-)
-def test_augmentation(dataset, augment, kind):
-    if dataset == "digits":
-        pytest.importorskip("sklearn")
-    source = load_data(TrainConfig(dataset=dataset, augment=augment))
-    assert (source.train.augment, source.validation.augment) == (kind, "none")
-
-
-@pytest.mark.parametrize(
-    ("length", "fraction", "count"),
-    [(50_000, 0.2, 10_000), (2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2)],
-)
-def test_held_out_samples(length, fraction, count):
-    train, validation = shuffled_split(length, fraction)
-    assert len(validation) == count
-    assert sorted([*train.tolist(), *validation.tolist()]) == list(range(length))
 
 
 READ_ONCE = functools.cache(images.read_digits)
@@ -144,12 +128,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "read_digits", READ_ONCE)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    files = (
-        ("my_data", FACTORIES),
-        ("my_broken", "1 / 0"),
-        ("my_importer", "import no_such_package"),
-    )
-    for name, content in files:
+    files = {"my_data": FACTORIES, "my_broken": "1 / 0", "my_importer": "import no_such_package"}
+    for name, content in files.items():
         (tmp_path / f"{name}.py").write_text(content)
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -209,9 +189,6 @@ def test_factories(name, settings, train, validation, classes):
 def test_invalid_factories(spec, message):
     with one_line_error(f"^--dataset.*{re.escape(message)}"):
         load_data(TrainConfig(dataset=spec))
-
-
-@pytest.mark.parametrize("augment", ["crop", "crop-flip"])
-def test_factories_do_their_own_augmentation(augment):
-    with pytest.raises(UserError, match=f"--augment {augment} works .* not with --dataset my_data"):
-        load("one", augment=augment)
+    for augment in ("crop", "crop-flip"):  # is the factory's own
+        with pytest.raises(UserError, match=f"--augment {augment} works .* not with --dataset my"):
+            load("one", augment=augment)

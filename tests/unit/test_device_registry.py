@@ -58,23 +58,20 @@ def install(tmp_path, monkeypatch):
     forget()
 
 
-def test_a_package_adds_a_kind(install):
-    known = install(good="plug_in:Good")
-    assert list(known.devices) == [*ACCELERATORS, "good", "cpu"]
+def test_a_package_adds_kinds_and_the_one_with_devices_is_that_of_the_torch_type(install):
+    known = install(
+        idle="plug_in:Idle", good="plug_in:Good", cpu="plug_in:Good", npu="plug_in:Good"
+    )
+    assert {*known.devices} == {*ACCELERATORS, "good", "idle", "cpu"}
+    for kind in ("cpu", "npu"):
+        assert "there is another kind, or a built-in one, of this name" in known.faults.pop(kind)
     assert known.faults == {}
-    assert choose_device("good:1", known.counts, 0, 1, "h").kind == "good"
     # --devices auto prefers it to the CPU, as any accelerator.
-    assert choose_device("auto", {**known.counts, "cuda": 0}, 0, 1, "h").kind == "good"
-
-
-def test_of_kinds_of_one_torch_type_the_one_with_devices_is_meant(install):
-    known = install(idle="plug_in:Idle", good="plug_in:Good")
-    assert device_of(torch.device("meta")) is known.devices["good"]
-    assert device_of(torch.device("cpu")) is known.devices["cpu"]
-
-
-def test_a_torch_type_without_a_kind_has_no_vendor():
-    device = device_of(torch.device("mtia"))
+    for devices, counts in (("good:1", {}), ("auto", {"cuda": 0})):
+        assert choose_device(devices, {**known.counts, **counts}, 0, 1, "h").kind == "good"
+    for torch_type, kind in (("meta", "good"), ("cpu", "cpu")):
+        assert device_of(torch.device(torch_type)) is known.devices[kind]
+    device = device_of(torch.device("mtia"))  # of no kind
     assert device.kind == device.torch_type == "mtia"
     assert device.vendor_backend is None
     assert not device.vendor_supports(torch.float32, "SUM")
@@ -103,10 +100,3 @@ def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value
     assert text.startswith(f"--devices {kind}:0: the device kind '{kind}' ({value}) cannot")
     assert text.endswith("; correct, update or remove the package that adds it")
     assert "\n" not in text
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
-def test_a_package_cannot_replace_a_kind(install, kind):
-    known = install(**{kind: "plug_in:Good"})
-    assert list(known.devices) == [*ACCELERATORS, "cpu"]
-    assert "there is another kind, or a built-in one, of this name" in known.faults[kind]

@@ -86,7 +86,7 @@ def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
         ("print('noise')", "^no result$"),
         (
             "import sys, time; print('waits', file=sys.stderr); time.sleep(60)",
-            "within 1 s; it said: waits",
+            "1 s; it said: waits",
         ),
     ],
 )
@@ -95,17 +95,16 @@ def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
     assert re.search(reason, result_of(start_stage("devices", 1))[1])
 
 
-def test_an_examination_cannot_join_the_job_as_its_rank(monkeypatch):
+def test_an_examination_is_no_rank_of_the_job_and_what_it_prints_not_its_result(
+    monkeypatch, tmp_path
+):
+    found, fault = result_of(start_stage("storage", 30, run_dir=str(tmp_path)))
+    assert (found["folder"], fault) == (str(tmp_path), "")
     monkeypatch.setenv("PMIX_RANK", "1")
     monkeypatch.setenv("PMI_FD", "7")
     show = "import json, os; print(json.dumps([n for n in os.environ if n[:3] in ('PMI',)]))"
     monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", show))
     assert result_of(start_stage("devices", 10)) == ([], "")
-
-
-def test_what_an_examination_prints_is_not_its_result(tmp_path):
-    found, fault = result_of(start_stage("storage", 30, run_dir=str(tmp_path)))
-    assert (found["folder"], fault) == (str(tmp_path), "")
 
 
 def test_a_command_and_its_children_end_at_the_limit(tmp_path):
@@ -149,25 +148,19 @@ def test_the_report_fits_80_columns_and_names_the_worst():
 def test_the_document_is_json_with_an_exit_code():
     report = report_of()
     document = json.loads(json.dumps(to_json(report, "0.1.0", "2026-01-02T03:04:05+0000")))
-    assert document["format"] == 2
-    assert document["level"] == "problem"
-    assert document["training_would_fail"] is True
-    assert report.exit_code == 1
-    assert len(document["ranks"]) == 40
-    assert document["missing"] == {"40": "has died"}
+    expected = {"format": 2, "level": "problem", "training_would_fail": True}
+    assert (expected | {"missing": {"40": "has died"}}).items() <= document.items()
+    assert (report.exit_code, len(document["ranks"])) == (1, 40)
     assert {"check", "level", "found", "advice"} == set(document["checks"][0])
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
+def test_a_wrong_flag_is_one_line():
+    for words, reason in (
         ("--timeout 0", "--timeout must be above 0"),
         ("--timeout nan", "--timeout must be .*, not nan"),
         ("--timeout soon", "invalid float value"),
         ("--run-dir=", "--run-dir must not be empty"),
         ("--jso", "unrecognized arguments"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(words, reason):
-    with pytest.raises(UserError, match=reason):
-        read_options(words.split())
+    ):
+        with pytest.raises(UserError, match=reason):
+            read_options(words.split())

@@ -33,14 +33,10 @@ def agree(monkeypatch):
     return agree
 
 
-def test_nothing_is_emulated_without_flags_and_variables(agree):
+def test_variables_apply_where_there_is_no_flag(agree):
     for variables in (("", ""), (None, None), (" ", "\t\n")):
         found = agree(("", ""), variables)
-        assert found == Emulation(schedules=((), ()))
-        assert found.describe() == ""
-
-
-def test_variables_apply_where_there_is_no_flag(agree):
+        assert (found, found.describe()) == (Emulation(schedules=((), ())), "")
     found = agree(("", ""), (" gpu, mlu ", "1:3"))
     assert found.labels == ("gpu", "mlu")
     assert found.schedules == ((), ((0, 3.0),))
@@ -50,10 +46,7 @@ def test_variables_apply_where_there_is_no_flag(agree):
     found = agree(("a,b", ""), ("gpu", "1:1@90,1:2.5@9"))
     slowed = "rank 1 slowed 2.5x from step 9, 1x from step 90"
     assert found.describe() == f"device kinds a, b; {slowed} (steps are counted by a Training only)"
-
-
-def test_a_rank_without_the_variable_takes_the_others_value(agree):
-    """mpirun passes variables on to other hosts only if told to."""
+    # mpirun passes variables on to other hosts only if told to.
     assert agree(("", ""), (None, None), ["gpu,mlu", "1:3"]) == agree(("gpu,mlu", "1:3"))
 
 
@@ -72,20 +65,24 @@ def test_an_error_names_the_flag(agree, kinds, slowdown, other, message):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("label", ["[/red]", "a b", "a\nb", "é", "\udcff", "x:1"])
-def test_a_label_that_would_spoil_tables_and_files_is_refused(agree, label):
-    with pytest.raises(AgreedError, match=r"--emulate-kinds: '.*' cannot be") as caught:
-        agree(("", ""), (f"gpu,{label}", ""))
-    assert str(caught.value).encode()
-    assert "\n" not in str(caught.value)
+SPOIL = "[/red]", "a b", "a\nb", "é", "\udcff", "x:1"
+MALFORMED = "1:0 1:-2 1:nan 1:inf 1:1e300 -1:2 1 1: :2 1:2@ 1:2@x".split()
 
 
 @pytest.mark.parametrize(
-    "entry", ["1:0", "1:-2", "1:nan", "1:inf", "1:1e300", "-1:2", "1", "1:", ":2", "1:2@", "1:2@x"]
+    ("kinds", "slowdown", "message"),
+    [
+        *((f"gpu,{label}", "", "--emulate-kinds: '.*' cannot be") for label in SPOIL),
+        *(("", f"0:2, {entry} ,", f"--emulate-slowdown: '{entry}' is not") for entry in MALFORMED),
+    ],
 )
-def test_a_malformed_slowdown_in_a_variable_is_refused(agree, entry):
-    with pytest.raises(AgreedError, match=f"--emulate-slowdown: '{entry}' is not"):
-        agree(("", ""), ("", f"0:2, {entry} ,"))
+def test_labels_that_would_spoil_tables_and_malformed_slowdowns_are_refused(
+    agree, kinds, slowdown, message
+):
+    with pytest.raises(AgreedError, match=message) as caught:
+        agree(("", ""), (kinds, slowdown))
+    assert str(caught.value).encode()
+    assert "\n" not in str(caught.value)
 
 
 def wrapped(kinds="", slowdown="", device=None, rank=1, **more):
@@ -104,9 +101,6 @@ def test_a_device_is_its_own_but_for_its_emulated_kind_and_pace():
     again = wrapped("gpu,mlu", "1:2", device=device, calls=calls)
     assert isinstance(again.device, CpuDevice)
     assert (again.pace.factor, again.calls) == (2.0, calls)
-
-
-def test_an_accelerator_cannot_be_slowed_down():
     gpu = SimpleNamespace(is_host=False, kind="cuda")
     assert wrapped(slowdown="1:1", device=gpu) is gpu
     with pytest.raises(UserError, match=r"^--emulate-slowdown: only CPU ranks can be slowed"):

@@ -112,36 +112,29 @@ def test_a_job_takes_over_from_its_own_rank_that_does_not_end(tmp_path, training
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_where_files_cannot_be_locked_nothing_is_claimed(tmp_path, monkeypatch, number):
+def test_where_files_cannot_be_locked_or_written_nothing_is_claimed(tmp_path, monkeypatch, number):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    check_unclaimed(tmp_path)
-    begin_run(tmp_path, "job").close()
+    with monkeypatch.context() as context:
+        context.setattr(fcntl, "lockf", refuse)
+        check_unclaimed(tmp_path)
+        begin_run(tmp_path, "job").close()
     assert (tmp_path / "config.json").is_file()
+    (tmp_path / "other/.job").mkdir(parents=True)
+    begin_run(tmp_path / "other", "job").close()
 
 
-def test_a_claim_that_cannot_be_written_stops_nobody(tmp_path):
-    (tmp_path / ".job").mkdir()
-    begin_run(tmp_path, "job").close()
-
-
-@pytest.fixture
-def forbidden(monkeypatch):
-    """Let nobody write to claims that exist, as if they were of another user."""
+def test_another_users_claim_holds_while_its_job_trains(tmp_path, training, monkeypatch, caplog):
     real_open = os.open
 
     def refuse(path, flags, *mode, **others):
+        """Let nobody write to claims that exist."""
         if flags & os.O_RDWR and os.path.basename(path) == ".job" and os.path.exists(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return real_open(path, flags, *mode, **others)
 
     monkeypatch.setattr(os, "open", refuse)
-
-
-@pytest.mark.usefixtures("forbidden")
-def test_another_users_claim_holds_while_its_job_trains(tmp_path, training, monkeypatch, caplog):
     with pytest.raises(UserError, match="another job is training in it"):
         Claim(tmp_path, "another")
     training.kill()
@@ -155,12 +148,9 @@ def test_another_users_claim_holds_while_its_job_trains(tmp_path, training, monk
     claim.close()
 
 
-# Saving
-
-
 def test_an_active_writer_is_logged_and_waited_for(tmp_path, writer, caplog):
     caplog.set_level("INFO")
-    end_soon(writer)
+    threading.Timer(0.3, writer.stdin.close).start()
     wait_for_save(tmp_path)
     assert (tmp_path / "done").exists()
     assert writer.wait(LONGEST_SEC) == 0
@@ -168,17 +158,12 @@ def test_an_active_writer_is_logged_and_waited_for(tmp_path, writer, caplog):
     (line,) = caplog.messages  # of the first
     assert f"process {writer.pid} of " in line
     assert os.listdir(tmp_path) == ["done"]
-
-
-def test_processes_write_one_at_a_time(tmp_path, writer):
-    end_soon(writer)
-    with saving_in(tmp_path):
-        assert (tmp_path / "done").exists()
-        assert writer.wait(LONGEST_SEC) == 0
-
-
-def end_soon(writer):
-    threading.Timer(0.3, writer.stdin.close).start()
+    with other_process(tmp_path, "saves") as another:
+        (tmp_path / "done").unlink()
+        threading.Timer(0.3, another.stdin.close).start()
+        with saving_in(tmp_path):  # one at a time
+            assert (tmp_path / "done").exists()
+            assert another.wait(LONGEST_SEC) == 0
 
 
 def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, writer, caplog):

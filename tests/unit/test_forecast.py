@@ -28,33 +28,21 @@ def measured(latency, per_byte, **ranks):
     return MeasuredAllreduce(ranks, AllreduceCost(latency, per_byte))
 
 
-@pytest.mark.parametrize(
-    ("gradient_bytes", "buckets"),
-    [
-        (0, []),
-        (1000, [1000]),
-        (MIB, [MIB]),
-        (26 * MIB, [MIB, 25 * MIB]),
+def test_exposed_communication_computed_by_hand():
+    for gradient_bytes, buckets in (
+        *((0, []), (1000, [1000]), (MIB, [MIB]), (26 * MIB, [MIB, 25 * MIB])),
         (60 * MIB + 5, [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]),
-    ],
-)
-def test_ddp_buckets_are_1_mib_then_25_mib(gradient_bytes, buckets):
-    assert ddp_buckets(gradient_bytes) == buckets
-
-
-@pytest.mark.parametrize(
-    ("buckets", "cost", "micro_batches", "exposed_sec"),
-    [
+    ):
+        assert ddp_buckets(gradient_bytes) == buckets
+    for buckets, micro_batches, exposed_sec in (
         # Forward ends at 3 s; the halves are ready at 6 and 9 s and take 4 s each: 6..10, 10..14.
-        ([5, 5], (4.0, 0.0), 1, 5.0),
+        ([5, 5], 1, 5.0),
         # The last of three micro-batches: forward ends at 7 s, ready at 8 and 9 s: 8..12, 12..16.
-        ([5, 5], (4.0, 0.0), 3, 7.0),
-        ([], (4.0, 0.0), 1, 0.0),
-    ],
-)
-def test_exposed_communication_computed_by_hand(buckets, cost, micro_batches, exposed_sec):
-    found = exposed_seconds(9.0, buckets, AllreduceCost(*cost), micro_batches)
-    assert found == pytest.approx(exposed_sec)
+        ([5, 5], 3, 7.0),
+        ([], 1, 0.0),
+    ):
+        found = exposed_seconds(9.0, buckets, AllreduceCost(4.0, 0.0), micro_batches)
+        assert found == pytest.approx(exposed_sec)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -117,21 +105,16 @@ def test_every_choice_of_kinds_is_forecast_and_judged():
     assert found.gain("gpu") == pytest.approx(21 / 12 - 1)
 
 
-def test_ties_prefer_the_fewest_kinds():
-    cohorts = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 99.0)]
-    found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
-    assert found.whole.batch_sizes == [5, 0]
-    assert found.best == ("gpu",)
-    assert found.gain("cpu") == 0
-    assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
-
-
-def test_of_many_kinds_each_alone_all_but_one_and_all_are_forecast():
+def test_of_many_kinds_each_alone_all_but_one_and_all_are_forecast_and_ties_prefer_the_fewest():
     kinds = [f"k{index}" for index in range(9)]
     entries = [MeasuredAllreduce(dict.fromkeys(kept, 1), FREE) for kept in subsets(tuple(kinds))]
     found = forecast_subsets([cohort(kind, 0.0, 1.0) for kind in kinds], 72, [MIB], entries)
     assert [len(subset) for subset in found.forecasts] == [1] * 9 + [8] * 9 + [9]
     assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
+    cohorts = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 99.0)]
+    found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
+    assert (found.whole.batch_sizes, found.best, found.gain("cpu")) == ([5, 0], ("gpu",), 0)
+    assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
 
 
 ENTRIES = [
@@ -160,10 +143,11 @@ def test_scaling_to_another_world(world, latency_sec, sec_per_byte):
     cost = scale_allreduce(ENTRIES, world)
     assert cost.latency_sec == pytest.approx(latency_sec)
     assert cost.sec_per_byte == pytest.approx(sec_per_byte)
-
-
-def test_the_kinds_whose_allreduce_is_guessed_are_known():
     assert guessed_kinds(ENTRIES, {"cpu": 2, "gpu": 9, "mlu": 1}) == ["cpu"]
+    # Kinds that were measured only among more cost what the fewest of those do.
+    times = {"abcd": 3e-3, "abc": 2e-3, "bcd": 1e-3}
+    entries = [measured(sec, 0.0, **dict.fromkeys(kinds, 1)) for kinds, sec in times.items()]
+    assert scale_allreduce(entries, {"a": 1, "b": 1}).latency_sec == 2e-3
 
 
 @pytest.mark.parametrize(
@@ -177,12 +161,6 @@ def test_the_kinds_whose_allreduce_is_guessed_are_known():
 def test_what_was_not_measured_is_an_error(entries, world, what):
     with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
         scale_allreduce(entries, world)
-
-
-def test_kinds_that_were_measured_only_among_more_cost_what_the_fewest_of_those_do():
-    entries = [measured(seconds, 0.0, **dict.fromkeys(kinds, 1)) for seconds, kinds in
-               ((3e-3, "abcd"), (2e-3, "abc"), (1e-3, "bcd"))]  # fmt: skip
-    assert scale_allreduce(entries, {"a": 1, "b": 1}).latency_sec == 2e-3
 
 
 def test_ranks_reuse_the_measured_costs_in_turn():

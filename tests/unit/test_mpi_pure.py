@@ -82,22 +82,6 @@ def test_a_single_rank_in_a_larger_allocation_is_found(environ, found):
 
 
 @pytest.mark.parametrize(
-    ("library", "flag"),
-    [
-        ("Open MPI", "give srun --mpi=pmix ("),
-        ("MPICH 5.0.1", "give srun --mpi=pmi2 ("),
-        ("Intel MPI", "give srun --mpi=pmi2 ("),
-        ("MVAPICH", "--mpi=pmix or --mpi=pmi2"),
-    ],
-)
-def test_tasks_of_srun_that_do_not_meet_are_told_the_flag(library, flag):
-    assert different_mpi(6, 6, library, by_srun=True) is None
-    found, advice = different_mpi(6, 1, library, by_srun=True)
-    assert "srun started 6 tasks, but MPI sees 1" in found
-    assert flag in advice
-
-
-@pytest.mark.parametrize(
     ("local_size", "world_size", "cores", "yields", "threads"),
     [
         *((1, 1, 8, False, "8"), (4, 4, 8, False, "2"), (5, 5, 8, True, "1"), (4, 4, 2, True, "1")),
@@ -116,17 +100,11 @@ def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts(
     for name in ("eager_limit", "max_send_size"):  # longer messages are sent without asking
         limit = environ.get(f"OMPI_MCA_btl_tcp_{name}")
         assert limit is None if on_one_host else int(limit) > 256 << 10
-
-
-def test_variables_set_by_the_user_are_kept():
-    theirs = {
-        "OMP_NUM_THREADS": "7",
-        "OMPI_MCA_mpi_yield_when_idle": "0",
-        "OMPI_MCA_btl": "self,tcp",
-    }
+    theirs = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    theirs |= {"OMPI_MCA_btl": "self,tcp"}
     environ = dict(theirs)
     prepare_environment(environ, Launch(0, 4, 0, 4), 2)
-    assert environ == theirs
+    assert environ == theirs  # what the user has set is kept
 
 
 @pytest.mark.parametrize(
@@ -147,41 +125,36 @@ def test_ranks_are_grouped_by_kind_or_by_kind_and_host(kinds, nodes, expected):
     assert [group.leader for group in groups] == [ranks[0] for _, ranks, _ in expected]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "nodes", "may"),
-    [
+def test_groups_by_host_are_an_alternative_only_where_they_differ_in_use():
+    for kinds, nodes, may in (
         ("aab", (0, 0, 0), False),  # one host
         ("aaaa", (0, 0, 1, 1), False),  # one kind
         ("aabb", (0, 0, 1, 1), False),  # each kind on one host
         ("abab", (0, 0, 1, 1), False),  # no host has two ranks of a kind
         ("aaab", (0, 0, 1, 1), True),
         ("aabaab", (0, 0, 0, 1, 1, 1), True),
-    ],
-)
-def test_groups_by_host_are_an_alternative_only_where_they_differ_in_use(kinds, nodes, may):
-    assert may_group_by_host(kinds, nodes) == may
+    ):
+        assert may_group_by_host(kinds, nodes) == may
 
 
-@pytest.mark.parametrize(
-    ("faults", "expected"),
-    [
-        (["x", "x"], "x"),
-        (["", "x"], "rank 1: x"),
-        (["y", "x", "", "x"], "rank 0: y; ranks 1, 3: x"),
-    ],
-)
-def test_errors_of_several_ranks_are_joined_into_one_line(faults, expected):
-    assert join_errors(faults) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "device", "name"),
-    [
+def test_ranks_and_their_errors_are_described_in_one_line():
+    for kind, device, name in (
         ("cuda", "cuda:0", "rank 2 (node-b, cuda:0)"),
         ("cpu", "cpu", "rank 2 (node-b, cpu)"),
         ("mlu", "cpu", "rank 2 (node-b, cpu, mlu)"),  # emulated
         ("rocm", "cuda:1", "rank 2 (node-b, cuda:1, rocm)"),
-    ],
-)
-def test_a_rank_is_described_by_number_host_device_and_kind(kind, device, name):
-    assert str(RankInfo(2, 0, "node-b", kind, device, "a device", 2**30, "2.13")) == name
+    ):
+        assert str(RankInfo(2, 0, "node-b", kind, device, "a device", 2**30, "2.13")) == name
+    assert join_errors(["x", "x"]) == "x"
+    assert join_errors(["", "x"]) == "rank 1: x"
+    assert join_errors(["y", "x", "", "x"]) == "rank 0: y; ranks 1, 3: x"
+    for library, flag in (
+        ("Open MPI", "give srun --mpi=pmix ("),
+        ("MPICH 5.0.1", "give srun --mpi=pmi2 ("),
+        ("Intel MPI", "give srun --mpi=pmi2 ("),
+        ("MVAPICH", "--mpi=pmix or --mpi=pmi2"),
+    ):
+        assert different_mpi(6, 6, library, by_srun=True) is None
+        found, advice = different_mpi(6, 1, library, by_srun=True)
+        assert "srun started 6 tasks, but MPI sees 1" in found
+        assert flag in advice

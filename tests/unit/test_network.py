@@ -17,15 +17,6 @@ from kaitian_mpi.errors import UserError
 PAIRWISE, RING = Route("pairwise"), Route("ring")
 
 
-def test_ranks_are_grouped_by_host():
-    assert group_by_host([4, 7, 4, 4, 7]) == ((0, 2, 3), (1, 4))
-
-
-def test_all_lanes_are_tried_if_there_are_several():
-    assert routes(["ring"], 1) == [MPI_ROUTE, RING]
-    assert routes(["ring"], 8) == [MPI_ROUTE, RING, Route("ring", 8)]
-
-
 @pytest.mark.parametrize(
     ("short", "long", "chosen", "min_bytes"),
     [
@@ -45,45 +36,35 @@ def test_the_fastest_route_is_chosen_from_the_length_on_that_it_pays(
     assert found == (chosen, min_bytes, long_seconds)
 
 
-def test_a_choice_says_what_was_measured():
-    measured = Choice(Route("ring", 2), seconds={MPI_ROUTE: 0.0413, Route("ring", 2): 0.023})
-    expected = "ring in 2 lanes (measured, 2 MB: mpi 41.3 ms, ring in 2 lanes 23.0 ms)"
-    assert measured.describe() == expected
-    assert Choice(RING).describe() == "ring"
+def test_routes_between_hosts_are_all_tried_and_said():
+    assert group_by_host([4, 7, 4, 4, 7]) == ((0, 2, 3), (1, 4))
+    lanes = Route("ring", 8)
+    assert (routes(["ring"], 1), routes(["ring"], 8)) == (
+        [MPI_ROUTE, RING],
+        [MPI_ROUTE, RING, lanes],
+    )
+    measured = Choice(lanes, seconds={MPI_ROUTE: 0.0413, lanes: 0.023})
+    expected = "ring in 8 lanes (measured, 2 MB: mpi 41.3 ms, ring in 8 lanes 23.0 ms)"
+    assert (measured.describe(), Choice(RING).describe()) == (expected, "ring")
 
 
-def test_interfaces_are_set_for_mpi_and_vendors_libraries():
+def test_interfaces_are_set_for_mpi_and_vendors_libraries_or_named_as_missing():
+    assert "lo" not in found_interfaces()  # which reaches no other host
     environ = {"OMPI_MCA_btl_tcp_if_include": "lo", "PATH": "/bin"}
     limit_to(" eth0, eth1", environ, ["eth0", "eth1", "docker0"])
     assert environ == {
-        "PATH": "/bin",
-        "OMPI_MCA_btl_tcp_if_include": "eth0,eth1",
+        **{"PATH": "/bin", "OMPI_MCA_btl_tcp_if_include": "eth0,eth1"},
         "GLOO_SOCKET_IFNAME": "eth0,eth1",
-        "NCCL_SOCKET_IFNAME": "=eth0,eth1",
-        "HCCL_SOCKET_IFNAME": "=eth0,eth1",
-        "FI_TCP_IFACE": "eth0",
-        "FI_SOCKETS_IFACE": "eth0",
+        **dict.fromkeys(("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), "=eth0,eth1"),
+        **dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE"), "eth0"),
     }
-
-
-def test_without_interfaces_nothing_is_set():
-    environ: dict[str, str] = {}
+    environ = {}
     limit_to("", environ, ["eth0"])
     assert not environ
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+    for given, message in (
         ("eth0,eth7,", "no interface eth7 is up on .* choose from docker0, eth0,"),
         ("lo", "no interface lo is up on "),
         (" , ", "' , ' names no interface; give names such as eth0"),
-    ],
-)
-def test_interfaces_that_are_not_there_are_named(given, message):
-    with pytest.raises(UserError, match=f"--network-interface: {message}"):
-        limit_to(given, {}, ["eth0", "docker0"])
-
-
-def test_the_loopback_interface_reaches_no_other_host():
-    assert "lo" not in found_interfaces()
+    ):
+        with pytest.raises(UserError, match=f"--network-interface: {message}"):
+            limit_to(given, environ, ["eth0", "docker0"])

@@ -12,8 +12,7 @@ from kaitian_mpi.runtime.system import CommunicationThread
 class Clock:
     """Stands for the module `time`."""
 
-    def __init__(self):
-        self.used_sec = self.slept_sec = 0.0
+    used_sec = slept_sec = 0.0
 
     def thread_time(self):
         return self.used_sec
@@ -43,14 +42,6 @@ def test_a_slowed_step_sleeps_in_proportion_to_what_it_computes(clock):
         assert clock.slept_sec == pytest.approx(slept)
 
 
-@pytest.mark.parametrize("schedule", [(), ((0, 1.0),), ((0, 1.0), (0, 1.0))])
-def test_a_rank_that_is_not_slowed_calls_the_method_itself(schedule):
-    def call():
-        pass
-
-    assert CallPace(schedule).around(call) is call
-
-
 def test_only_the_time_between_calls_counts_whatever_they_are(clock):
     """Two calls, such as those of two groups or of one and its messages, have one measurement."""
     slowdown = CallPace(((0, 3.0), (50, 9.0)))  # the factor from the start
@@ -66,19 +57,23 @@ def test_only_the_time_between_calls_counts_whatever_they_are(clock):
     clock.compute(0.02)
     first()
     assert clock.slept_sec == pytest.approx(0.24)
-
-
-def test_the_creation_of_a_group_does_not_count(clock):
-    slowdown = CallPace(((0, 3.0),))
-    call = slowdown.around(lambda: None)
-    call()
     clock.compute(5)
-    slowdown.forget()
-    call()
-    assert clock.slept_sec == 0
-    clock.compute(0.1)
-    call()
-    assert clock.slept_sec == pytest.approx(0.2)
+    slowdown.forget()  # the creation of a group does not count
+    first()
+    clock.compute(0.01)
+    first()
+    assert clock.slept_sec == pytest.approx(0.26)
+    slowdown.pause()  # nor a Training, which slows its own steps
+    for _ in range(3):
+        first()
+        clock.compute(1)
+    slowdown.resume()
+    first()
+    clock.compute(0.01)
+    first()
+    assert clock.slept_sec == pytest.approx(0.28)
+    for schedule in ((), ((0, 1.0),), ((0, 1.0), (0, 1.0))):  # not slowed: the method itself
+        assert CallPace(schedule).around(first) is first
 
 
 def test_each_thread_has_its_own_measurement(clock):
@@ -97,20 +92,3 @@ def test_each_thread_has_its_own_measurement(clock):
         thread.start()
         thread.join()
         assert clock.slept_sec == pytest.approx(slept)
-
-
-def test_it_pauses_while_a_training_slows_its_own_steps(clock):
-    slowdown = CallPace(((0, 3.0),))
-    call = slowdown.around(lambda: None)
-    call()
-    clock.compute(1)
-    slowdown.pause()
-    for _ in range(3):
-        call()
-        clock.compute(1)
-    slowdown.resume()
-    call()
-    assert clock.slept_sec == 0
-    clock.compute(0.1)
-    call()
-    assert clock.slept_sec == pytest.approx(0.2)

@@ -59,21 +59,20 @@ def test_a_figure_names_its_units_numbers_and_that_it_is_emulated(figures, name)
             assert not is_number or any(unit in axes.get_ylabel() for unit in UNITS)
 
 
-def test_a_real_run_is_not_called_emulated(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "FIGURES", FIGURES[:1])
-    run = read_run(make_run(tmp_path / "run", emulated=False))
-    figure, words = FIGURES[0].draw(run)
-    assert "EMULATED" not in words + figure.get_suptitle()
-    assert "mulated" not in make_page([run]).partition("<main")[2]
-
-
-def test_each_new_plan_is_marked_in_the_figure_and_explained_below(run, figures, monkeypatch):
+def test_each_new_plan_is_explained_and_a_real_run_not_called_emulated(
+    run, figures, tmp_path, monkeypatch
+):
     shown = [text.get_text() for text in texts_of(figures["batch-sizes"][0])]
     assert {"1", "2", "rank 3 lost"} <= set(shown)
     monkeypatch.setattr(page, "FIGURES", [BY_NAME["batch-sizes"]])
     text = make_page([run])
     assert "<td>1</td><td>60</td><td>0: 24, 1: 8, 2: 16, 3: 16</td><td>rank 1 (node-a" in text
     assert "<td>rank 3 (node-b, cpu, mlu) was lost</td>" in text
+    monkeypatch.setattr(page, "FIGURES", FIGURES[:1])
+    real = read_run(make_run(tmp_path / "run", emulated=False))
+    figure, words = FIGURES[0].draw(real)
+    assert "EMULATED" not in words + figure.get_suptitle()
+    assert "mulated" not in make_page([real]).partition("<main")[2]
 
 
 def test_what_is_drawn_is_what_was_measured(run):
@@ -106,23 +105,18 @@ def test_a_thousand_ranks_are_drawn_as_the_means_of_their_kinds(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == [of_kind]
 
 
-@pytest.mark.parametrize(
-    ("name", "drawn"),
-    [
-        ("config.json", []),
-        ("topology.json", []),
-        ("plan.jsonl", ["batch-sizes"]),
+def test_a_folder_with_a_single_file_gives_a_page(tmp_path):
+    for name, drawn in (
+        *(("config.json", []), ("topology.json", []), ("plan.jsonl", ["batch-sizes"])),
         ("metrics.jsonl", ["rate", "utilization", "step-phases", "learning"]),
-    ],
-)
-def test_a_folder_with_a_single_file_gives_a_page(tmp_path, name, drawn):
-    folder = make_run(tmp_path / "run")
-    for path in folder.iterdir():
-        if path.name != name:
-            path.unlink()
-    run = read_run(folder)
-    assert len(run.missing) >= 4
-    assert [spec.name for spec in FIGURES if spec.draw(run)[0] is not None] == drawn
+    ):
+        folder = make_run(tmp_path / name)
+        for path in folder.iterdir():
+            if path.name != name:
+                path.unlink()
+        run = read_run(folder)
+        assert len(run.missing) >= 4
+        assert [spec.name for spec in FIGURES if spec.draw(run)[0] is not None] == drawn
 
 
 IMAGE = "data:image/svg+xml;base64,"

@@ -71,28 +71,22 @@ def test_a_busy_share_is_a_mean_over_time(tmp_path):
     assert row.split()[4] == f"{(80 * 1 + 10 * 3) / 4:.0f}"
 
 
-def test_lines_fit_a_terminal(two, tmp_path):
+def test_an_unfinished_run_shows_what_is_known_in_lines_that_fit_a_terminal(two, tmp_path):
     names = [two[0].rename(tmp_path / ("x" * 60)), two[1].rename(tmp_path / ("y" * 60))]
     assert max(map(len, show(*names).splitlines())) <= 80
-
-
-def test_an_unfinished_run_shows_what_is_known(two):
+    two = [path.rename(folder) for path, folder in zip(names, two, strict=True)]
     for name in ("summary.json", "events.jsonl", "plan.jsonl"):
         (two[1] / name).unlink()
     text = show(*two)
     assert "adaptive: unfinished, emulated devices" in text
     assert "adaptive: 1.00 times the rate of equal" in text  # from the readings
-    (two[1] / "metrics.jsonl").unlink()
+    # The steps after the last reading count as well, as after Ctrl-C.
+    write_json(two[1] / "summary.json", {"steps": 100})
+    write_lines(two[1] / "events.jsonl", [event("stop", 271, "step 271 is saved")])
+    assert ", 271 steps" in show(two[1])
+    assert read_run(two[1]).facts["steps"] == "271"
+    for name in ("summary.json", "events.jsonl", "metrics.jsonl"):
+        (two[1] / name).unlink()
     text = show(*two)
     assert "times the rate" not in text
     assert text.endswith("adaptive: unfinished, emulated devices")
-
-
-def test_the_steps_after_the_last_reading_count_as_well(tmp_path):
-    """As after Ctrl-C: the state of the last step is saved, and an event says so."""
-    write_json(tmp_path / "config.json", {})
-    write_json(tmp_path / "summary.json", {"steps": 900})
-    write_lines(tmp_path / "metrics.jsonl", [reading(900), reading(960)])
-    write_lines(tmp_path / "events.jsonl", [event("stop", 971, "step 971 is saved")])
-    assert ", 971 steps" in show(tmp_path)
-    assert read_run(tmp_path).facts["steps"] == "971"

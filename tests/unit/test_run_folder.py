@@ -2,10 +2,9 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import resource
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import StorageError
 from kaitian_mpi.observe import folders
+from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.observe.run_folder import DiskFolder, open_run_folder
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.progress import Progress
@@ -85,36 +85,25 @@ def summary_in(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("was_full", [False, True])
-def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory, monkeypatch, was_full):
-    folder, checkpoints = run_in(tmp_path / "run")
-    if was_full:  # writing is retried
-        with monkeypatch.context() as context:
-            full(context, "model.pt")
-            folder.save_model(WEIGHTS)
-    finish(folder, checkpoints)
-    assert summary_in(tmp_path / "run") == {"steps": 26, "finished": True}
-    assert torch.equal(torch.load(tmp_path / "run" / MODEL)["weight"], WEIGHTS["weight"])
-    assert list(memory.iterdir()) == []
-
-
 @pytest.mark.parametrize("given", ["", "mine"])
-def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, monkeypatch, given):
-    folder, checkpoints = run_in(tmp_path / "run", snapshots=given)
+def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory, monkeypatch, given):
+    run = tmp_path / "run"
+    folder, checkpoints = run_in(run, snapshots=given)
     folder.save_model({"weight": torch.zeros(3)})  # of an earlier epoch
     folder.write("summary.json", {"steps": 13, "finished": False})
-    full(monkeypatch, "model.pt")
-    folder.save_model(WEIGHTS)
-    with pytest.raises(StorageError) as caught:
-        finish(folder, checkpoints, snapshots=given)
+    with monkeypatch.context() as context:
+        full(context, "model.pt")
+        folder.save_model(WEIGHTS)
+        with pytest.raises(StorageError) as caught:
+            finish(folder, checkpoints, snapshots=given)
     text = str(caught.value)
-    assert f"{tmp_path}/run/{MODEL} could not be written: No space" in text
+    assert f"{run}/{MODEL} could not be written: No space" in text
     assert "bytes needed, " in text
     assert " free); step 26 is kept in this host's memory: make room, and run the same" in text
     assert caught.value.exit_code == 74
     # Earlier valid files are still there, and so are the new ones.
-    assert summary_in(tmp_path / "run")["finished"] is False
-    assert torch.load(tmp_path / "run" / MODEL)["weight"].sum() == 0
+    assert summary_in(run)["finished"] is False
+    assert torch.load(run / MODEL)["weight"].sum() == 0
     (snapshots,) = memory.iterdir()
     name = text.rpartition("--snapshots ")[2]
     assert name == (given or name)
@@ -122,6 +111,9 @@ def test_no_space_for_the_model_leaves_the_run_unfinished(tmp_path, memory, monk
     kept = Checkpoints(TrainConfig(snapshots=name), tmp_path).in_memory.files.newest_good()
     assert kept.step == 26
     assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
+    finish(folder, checkpoints)  # writing is retried
+    assert summary_in(run) == {"steps": 26, "finished": True}
+    assert torch.equal(torch.load(run / MODEL)["weight"], WEIGHTS["weight"])
 
 
 def test_a_disk_full_at_the_start_is_an_error(tmp_path, monkeypatch):
@@ -146,15 +138,18 @@ def test_a_partial_line_does_not_corrupt_the_next(tmp_path, caplog):
 
 def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     """Processes that create a folder of the same name at the same moment."""
-    script = (
-        "import sys, time; from pathlib import Path; "
-        "from kaitian_mpi.observe.folders import make_new_folder; "
-        "time.sleep(max(0, float(sys.argv[2]) - time.time())); "
-        "print(*[make_new_folder(Path(sys.argv[1])) for _ in range(50)])"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "runs" / "cnn"), str(time.time() + 1)]
-    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    made = [name for job in jobs for name in job.communicate(timeout=60)[0].split()]
-    names = {Path(name).name for name in made}
+
+    def make(at, names):
+        time.sleep(max(0, at - time.time()))
+        names.put([make_new_folder(tmp_path / "runs" / "cnn").name for _ in range(50)])
+
+    context = multiprocessing.get_context("fork")
+    queue, at = context.SimpleQueue(), time.time() + 0.2
+    jobs = [context.Process(target=make, args=(at, queue)) for _ in range(4)]
+    for job in jobs:
+        job.start()
+    made = [name for _ in jobs for name in queue.get()]
     assert len(made) == 200
-    assert names == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
+    assert {*made} == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
+    for job in jobs:
+        job.join()

@@ -59,9 +59,6 @@ def draw_plan(draw, ranks, min_batch=1):
 )
 def test_shares_of_step(remaining, plan, min_batch, shares):
     assert shares_of_step(remaining, plan, min_batch) == shares
-
-
-def test_steps_per_epoch():
     lengths = 2, 4, 5, 6, 9, 10
     assert [steps_per_epoch(length, 4, 2) for length in lengths] == [1, 1, 1, 2, 2, 3]
 
@@ -115,8 +112,12 @@ def test_a_new_plan_applies_from_the_next_step():
 
 
 def test_an_epoch_restarts_after_its_end_and_continues_after_a_break():
-    (sampler,) = make_ranks(10, [4])
+    (sampler,), (resumed,) = make_ranks(10, [4]), make_ranks(10, [4])
     first = list(sampler)
+    resumed.load_state_dict(sampler.state_dict())  # no step is left
+    for epoch, steps in ((0, 0), (1, 3)):
+        resumed.set_epoch(epoch)
+        assert len(list(resumed)) == steps
     assert len(sampler) == 0
     assert list(sampler) == first
     sampler.set_epoch(1)
@@ -124,6 +125,13 @@ def test_an_epoch_restarts_after_its_end_and_continues_after_a_break():
     beginning = next(iter(sampler))
     assert (sampler.position, len(sampler)) == (4, 2)
     assert sorted(flat([[beginning, *sampler]])) == list(range(10))
+    samplers = make_ranks(50, [4, 0, 6])
+    for sampler in samplers:
+        sampler.position = 20
+    shares = take(each.first_shares(25) for each in samplers)  # of the epoch, and move nothing
+    assert [sizes_of(step) for step in shares] == [[4, 0, 6], [4, 0, 6], [2, 0, 3]]
+    assert flat(shares) == samplers[0].indices(0, 25)
+    assert [sampler.position for sampler in samplers] == [20, 20, 20]
 
 
 def test_resume_with_another_number_of_ranks():
@@ -141,16 +149,6 @@ def test_resume_with_another_number_of_ranks():
             sampler.set_epoch(epoch)
         whole = make_ranks(length, [length], epoch, seed=7)
         assert flat(taken) + flat(take(after)) == flat(take(whole))
-
-
-def test_a_state_from_the_end_of_an_epoch_has_no_steps_left():
-    (done,), (sampler,) = make_ranks(10, [4]), make_ranks(10, [4])
-    list(done)
-    sampler.load_state_dict(done.state_dict())
-    sampler.set_epoch(0)
-    assert list(sampler) == []
-    sampler.set_epoch(1)
-    assert len(list(sampler)) == 3
 
 
 @pytest.mark.parametrize(
@@ -182,21 +180,8 @@ def test_a_state_of_another_run_is_rejected(length, options, message):
 def test_invalid_arguments(length, plan, rank, min_batch, message):
     with pytest.raises(ValueError, match=message):
         LoadAdaptiveSampler(range(length), plan, rank, min_batch=min_batch)
-
-
-@pytest.mark.parametrize("plan", [[4], [1, 2, 3], [0, 0], [3, -1]])
-def test_an_invalid_plan_changes_nothing(plan):
     sampler = LoadAdaptiveSampler(range(10), [1, 2], 0)
-    with pytest.raises(ValueError, match="batch_sizes must be 2 numbers, one for each rank"):
-        sampler.set_plan(plan)
-    assert sampler.batch_sizes == [1, 2]
-
-
-def test_first_shares_are_the_first_samples_and_move_nothing():
-    samplers = make_ranks(50, [4, 0, 6])
-    for sampler in samplers:
-        sampler.position = 20
-    shares = [list(step) for step in zip(*(s.first_shares(25) for s in samplers), strict=True)]
-    assert [sizes_of(step) for step in shares] == [[4, 0, 6], [4, 0, 6], [2, 0, 3]]
-    assert flat(shares) == samplers[0].indices(0, 25)
-    assert [sampler.position for sampler in samplers] == [20, 20, 20]
+    for invalid in ([4], [1, 2, 3], [0, 0], [3, -1]):
+        with pytest.raises(ValueError, match="batch_sizes must be 2 numbers, one for each rank"):
+            sampler.set_plan(invalid)
+        assert sampler.batch_sizes == [1, 2]

@@ -1,5 +1,6 @@
 """The cost model, and samples in integer shares."""
 
+import itertools
 import math
 import random
 
@@ -17,22 +18,14 @@ from kaitian_mpi.balance.shares import (
 from kaitian_mpi.errors import UserError
 
 
-@pytest.mark.parametrize(
-    ("total", "weights", "shares"),
-    [
-        (10, [1], [10]),
-        (0, [1, 2], [0, 0]),
-        (10, [1, 1], [5, 5]),
-        (10, [1, 1, 1], [4, 3, 3]),  # ties go to the lower index
-        (11, [1, 1, 1], [4, 4, 3]),
-        (1, [0, 0, 3], [0, 0, 1]),
-        (5, [0, 1, 0, 1], [0, 3, 0, 2]),
-        (256, [1.0, 0.5, 0.25, 0.25], [128, 64, 32, 32]),
-        (7, [0.1, 0.2, 0.7], [1, 1, 5]),
-    ],
-)
-def test_apportion(total, weights, shares):
-    assert apportion(total, weights) == shares
+def test_apportion():
+    for total, weights, shares in (
+        *((10, [1], [10]), (0, [1, 2], [0, 0]), (10, [1, 1], [5, 5])),
+        *((10, [1, 1, 1], [4, 3, 3]), (11, [1, 1, 1], [4, 4, 3])),  # ties go to the lower index
+        *((1, [0, 0, 3], [0, 0, 1]), (5, [0, 1, 0, 1], [0, 3, 0, 2])),
+        *((256, [1.0, 0.5, 0.25, 0.25], [128, 64, 32, 32]), (7, [0.1, 0.2, 0.7], [1, 1, 5])),
+    ):
+        assert apportion(total, weights) == shares
 
 
 def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
@@ -47,37 +40,25 @@ def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
             assert weight > 0 or share == 0
 
 
-@pytest.mark.parametrize(
-    ("samples", "most", "min_batch", "parts"),
-    [
-        (10, None, 1, [10]),
-        (0, 4, 1, [0]),
-        (10, 4, 1, [4, 3, 3]),
-        (5, 2, 2, [3, 2]),  # a micro-batch is never too small where the share is not
-        (3, 2, 2, [3]),
-        (1, 2, 2, [1]),
-        (0, 2, 2, [0]),
-    ],
-)
-def test_known_micro_batches(samples, most, min_batch, parts):
-    assert split_micro_batches(samples, most, min_batch) == parts
+def test_micro_batches_are_equal_to_within_one_and_neither_too_large_nor_too_small():
+    for samples, most, min_batch, known in (
+        *((10, None, 1, [10]), (0, 4, 1, [0]), (10, 4, 1, [4, 3, 3]), (5, 2, 2, [3, 2])),
+        *((3, 2, 2, [3]), (1, 2, 2, [1]), (0, 2, 2, [0])),  # no part smaller than the share
+    ):
+        assert split_micro_batches(samples, most, min_batch) == known
+    for min_batch, samples, most in itertools.product((1, 2), range(1, 50), range(1, 12)):
+        if min(samples, most) < min_batch:
+            continue
+        parts = split_micro_batches(samples, most, min_batch)
+        assert sum(parts) == samples
+        assert max(parts) - min(parts) <= 1
+        assert min_batch <= min(parts) <= max(parts) <= max(most, 2 * min_batch - 1)
+        if most >= 2 * min_batch - 1:
+            assert len(parts) == -(-samples // most)
 
 
-@pytest.mark.parametrize("min_batch", [1, 2])
-def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed(min_batch):
-    for samples in range(min_batch, 50):
-        for most in range(min_batch, 12):
-            parts = split_micro_batches(samples, most, min_batch)
-            assert sum(parts) == samples
-            assert max(parts) - min(parts) <= 1
-            assert min_batch <= min(parts) <= max(parts) <= max(most, 2 * min_batch - 1)
-            if most >= 2 * min_batch - 1:
-                assert len(parts) == -(-samples // most)
-
-
-@pytest.mark.parametrize(
-    ("shares", "planned", "min_batch", "merged"),
-    [
+def test_shares_that_are_too_small_are_merged():
+    for shares, planned, min_batch, merged in (
         ([4, 4, 1, 1], [96, 96, 32, 32], 2, [4, 4, 2, 0]),
         ([4, 4, 1, 1, 1], [9, 9, 3, 3, 4], 2, [5, 4, 0, 0, 2]),
         ([1, 1, 1], [2, 2, 2], 2, [3, 0, 0]),
@@ -85,10 +66,8 @@ def test_micro_batches_are_equal_to_within_one_and_no_larger_than_allowed(min_ba
         ([0, 1], [2, 2], 2, [0, 1]),  # nothing can be done
         ([2, 2, 3], [3, 3, 3], 3, [4, 0, 3]),
         ([5, 0, 2], [5, 0, 2], 2, [5, 0, 2]),
-    ],
-)
-def test_shares_that_are_too_small_are_merged(shares, planned, min_batch, merged):
-    assert merge_small(shares, planned, min_batch) == merged
+    ):
+        assert merge_small(shares, planned, min_batch) == merged
 
 
 @pytest.mark.parametrize(
@@ -107,25 +86,20 @@ def test_plan_fastest(alphas, betas, global_batch, expected):
     assert plan_fastest(costs, global_batch) == expected
 
 
-@pytest.mark.parametrize(
-    ("total", "min_batch", "said"),
-    [(2, 1, "2 is too small for 4 ranks"), (7, 2, "7 is too small for 4 ranks, .* least 2 .* 8")],
-)
-def test_a_global_batch_that_is_too_small_is_a_user_error(total, min_batch, said):
-    for ranks, plan in ((4, plan_equal), ([RankCost(0, 1)] * 4, plan_fastest)):
-        with pytest.raises(UserError, match=said):
-            plan(ranks, total, min_batch)
+def test_a_global_batch_that_is_too_small_or_takes_too_much_memory_is_a_user_error():
+    for total, min_batch, said in (
+        (2, 1, "2 is too small for 4 ranks"),
+        (7, 2, "7 is too small for 4 ranks, .* least 2 .* 8"),
+    ):
+        for ranks, plan in ((4, plan_equal), ([RankCost(0, 1)] * 4, plan_fastest)):
+            with pytest.raises(UserError, match=said):
+                plan(ranks, total, min_batch)
     assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
     assert plan_equal(3, 10) == [4, 3, 3]
-
-
-def test_less_memory_than_the_batch_takes_at_once_is_a_user_error():
     costs = [RankCost(0, 1)] * 2
     assert plan_fastest(costs, 7, most=[3, 4]) == [3, 4]
     assert plan_fastest(costs, 8, most=[3, None]) == [3, 5]
-    with pytest.raises(
-        UserError, match=r"--sync-bn .* only 7 of 8 samples fit in the ranks' memory"
-    ):
+    with pytest.raises(UserError, match=r"--sync-bn .* only 7 of 8 samples fit in the ranks' mem"):
         plan_fastest(costs, 8, most=[3, 4])
 
 

@@ -76,12 +76,16 @@ def load_saved(other, state):
     other.load_shared(from_bytes(to_bytes(state.shared())))
 
 
+def copies(values):
+    return [value.detach().clone() for value in values]
+
+
 def parameters(state):
-    return [value.detach().clone() for value in state.model.parameters()]
+    return copies(state.model.parameters())
 
 
 def buffers(state):
-    return [value.detach().clone() for value in state.model.buffers()]
+    return copies(state.model.buffers())
 
 
 def equal(some, others):
@@ -100,11 +104,13 @@ def test_shared_state_round_trip_with_momentum():
     assert equal(parameters(state), parameters(other))
     assert other.is_begun
     assert other.progress == state.progress
-    kept, loaded = (list(s.optimizers[0].state.values()) for s in (state, other))
+    kept, loaded = (
+        [of["momentum_buffer"] for of in each.optimizers[0].state.values()]
+        for each in (state, other)
+    )
     assert len(kept) == 4
-    for one, another in zip(kept, loaded, strict=True):
-        assert torch.equal(one["momentum_buffer"], another["momentum_buffer"])
-        assert one["momentum_buffer"].any()
+    assert equal(kept, loaded)
+    assert all(momentum.any() for momentum in kept)
     for each in (state, other):
         torch.manual_seed(5)
         train(each)
@@ -122,12 +128,9 @@ def test_a_jobs_own_settings_and_number_of_steps_are_kept():
     assert [dict(group, params=None) for group in other.optimizers[0].param_groups] == before
     assert len(other.optimizers[0].state) == 4, "the momentum is the checkpoint's"
     assert other.progress.total_steps == 99
-
-
-def test_the_state_of_another_model_is_rejected():
-    other = state_of(nn.Linear(4, 2), partial(make_optimizer, TrainConfig()))
+    another = state_of(nn.Linear(4, 2), partial(make_optimizer, TrainConfig()))
     with pytest.raises(UserError, match="the checkpoint is of another model"):
-        other.load_shared(make_state().shared())
+        another.load_shared(state.shared())
 
 
 def test_per_rank_state_is_restored_bit_by_bit():
@@ -164,26 +167,6 @@ def test_only_a_transaction_that_is_not_committed_is_rolled_back(is_committed):
         assert equal(weights, parameters(state))
         assert all(parameter.grad is None for parameter in state.model.parameters())
         fill_buffers(state.model)
-
-
-def test_new_ranks_get_the_statistics_of_all_samples():
-    shares = [5, 1, 10]
-    samples = torch.randn(sum(shares), 3, dtype=torch.float64) * 3 + 7
-    state = make_state()
-    own = []
-    for rank, part in enumerate(samples.split(shares)):
-        norm = state.model.norm
-        norm.running_mean.copy_(part.mean(0))
-        norm.running_var.copy_(part.var(0, correction=0))
-        state.model.whole.fill_(rank)
-        own.append(from_bytes(to_bytes(state.rank_state())))
-    other = make_state(seed=1)
-    other.load_pooled_statistics(own, shares)
-    torch.testing.assert_close(other.model.norm.running_mean.double(), samples.mean(0))
-    torch.testing.assert_close(
-        other.model.norm.running_var.double(), samples.var(0, correction=0), rtol=1e-5, atol=1e-4
-    )
-    assert other.model.whole.tolist() == [0] * 5, "what cannot be pooled is the first rank's"
 
 
 @pytest.mark.parametrize(
@@ -227,21 +210,20 @@ def test_total_steps_are_done_plus_remaining(done, flags, batch, steps):
     assert count_steps(TrainConfig(**flags), 100, batch, 1, Progress(0, **done)) == steps
 
 
-@pytest.mark.parametrize("batch", [10, 20, 50])
-def test_the_schedule_counts_samples_whatever_the_global_batch(batch):
-    config, progress = TrainConfig(epochs=4), Progress(0)
-    for step in range(400 // batch):
-        assert progress.fraction_done(config, batch, 100) == batch * (step + 0.5) / 400
-        progress.step_done(batch)
-
-
-@pytest.mark.parametrize(
-    ("flags", "fraction"),
-    [({"epochs": 4}, 175 / 400), ({"epochs": 4, "max_steps": 20}, 15.5 / 20), ({"epochs": 1}, 1.0)],
-)
-def test_the_schedule_goes_on_in_mid_epoch(flags, fraction):
+def test_the_schedule_counts_samples_whatever_the_global_batch_and_goes_on_in_mid_epoch():
+    for batch in (10, 20, 50):
+        progress = Progress(0)
+        for step in range(400 // batch):
+            done = progress.fraction_done(TrainConfig(epochs=4), batch, 100)
+            assert done == batch * (step + 0.5) / 400
+            progress.step_done(batch)
     progress = Progress(0, step=15, epoch=1, position=50, samples=150)
-    assert progress.fraction_done(TrainConfig(**flags), 50, 100) == fraction
+    for flags, done in (
+        ({"epochs": 4}, 175 / 400),
+        ({"epochs": 4, "max_steps": 20}, 15.5 / 20),
+        ({"epochs": 1}, 1.0),
+    ):
+        assert progress.fraction_done(TrainConfig(**flags), 50, 100) == done
 
 
 STEPS = 12
@@ -350,19 +332,15 @@ def test_settings_of_a_resumed_job_apply_under_a_scheduler_with_a_state():
     assert other.optimizers[0].param_groups[0]["weight_decay"] == 0.3
 
 
-def test_schedulers_follow_a_change_of_the_number_of_steps_while_training():
+def test_schedulers_follow_a_change_of_the_number_of_steps_while_training_or_say_they_cannot():
     expected = rates(scheduled(one_cycle, 20), 20)
     state = trained(one_cycle, steps=5)
     state.progress.bad_steps += 1  # a step that was skipped has moved no scheduler
     state.progress.step += 1
     state.set_total_steps(20)
     assert rates(state, 15) == pytest.approx(expected[5:])
-
-
-def test_a_scheduler_that_cannot_follow_is_one_line():
-    state = trained(one_cycle, steps=8)
     with pytest.raises(UserError, match="cannot continue at step 8 of 12"):
-        resumed(state, lambda optimizer, steps: one_cycle(optimizer, steps - 5))
+        resumed(trained(one_cycle, steps=8), lambda o, steps: one_cycle(o, steps - 5))
 
 
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), numpy.float32(0.1), numpy.float64(0.1)])
@@ -396,13 +374,17 @@ class OwnTensor(torch.Tensor):
     """Not loaded by a safe torch.load."""
 
 
-def test_a_tensor_of_the_users_own_class_is_found_before_training():
-    extra = Counter(torch.ones(2).as_subclass(OwnTensor))
-    with pytest.raises(UserError, match="state_dict of extra_state cannot be saved and loaded"):
-        scheduled(None, extra=extra).check_restorable()
+VALUE = r"Task: extra_state\['extra_state'\]\['value'\].* is a"
+OF_A_CLASS = "state_dict of extra_state cannot be saved and loaded"
 
 
-@pytest.mark.parametrize("value", [{1, 2}, [object()], numpy.zeros(2)])
-def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training(value):
-    with pytest.raises(UserError, match=r"Task: extra_state\['extra_state'\]\['value'\].* is a"):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *(({1, 2}, VALUE), ([object()], VALUE), (numpy.zeros(2), VALUE)),
+        (torch.ones(2).as_subclass(OwnTensor), OF_A_CLASS),
+    ],
+)
+def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training(value, message):
+    with pytest.raises(UserError, match=message):
         scheduled(None, extra=Counter(value)).check_restorable()

@@ -93,19 +93,19 @@ def test_other_programs_are_rejected(line):
         parse_command(line.split())
 
 
-@pytest.mark.parametrize(
-    ("names", "values", "line"),
-    [
-        (RANKS, ["3"], "mpirun -np 3 --hostfile=hf --host a --host=b kaitian-train -np 4"),
-        (HOSTFILES, ["new"], "mpirun -np 4 --hostfile=new --host a --host=b kaitian-train -np 4"),
-        (HOST_LISTS, ["x"], "mpirun -np 4 --hostfile=hf --host x kaitian-train -np 4"),
-        (HOST_LISTS, ["", "y"], "mpirun -np 4 --hostfile=hf --host=y kaitian-train -np 4"),
-        (HOST_LISTS, [], "mpirun -np 4 --hostfile=hf kaitian-train -np 4"),
-    ],
-)
-def test_values_are_replaced_in_place_and_keep_their_form(names, values, line):
-    words = "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
-    assert parse_command(words).replaced(names, values).words == line.split()
+def test_values_are_replaced_in_place_and_keep_their_form():
+    given = parse_command(
+        "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
+    )
+    for names, values, options in (
+        (RANKS, ["3"], "-np 3 --hostfile=hf --host a --host=b"),
+        (HOSTFILES, ["new"], "-np 4 --hostfile=new --host a --host=b"),
+        (HOST_LISTS, ["x"], "-np 4 --hostfile=hf --host x"),
+        (HOST_LISTS, ["", "y"], "-np 4 --hostfile=hf --host=y"),
+        (HOST_LISTS, [], "-np 4 --hostfile=hf"),
+    ):
+        words = f"mpirun {options} kaitian-train -np 4".split()
+        assert given.replaced(names, values).words == words
 
 
 @pytest.mark.parametrize(
@@ -149,27 +149,6 @@ def test_the_launch_agent_is_mpiruns(words, environ, agent):
     assert find_agent(command, environ) == agent
 
 
-@pytest.mark.parametrize(
-    ("agent", "host", "words"),
-    [
-        (["rsh", "-x"], Host(name="a", port=22), "rsh -x a true"),
-        (
-            ["/usr/bin/ssh", "-F", "file"],
-            Host(name="a", user="me"),
-            "/usr/bin/ssh -F file -o BatchMode=yes -o ConnectTimeout=3 me@a true",
-        ),
-        (["ssh"], Host(name="a", port=9), "ssh -o BatchMode=yes -o ConnectTimeout=3 -p 9 a true"),
-    ],
-)
-def test_hosts_are_probed_without_a_shell_or_prompt(agent, host, words):
-    assert probe_command(agent, host, 2.5) == words.split()
-
-
-def test_local_names_are_recognized():
-    names = "localhost", "127.0.1.1", "198.51.100.1"  # the last one belongs to nobody
-    assert [is_local(name) for name in names] == [True, True, False]
-
-
 def slots_of(hosts):
     return {host.name: host.slots for host in hosts}
 
@@ -196,18 +175,23 @@ def test_parsing_a_hostfile(text, slots):
     assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
 
 
-@pytest.mark.parametrize(
-    ("line", "user", "port"),
-    [
+def test_a_host_is_probed_by_its_login_without_a_shell_or_prompt():
+    for line, user, port in (
         ("a", "", 0),
         ("me@a slots=2", "me", 0),
         ("a slots=2 username=me", "me", 0),
         ("a user-name=me port=2222", "me", 2222),
-    ],
-)
-def test_parsing_the_login_of_a_host(line, user, port):
-    (host,) = parse_hostfile(line, "hf")
-    assert (host.name, host.user, host.port) == ("a", user, port)
+    ):
+        (host,) = parse_hostfile(line, "hf")
+        assert (host.name, host.user, host.port) == ("a", user, port)
+    options = "-o BatchMode=yes -o ConnectTimeout=3"
+    for agent, words in (
+        (["rsh", "-x"], "rsh -x me@a true"),
+        (["/usr/bin/ssh", "-F", "x"], f"/usr/bin/ssh -F x {options} -p 2222 me@a true"),
+    ):
+        assert probe_command(agent, host, 2.5) == words.split()
+    names = "localhost", "127.0.1.1", "198.51.100.1"  # the last one belongs to nobody
+    assert [*map(is_local, names)] == [True, True, False]
 
 
 INVALID = "-oProxyCommand=reboot a;reboot $(reboot) me@-oProxyCommand=reboot -l@a me@you@a +n1 ^a"
@@ -224,22 +208,13 @@ def test_invalid_host_names_are_rejected(entry):
             parse_hostfile(f"a username={entry}", "hf")
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
-    [
-        ("a", {"a": 1}),
-        ("a,b", {"a": 1, "b": 1}),
-        ("a:2,b", {"a": 2, "b": 1}),
-        ("a:2, b:1 ,a", {"a": 3, "b": 1}),
-        ("a:*,b:auto", {"a": None, "b": None}),
+def test_a_host_list_is_parsed_filters_the_hostfile_and_sets_the_slots():
+    for text, slots in (
+        *(("a", {"a": 1}), ("a,b", {"a": 1, "b": 1}), ("a:2,b", {"a": 2, "b": 1})),
+        *(("a:2, b:1 ,a", {"a": 3, "b": 1}), ("a:*,b:auto", {"a": None, "b": None})),
         ("me@a:4", {"a": 4}),
-    ],
-)
-def test_parsing_a_host_list(text, slots):
-    assert slots_of(parse_host_list(text)) == slots
-
-
-def test_a_host_list_filters_the_hostfile_and_sets_the_slots():
+    ):
+        assert slots_of(parse_host_list(text)) == slots
     from_file = parse_hostfile("a slots=4\nme@b slots=4\nc slots=4", "hf")
     chosen = choose(from_file, parse_host_list("b:2,a"))
     assert chosen == (Host(name="a", slots=1), Host(name="b", slots=2, user="me"))

@@ -18,37 +18,29 @@ def hosts(**slots):
     return [Host(name=name, slots=count) for name, count in slots.items()]
 
 
-@pytest.mark.parametrize(
-    ("given", "ranks", "placed"),
-    [
-        (hosts(a=2, b=1), 3, "aab"),
-        (hosts(a=2, b=2), 3, "aab"),
-        (hosts(a=2, b=2), 1, "a"),
-        (hosts(a=1, b=2), 5, "abbab"),
-        (hosts(a=None, b=2), 4, "aaaa"),
-        (hosts(a=1, b=None), 4, "abbb"),
-        (hosts(a=0, b=1), 2, "bb"),
-        (hosts(a=0), 2, ""),
+def test_ranks_are_placed_by_slot():
+    for given, ranks, placed in (
+        *((hosts(a=2, b=1), 3, "aab"), (hosts(a=2, b=2), 3, "aab"), (hosts(a=2, b=2), 1, "a")),
+        *((hosts(a=1, b=2), 5, "abbab"), (hosts(a=None, b=2), 4, "aaaa")),
+        *((hosts(a=1, b=None), 4, "abbb"), (hosts(a=0, b=1), 2, "bb"), (hosts(a=0), 2, "")),
         ([], 2, ""),
-    ],
-)
-def test_ranks_are_placed_by_slot(given, ranks, placed):
-    assert "".join(place_by_slot(given, ranks)) == placed
+    ):
+        assert "".join(place_by_slot(given, ranks)) == placed
 
 
 C = "c slots=1 # new\n"
-HOSTFILE = "# ours\na slots=2\nb slots=1\n" + C
+AB = "a slots=2\nb slots=1\n"
+HOSTFILE = "# ours\n" + AB + C
 
 
 def make_job(line, hostfile=HOSTFILE, **settings):
     command = parse_command(line.split())
     files = dict.fromkeys(command.values(HOSTFILES), hostfile)
     lists = ",".join(command.values(HOST_LISTS))
+    chosen = parse_host_list(lists) if lists else ()
     return Job(
         command=command,
-        hosts=choose(
-            parse_hostfile("\n".join(files.values()), "hf"), parse_host_list(lists) if lists else ()
-        ),
+        hosts=choose(parse_hostfile("\n".join(files.values()), "hf"), chosen),
         hostfiles=files,
         folder=Path("runs/x"),
         config=TrainConfig(run_dir="runs/x", snapshots="beef", **settings),
@@ -67,13 +59,7 @@ OWN = " --run-dir=runs/x --resume=auto"
         ("--hostfile hf", "ab", "--hostfile new", C, "1 rank on c"),
         ("--host a:2,b -n 3", "b", "--host a:2 -n 2", "", "2 ranks on a"),
         ("--host a:2 -H b -n 3", "a", "-H b -n 1", "", "1 rank on b"),
-        (
-            "--hostfile hf --host c,a -np 2",
-            "c",
-            "--hostfile new --host a -np 1",
-            "a slots=2\nb slots=1\n",
-            "1 rank on a",
-        ),
+        ("--hostfile hf --host c,a", "c", "--hostfile new --host a", AB, "1 rank on a"),
         ("", "", "", "", "as mpirun chooses"),
         ("-np 2", "", "-np 2", "", "2 ranks"),
     ],
@@ -188,10 +174,8 @@ def test_the_users_resume_flag_holds_until_there_is_progress(given):
 
 def test_snapshots_have_the_users_name_or_one_that_is_in_no_command_line():
     """Other users of a host can read the command lines of its processes."""
-    job = make_job("mpirun -np 2 kaitian-train --snapshots=mine")
-    assert [word for word in flags_of(job, "") if "snapshots" in word] == ["--snapshots=mine"]
-    assert not job.owns_snapshots
-    job = make_job("mpirun -np 2 kaitian-train")
-    assert job.owns_snapshots
-    assert not any("beef" in word for word in plan_start(job, frozenset(), False, "new").words)
-    assert environment(job)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"
+    theirs, ours = (make_job(f"mpirun kaitian-train{s}") for s in (" --snapshots=mine", ""))
+    assert [word for word in flags_of(theirs, "") if "snapshots" in word] == ["--snapshots=mine"]
+    assert (theirs.owns_snapshots, ours.owns_snapshots) == (False, True)
+    assert not any("beef" in word for word in plan_start(ours, frozenset(), False, "new").words)
+    assert environment(ours)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"

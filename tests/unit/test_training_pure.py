@@ -18,20 +18,13 @@ from kaitian_mpi.train.step import StepClock
 from kaitian_mpi.train.task import Computation, Task
 
 
-@pytest.mark.parametrize(
-    ("schedule", "progress", "expected"),
-    [
-        ("cosine", 0.125, 0.5),
-        ("cosine", 0.25, 1.0),
-        ("cosine", 0.625, 0.5),
-        ("cosine", 1.0, 0.0),
-        ("constant", 0.125, 0.5),
-        ("constant", 0.9, 1.0),
-    ],
-)
-def test_learning_rate(schedule, progress, expected):
-    rate = Schedule(TrainConfig(lr=1.0, warmup=0.25, schedule=schedule), None).rate
-    assert rate(progress) == pytest.approx(expected)
+def test_learning_rate():
+    for schedule, progress, expected in (
+        *(("cosine", 0.125, 0.5), ("cosine", 0.25, 1.0), ("cosine", 0.625, 0.5)),
+        *(("cosine", 1.0, 0.0), ("constant", 0.125, 0.5), ("constant", 0.9, 1.0)),
+    ):
+        rate = Schedule(TrainConfig(lr=1.0, warmup=0.25, schedule=schedule), None).rate
+        assert rate(progress) == pytest.approx(expected)
     assert Schedule(TrainConfig(lr=2.0, warmup=0.0), None).rate(0.0) == pytest.approx(2.0)
 
 
@@ -39,9 +32,9 @@ def test_the_optimizer_is_the_one_asked_for_and_decays_no_biases_and_norms():
     config = parse_config("kaitian-train", ["--optimizer", "adamw", "--lr", "0.01"])
     optimizer = make_optimizer(config, build_model("cnn", 10))
     assert type(optimizer) is torch.optim.AdamW
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     decayed, spared = optimizer.param_groups
+    assert (decayed["lr"], decayed["weight_decay"]) == (0.01, 0.01)
+    assert (spared["lr"], spared["weight_decay"]) == (0.01, 0.0)
     assert all(parameter.ndim > 1 for parameter in decayed["params"])
     assert all(parameter.ndim == 1 for parameter in spared["params"])
     assert type(make_optimizer(TrainConfig(), build_model("cnn", 10))) is torch.optim.SGD
@@ -107,15 +100,10 @@ def test_the_step_clock_tells_phases_from_waiting(monkeypatch, parts, expected):
 
 
 def test_a_table_is_aligned_text():
+    line = "+------+--------+"
+    head, first, second = "| rank | host   |", "|    0 | a      |", "|    1 | longer |"
     rows = [("rank", "host"), ("0", "a"), ("1", "longer")]
-    assert table_lines(rows, left=("host",)) == [
-        "+------+--------+",
-        "| rank | host   |",
-        "+------+--------+",
-        "|    0 | a      |",
-        "|    1 | longer |",
-        "+------+--------+",
-    ]
+    assert table_lines(rows, left=("host",)) == [line, head, line, first, second, line]
 
 
 def test_only_rank_0_writes_and_it_writes_complete_files(tmp_path):
@@ -152,19 +140,18 @@ def test_lines_of_repeated_steps_are_removed(tmp_path):
 
 def test_a_copy_of_the_model_gets_copies_of_the_optimizers_that_were_given():
     model = torch.nn.Linear(2, 3)
-    optimizers = [
-        torch.optim.SGD([model.weight], lr=0.1, momentum=0.9),
-        torch.optim.AdamW([model.bias], lr=0.2),
-    ]
-    torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)  # which changes its step
+    sgd = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    optimizers = [sgd, torch.optim.AdamW([model.bias], lr=0.2)]
+    torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)  # which changes its step
     task = Task(model=model, optimizer=optimizers, data=[1])
     assert task.make_optimizers(model) == optimizers
     other, weights = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     copies = task.make_optimizers(other)
-    assert [type(each) for each in copies] == [torch.optim.SGD, torch.optim.AdamW]
+    assert [*map(type, copies)] == [torch.optim.SGD, torch.optim.AdamW]
     other(torch.ones(1, 2)).sum().backward()
     for each in copies:
         each.step()
     assert not any(each.state for each in optimizers)
-    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
-    assert not any(torch.equal(other.state_dict()[name], weights[name]) for name in weights)
+    for name, value in weights.items():
+        assert torch.equal(model.state_dict()[name], value)
+        assert not torch.equal(other.state_dict()[name], value)

@@ -109,7 +109,7 @@ def test_a_gpu_that_is_not_there_is_named_as_in_the_request(listed):
         taken([(EIGHT, "cuda:0,cuda:9")], [{}, environ])
 
 
-def test_each_vendor_has_its_variable():
+def test_each_vendor_and_another_packages_kind_has_its_variable(tmp_path, monkeypatch):
     for kind, names in VISIBILITY.items():
         of_kind = pkgutil.resolve_name(BUILT_IN[kind])().visibility
         assert set(names) <= set(of_kind)
@@ -117,9 +117,6 @@ def test_each_vendor_has_its_variable():
         hide_unused_devices(hidden, "cpu")
         assert [hidden[name] for name in names] == ["-1"] * len(names)
     assert set(VISIBILITY) == set(known_kinds().counts | known_kinds().unusable) - {"cpu", "mps"}
-
-
-def test_another_packages_kind_names_its_variable(tmp_path, monkeypatch):
     (tmp_path / "acme-1.0.dist-info").mkdir()
     points = "[kaitian_mpi.visibility]\nacme = ACME_DEVICES\ncuda = WRONG\n"
     (tmp_path / "acme-1.0.dist-info/entry_points.txt").write_text(points)
