@@ -1,5 +1,6 @@
 """Images in memory, their augmentation, and the random numbers behind it."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -18,21 +19,15 @@ def arrays():
 
 def test_images_are_normalized(arrays):
     inputs, labels = arrays[[3, 1, 3]]
-    assert inputs.dtype == torch.float32
-    assert labels.tolist() == [3, 1, 3]
-    assert labels.dtype == torch.int64
+    assert (inputs.dtype, labels.dtype, labels.tolist()) == (torch.float32, torch.int64, [3, 1, 3])
     mean, std = torch.tensor(arrays.mean), torch.tensor(arrays.std)
     expected = (arrays.images[3].permute(1, 2, 0) / 255 - mean) / std
     torch.testing.assert_close(inputs[0].permute(1, 2, 0), expected)
     assert torch.equal(inputs[0], inputs[2])
-
-
-def test_an_empty_list_gives_an_empty_batch(arrays):
     for dataset in (arrays, replace(arrays, augment="crop-flip")):
         inputs, labels = dataset[[]]
         assert (inputs.shape, inputs.dtype) == ((0, 3, 32, 32), torch.float32)
-        assert (labels.shape, labels.dtype) == ((0,), torch.int64)
-        assert len(dataset) == 50
+        assert (labels.shape, labels.dtype, len(dataset)) == ((0,), torch.int64, 50)
 
 
 def test_splitmix64_reference_values():
@@ -45,7 +40,7 @@ def test_splitmix64_reference_values():
 
 
 @pytest.mark.parametrize("kind", ["crop", "crop-flip"])
-def test_augmentation_depends_only_on_the_sample(arrays, kind):
+def test_augmentation_depends_only_on_the_sample_the_epoch_and_the_seed(arrays, kind):
     augmented = replace(arrays, augment=kind, seed=5)
     augmented.set_epoch(3)
     order = np.random.default_rng(0).permutation(50).tolist()
@@ -54,16 +49,12 @@ def test_augmentation_depends_only_on_the_sample(arrays, kind):
         inputs, labels = map(torch.cat, zip(*(augmented[part] for part in parts), strict=True))
         assert torch.equal(together[0], inputs)
         assert torch.equal(together[1], labels)
-
-
-def test_augmentation_differs_between_epochs_and_seeds(arrays):
     batches = []
-    for seed in range(3):
-        augmented = replace(arrays, augment="crop", seed=seed)
-        for epoch in range(3):
-            augmented.set_epoch(epoch)
-            batches.append(augmented[list(range(50))][0])
-    assert not any(torch.equal(a, b) for i, a in enumerate(batches) for b in batches[:i])
+    for seed, epoch in itertools.product(range(3), range(3)):
+        augmented = replace(arrays, augment=kind, seed=seed)
+        augmented.set_epoch(epoch)
+        batches.append(augmented[order][0])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
 
 
 def test_crop_is_a_zero_padded_shift():

@@ -40,17 +40,21 @@ def digests(order, **options):
 
 def test_digests_depend_on_data_and_order():
     assert digests(range(100)) == digests(range(100))
-    assert len(digests(range(100))) == 16
+    assert [len(digests(data)) for data in (range(100), range(1), range(2, 5))] == [16, 1, 3]
+    assert digests([0, -1, 2])[-1] == ("sample 1 raises OSError", "")
     shuffled = random.Random(1).sample(range(100), 100)
     texts = [[text for text, _ in digests(order)] for order in (range(100), shuffled)]
     assert texts[0] != texts[1]
     assert texts[0][0] == "sample 99: 1x2 float32, 1 int64 [0]"
-
-
-def test_inputs_alone_change_the_digests():
-    one, other = digests(range(0, 300, 3)), digests(range(3, 303, 3))
+    one, other = digests(range(0, 300, 3)), digests(range(3, 303, 3))  # of other inputs alone
     assert [text for text, _ in one] == [text for text, _ in other]
     assert {digest for _, digest in one}.isdisjoint(digest for _, digest in other)
+
+
+def test_reading_stops_when_the_time_is_up(monkeypatch):
+    monkeypatch.setattr(sample_digest, "_MAX_SEC", 0.02)
+    monkeypatch.setattr(sample_digest, "_digest", lambda data, index: time.sleep(0.01))
+    assert 1 <= len(digests(range(100))) <= 3
 
 
 def test_random_augmentation_does_not_affect_digests_or_the_generators():
@@ -63,15 +67,3 @@ def test_random_augmentation_does_not_affect_digests_or_the_generators():
     torch.rand(7), np.random.rand(7), random.random()
     assert digests(range(20), is_random=True) == one
     assert one != digests(range(20))
-
-
-def test_small_and_failing_data_sets():
-    assert len(digests(range(1))) == 1
-    assert len(digests(range(2, 5))) == 3
-    assert digests([0, -1, 2])[-1] == ("sample 1 raises OSError", "")
-
-
-def test_reading_stops_when_the_time_is_up(monkeypatch):
-    monkeypatch.setattr(sample_digest, "_MAX_SEC", 0.02)
-    monkeypatch.setattr(sample_digest, "_digest", lambda data, index: time.sleep(0.01))
-    assert 1 <= len(digests(range(100))) <= 3

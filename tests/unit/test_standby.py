@@ -17,15 +17,9 @@ def standby(spares=(), excluded=()):
 
 
 ALIKE = [make_rank(number) for number in range(5)]
-UNLIKE = [
-    make_rank(0, "a", "gpu"),
-    make_rank(1, "a", "mlu"),
-    make_rank(2, "b", "gpu"),
-    make_rank(3, "b", "mlu"),
-    make_rank(4, "b", "gpu"),
-    make_rank(5, "a", "gpu"),
-    make_rank(6, "b", "mlu"),
-]
+GPU, MLU = "gpu", "mlu"
+KINDS = [("a", GPU), ("a", MLU), ("b", GPU), ("b", MLU), ("b", GPU), ("a", GPU), ("b", MLU)]
+UNLIKE = [make_rank(number, *place) for number, place in enumerate(KINDS)]
 
 
 @pytest.mark.parametrize(
@@ -75,25 +69,8 @@ def test_at_least_one_rank_always_trains():
             assert after.spares | after.excluded <= {info.world_rank for info in alive}
 
 
-@pytest.mark.parametrize(
-    ("started", "alive", "spares", "left"),
-    [
-        (4, 4, 1, 1),
-        (4, 3, 1, 0),
-        (4, 2, 1, 0),
-        (4, 3, 2, 1),
-        (2, 1, 1, 0),
-        (3, 3, 5, 2),
-        (3, 3, 0, 0),
-    ],
-)
-def test_a_rank_that_is_lost_before_the_start_takes_a_spares_place(started, alive, spares, left):
-    assert spares_left(SimpleNamespace(started=started, size=alive), spares) == left
-
-
-@pytest.mark.parametrize(
-    ("infos", "spares", "excluded", "expected", "active"),
-    [
+def test_the_last_ranks_are_spares_and_one_lost_before_the_start_takes_the_place_of_one():
+    for infos, spares, excluded, expected, active in (
         (ALIKE, 0, [], standby(), [0, 1, 2, 3, 4]),
         (ALIKE, 2, [], standby([3, 4]), [0, 1, 2]),
         (ALIKE, 1, [2], standby([4], [2]), [0, 1, 3]),
@@ -101,8 +78,11 @@ def test_a_rank_that_is_lost_before_the_start_takes_a_spares_place(started, aliv
         ([ALIKE[rank] for rank in (1, 3, 4)], 1, [1], standby([4], [1]), [1]),
         (ALIKE[1:], 0, [0, 2], standby([], [2]), [0, 2, 3]),
         (ALIKE[2:3], 0, [2], standby(), [0]),
-    ],
-)
-def test_the_last_ranks_are_spares(infos, spares, excluded, expected, active):
-    assert plan_standby(infos, spares, excluded) == expected
-    assert expected.active(infos) == active
+    ):
+        assert plan_standby(infos, spares, excluded) == expected
+        assert expected.active(infos) == active
+    for started, alive, spares, left in (
+        *((4, 4, 1, 1), (4, 3, 1, 0), (4, 2, 1, 0), (4, 3, 2, 1)),
+        *((2, 1, 1, 0), (3, 3, 5, 2), (3, 3, 0, 0)),
+    ):
+        assert spares_left(SimpleNamespace(started=started, size=alive), spares) == left

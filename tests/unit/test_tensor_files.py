@@ -87,9 +87,8 @@ def test_large_tensors_are_copied_in_place_if_they_match(saved):
     assert "more" not in found
 
 
-def test_a_file_system_that_maps_no_file_is_read(saved, monkeypatch):
-    state, path = saved
-    load = torch.load
+def test_a_file_system_that_maps_no_file_is_read_and_plain_values_alone(saved, monkeypatch):
+    (state, path), load = saved, torch.load
 
     def refuse(*args, mmap=False, **options):
         if mmap:
@@ -100,11 +99,9 @@ def test_a_file_system_that_maps_no_file_is_read(saved, monkeypatch):
     file = map_tensors(path)
     assert not file.is_mapped
     assert_same(file.content, state)
-
-
-def test_nothing_but_tensors_and_plain_values_is_loaded(tmp_path):
-    torch.save({"path": tmp_path}, tmp_path / "state.pt")
+    torch.save({"path": path}, path)
     with pytest.raises(UnusableError, match="it holds more than tensors and plain values"):
-        map_tensors(tmp_path / "state.pt")
+        map_tensors(path)
+    path.unlink()
     with pytest.raises(FileNotFoundError):
-        map_tensors(tmp_path / "missing.pt")
+        map_tensors(path)

@@ -46,6 +46,10 @@ def build(function, seed=0, **settings):
     return build_task(f"my_tasks:{function}", settings, seed)
 
 
+def parse(*arguments):
+    return parse_config("kaitian-train", arguments)
+
+
 def test_the_function_gets_the_settings_and_the_seed():
     task = build("build", width=3, name="narrow")
     assert isinstance(task, Task)
@@ -77,40 +81,21 @@ def test_a_function_that_cannot_be_used_is_a_one_line_error(name, settings, mess
         build(name, **settings)
 
 
-def parse(*arguments):
-    return parse_config("kaitian-train", arguments)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("3e-4", 3e-4),
-        ("true", True),
-        ('"3"', "3"),
-        ("[1, 2]", [1, 2]),
-        ("adam", "adam"),
-        ("a=b", "a=b"),
-        ("", ""),
-        ("2024-01-01", "2024-01-01"),  # config.json cannot hold a date
-        ("[2024-01-01]", "[2024-01-01]"),
-        ("1\nlr = 2", "1\nlr = 2"),
-    ],
-)
-def test_settings_are_read_as_toml_or_else_as_text(text, value):
-    config = parse("--task", "a:b", "--set", f"key={text}", "--set", "other=1")
-    assert config.set == {"key": value, "other": 1}
-    assert type(config.set["key"]) is type(value)
+def test_settings_are_read_as_toml_or_else_as_text():
+    dates = {"2024-01-01": "2024-01-01", "[2024-01-01]": "[2024-01-01]"}  # not for config.json
+    values = {"3": 3, "3e-4": 3e-4, "true": True, '"3"': "3", "[1, 2]": [1, 2], "": ""}
+    texts = {"adam": "adam", "a=b": "a=b", "1\nlr = 2": "1\nlr = 2"}
+    for text, value in (values | texts | dates).items():
+        config = parse("--task", "a:b", "--set", f"key={text}", "--set", "other=1")
+        assert config.set == {"key": value, "other": 1}
+        assert type(config.set["key"]) is type(value)
+    with pytest.raises(UserError, match=r"--set width is ambiguous.* set\.width = \.\.\."):
+        build_task("my_tasks:build", {"width": 3}, 0, ["width"])  # a setting, and an argument
 
 
 def test_a_task_names_the_run_folder_and_keeps_the_layout_of_its_tensors_unless_asked():
     config = parse("--task", "package.module:build")
     assert config.choose_folder().name.startswith("package.module-build-2")
     assert config.memory_format == "contiguous"
-    assert parse("--task", "a:b", "--memory-format", "auto").memory_format == "auto"
-    assert parse().memory_format == "auto"
-
-
-def test_a_setting_that_is_also_an_argument_of_the_function_is_ambiguous():
-    with pytest.raises(UserError, match=r"--set width is ambiguous.* set\.width = \.\.\."):
-        build_task("my_tasks:build", {"width": 3}, 0, ["width"])
+    for words in (["--task", "a:b", "--memory-format", "auto"], []):
+        assert parse(*words).memory_format == "auto"

@@ -37,25 +37,17 @@ def test_values_arrive_to_within_a_rounding(name, count):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_how_many_bytes_a_format_saves(name):
-    assert FORMATS[name].size(1 << 20) / (4 << 20) == pytest.approx(BYTES[name], abs=1e-3)
-
-
-@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_shows(name, bad):
+def test_what_is_not_finite_shows_and_zeros_stay(name, bad):
+    assert FORMATS[name].size(1 << 20) / (4 << 20) == pytest.approx(BYTES[name], abs=1e-3)
     values = torch.ones(600)
     values[300] = bad
     decoded = arrived(name, values)
     assert not decoded[300].isfinite()
     assert torch.equal(decoded[:256], torch.ones(256))
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_zeros_and_the_smallest_numbers_arrive_as_zeros(name):
     values = torch.zeros(600)
     values[256:] = 1e-45
-    assert not arrived(name, values).any()
+    assert name == "bf16" or not arrived(name, values).any()
 
 
 def test_a_residual_changes_only_when_the_step_is_done():
@@ -91,8 +83,6 @@ def test_residuals_follow_their_parameters_to_other_buffers_and_runs():
     assert third.value is None
     later.load_state_dict({"c": torch.ones(4)})
     assert third.value.tolist() == [1, 1, 1, 1]
-
-
-def test_float64_and_fp32_cross_as_they_are():
+    # Float64 and fp32 cross as they are.
     assert Residuals("int8").add(torch.zeros(3, dtype=torch.float64), {"a": slice(0, 3)}) is None
     assert Residuals().add(torch.zeros(3), {"a": slice(0, 3)}) is None

@@ -77,52 +77,38 @@ def test_work_submitted_by_a_native_callback_is_queued(queue):
     assert asked == [True]
 
 
-def test_an_error_is_raised_where_it_is_waited_for(queue, capfd):
-    def fail():
-        raise OSError("planted")
+def fail(error):
+    raise error
 
-    failed = queue.give("failed", fail)
+
+def test_an_error_is_raised_where_it_is_waited_for_and_else_logged_at_the_end(capfd):
+    queue = Queue()
+    failed = queue.give("failed", lambda: fail(OSError("planted")))
     seen = failed.get_future().then(lambda future: future.value())
-    refused = queue.give("next")
+    late = queue.give("next")
     queue.let_go()
     for waiting in (failed, failed.get_future(), seen, seen.then(lambda future: future.wait())):
         with pytest.raises((OSError, RuntimeError), match="planted"):
             waiting.wait()
     assert isinstance(failed.exception(), OSError)
-    assert failed.is_completed()
-    assert not failed.is_success()
+    assert (failed.is_completed(), failed.is_success()) == (True, False)
     with pytest.raises(CollectiveError, match=r"next: .* failed before: failed: OSError: planted"):
-        refused.wait()
+        late.wait()
     assert "no caller waited" not in capfd.readouterr().err
-
-
-def test_a_rejected_call_leaves_the_group_usable(queue):
-    def refuse():
-        raise UnsupportedError("not that")
-
-    refused = queue.give("refused", refuse)
-    good = queue.give("good")
+    queue = Queue()
+    refused = queue.give("refused", lambda: fail(UnsupportedError("not that")))
+    good = queue.give("good")  # a rejected call leaves the group usable
     queue.let_go()
+    assert "a collective failed, and no caller waited for it: not that" in capfd.readouterr().err
     with pytest.raises(UnsupportedError, match="not that"):
         refused.wait()
     assert good.wait()
 
 
-def test_an_unretrieved_error_is_logged_at_the_end(queue, capfd):
-    def fail():
-        raise OSError("planted")
-
-    queue.give("failed", fail)
-    queue.let_go()
-    assert "a collective failed, and no caller waited for it: planted" in capfd.readouterr().err
-
-
 def test_recorded_losses_do_not_fail_a_future(queue):
-    def lose():
-        raise RankLostError("gone")
-
     queue.worker.records_losses = True
-    watched, unwatched = queue.give("watched", lose), queue.give("unwatched")
+    watched = queue.give("watched", lambda: fail(RankLostError("gone")))
+    unwatched = queue.give("unwatched")
     assert not watched.get_future().done()
     queue.let_go()
     watched.get_future().wait()
