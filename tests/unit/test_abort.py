@@ -27,28 +27,17 @@ def run(script, *arguments, numbers="0101"):
     return subprocess.run(command, capture_output=True, text=True, env=environment(numbers))
 
 
-@pytest.fixture
-def failing_rank():
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_ends_the_job_once_its_launcher_has_read_its_message_or_reads_nothing(reads):
     """A rank of two that finds a mistake before it has started MPI; the test is its launcher."""
-    command = [sys.executable, "-c", RANK]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment("0202"))
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_rank_ends_the_job_only_once_its_launcher_has_read_its_message(failing_rank):
-    reads_no_output_sec = 1.0
-    with pytest.raises(subprocess.TimeoutExpired):
-        failing_rank.wait(reads_no_output_sec)
-    assert failing_rank.stderr.read() == b"kaitian-train: error: found a mistake\n"
-    assert failing_rank.wait(LONGEST_SEC) == 2
-
-
-def test_a_rank_whose_launcher_reads_nothing_ends_all_the_same(failing_rank):
-    began = time.monotonic()
-    assert failing_rank.wait(LONGEST_SEC) == 2
-    assert time.monotonic() - began > 1.5
+    command, began = [sys.executable, "-c", RANK], time.monotonic()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment("0202")) as rank:
+        if reads:
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(1.0)
+            assert rank.stderr.read() == b"kaitian-train: error: found a mistake\n"
+        assert rank.wait(LONGEST_SEC) == 2
+        assert reads or time.monotonic() - began > 1.5
 
 
 ENDINGS = """
@@ -137,9 +126,7 @@ def test_a_scripts_own_exception_hook_shows_the_exception_and_the_job_ends(when)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.count("theirs: ValueError") == 1
     assert ("ending the job" in ended.stderr) == (when == "after")
-
-
-def test_an_error_that_all_ranks_raise_is_one_line():
+    # An error that all ranks raise is one line.
     script = "from kaitian_mpi.runtime.abort import install_abort_hook; install_abort_hook()\n"
     script += "from kaitian_mpi.errors import AgreedError; raise AgreedError('planted')"
     ended = run(script, numbers="0202")

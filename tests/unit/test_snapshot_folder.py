@@ -2,6 +2,7 @@
 
 import os
 import stat
+from functools import partial
 
 import pytest
 import torch
@@ -64,11 +65,8 @@ def test_a_folder_that_others_own_or_can_access_is_rejected(memory, mode):
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder away")
         os.chown(folder, 65534, 65534)
-    for access in (
-        files.newest_good,
-        lambda: files.write(STATE, {"step": 61}),
-        lambda: make_private(files.folder),
-    ):
+    write = partial(files.write, STATE, {"step": 61})
+    for access in (files.newest_good, write, partial(make_private, files.folder)):
         with pytest.raises(UserError, match=REJECTED):
             access()
     remove_private(files.folder)

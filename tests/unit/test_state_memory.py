@@ -111,17 +111,13 @@ def held(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("copy_mb", [0, 1])
 def test_a_checkpoint_has_the_values_of_its_step(tmp_path, held, copy_mb):
-    checkpoints, state = (
-        Checkpoints(TrainConfig(checkpoint_copy_mb=copy_mb), tmp_path),
-        make_state(),
-    )
+    checkpoints = Checkpoints(TrainConfig(checkpoint_copy_mb=copy_mb), tmp_path)
+    state, writer = make_state(), checkpoints.on_disk
     before = state.model[0].weight.detach().clone()
     if copy_mb == 0:  # it is on disk when training goes on
         held.go()
-    writer = checkpoints.on_disk
     waited = checkpoints.write(writer, state, METADATA)
-    assert waited == (copy_mb == 0)
-    assert (writer.last_written == 0) == waited
+    assert waited == (copy_mb == 0) == (writer.last_written == 0)
     with torch.no_grad():
         for parameter in state.model.parameters():
             parameter.add_(1)
