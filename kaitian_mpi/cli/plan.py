@@ -208,7 +208,6 @@ def _kind_row(job: SubsetForecasts, kind: str) -> tuple[str, ...]:
 
 
 def _rate(rate: float) -> str:
-    """Format a rate with three significant digits or more and thousands separators."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 

@@ -24,7 +24,7 @@ from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same,
 from kaitian_mpi.preflight.facts import JobFacts, collect
 from kaitian_mpi.preflight.job_checks import judge_placement
 from kaitian_mpi.preflight.verdict import Level
-from kaitian_mpi.runtime import startup_clock, ulfm
+from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
@@ -76,7 +76,6 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     if launch.local_size < launch.world_size:
         hide_unused_devices(os.environ, config.devices)
         load_torch(launch)  # while the other hosts' ranks are started
-    startup_clock.begin("MPI")
     comm = start_mpi(config)
     config = with_emulation(config, comm)
     check_before_loading(config, comm)
@@ -84,17 +83,14 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
 
     from kaitian_mpi.distributed.startup import init
 
-    startup_clock.begin("devices")
     emulated = config.emulate_kinds, config.emulate_slowdown
     world = init(config.devices, *emulated, config.share_device, config.group_by)
-    startup_clock.begin("imports")
     import_for_optimizers()
     return config, world
 
 
 def load_torch(launch: Launch) -> None:
     """Import torch and this package's modules that use it; nothing if that is done already."""
-    startup_clock.begin("imports")
     prepare_environment(os.environ, launch, len(usable_cores()))  # torch reads some of it
     import_torch()
     with without_collection():

@@ -259,7 +259,6 @@ def _raise_ended(collective: Collective) -> Work:
 
 
 def _has_library(world: World, group: Sequence[RankInfo]) -> bool:
-    """Return whether the vendor's library can connect these ranks, this one's group."""
     alike = len({torch.device(info.device).type for info in group}) == 1
     # It fails if two ranks share a device.
     return alike and world.device_kind.vendor_backend is not None and not shared_devices(group)

@@ -232,7 +232,6 @@ class GradientReducer:
         self._works = []
 
     def _build(self) -> None:
-        """Make new buckets."""
         self._works, self._buckets = [], []
         self._residuals.clear()
         for part in self._parts:

@@ -121,7 +121,6 @@ def _meet(
 
 
 def _settle(store: dist.Store, **outcome: Any) -> dict[str, Any]:
-    """Set the outcome unless it is set; return what it is."""
     return dict(json.loads(store.compare_set(_OUTCOME, "", json.dumps(outcome))))
 
 

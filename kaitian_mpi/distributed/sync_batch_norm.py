@@ -275,5 +275,4 @@ def _through_statistics(
 
 
 def _dtype_of(input: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the statistics of an input."""
     return torch.float64 if input.dtype == torch.float64 else torch.float32

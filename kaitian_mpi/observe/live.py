@@ -109,7 +109,6 @@ class LiveProgress(MetricsSink):
         return text.append(f" | learning rate {reading.learning_rate:.3g}")
 
     def _ranks(self, reading: Reading, most: int) -> Iterator[RenderableType]:
-        """Yield the table of ranks, as many as fit."""
         table = Table(box=None, pad_edge=False, header_style="dim")
         names = ("host", "device", "kind")
         for name in ("rank", *names, "batch", "compute ms", "wait ms", "busy", ""):
@@ -133,7 +132,6 @@ class LiveProgress(MetricsSink):
 
 
 def _bars(reading: Reading) -> Table:
-    """Return the bars of the epoch and of the run."""
     table = Table.grid(padding=(0, 1), expand=True)
     for ratio in (None, 1, None, None):
         table.add_column(ratio=ratio, justify="left" if ratio else "right", no_wrap=True)

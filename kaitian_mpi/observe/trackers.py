@@ -131,7 +131,6 @@ class TensorBoardSink(_Tracker):
             self._writer.close()
 
     def _open(self, purge_step: int | None = None) -> None:
-        """Open a file, unless one is open."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -41,13 +41,11 @@ _SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
 
 
 def _judge_presence(job: JobFacts) -> Iterator[Verdict]:
-    """Check that every rank has answered."""
     for reason, ranks in ranks_by(job.missing).items():
         yield problem(f"{ranks_text(ranks)}: {reason}", _LOOK)
 
 
 def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
-    """Check that every examination ended."""
     faults: dict[tuple[str, str], list[int]] = {}
     for facts in job.ranks:
         for fault in facts.faults.items():
@@ -62,7 +60,6 @@ def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_software(job: JobFacts) -> Iterator[Verdict]:
-    """Check that every rank has all packages; list releases of torch and Python that differ."""
     installed = {facts.rank: facts.software.packages for facts in job.ranks}
     missing = {
         rank: ", ".join(name for name in PACKAGES if not packages.get(name))
@@ -82,7 +79,6 @@ def _judge_software(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
-    """Check that MPI starts, with threads, and that its world is what the launcher started."""
     failed = [facts.faults["mpi"] for facts in job.ranks if "mpi" in facts.faults]
     for reason in dict.fromkeys(failed):
         yield problem_from(reason, "MPI cannot be used: ", _INSTALL)
@@ -108,7 +104,6 @@ def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
-    """Check that fault tolerance is on if it was requested."""
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
     if not known or job.mpirun is not None:
         return
@@ -132,7 +127,6 @@ def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
-    """Check that there is an mpirun; under it, `mpi` says whether its ranks see each other."""
     if job.mpirun:
         yield ok(f"{job.mpirun}; to examine its ranks: mpirun -np 2 kaitian-doctor")
     elif job.mpirun is not None:
@@ -140,7 +134,6 @@ def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_cores(job: JobFacts) -> Iterator[Verdict]:
-    """Check that no host has more CPU ranks than cores."""
     for host, ranks in job.hosts.items():
         on_cpu = [r for r in ranks if r.devices is None or r.devices.is_host]
         cores = max(facts.machine.cores for facts in ranks)
@@ -152,7 +145,6 @@ def _judge_cores(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_ram(job: JobFacts) -> Iterator[Verdict]:
-    """Check that every host has memory for its ranks."""
     for host, ranks in job.hosts.items():
         known = [facts.devices for facts in ranks if facts.devices is not None]
         if not known:
@@ -168,7 +160,6 @@ def _judge_ram(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_storage(job: JobFacts) -> Iterator[Verdict]:
-    """Check that the first rank of every host can write results: any may have to."""
     for host, ranks in job.hosts.items():
         for storage in [facts.storage for facts in ranks if facts.storage is not None][:1]:
             found = f"{storage.folder}: {size_text(storage.free_bytes)} free"
@@ -182,7 +173,6 @@ def _judge_storage(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_devices(job: JobFacts) -> Iterator[Verdict]:
-    """Check that every rank has a device."""
     for facts in job.ranks:
         devices = facts.devices
         if devices is not None and devices.error:
@@ -198,7 +188,6 @@ def _judge_devices(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdict]:
-    """Check that every rank of a host has its own device, or may share one."""
     known = [facts.devices for facts in ranks if facts.devices is not None]
     # More than there are local ranks: hosts of one name, as containers may have.
     if len(known) != ranks[0].local_size or any(devices.shares for devices in known):
@@ -224,7 +213,6 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
 
 
 def _judge_drivers(job: JobFacts) -> Iterator[Verdict]:
-    """Check that every installed kind can be used, and that no driver is idle."""
     for host, ranks in job.hosts.items():
         devices = ranks[0].devices
         if devices is None:
@@ -246,7 +234,6 @@ def _judge_drivers(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
-    """Check that ranks with devices of one kind have the same vendor packages and drivers."""
     found: dict[tuple[str, str], dict[int, str]] = {}
     for facts in job.ranks:
         if facts.devices is not None and not facts.devices.is_host:
@@ -262,7 +249,6 @@ def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _judge_links(job: JobFacts) -> Iterator[Verdict]:
-    """Check that messages arrive between the ranks, about as fast everywhere."""
     between_hosts = any(link.hosts[0] != link.hosts[1] for link in job.links)
     for link in job.links:
         speed = link.mb_per_sec

@@ -159,7 +159,6 @@ def _time_link(post: Post, other: int) -> dict[str, Any]:
 
 
 def _answer(post: Post, other: int) -> dict[str, Any]:
-    """Answer the messages of `_time_link`, up to the empty one."""
     while post.pull(other):
         post.push(other, b"\1")
     return {}

@@ -104,7 +104,6 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
 
 
 def _with_device(facts: Devices, known: Kinds, rank: int, size: int, host: str) -> Devices:
-    """Choose the device of a local rank, and use it."""
     import torch
 
     from kaitian_mpi.devices.choice import choose_device

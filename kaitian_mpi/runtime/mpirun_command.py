@@ -161,7 +161,6 @@ def parse_launcher(words: Sequence[str]) -> Command:
 
 
 def _option(words: Sequence[str]) -> Part:
-    """Return the option with which these words begin."""
     flag, equals, value = words[0].partition("=")
     name = flag.lstrip("-")
     following = 2 if name in _TWO_VALUES else int(name in _ONE_VALUE)

@@ -15,7 +15,6 @@ from kaitian_mpi.observe.progress import Outcome, open_progress
 from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink, Sinks
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated
 from kaitian_mpi.train.loop import Loop
@@ -211,13 +210,12 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
 def _report_first_start(run: Run, world: World) -> None:
     """Report that this job starts or resumes the run, and the ranks that it excludes."""
     step = run.state.progress.step
-    since = {"start_time": startup_clock.started_at(), "emulated": run.summary.emulated}
     ranks = [info.world_rank for info in world.infos]
-    text, found = "starting from scratch", dict[str, Any]()
+    text, found = "starting from scratch", dict[str, Any](emulated=run.summary.emulated)
     if step:
         text = f"resuming from step {step} ({run.earlier.name})"
-        found = {"checkpoint": run.earlier.name}
-    run.sinks.event("resume" if step else "start", step, text, ranks, **found, **since)
+        found["checkpoint"] = run.earlier.name
+    run.sinks.event("resume" if step else "start", step, text, ranks, **found)
     reasons = {entry["rank"]: entry["reason"] for entry in run.summary.excluded or ()}
     for info in run.membership.all_ranks.infos:
         if reason := reasons.get(info.world_rank):

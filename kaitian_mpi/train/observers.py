@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.observe.reading import Figures, Reading
-from kaitian_mpi.runtime import startup_clock, tags
+from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.abort import write_labeled
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import Watchdog
@@ -33,7 +32,6 @@ class Events(StepObserver):
 
     def __init__(self, run: Run, loop: Loop) -> None:
         self._run, self._loop, self._world = run, loop, loop.world
-        self._has_reported_start = False
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         run = self._run
@@ -41,11 +39,6 @@ class Events(StepObserver):
             run.state.progress.consecutive_bad_steps = 0
         else:
             self._report_skipped(step)
-        if not self._has_reported_start:
-            self._has_reported_start = True
-            if seconds := startup_clock.finish():  # at the job's first step
-                print_rank_0(self._world, startup_clock.describe(seconds))
-                run.summary = replace(run.summary, startup_sec=seconds)
         self._report_recovered(step)
         every = run.config.check_every
         if every and step.number % every == 0:

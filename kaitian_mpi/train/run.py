@@ -22,7 +22,6 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_topology, warn_rank_0
 from kaitian_mpi.observe.run_folder import NoFolder, check_run_folder
 from kaitian_mpi.observe.sink import MetricsSink, Sinks
-from kaitian_mpi.runtime import startup_clock
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.train.checkpoint.metadata import EarlierJob, Invalidated, RunMetadata
@@ -137,7 +136,6 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
         from kaitian_mpi.observe.trackers import check_trackers
 
         on_all(check_trackers, config)
-    startup_clock.begin("data and model")
     own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
     # Before any rank that knows it may be lost.
     job = on_all(lambda world: gather_values(world.comm, own)[0])
@@ -175,7 +173,6 @@ def _choose_ranks(run: Run) -> None:
     on_all, world = membership.attempt, membership.all_ranks
     if config.resume and run.earlier.metadata is None:
         on_all(start_from_file, config, setup.task.model)
-    startup_clock.begin("benchmark")
     remembered = run.earlier.remembered(Invalidated.COSTS)
     known = {} if remembered is None else remembered.profiles
     run.profiles = on_all(lambda world: find_profiles(config, world, setup, known))
@@ -183,7 +180,6 @@ def _choose_ranks(run: Run) -> None:
     run.excluded_places = [info.place for info in excluded]
     ranks = [info.world_rank for info in excluded]
     agrees = on_all(compare_kinds, run, ranks)
-    startup_clock.begin("first step")
     run.state = on_all(make_state, run)
     if run.earlier.metadata is not None:
         from kaitian_mpi.train.checkpoint.resume import resume

@@ -60,8 +60,6 @@ class Summary:
 
     checkpoint_fault: str | None = None
     """Why the last checkpoint could not be written; None if it was."""
-    startup_sec: dict[str, float] | None = None
-    """The phases from mpirun's start to the end of this job's first step, of the first rank."""
     steps: int | None = None
     epochs: int | None = None
     bad_steps: int | None = None

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,7 +11,6 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.limited_process import Ended
 from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher, parse_launcher
-from kaitian_mpi.runtime.startup_clock import StartupClock, describe
 from kaitian_mpi.supervise.environments import (
     Environment,
     expand,
@@ -184,18 +182,3 @@ def test_what_mpirun_will_do_with_a_hostfile(slots, variable, levels):
     hosts = tuple(Host(name=f"n{number}", slots=each) for number, each in enumerate(slots))
     environ = {"PRTE_MCA_rmaps_default_mapping_policy": variable}
     assert [str(each.level) for each in judge_hostfile(hosts, environ)] == levels
-
-
-def test_the_start_is_divided_into_phases():
-    clock = StartupClock()
-    clock.begin("MPI")
-    time.sleep(0.02)
-    clock.begin("imports")
-    clock.begin("MPI")
-    found = clock.finish()
-    assert list(found) == ["python", "MPI", "imports"]  # pytest is no launcher
-    assert found["MPI"] >= 0.02
-    assert clock.finish() is None
-    assert describe({"launch": 1.0, "python": 0.26}) == (
-        "start-up: first step done 1.3 s after mpirun (launch 1.0, python 0.3)"
-    )

@@ -137,7 +137,6 @@ class Link:
         return choice.route if tensor.nbytes >= choice.min_bytes else MPI_ROUTE
 
     def _measure(self) -> Choice:
-        """Time all routes, for about a second at most, and choose."""
         sizes = SHORT_BYTES, LONG_BYTES
         works = {
             (size, route): partial(self._reduce, tensor, SUM, route)

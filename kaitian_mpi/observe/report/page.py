@@ -93,7 +93,6 @@ def _links(runs: Sequence[Run]) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """Return a table of the runs' rates and last results, the first one being the reference."""
     first = runs[0].rate
     names = sorted({name for run in runs for name in run.results})
     rows = [

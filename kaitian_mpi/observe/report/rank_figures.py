@@ -40,7 +40,6 @@ def _labels(run: Run, ranks: Collection[int], most: int) -> dict[int, str]:
 
 
 def _means(values: Mapping[int, float], labels: Mapping[int, str]) -> dict[str, float]:
-    """Return the means of the ranks' values, by label."""
     found: dict[str, list[float]] = {}
     for rank, value in values.items():
         found.setdefault(labels[rank], []).append(value)
@@ -106,7 +105,6 @@ def _list(values: Mapping[str, float], form: str) -> str:
 
 
 def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
-    """Draw a line for each rank or kind."""
     figure = new_figure(run, title, height=3.9)
     axes = figure.subplots()
     labels = _labels(run, run.ranks, _MAX_LINES)
@@ -203,7 +201,6 @@ def draw_step_times(run: Run, title: str) -> Drawn:
 
 
 def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: float) -> None:
-    """Draw a bar for each label, made of a part for each phase."""
     left = [0.0] * len(times)
     for name, (color, hatch) in FILLS.items():
         widths = [1e3 * parts.get(name, 0.0) for parts in times.values()]

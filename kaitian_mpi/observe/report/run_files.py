@@ -190,7 +190,6 @@ def _number(value: Any) -> float | None:
 
 
 def _known(figures: dict[str, float | None]) -> dict[str, float]:
-    """Return the figures that are finite."""
     return {name: float(value) for name, value in figures.items() if value is not None}
 
 
@@ -233,7 +232,6 @@ def _merge(first: Interval, second: Interval) -> list[Interval]:
 
 
 def _plan(line: dict[str, Any]) -> PlanChange:
-    """Return a line's plan, at a Unix time."""
     return PlanChange(
         step=int(line["step"]),
         at_sec=float(line["time"]),
@@ -243,7 +241,6 @@ def _plan(line: dict[str, Any]) -> PlanChange:
 
 
 def _event(line: dict[str, Any]) -> Event:
-    """Return a line's event, at a Unix time."""
     return Event(
         kind=str(line["kind"]),
         step=int(line["step"]),
@@ -300,7 +297,6 @@ def _in_force(plans: Iterable[PlanChange]) -> list[PlanChange]:
 
 
 def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
-    """Return whether any of the files says that devices or speeds are emulated."""
     is_asked = config.get("emulate_kinds") or config.get("emulate_slowdown")
     return bool(is_asked) or any(each.get("emulated") is True for each in others)
 
@@ -308,14 +304,11 @@ def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
 def _describe(
     config: dict[str, Any], benchmark: dict[str, Any], summary: dict[str, Any]
 ) -> dict[str, str]:
-    """Return what the files say of the whole run, by name; only what is known."""
-
     def shown(name: str, form: str = "{:,.0f}", scale: float = 1.0) -> str:
         value = summary.get(name)
         return "" if value is None else form.format(scale * value)
 
     model, data, wanted = config.get("model"), config.get("dataset"), config.get("epochs")
-    startup = summary.get("startup_sec", {})
     times = sorted(benchmark.get("allreduce_sec", {}).items(), key=lambda item: item[1])
     facts = {
         "trained": config.get("task") or (f"{model} on {data}" if model and data else model),
@@ -326,7 +319,6 @@ def _describe(
         "rate": shown("samples_per_sec", "{:,.1f} samples/s"),
         "mean step": shown("step_time_sec", "{:,.1f} ms", 1e3),
         "training time": duration(summary.get("training_time_sec")),
-        "start-up": duration(sum(startup.values())) if startup else "",
         "allreduce between device kinds": summary.get("allreduce", "").removeprefix("direct"),
         "measured allreduce times": ", ".join(f"{name} {1e3 * sec:.3g} ms" for name, sec in times),
         "gradients between hosts": summary.get("wire"),

@@ -22,7 +22,6 @@ def side_by_side(runs: Sequence[Run]) -> str:
 
 
 def _compare(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return a table of the runs' rates and results, and how much faster they are."""
     rates = [run.rate or 0.0 for run in runs]
     wide = max(map(len, names))
     common = [name for name in runs[0].results if all(name in run.results for run in runs)]
@@ -59,7 +58,6 @@ def _spread(run: Run) -> float:
 
 
 def _describe(run: Run, name: str) -> str:
-    """Return a run's state and results, and a row of bars for each rank."""
     lines = [f"{name}: {run.state}" + (", emulated devices" if run.emulated else "")]
     if run.intervals:
         parts = [f"{run.rate:,.4g} samples/s"] if run.rate else []
@@ -89,7 +87,6 @@ def _describe(run: Run, name: str) -> str:
 
 
 def _busy(run: Run) -> dict[int, float]:
-    """Return the share of time that each rank computed, in percent, over the whole run."""
     computed: dict[int, float] = {}
     passed: dict[int, float] = {}
     for interval in run.intervals:
@@ -100,5 +97,4 @@ def _busy(run: Run) -> dict[int, float]:
 
 
 def _bar(share: float) -> str:
-    """Return a bar of a share of the whole width."""
     return ("#" * round(_WIDTH * min(max(share, 0), 1))).ljust(_WIDTH)

@@ -154,7 +154,6 @@ class TimelineSink(MetricsSink):
         self._add(at, {**known, "name": f"{name} (step {step})"})
 
     def _add(self, at: float, trace: TraceEvent) -> None:
-        """Add what happened at a Unix time."""
         now = self._recorder.now() - (time.time() - at)
         self._recorder.add_run_event(now, trace)
 
