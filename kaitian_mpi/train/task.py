@@ -158,7 +158,11 @@ class Task:
         if model is self.model:
             return self.optimizer
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
-        return copy.deepcopy(self.optimizer, {id(own): other for own, other in pairs})
+        memo: dict[int, Any] = {id(own): other for own, other in pairs}
+        given: Any = self.optimizer
+        if isinstance(given, Optimizer):
+            return _copy_optimizer(given, memo)
+        return [_copy_optimizer(optimizer, memo) for optimizer in given]
 
     @property
     def shuffles(self) -> bool:
@@ -277,6 +281,22 @@ def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
         )
     loss = loss.reshape(())
     return loss if loss.dtype == torch.float64 else loss.float()
+
+
+def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy, whose parameters are in `memo`, with the attributes that torch leaves out."""
+    try:
+        other = copy.deepcopy(optimizer, memo)
+        for name, value in vars(optimizer).items():
+            # What the class has too, schedulers have put over it: it would call this optimizer.
+            if name not in vars(other) and not hasattr(type(optimizer), name):
+                setattr(other, name, copy.deepcopy(value, memo))
+    except Exception as error:  # of the user's objects, which may raise anything
+        raise UserError(
+            f"Task: the optimizer cannot be copied for the benchmark ({type(error).__name__}: "
+            f"{error}); give a function that makes it instead, Task(optimizer=lambda model: ...)"
+        ) from error
+    return other
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -1,6 +1,7 @@
 """The parts of training that need no other ranks."""
 
 import copy
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.cpu import CpuDevice
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.console import table_lines
 from kaitian_mpi.observe.run_folder import open_run_folder
 from kaitian_mpi.recipes.image_classification import Schedule, cross_entropy, make_optimizer
@@ -155,3 +157,23 @@ def test_a_copy_of_the_model_gets_copies_of_the_optimizers_that_were_given():
     for name, value in weights.items():
         assert torch.equal(model.state_dict()[name], value)
         assert not torch.equal(other.state_dict()[name], value)
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with attributes of its own, which torch does not copy."""
+
+    def __init__(self, parameters, attribute):
+        super().__init__(parameters, lr=0.1)
+        self.attribute, self.itself = attribute, self
+
+
+def test_a_copied_optimizer_has_its_own_attributes_or_cannot_be_copied():
+    model = torch.nn.Linear(2, 3)
+    given = Own(model.parameters(), [1])
+    (found,) = Task(model=model, optimizer=given, data=[1]).make_optimizers(copy.deepcopy(model))
+    assert found.attribute == [1]
+    assert found.attribute is not given.attribute
+    assert found.itself is found
+    task = Task(model=model, optimizer=Own(model.parameters(), threading.Lock()), data=[1])
+    with pytest.raises(UserError, match="give a function that makes it instead, Task"):
+        task.make_optimizers(copy.deepcopy(model))
