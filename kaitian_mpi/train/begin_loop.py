@@ -146,7 +146,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)
             run.earlier = replace(found, file=None)
-    state.sync_to_latest(world)
+    state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
     if has_lost:
@@ -161,6 +161,8 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     state.set_total_steps(steps)
     has_results = all(gather_values(world.comm, run.summary.steps == progress.step))
     progress.is_done = progress.is_done and progress.has_all_steps and has_results
+    # With more steps, an epoch continues that the last step of an earlier job has cut.
+    progress.epoch_is_over &= progress.has_all_steps or progress.position >= samples
 
 
 def _report_start(run: Run, world: World, plan: Plan) -> None:
@@ -169,7 +171,7 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
     losses = [loss for loss in run.membership.losses if loss.step is None]
     for loss in losses:
         loss.step = step + 1
-    if not (run.has_started or run.was_on_standby):
+    if not (run.has_started or run.is_joining):
         _report_first_start(run, world)
     run.has_started = True
     if losses:

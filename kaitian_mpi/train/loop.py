@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -165,16 +165,27 @@ class Loop:
 
     def skip_epoch(self) -> None:
         """Leave out what is left of the epoch, because the script has left its loop."""
-        self._loading, progress = None, self.progress
-        progress.position = length = len(self._setup.train)
-        batch, least = sum(self.sampler.batch_sizes), self.sampler.min_batch
-        self.state.set_total_steps(count_steps(self._config, length, batch, least, progress))
+        self._loading = None
+        self.progress.position = len(self._setup.train)
+        self.progress.epoch_is_over = True
+        self._count_steps()
+
+    def copy_state(self, receivers: Collection[int]) -> None:
+        """Give ranks that are joining the state as the others' scripts have left it."""
+        source = next(rank for rank in range(self._ranks) if rank not in receivers)
+        self.state.copy_from(self.world, source, receivers)
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        samples, batch = len(self._setup.train), sum(self.sampler.batch_sizes)
+        least, progress = self.sampler.min_batch, self.progress
+        self.state.set_total_steps(count_steps(self._config, samples, batch, least, progress))
 
     def end_epoch(self) -> None:
         """Count and save the epoch, evaluated unless the script has done so after its last step."""
         if self._is_in_epoch:
             self._end_steps()
-        means, epoch = self._evaluated, self.progress.epoch
+        means, epoch = self._evaluated, self.progress.epoch - self.progress.lacks_results
         if means is None:
             means = self.evaluate()
         if self.progress.position >= len(self._setup.train):

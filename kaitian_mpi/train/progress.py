@@ -35,6 +35,8 @@ class Progress:
     """Samples that are done in the current epoch."""
     epoch_is_over: bool = False
     """Whether the script is between this epoch and the next, with `Training.epochs`."""
+    script_is_done: bool = False
+    """Whether it has gone on from there, so that only the engine's part is missing."""
     samples: int = 0
     """Samples that are done since the run started."""
     bad_steps: int = 0
@@ -53,6 +55,11 @@ class Progress:
         return self.step >= self.total_steps
 
     @property
+    def lacks_results(self) -> bool:
+        """Whether the last epoch is counted, and its results were lost."""
+        return self.has_all_steps and not (self.position or self.is_done)
+
+    @property
     def steps_applied(self) -> int:
         """Steps that were done and not skipped."""
         return self.step - self.bad_steps
@@ -67,7 +74,7 @@ class Progress:
         """Count an epoch, which is trained and evaluated."""
         self.epoch += 1
         self.step_in_epoch = self.position = 0
-        self.epoch_is_over = False
+        self.epoch_is_over = self.script_is_done = False
         self.is_done = self.epoch >= epochs or self.has_all_steps
 
     def fraction_done(self, config: TrainingConfig, samples: int, epoch_samples: int) -> float:
@@ -136,9 +143,14 @@ class Schedules:
         """Continue another job's schedules, as in its `State.shared`.
 
         `settings` are this job's, before the optimizers were loaded; they are kept, unless
-        schedulers with a state of their own change them.
+        schedulers with a state of their own, or the script, have changed them.
         """
-        if not any(self.states()):
+        if not self.schedulers:
+            begun_with, *_ = json.loads(state["begun_with"])
+            for group, own, first in zip(self._groups, settings, begun_with, strict=False):
+                unchanged = {n: v for n, v in own.items() if _plain(group.get(n)) == first.get(n)}
+                group.update(unchanged)
+        elif not any(self.states()):
             for group, own in zip(self._groups, settings, strict=True):
                 group.update(own)
         elif state["begun_with"] == self.begun_with:
@@ -177,7 +189,7 @@ class Schedules:
         self.schedulers = self._task.make_schedulers(self._optimizers, total_steps)
         self._told_steps = total_steps if self._task.tells_steps else None
         begun_with = self._own_settings, self.states(), self._told_steps
-        self.begun_with = json.dumps(begun_with, default=_as_json, skipkeys=True)
+        self.begun_with = _text(begun_with)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +198,15 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name != "params"
     }
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, default=_as_json, skipkeys=True)
+
+
+def _plain(value: object) -> Any:
+    """Return a setting as it is read from `Schedules.begun_with`."""
+    return json.loads(_text(value))
 
 
 def _as_json(value: object) -> object:

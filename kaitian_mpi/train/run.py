@@ -69,8 +69,8 @@ class Run:
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
     """Whether any loop has begun on this rank."""
-    was_on_standby: bool = False
-    """Whether this rank was on standby at first."""
+    is_joining: bool = False
+    """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
     """The error by which all ranks end the run, if any."""
 
@@ -187,7 +187,7 @@ def _choose_ranks(run: Run) -> None:
         run.earlier = on_all(resume, config, setup, run.earlier, ranks, run.state)
     membership.put_on_standby(config.spares, ranks)
     if membership.active is None:
-        run.was_on_standby = True
+        run.is_joining = True
         run.state.is_begun = False  # it is that of the start, however far the active ranks get
     run.summary = replace(
         run.earlier.summary,

@@ -45,7 +45,9 @@ class Saving(StepObserver):
         self._run, self._world, self._sampler = run, world, sampler
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
-        self._is_to_restart = self._is_due = self._has_step = False
+        self._is_to_restart = False
+        # What was due when a rank was lost is saved by those that are left.
+        self._is_due = self._has_step = bool(run.membership.losses) and self._is_missing()
         self._saved_at = time.monotonic()
         self._requested = self._has_reported = False
         self._snapshot_sec = self._snapshot_at = 0.0
@@ -227,6 +229,16 @@ class Saving(StepObserver):
 
     def _metadata(self) -> RunMetadata:
         return self._run.metadata(self._world, self._sampler.batch_sizes)
+
+    def _is_missing(self) -> bool:
+        """Return whether a checkpoint of the current step was due, and none was begun."""
+        writer, progress = self._checkpoints.on_disk, self._progress
+        every, step = self._run.config.checkpoint_every, progress.step
+        is_due = step > 0 and (progress.position == 0 or (every > 0 and step % every == 0))
+        if not is_due or not self._checkpoints.writers:
+            return False
+        known = (writer.last_submitted, writer.files.newest_step()) if writer is not None else ()
+        return step not in gather_values(self._world.comm, known)[0]
 
     def _is_restart_due(self) -> bool:
         """Return whether to save and end now; after the last step, only the results are missing."""

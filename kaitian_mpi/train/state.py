@@ -150,8 +150,8 @@ class State:
 
         This job's total number of steps and its optimizers' settings are kept. Settings that
         schedulers with a state of their own have changed are as saved, unless the schedules began
-        with other settings: then they begin again with this job's. Settings that schedulers in
-        extra_state change are as saved, too.
+        with other settings: then they begin again with this job's. Settings that the script has
+        changed are as saved, and all of them with schedulers in extra_state.
         """
         saved, own = state["optimizer_types"], self._optimizer_types()
         if saved != own:
@@ -202,7 +202,8 @@ class State:
             if file.is_mapped:
                 content = copy_state(content, self.shared(), is_mapped=True)
             self.load_shared(content)
-            self.progress.epoch_is_over = False  # what the script does at its end is done again
+            # What the script does at an epoch's end is done again, unless it was done with that.
+            self.progress.epoch_is_over &= self.progress.script_is_done
         return content
 
     def check_restorable(self) -> None:
@@ -252,9 +253,13 @@ class State:
         weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
         self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
 
-    def sync_to_latest(self, world: World) -> int:
-        """Give ranks that are behind the state of the furthest rank; return that. Collective."""
-        steps = gather_values(world.comm, self.progress.step if self.is_begun else -1)
+    def sync_to_latest(self, world: World, is_joining: bool = False) -> int:
+        """Give ranks that are behind the state of the furthest rank; return that. Collective.
+
+        One that is joining is behind those of the same step: their scripts may have changed theirs.
+        """
+        own = self.progress.step - 0.5 * is_joining if self.is_begun else -1
+        steps = gather_values(world.comm, own)
         source = steps.index(max(steps))
         if len(set(steps)) > 1:
             behind = [rank for rank, step in enumerate(steps) if step < max(steps)]

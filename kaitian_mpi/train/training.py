@@ -51,7 +51,7 @@ from kaitian_mpi.train.task import Task, as_task, check_loss
 Result = TypeVar("Result")
 
 _open: list[Training] = []
-_EVALUATES, _GOES_ON, _JOINED = "evaluates", "goes on", "has joined"  # between two epochs
+_TRAINS, _BEGINS, _EVALUATES, _STOPS = "trains", "begins an epoch", "evaluates", "stops"
 _OUT_OF_MEMORY = (
     "{} is out of memory. Set a smaller micro_batch_size, or leave it to the benchmark (balance "
     "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, or other "
@@ -127,6 +127,7 @@ class Training:
         self._logged: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
         self._is_done = self._is_closed = self._is_split = False
+        self._meets = self._script_has_run = False  # since the loop began, or its ranks have met
         self._at_end = ExitStack()
         _open.append(self)
         self._at_end.callback(_open.remove, self)
@@ -180,7 +181,6 @@ class Training:
             UserError: the task has a loss, or the training is closed, or `step` was not called for
                 the batch before.
         """
-        self._check_open_form()
         yield from self._batches(is_split=False)
 
     def micro_batches(self) -> Iterator[Iterator[Any]]:
@@ -193,7 +193,6 @@ class Training:
         Raises:
             UserError: as for `batches`.
         """
-        self._check_open_form()
         yield from self._batches(is_split=True)
 
     def epochs(self) -> Iterator[Epoch]:
@@ -214,6 +213,7 @@ class Training:
             self._end_open_step()
 
     def _batches(self, is_split: bool, epoch: Epoch | None = None) -> Iterator[Any]:
+        self._check_open_form()
         self._end_open_step()
         self._is_split = is_split
         if self._loop is not None:
@@ -402,7 +402,7 @@ class Training:
 
     def _advance(self, crosses_epochs: bool = True) -> Sequence[MicroBatch] | None:
         loop = self._ready_loop()
-        if loop is None:
+        if loop is None or self._meet(loop, _TRAINS) == _STOPS:
             return None
         self._saving.save_due()
         is_saved = self._saving.save_for_restart()
@@ -434,12 +434,11 @@ class Training:
             if not loop.progress.position:
                 raise UserError("iterate over each epoch that training.epochs() yields")
             loop.skip_epoch()
-            self._saving.save_due()
-            loop.end_epoch()
-        elif loop.progress.epoch_is_over:
-            while _EVALUATES in self._meet(loop, _JOINED if self._epoch is None else _GOES_ON):
-                loop.evaluate()
-            loop.end_epoch()
+            self._script_has_run = True  # the other ranks do not know of it yet
+        if self._meet(loop, _BEGINS) == _STOPS:
+            return None
+        if loop.progress.epoch_is_over or loop.progress.lacks_results:
+            self._end_epoch(loop)
         if loop.progress.is_done:
             self._finish(loop)
             return None
@@ -448,19 +447,37 @@ class Training:
         split = partial(self._batches, True)
         return Epoch(loop.progress.epoch, loop.steps_in_epoch, task.data, train, split)
 
-    def _meet(self, loop: Loop, does: str) -> list[str]:
-        """Return what each rank does next, between two epochs.
+    def _end_epoch(self, loop: Loop) -> None:
+        """End an epoch after which the script has done its part."""
+        loop.progress.script_is_done = True
+        self._saving.save_due()
+        loop.end_epoch()
 
-        One that has replaced a lost rank there gets the state as the script has left it so far.
+    def _meet(self, loop: Loop, does: str) -> str:
+        """Return what to do next: what was wanted, or stop with the others. Collective.
+
+        After a loss, a rank that replaces the lost one begins its script, while the others may be
+        anywhere in theirs. So until all are at the next step, each evaluates whenever one of them
+        does, and all stop if one does. The rank gets the state as the other scripts have left it.
         """
-        if not self._membership.losses:
-            return []
-        all_do = gather_values(loop.world.comm, does)
-        joined = [rank for rank, each in enumerate(all_do) if each == _JOINED]
-        if joined:
-            others = (rank for rank in range(loop.world.size) if rank not in joined)
-            loop.state.copy_from(loop.world, next(others), joined)
-        return all_do
+        while self._meets:
+            enter_phase("what the other ranks do next", waits=True, limited=False)
+            own = does, self._prepared.is_joining, self._script_has_run
+            all_do, are_joining, have_run = zip(*gather_values(loop.world.comm, own), strict=True)
+            joining = [rank for rank, joins in enumerate(are_joining) if joins]
+            if any(have_run) and 0 < len(joining) < len(all_do):
+                loop.copy_state(joining)
+            self._script_has_run = False
+            if not joining or set(all_do) == {_TRAINS}:
+                self._meets = self._prepared.is_joining = False
+            elif _EVALUATES in all_do and does != _EVALUATES:
+                loop.evaluate()
+            elif _STOPS in all_do and does != _EVALUATES:
+                self._end_loop(loop)
+                return _STOPS
+            elif does != _TRAINS:
+                break
+        return does
 
     @property
     def _progress(self) -> Progress:
@@ -474,6 +491,7 @@ class Training:
                 self._end_standby(is_active=False)
             else:
                 self._loop, self._saving = begin_loop(self._prepared, world, self._logged)
+                self._meets, self._script_has_run = bool(self._membership.losses), False
                 if self._is_split:
                     self._loop.split_shares(True)
         return self._loop
@@ -489,8 +507,7 @@ class Training:
         loop = self._ready_loop()
         if loop is None:
             return None
-        if loop.progress.epoch_is_over:
-            self._meet(loop, _EVALUATES)
+        self._meet(loop, _EVALUATES)
         self._evaluated = loop.evaluate()
         return self._evaluated
 
@@ -500,15 +517,24 @@ class Training:
         if is_active and (self._loop is not None or self._membership.losses):
             loop = self._ready_loop()
             assert loop is not None
-            if loop.progress.has_all_steps:  # the script's loop asked for no more than there are
-                self._advance()
-                return
-            loop.undo()
-            if loop.progress.epoch_is_over:  # the script has left its loop over the epochs
-                loop.end_epoch()
-            self._saving.save_and_stop()
-            loop.close()
-        self._end_standby(is_active)
+            self._meet(loop, _STOPS)
+            if not self._is_done:
+                self._end_loop(loop)
+        else:
+            self._end_standby(is_active)
+
+    def _end_loop(self, loop: Loop) -> None:
+        loop.undo()
+        if loop.progress.epoch_is_over:  # the script has left its loop over the epochs
+            self._end_epoch(loop)
+        elif loop.progress.has_all_steps:  # the script's loop asked for no more than there are
+            loop.next_share()
+        if loop.progress.is_done:
+            self._finish(loop)
+            return
+        self._saving.save_and_stop()
+        loop.close()
+        self._end_standby(is_active=True)
 
     def _end_standby(self, is_active: bool) -> None:
         """End the job's work, with that of the ranks on standby."""
@@ -590,6 +616,7 @@ class Training:
         """Begin the phase of the script's own code, which may last."""
         done = self._last_step.number if self._last_step is not None else 0
         enter_phase("the script's own code", step=done, limited=False)
+        self._script_has_run = True
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -599,7 +626,7 @@ class Training:
         if self._start().setup.task.loss is not None:
             raise UserError(
                 "training.batches() and micro_batches() are for a Task without a loss; iterate "
-                "over the Training itself, or omit Task(loss=...)"
+                "over the Training itself or its epochs, or omit Task(loss=...)"
             )
 
     def _current_open_step(self, method: str) -> OpenStep:

@@ -4,8 +4,9 @@
 
 KILLS names the places, such as `forward:3:1 ended:21:0`: in the forward of step 3 on rank 1, and
 after the loop on rank 0. Every second step is followed by an evaluation; or each epoch, by that of
-the averaged weights and a step of the schedule. Or there are several trainings, in which a rank
-that is on standby in one takes part in the next.
+the averaged weights and a step of the schedule. LEAVES names the loops that are left, such as
+`steps:10 epochs:14`: an epoch's after step 10, and that over the epochs after step 14. Or there are
+several trainings, in which a rank that is on standby in one takes part in the next.
 """
 
 import copy
@@ -26,9 +27,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kaitian_mpi
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.saving import Saving
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 KILLS = os.environ.get("KILLS", "").split()
+LEAVES = os.environ.get("LEAVES", "").split()
 STEPS = 14
 
 training = average = scheduler = None
@@ -124,6 +127,8 @@ def train_epochs(seen):
                 average.update_parameters(training.model)
                 seen["steps"].append(training.last_step.number)
                 maybe_die("script", training.last_step.number)
+            if f"steps:{training.steps_done}" in LEAVES:
+                break
         own = copy.deepcopy(training.model.state_dict())
         training.model.load_state_dict(average.module.state_dict())
         seen["evaluations"].append(training.evaluate()["loss"])
@@ -132,6 +137,8 @@ def train_epochs(seen):
         training.evaluate()
         scheduler.step()
         maybe_die("after")
+        if f"epochs:{training.steps_done}" in LEAVES:
+            return
 
 
 def after_step(step, seen):
@@ -139,14 +146,20 @@ def after_step(step, seen):
         seen["evaluations"].append(training.evaluate()["loss"])
 
 
+def write_results(saving, _write=Saving.write_results):
+    maybe_die("results")
+    _write(saving)
+
+
 def run_to_the_end(form, **settings):
     global training
+    Saving.write_results = write_results
     seen = {"steps": [], "refused": 0, "evaluations": []}
     training = open_training(form, **{"max_steps": STEPS, **settings})
     with training:
         {"open": train_open, "closed": train_closed, "epochs": train_epochs}[form](seen)
         maybe_die("ended", STEPS)
-        seen["end"] = training.evaluate()["loss"]
+        seen["end"] = training.evaluate()["loss"] if training.summary.finished else 0.0
     summary = training.summary
     seen |= {"finished": summary.finished, "ranks": summary.ranks}
     seen["lost"] = [[lost["rank"] for lost in loss["ranks"]] for loss in summary.failures]

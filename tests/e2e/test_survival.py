@@ -15,32 +15,36 @@ def results_in(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What a single rank sees, by the form of its loop."""
-    found = {}
-    for form in ("closed", "epochs"):
-        folder = tmp_path_factory.mktemp(form)
-        run_alone(PYTHON, SCRIPT, form, str(folder), cwd=folder)
-        found[form] = results_in(folder)[0]
-    return {**found, "open": found["closed"]}
+    """Return what a single rank sees, by the form of its loop and where loops are left."""
+    folder, found = tmp_path_factory.mktemp("undisturbed"), {}
+
+    def run(form, leaves=""):
+        form = "closed" if form == "open" else form
+        if (form, leaves) not in found:
+            run_alone(PYTHON, SCRIPT, form, str(folder), cwd=folder, LEAVES=leaves)
+            found[form, leaves] = results_in(folder)[0]
+        return found[form, leaves]
+
+    return run
 
 
 @pytest.fixture
 def survivors(tmp_path, undisturbed):
     """Run the script with kills; return what each surviving rank saw, which ended as without."""
 
-    def run(ranks, form, kills, *settings, program=PYTHON, supervisor=()):
+    def run(ranks, form, kills, *settings, leaves="", program=PYTHON, supervisor=()):
         seen = tmp_path / "seen"
         seen.mkdir()
         script = forked([program, SCRIPT, form, str(seen), *settings])
         command = (*supervisor, "mpirun", "-np", str(ranks), *SURVIVING, *script)
-        ended = run_alone(*command, cwd=tmp_path, fresh=True, KILLS=kills)
+        ended = run_alone(*command, cwd=tmp_path, fresh=True, KILLS=kills, LEAVES=leaves)
         assert "Traceback" not in ended.text
         assert not supervisor or "kaitian-supervise: finished after 1 start" in ended.err
         results = results_in(seen)
         assert set(results) == set(range(ranks)) - {int(kill[-1]) for kill in kills.split()}
-        whole = undisturbed[form]
+        whole = undisturbed(form, leaves)
         for result in results.values():
-            assert result["finished"] is True
+            assert result["finished"] is whole["finished"]
             for name in ("end", "weights", "average", "rate")[: 4 if form == "epochs" else 2]:
                 assert result[name] == pytest.approx(whole[name], rel=1e-9, abs=1e-12), name
             missed = len(whole["evaluations"]) - len(result["evaluations"])
@@ -61,7 +65,7 @@ def survivors(tmp_path, undisturbed):
 def test_a_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed, form, kills, refused, lost):
     (result,) = survivors(5, form, kills).values()
     assert result["steps"] == EVERY
-    assert len(result["evaluations"]) == len(undisturbed[form]["evaluations"])
+    assert len(result["evaluations"]) == len(undisturbed(form)["evaluations"])
     assert result["refused"] in refused
     assert (result["ranks"], result["lost"]) == ([1, 2], lost)
 
@@ -79,20 +83,32 @@ def test_a_spare_takes_over_and_one_stands_by(survivors):
         assert (result["ranks"], result["lost"]) == ([0, 2, 3], [[1]])
 
 
+def test_a_spare_takes_over_in_an_evaluation_after_a_step(survivors):
+    results = survivors(3, "closed", "evaluate:7:1", "spares=1")
+    assert results[2]["steps"] == EVERY[6:]
+
+
 @pytest.mark.parametrize(
-    ("kills", "first", "settings"),
+    ("kills", "first", "leaves"),
     [
-        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", 0, ()),
-        ("script:3:1", 3, ("spares=1",)),
-        ("evaluate:8:1", 7, ("spares=1",)),
-        ("between:8:1", 7, ("spares=1",)),
-        ("after:8:1", 7, ("spares=1",)),
+        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", None, ""),
+        ("script:3:1", 4, ""),
+        ("evaluate:8:1", 8, ""),
+        ("between:8:1", 8, ""),
+        ("after:8:1", 8, ""),
+        ("results:15:1", 15, ""),
+        ("after:11:1", 11, "steps:10"),
+        ("between:8:1", 8, "epochs:7"),
+        ("after:8:1", 8, "epochs:7"),
     ],
 )
-def test_epochs_go_on_wherever_a_rank_dies(survivors, kills, first, settings):
-    """Also where a spare takes over between two epochs, in the middle of what is done there."""
-    for rank, result in survivors(3 if settings else 5, "epochs", kills, *settings).items():
-        assert result["steps"] == (EVERY[first:] if rank == 2 else EVERY)
+def test_epochs_go_on_wherever_a_rank_dies(survivors, undisturbed, kills, first, leaves):
+    """Also if a spare takes over between two epochs, amid what is done there, from a first step."""
+    ranks, settings = (5, []) if first is None else (3, ["spares=1"])
+    steps = undisturbed("epochs", leaves)["steps"]
+    for rank, result in survivors(ranks, "epochs", kills, *settings, leaves=leaves).items():
+        is_joining = first is not None and rank == 2
+        assert result["steps"] == [n for n in steps if not is_joining or n >= first]
 
 
 @pytest.mark.parametrize("survives", [True, False])

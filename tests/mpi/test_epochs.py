@@ -17,6 +17,7 @@ from kaitian_mpi import Task, Training
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.membership import RankLoss
 
 pytestmark = pytest.mark.sizes(3)
 ALSO_ALONE = pytest.mark.sizes(1, 3)
@@ -182,6 +183,88 @@ def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is
     check_same(world, script, expected)
     assert before + means == pytest.approx(expected_means, rel=1e-12)
     assert list(itertools.chain(*steps.values())) == list(range(first, EPOCHS * STEPS + 1))
+
+
+@ALSO_ALONE
+@IN_BOTH_FORMS
+def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
+    world, shared_path, is_open
+):
+    """The schedule, which the script has stepped by then, is stepped once."""
+    expected, _ = by_one_process()
+    settings = {**QUIET, "run_dir": str(shared_path / "run"), "resume": "auto"}
+
+    def save_and_end(model, batch):
+        if world.rank == 0:  # as a forked process does at a signal
+            training._saving._write_at_exit()
+        raise ZeroDivisionError
+
+    script = Script()
+    training = Training(script.task(is_open, metrics=save_and_end), **settings)
+    with training, pytest.raises(ZeroDivisionError):  # noqa: PT012
+        for epoch in training.epochs():
+            for _ in steps_of(training, epoch, is_open):
+                script.average.update_parameters(training.model)
+            script.scheduler.step()
+    assert training.steps_done == STEPS
+    world.comm.Barrier()
+    script, means, steps = train(world, is_open, **settings)
+    check_same(world, script, expected)
+    assert sorted(steps) == [1, 2]
+    assert len(means) == 2
+
+
+@IN_BOTH_FORMS
+def test_an_epoch_that_the_last_step_has_cut_is_over_or_goes_on(world, shared_path, is_open):
+    settings = {"run_dir": str(shared_path / "run"), "resume": "auto"}
+    expected, _ = by_one_process()
+    cut, finished = STEPS + 3, shared_path / "run" / "summary.json"
+    script, _, steps = train(world, is_open, max_steps=cut, **settings)
+    assert list(steps) == [0, 1]
+    rates = script.scheduler.get_last_lr()
+    world.comm.Barrier()
+    if world.rank == 0:  # as if the job had ended before it was written
+        finished.unlink()
+    world.comm.Barrier()
+    script, means, steps = train(world, is_open, max_steps=cut, **settings)
+    assert (means, steps) == ([], {})
+    assert script.scheduler.get_last_lr() == rates
+    script, _, steps = train(world, is_open, **settings)
+    assert steps == {1: list(range(cut + 1, 2 * STEPS + 1)), 2: list(range(15, 22))}
+    for own, other in zip(script.found(), expected.found(), strict=True):
+        assert own.shape == other.shape
+
+
+@IN_BOTH_FORMS
+def test_the_last_epoch_is_evaluated_once_if_the_loop_over_them_is_left_then(world, is_open):
+    script = Script()
+    with Training(script.task(is_open), **QUIET) as training:
+        for epoch in training.epochs():
+            for _ in steps_of(training, epoch, is_open):
+                script.average.update_parameters(training.model)
+            means = evaluate_average(training, script)
+            if epoch.number == EPOCHS - 1:
+                break
+    assert training.summary.finished
+    assert training.summary.validation == {"loss": means}
+
+
+def test_what_was_due_when_a_rank_was_lost_is_saved_by_the_others(world, shared_path):
+    folder, found = shared_path / "run", []
+    settings = {**QUIET, "run_dir": str(folder), "checkpoint_every": 3, "keep_checkpoints": 9}
+    with Training(Script().task(is_open=False), **settings) as training:
+        for step in training:
+            if step.number in (3, STEPS):
+                training._drop_loop()
+                training._membership.losses.append(RankLoss([], 0.0, 0.0))
+            if step.number in (4, STEPS + 1):
+                training._saving._checkpoints.wait()
+                world.comm.Barrier()
+                found = sorted(int(path.stem[5:]) for path in folder.glob("checkpoints/*.json"))
+                assert found == ([3] if step.number == 4 else [3, 6, 7])
+            if step.number == STEPS + 1:
+                break
+    assert found == [3, 6, 7]
 
 
 @IN_BOTH_FORMS

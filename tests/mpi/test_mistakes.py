@@ -161,6 +161,10 @@ ELSEWHERE = {
         lambda: with_training(lambda training: next(training.batches())),
         "training.batches() and micro_batches() are for a Task without a loss",
     ),
+    "micro-batches of an epoch of a task with a loss": (
+        lambda: with_training(lambda training: next(next(training.epochs()).micro_batches())),
+        "training.batches() and micro_batches() are for a Task without a loss",
+    ),
     "an epoch without a loop": (
         lambda: with_training(lambda training: list(training.epochs())),
         "iterate over each epoch that training.epochs() yields",

@@ -53,9 +53,9 @@ def state_of(model, optimizer, total_steps=20, **parts):
     return State(task, Computation(torch.device("cpu"), "fp32", "contiguous"), total_steps)
 
 
-def make_state(seed=0):
+def make_state(seed=0, **settings):
     torch.manual_seed(seed)
-    return state_of(Buffered(), partial(make_optimizer, TrainConfig(lr=0.1)))
+    return state_of(Buffered(), partial(make_optimizer, TrainConfig(**{"lr": 0.1, **settings})))
 
 
 def train(state, steps=3):
@@ -118,10 +118,9 @@ def test_shared_state_round_trip_with_momentum():
 
 
 def test_a_jobs_own_settings_and_number_of_steps_are_kept():
-    state, other = make_state(), make_state()
+    state = make_state(lr=7.0, momentum=0.1, nesterov=False, weight_decay=0.3)
+    other = make_state()
     train(state)
-    for group in state.optimizers[0].param_groups:
-        group |= {"lr": 7.0, "momentum": 0.1, "nesterov": False, "weight_decay": 0.3}
     other.progress.total_steps = 99
     before = [dict(group, params=None) for group in other.optimizers[0].param_groups]
     load_saved(other, state)
@@ -320,6 +319,17 @@ def test_an_interrupted_run_continues_its_schedule_bit_by_bit(make_scheduler):
 
     assert rates(resumed(state, noted), STEPS - 5) == expected[5:]
     assert made == [STEPS], "nothing has changed, so the scheduler's own state is loaded"
+
+
+def test_settings_that_the_script_has_changed_are_resumed_and_the_others_are_of_the_job():
+    state = scheduled(None, weight_decay=0.1)
+    state.optimizers[0].param_groups[0]["lr"] = 0.05  # as a scheduler of the script's own does
+    other = resumed(state, None, weight_decay=0.2)
+    (group,) = other.optimizers[0].param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.05, 0.2)
+    # Also in a third job, which begins with what the first one began with.
+    (group,) = resumed(other, None, weight_decay=0.2).optimizers[0].param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.05, 0.2)
 
 
 def test_settings_of_a_resumed_job_apply_under_a_scheduler_with_a_state():
