@@ -1,6 +1,7 @@
 """Gives every test the same surroundings, and records how long it takes, for `bin/test`."""
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -33,6 +34,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("linux"):
         if not HAS_LINUX:
             pytest.skip(f"needs Linux: {marker.args[0]}")
+    if item.get_closest_marker("device_in_python"):
+        registration = importlib.import_module("torch.utils.backend_registration")
+        if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
+            pytest.skip("this torch cannot have a device type in Python")
 
 
 def pytest_collection_finish() -> None:

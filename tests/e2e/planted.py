@@ -1,6 +1,7 @@
 """Models that fail or hang on purpose, and a dataset that records which rank took which samples."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -16,31 +17,6 @@ from kaitian_mpi.recipes.models import SmallCNN
 from kaitian_mpi.runtime.launcher import read_launch
 
 RANK = read_launch(os.environ).world_rank
-
-
-class Breaking(SmallCNN):
-    """Fails on rank 2 in its 12th training forward, and prints the time."""
-
-    def __init__(self, num_classes, how):
-        super().__init__(num_classes)
-        self.how, self.calls = how, 0
-
-    def forward(self, x):
-        if self.training:
-            self.calls += 1
-        if self.calls == 12 and RANK == 2:
-            print(f"fault at {time.time()}", flush=True)
-            self.how()
-        return super().forward(x)
-
-
-def raise_error():
-    raise ValueError("planted")
-
-
-raising = partial(Breaking, how=raise_error)
-exiting = partial(Breaking, how=partial(sys.exit, 3))
-leaving = partial(Breaking, how=partial(sys.exit, 0))
 
 
 def spin(seconds):
@@ -136,7 +112,6 @@ class Exact(nn.Module):
 
     def __init__(self, num_classes):
         super().__init__()
-        self.rank = RANK
         self.calls = 0
         self.layers = nn.Sequential(
             nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, num_classes)
@@ -153,12 +128,20 @@ class Exact(nn.Module):
         pass
 
 
+class Telling(Exact):
+    """Rank 0 prints each step; one takes at least 0.1 s."""
+
+    def before_call(self):
+        time.sleep(0.08)
+        if RANK == 0:
+            print(f"rank 0 computes {self.calls}", flush=True)
+
+
 class SlowToEvaluate(Exact):
     """Takes 0.15 s per batch of an evaluation."""
 
     def forward(self, x):
-        if not self.training:
-            time.sleep(0.15)
+        time.sleep(0 if self.training else 0.15)
         return super().forward(x)
 
 
@@ -167,12 +150,25 @@ def acting(call, rank, act):
 
     class Acting(Exact):
         def before_call(self):
-            if (self.calls, self.rank) == (call, rank):
+            if (self.calls, RANK) == (call, rank):
                 act()
 
     return Acting
 
 
+def fail(how):
+    """Print the time, and act."""
+    print(f"fault at {time.time()}", flush=True)
+    how()
+
+
+def raise_error():
+    raise ValueError("planted")
+
+
+raising = acting(12, 2, partial(fail, raise_error))
+exiting = acting(12, 2, partial(fail, partial(sys.exit, 3)))
+leaving = acting(12, 2, partial(fail, partial(sys.exit, 0)))
 PrintsFirstStep = acting(1, 1, partial(print, "rank 1 computes", flush=True))
 DiesInFirstForward = acting(1, 1, partial(os.kill, os.getpid(), signal.SIGKILL))
 Hanging = acting(5, 1, partial(time.sleep, 10_000))
@@ -190,7 +186,7 @@ class HangingInBenchmark(Exact):
 
     def forward(self, x):
         # The trial of the smallest batch takes at most 2 samples.
-        if self.training and self.rank == 0 and len(x) > 2:
+        if self.training and RANK == 0 and len(x) > 2:
             time.sleep(10_000)
         return super().forward(x)
 
@@ -202,25 +198,26 @@ def hanging_in_setup(num_classes):
     return HangingInBenchmark(num_classes)
 
 
-class Faulty(Exact):
-    """On rank 1, a bit of the weights flips in step 5, and the output of step 3 is NaN."""
-
-    def before_call(self):
-        if self.calls == 5 and self.rank == 1:
-            with torch.no_grad():
-                self.layers[2].weight.view(torch.int64)[3, 7] ^= 1 << 40
-
-    def forward(self, x):
-        outputs = super().forward(x)
-        return outputs * float("nan") if (self.calls, self.rank) == (3, 1) else outputs
-
-
 class NeverFinite(Exact):
     """Its output on rank 1 is NaN from step 4 on."""
 
+    first, last = 4, math.inf
+
     def forward(self, x):
         outputs = super().forward(x)
-        return outputs * float("nan") if self.calls >= 4 and self.rank == 1 else outputs
+        is_bad = self.first <= self.calls <= self.last and RANK == 1
+        return outputs * float("nan") if is_bad else outputs
+
+
+class Faulty(NeverFinite):
+    """On rank 1, a bit of the weights flips in step 5, and the output of step 3 is NaN."""
+
+    first, last = 3, 3
+
+    def before_call(self):
+        if self.calls == 5 and RANK == 1:
+            with torch.no_grad():
+                self.layers[2].weight.view(torch.int64)[3, 7] ^= 1 << 40
 
 
 class Dropping(nn.Module):
@@ -240,26 +237,15 @@ class Dropping(nn.Module):
         return self.layers(x)
 
 
-class WrongKernel(torch.autograd.Function):
-    """On rank 1, as on a device with a wrong kernel, loses half of the gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient / 2 if RANK == 1 else gradient
-
-
-class WithWrongKernel(nn.Module):
-    def forward(self, x):
-        return WrongKernel.apply(x)
-
-
 def with_wrong_kernel(num_classes):
+    """Return a model that on rank 1, as on a device with a wrong kernel, halves a gradient."""
+
+    def lose_half(module, inputs, output):
+        if RANK == 1 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient / 2)
+
     model = SmallCNN(num_classes)
-    model.features.append(WithWrongKernel())
+    model.features.register_forward_hook(lose_half)
     return model
 
 

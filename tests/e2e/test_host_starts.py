@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from emulated_hosts import EmulatedHosts, reason_to_skip
 from jobs import EVEN, PLANTED, PYTHON, SCRIPTS, HostsJob, run_alone, summary_of
-from torch.utils import backend_registration
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
@@ -165,10 +164,7 @@ def test_a_script_of_torchrun_runs_on_unequal_hosts(hosts, tmp_path):
     ]
 
 
-@pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot have a device type in Python",
-)
+@pytest.mark.device_in_python
 def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
     """With an emulated plug-in, of which each host has devices 0 to 7."""
     with_mlu = ("env", f"PYTHONPATH={PLANTED / 'emulated_mlu'}:{PLANTED.parents[1]}")
@@ -191,10 +187,7 @@ print("rank", rank, os.path.basename(sys.prefix), size, device, flush=True)
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot have a device type in Python",
-)
+@pytest.mark.device_in_python
 def test_two_environments_on_one_host_have_devices_of_their_own(other_environment, tmp_path):
     """The other one has an emulated plug-in, which ours does not have."""
     (packages,) = other_environment.parent.parent.glob("lib/python*/site-packages")

@@ -1,12 +1,10 @@
 """`kaitian-run`: an unmodified torch.distributed script."""
 
 import re
-import subprocess
 import sys
 
 import pytest
-from jobs import PLANTED
-from torch.utils import backend_registration
+from jobs import PLANTED, run_alone
 
 SCRIPT = """
 import argparse, os, sys
@@ -36,16 +34,9 @@ sys.exit(options.exit if os.environ["RANK"] == "1" else 0)
 
 @pytest.mark.any_mpi
 def test_a_script_that_names_nccl_runs_on_kaitian_and_opens_no_port(mpirun):
-    ended = mpirun(
-        3,
-        *"kaitian-run --backend-override nccl,gloo --emulate-kinds a,b,b".split(),
-        *"script.py --exit 0".split(),
-        script=SCRIPT,
-    )
-    lines = ended.out.splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        assert re.fullmatch(r"kaitian 3 \['--exit', '0'\] torch listens: False", line)
+    flags = "--backend-override nccl,gloo --emulate-kinds a,b,b"
+    ended = mpirun(3, *f"kaitian-run {flags} script.py --exit 0".split(), script=SCRIPT)
+    assert ended.out.splitlines() == 3 * ["kaitian 3 ['--exit', '0'] torch listens: False"]
     assert re.fullmatch(r"\[0@[^\]]+\] the job is emulated: device kinds a, b\n", ended.err)
 
 
@@ -72,12 +63,8 @@ for _ in range(10):
     model(x).square().mean().backward()
     optimizer.step()
 dist.barrier()
-print(
-    dist.get_rank(),
-    (time.perf_counter() - began) / (time.thread_time() - used),
-    dist.group.WORLD.has_one_group,
-    flush=True,
-)
+ratio = (time.perf_counter() - began) / (time.thread_time() - used)
+print(dist.get_rank(), ratio, dist.group.WORLD.has_one_group, flush=True)
 dist.destroy_process_group()
 """
 
@@ -98,9 +85,7 @@ dist.destroy_process_group()
     ],
     ids=["variables", "flags"],
 )
-def test_an_unmodified_script_takes_the_hybrid_path_with_a_slow_rank(
-    mpirun, command, variables, line
-):
+def test_a_script_takes_the_hybrid_path_with_a_slow_rank(mpirun, command, variables, line):
     ended = mpirun(2, *command, **variables, script=STOCK_DDP)
     assert re.fullmatch(line + "\n", ended.err)
     figures = dict(re.findall(r"^(\d) (\S+) False$", ended.out, re.M))
@@ -190,16 +175,18 @@ import torch.distributed as dist
 
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 leaves = rank == int(sys.argv[2])
-if how == "before init" and leaves:
-    print(f"left at {time.time()}", flush=True)
-    sys.exit(0)
+
+def leave(now):
+    if now:
+        print(f"left at {time.time()}", flush=True)
+        sys.exit(0)
+
+leave(how == "before init" and leaves)
 dist.init_process_group("nccl")
 tensor = torch.ones(2)
 dist.all_reduce(tensor)
 if how == "in the middle":
-    if leaves:
-        print(f"left at {time.time()}", flush=True)
-        sys.exit(0)
+    leave(leaves)
     dist.all_reduce(tensor)
 groups = [dist.new_group() for _ in range(6)]
 for group in groups:
@@ -224,14 +211,8 @@ time.sleep(rank / 2)
     ],
 )
 def test_a_rank_that_exits_early_with_0_is_named(mpirun, how, rank, message):
-    ended = mpirun(
-        3,
-        *"kaitian-run --backend-override nccl script.py".split(),
-        how,
-        rank,
-        code=None,
-        script=LEAVING,
-    )
+    command = "kaitian-run --backend-override nccl script.py".split()
+    ended = mpirun(3, *command, how, rank, code=None, script=LEAVING)
     assert ended.code not in (0, None), ended.text
     assert re.search(rf"^\[\d@[^\]]+\] .*{message}", ended.err, re.MULTILINE), ended.text
     left_at = float(re.search(r"left at (\S+)", ended.out)[1])
@@ -262,10 +243,7 @@ else:
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot have a device type in Python",
-)
+@pytest.mark.device_in_python
 @pytest.mark.parametrize(
     ("devices", "expected"),
     [("mlu:0,cpu", ["0 board 0", "1 cpu 0"]), ("mlu:5,mlu:2", ["2 board 2", "5 board 5"])],
@@ -294,11 +272,8 @@ def test_a_module_runs_as_python_runs_it(mpirun, tmp_path):
     (package / "__init__.py").write_text("import sys\nprint(sys.argv, flush=True)\n")
     (package / "__main__.py").write_text(MODULE)
     words = ["-m", "package", "--lr", "1"]
-    alone = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    alone = run_alone(sys.executable, *words, cwd=tmp_path, fresh=True)
     ended = mpirun(2, "kaitian-run", *words)
-    assert sorted(ended.out.splitlines()) == sorted(2 * alone.stdout.splitlines())
-
+    assert sorted(ended.out.splitlines()) == sorted(2 * alone.out.splitlines())
     ended = mpirun(2, *"kaitian-run -m package.missing".split(), code=2)
     assert ended.err.count("kaitian-run: error: -m package.missing: no module of this name") == 1

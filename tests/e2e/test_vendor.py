@@ -5,15 +5,11 @@ from pathlib import Path
 
 import pytest
 from jobs import Job, summary_of
-from torch.utils import backend_registration
 
 OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
 
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot have a device type in Python",
-)
+pytestmark = pytest.mark.device_in_python
 
 
 def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_path):
@@ -30,16 +26,11 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     )
     assert "broken" not in ended.text
     assert "differ from the others'" not in ended.text  # though these devices round unlike the CPU
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert summary["finished"]
     assert summary["device_kinds"] == ["vendor", "cpu"]
     assert not summary["emulated"]
-    assert summary["relay"] == {
-        "memory_mb": 32,
-        "dtype": "bf16",
-        "network_allreduce": "auto",
-        "group_by": "auto",
-    }
+    assert (summary["relay"]["memory_mb"], summary["relay"]["dtype"]) == (32, "bf16")
     assert summary["val_accuracy"] > 0.2  # chance gives 0.1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sync_bn"]
 
