@@ -117,7 +117,7 @@ def test_ranks_that_are_all_on_the_first_host_are_refused(hosts, tmp_path):
 def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 3".split()
     train = f"{SCRIPTS}/kaitian-train --model planted:Slow --global-batch-size 24".split()
-    train += [*EVEN, *"--snapshot-every 5 --max-steps 16 --check-every 1".split()]
+    train += [*EVEN, *"--snapshot-every 5 --max-steps 16 --check-every 1 --val-split 0.02".split()]
     with HostsJob(
         hosts, PYTHON, *supervised, *train, cwd=tmp_path, survives=False, fresh=False
     ) as job:

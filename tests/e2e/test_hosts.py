@@ -35,7 +35,8 @@ def hosts(tmp_path, slots):
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
-    network = "--network-interface eth0 --network-allreduce pairwise --max-steps 8".split()
+    network = "--network-interface eth0 --network-allreduce pairwise".split()
+    network += "--max-steps 8 --val-split 0.02".split()
     ranks = [*WIDE, *EVEN, *network, "--wire", wire]
     if wire == "fp32":
         ranks += "--emulate-kinds a,a,b,a --group-by kind-and-host --allreduce leader".split()

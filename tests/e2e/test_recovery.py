@@ -75,8 +75,7 @@ def test_job_survives_the_loss_of_rank_0(killed):
     assert summary["steps"] == 5 * STEPS_PER_EPOCH
     assert summary["global_batch_size"] == BATCH
     (lost,) = failure["ranks"]
-    assert lost["rank"] == 0
-    assert lost["host"] == os.uname().nodename
+    assert (lost["rank"], lost["host"]) == (0, os.uname().nodename)
     assert 8 < failure["step"] < 5 * STEPS_PER_EPOCH
     assert 0 < failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
     said = f"rank 0 ({lost['host']}, cpu) was lost at step {failure['step'] - 1}"
@@ -119,11 +118,9 @@ def test_events_tell_of_the_loss_and_what_followed(killed):
     assert by_kind["checkpoint"]["step"] == by_kind["finish"]["step"] == 5 * STEPS_PER_EPOCH
     metrics = read_readings(folder / "run")
     assert {tuple(line["ranks"]) for line in metrics} == {(0, 1, 2), (1, 2)}
+    names = ("forward", "backward", "optimizer", "compute")
     for line in metrics:
-        for phases in zip(
-            *(line[f"{name}_time_sec"] for name in ("forward", "backward", "optimizer", "compute")),
-            strict=True,
-        ):
+        for phases in zip(*(line[f"{name}_time_sec"] for name in names), strict=True):
             assert sum(phases[:3]) == pytest.approx(phases[3])
             assert min(phases) > 0
 
@@ -153,14 +150,9 @@ def test_weights_equal_those_of_an_undisturbed_run_and_are_exported(killed, undi
 def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed, tmp_path):
     checkpoint = killed[0] / "run" / "checkpoints" / "step-00000005.pt"
     (tmp_path / "taken").mkdir()
-    ended = run_ranks(
-        2,
-        *EXACT,
-        *EVEN,
-        *f"--emulate-kinds gpu,mlu --no-parity --resume {checkpoint}".split(),
-        cwd=tmp_path,
-        RECORD_IN=str(tmp_path / "taken"),
-    )
+    more = f"--emulate-kinds gpu,mlu --no-parity --resume {checkpoint}".split()
+    record = {"RECORD_IN": str(tmp_path / "taken")}
+    ended = run_ranks(2, *EXACT, *EVEN, *more, cwd=tmp_path, **record)
     assert "resuming from step 5 (step-00000005.pt on " in ended.text
     assert steps_shown(ended) == list(range(6, 5 * STEPS_PER_EPOCH + 1))
     summary = summary_of(tmp_path)
@@ -170,10 +162,8 @@ def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed
     by_step = [list(itertools.chain(*parts)) for parts in zip(*taken, strict=True)]
     assert by_step.pop(0) == [0, 0]  # each rank's trial of the model
     assert by_step[0] == order_of_samples(0)[5 * BATCH :]
-    for epoch in range(1, 5):
-        first = 1 + (epoch - 1) * STEPS_PER_EPOCH
-        of_epoch = by_step[first : first + STEPS_PER_EPOCH]
-        assert list(itertools.chain(*of_epoch)) == order_of_samples(epoch)
+    rest = itertools.chain(*by_step[1:])
+    assert list(rest) == [sample for epoch in range(1, 5) for sample in order_of_samples(epoch)]
     assert len(by_step) == 1 + 4 * STEPS_PER_EPOCH
     assert largest_difference(weights_in(tmp_path), weights_in(undisturbed)) < 1e-9
 
@@ -193,8 +183,7 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
         ended = job.finish()
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
-    assert summary["ranks"] == [3]
-    assert summary["groups"] == {"mlu": [3]}
+    assert (summary["ranks"], summary["groups"]) == ([3], {"mlu": [3]})
     lost = [rank["rank"] for failure in summary["failures"] for rank in failure["ranks"]]
     assert lost == [0, 1, 2]
     assert summary["failures"][-1]["step"] == STEPS_PER_EPOCH + 1
@@ -221,11 +210,11 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
     assert summary["ranks"] == [2, 3, 4]
     assert len(summary["batch_sizes"]) == 3
     assert min(summary["batch_sizes"]) > 0
-    lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
-    assert lost == [[1], [0]]
-    assert summary["failures"][0]["step"] == 1
-    assert summary["failures"][1]["step"] > 3
-    assert summary["failures"][1]["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+    first, second = summary["failures"]
+    assert [[rank["rank"] for rank in loss["ranks"]] for loss in (first, second)] == [[1], [0]]
+    assert first["step"] == 1
+    assert second["step"] > 3
+    assert second["seconds_to_recover"] < RECOVERY_LIMIT_SEC
     assert re.search(r"rank 2 \(.*\) now writes the files", ended.text)
     assert "differ from the others'" not in ended.text
 
@@ -279,7 +268,7 @@ def test_resume_with_rank_0_excluded(tmp_path):
     # A single sample takes rank 0 longer than the whole batch takes the other, however busy it is.
     command = "kaitian-train --model planted:Steady --global-batch-size 8".split()
     command += "--run-dir run --log-interval 0 --resume auto --memory-format contiguous".split()
-    command += ["--benchmark-seconds", "1"]
+    command += "--benchmark-seconds 1 --val-split 0.02".split()
     slow = "--emulate-slowdown 0:400".split()
     ended = run_ranks(2, *command, *slow, "--max-steps", "4", cwd=tmp_path)
     assert summary_of(tmp_path)["ranks"] == [1]

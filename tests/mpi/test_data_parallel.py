@@ -50,10 +50,8 @@ class Batch:
         generator = torch.Generator().manual_seed(5)
         inputs = torch.randn(sum(shares), 6, generator=generator, dtype=torch.float64)
         labels = torch.randint(5, (sum(shares),), generator=generator)
-        self.inputs, self.labels = (
-            inputs.split(shares)[world.rank],
-            labels.split(shares)[world.rank],
-        )
+        self.inputs = inputs.split(shares)[world.rank]
+        self.labels = labels.split(shares)[world.rank]
         self.alone = Network()
         cross_entropy(self.alone(inputs), labels).backward()
 
@@ -61,8 +59,12 @@ class Batch:
         return cross_entropy(model(self.inputs), self.labels)
 
     def check(self, model, times=1):
-        for one, other in zip(model.parameters(), self.alone.parameters(), strict=True):
-            assert (one.grad - times * other.grad).abs().max().item() <= 1e-12
+        check_gradients(model, self.alone, times)
+
+
+def check_gradients(model, alone, times=1):
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (one.grad - times * other.grad).abs().max().item() <= 1e-12
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -76,10 +78,9 @@ def test_a_hook_gives_the_gradient_of_the_whole_batch(world, algorithm, dtype, t
 @pytest.mark.parametrize(
     "options",
     [
-        {"bucket_cap_mb": 0.001},
+        {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True},
         {"find_unused_parameters": True},
         {"static_graph": True},
-        {"gradient_as_bucket_view": True},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -96,20 +97,12 @@ def test_micro_batches_give_the_gradient_of_one_process(world, options):
     check_like_one_process(world, way, micro_batches=(2, 4, 1), has_empty_batches=True)
 
 
-def test_gradients_accumulate_without_zero_grad(world):
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_gradients_accumulate_over_backwards_and_forwards(world, forwards):
     batch, model = Batch(world), data_parallel(Network())
-    for _ in range(2):
-        batch.loss(model).backward()
-    batch.check(model, times=2)
-
-
-def test_two_forwards_before_one_backward(world):
-    batch, model = Batch(world), data_parallel(Network())
-    for _ in range(2):
-        model.zero_grad()
-        first, second = batch.loss(model), batch.loss(model)
-        (first + second).backward()
-        batch.check(model, times=2)
+    for times in (1, 2):
+        sum(batch.loss(model) for _ in range(forwards)).backward()
+        batch.check(model, times=times * forwards)
 
 
 def test_forwards_in_evaluation_mode_are_not_counted(world):
@@ -196,8 +189,7 @@ def test_over_a_subgroup(world):
         alone = Network()
         whole = torch.tensor([0.0, 2.0, 2.0, 2.0], dtype=torch.float64)
         alone(whole[:, None].expand(4, 6)).mean().backward()
-        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            assert (one.grad - other.grad).abs().max().item() <= 1e-12
+        check_gradients(model, alone)
 
 
 @pytest.mark.sizes(3)
@@ -208,20 +200,15 @@ def test_no_samples_on_any_rank_gives_no_gradient(world):
 
 
 @pytest.mark.sizes(1)
-def test_inputs_that_cannot_be_counted(world):
+def test_what_cannot_be_counted_or_joined_is_rejected(world):
     model = data_parallel(Network())
     with pytest.raises(ValueError, match=r"forward\(list, int\).* pass samples_of="):
         model([torch.tensor(1.0)], nested=3)
+    with pytest.raises(UnsupportedError, match="batches of 0 rows"), model.join():
+        model(torch.ones(1, 6, dtype=torch.float64))
     model = data_parallel(Network(), samples_of=lambda args, kwargs: -1)
     with pytest.raises(ValueError, match="samples_of returned -1; it must return 0 or more"):
         model(torch.ones(1, 6))
-
-
-@pytest.mark.sizes(1)
-def test_join_is_rejected(world):
-    model = data_parallel(Network())
-    with pytest.raises(UnsupportedError, match="batches of 0 rows"), model.join():
-        model(torch.ones(1, 6, dtype=torch.float64))
 
 
 @pytest.fixture
@@ -242,17 +229,12 @@ def wide_layers():
 
 
 @pytest.mark.sizes(2)
-def test_equal_buckets_train(world, mixed_group):
+def test_buckets_must_be_equal_where_releases_of_torch_differ(world, last, mixed_group):
     model = data_parallel(wide_layers(), group=mixed_group)
     model(torch.ones(2, 600)).mean().backward()
     assert model.module[4].bias.grad.item() == pytest.approx(1.0)
-
-
-@pytest.mark.sizes(2)
-def test_other_buckets_are_refused(world, last, mixed_group):
-    """Without unused parameters, the first backward would have one bucket."""
     message = r"divides the gradients differently: torch .* on rank.*; install one"
-    cap = 0.1 if world.rank == last else 25
-    options = {"bucket_cap_mb": cap, "find_unused_parameters": True}
+    # Without unused parameters, the first backward would have one bucket.
+    options = {"bucket_cap_mb": 0.1 if world.rank == last else 25, "find_unused_parameters": True}
     with pytest.raises(AgreedError, match=message):
         data_parallel(wide_layers(), group=mixed_group, **options)

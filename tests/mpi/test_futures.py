@@ -39,34 +39,23 @@ def test_collectives_from_a_callback_run_after_earlier_ones(world, in_background
         assert sums == [[value * world.size] for value in (1, 10, 100, 5)]
 
 
-def _stock(model, group):
-    return DistributedDataParallel(model, process_group=group)
-
-
-def _with_bare_hook(model, group):
+def with_bare_hook(model, process_group):
     def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
 
-    wrapped = DistributedDataParallel(model, process_group=group)
-    wrapped.register_comm_hook(group, hook)
+    wrapped = DistributedDataParallel(model, process_group=process_group)
+    wrapped.register_comm_hook(process_group, hook)
     return wrapped
 
 
-WRAPPED = {
-    "stock": _stock,
-    "bare hook": _with_bare_hook,
-    "data_parallel": lambda model, group: data_parallel(model, group=group),
-}
-
-
 @pytest.mark.sizes(3)
-def test_backward_raises_if_a_rank_does_not_arrive(world):
+def test_backward_raises_if_a_rank_does_not_arrive(world, last):
     """It neither ends the job nor crashes in DDP's reducer."""
-    last = world.size - 1
-    for wrap in WRAPPED.values():
+    for wrap in (DistributedDataParallel, with_bare_hook, data_parallel):
         group = dist.new_group()  # which may take longer than the timeout
         group.set_timeout(timedelta(seconds=0.5))
-        model = wrap(torch.nn.Linear(3, 2), group)
+        name = "group" if wrap is data_parallel else "process_group"
+        model = wrap(torch.nn.Linear(3, 2), **{name: group})
         if world.rank != last:
             with pytest.raises(RuntimeError, match=r"(?i)timed out after"):
                 model(torch.ones(1, 3)).sum().backward()

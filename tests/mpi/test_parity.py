@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from samples import linear_task
 from torch import nn
 from torch.nn import functional
 
@@ -18,7 +19,6 @@ from kaitian_mpi.train.measure.parity import FILE
 from kaitian_mpi.train.measure.plan import Profiles, profile_unmeasured
 from kaitian_mpi.train.run import compare_kinds
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(2, 3)
 
@@ -34,13 +34,6 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * ctx.factor, None, None
-
-
-class ForgetfulNorm(nn.BatchNorm1d):
-    """A batch norm as on a device that never updates the running statistics."""
-
-    def forward(self, x):
-        return functional.batch_norm(x, None, None, self.weight, self.bias, True)
 
 
 class Network(nn.Module):
@@ -85,13 +78,8 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     for name, value in model.named_parameters():
         if value.requires_grad and name != "unused":
             nn.init.normal_(value)
-    task = Task(
-        model=model,
-        data=data,
-        loss=task_loss,
-        parity_loss=parity_loss,
-        optimizer=lambda m: torch.optim.SGD(m.parameters()),
-    )
+    parts = {"data": data, "loss": task_loss, "parity_loss": parity_loss}
+    task = linear_task(6, model=model, **parts)
     folder = Folder()
     profile = profile_unmeasured(config)
     profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
@@ -128,8 +116,9 @@ def test_kinds_that_compute_alike_agree(world, capsys, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_kind_that_does_not_update_running_statistics_is_named(world, precision):
     model = Network()
-    if world.rank % 2:
-        model.norm = ForgetfulNorm(32)
+    if world.rank % 2:  # as on a device that never updates them
+        norm = model.norm
+        norm.forward = lambda x: functional.batch_norm(x, None, None, norm.weight, norm.bias, True)
     with pytest.raises(AgreedError, match=r"more than rounding on odd .*the buffers 1\.0e"):
         run(world, model, precision=precision)
 
@@ -196,23 +185,22 @@ def test_a_loss_that_the_script_computes_is_compared_if_it_is_given(world, capsy
         run(world, wrong, task_loss=None, parity_loss=loss)
 
 
-def test_a_parameter_used_on_one_kind_only(world):
-    def with_unused(model, batch):
-        return loss(model, batch) + (model.unused.sum() if world.rank % 2 else 0.0)
-
-    with pytest.raises(AgreedError, match=r"odd .*unused"):
-        run(world, Network(), with_unused)
-
-
-def test_a_loss_without_a_gradient_and_a_tiny_model(world):
-    assert run(world, Network(), lambda m, batch: loss(m, batch).detach())[0]
-    model = nn.Linear(6, 1, bias=False)
-    assert run(world, model, lambda m, batch: m(batch[0]).square().mean(), length=2)[0]
+@pytest.mark.parametrize(
+    ("of_odd_ranks", "message"),
+    [
+        (lambda m, batch: loss(m, batch) + m.unused.sum(), r"odd .*unused"),
+        (lambda m, batch: m(batch[0]), r"rank 1: the loss is a tensor of shape \[4, 3\]"),
+    ],
+    ids=["uses another parameter", "is a user's mistake"],
+)
+def test_a_loss_that_differs_between_kinds_is_an_error_on_all(world, of_odd_ranks, message):
+    with pytest.raises(AgreedError, match=message):
+        run(world, Network(), of_odd_ranks if world.rank % 2 else loss)
 
 
 def test_a_model_for_one_dtype_is_compared_with_float32(world):
     def with_cast(model, batch):
-        return functional.cross_entropy(model(batch[0].float()), batch[1])
+        return loss(model, (batch[0].float(), batch[1]))
 
     found, content = run(world, Network(), with_cast)
     assert found
@@ -222,15 +210,7 @@ def test_a_model_for_one_dtype_is_compared_with_float32(world):
         run(world, on_odd(world, WRONG_BACKWARD), with_cast)
 
 
-def test_a_users_mistake_on_one_rank_is_an_error_on_all(world):
-    def on_odd(model, batch):
-        return model(batch[0]) if world.rank % 2 else loss(model, batch)
-
-    with pytest.raises(AgreedError, match=r"rank 1: the loss is a tensor of shape \[4, 3\]"):
-        run(world, Network(), on_odd)
-
-
-def test_unusual_parameters(world):
+def test_unusual_parameters_losses_and_models(world):
     class Unusual(nn.Module):
         def __init__(self):
             super().__init__()
@@ -242,3 +222,6 @@ def test_unusual_parameters(world):
             return ((x * self.complex).abs() + self.table(index)).square().sum()
 
     assert run(world, Unusual(), lambda model, batch: model(batch[0]))[0]
+    assert run(world, Network(), lambda model, batch: loss(model, batch).detach())[0]
+    tiny = nn.Linear(6, 1, bias=False)
+    assert run(world, tiny, lambda m, batch: m(batch[0]).square().mean(), length=2)[0]

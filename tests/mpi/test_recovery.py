@@ -5,7 +5,6 @@ goes on from the same state.
 """
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -79,19 +78,14 @@ def test_a_refused_step_is_repeated_without_a_trace(world, refused):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_recovery_is_exact_with_micro_batches_and_workers(world, workers):
-    make = partial(with_norm, micro_batch_size=5)
-    run = make(world, Commit([2, COMMITS + 3]), workers=workers).train()
+def test_recovery_is_exact_with_micro_batches_workers_and_another_split(world, workers):
+    commit = Commit([2, COMMITS + 3])
+    run = with_norm(world, commit, micro_batch_size=5, workers=workers).train()
     assert run.refusals == 2
-    assert_same(run, make(world).train())
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_recovery_with_another_split_gives_the_same_weights(world, workers):
+    assert_same(run, with_norm(world, micro_batch_size=5).train())
     run = Run(world, uneven(world), commit=Commit([4]), workers=workers)
     run.train(other_shares=reverse(world))
     assert run.refusals == 1
     assert_same(run, Run(world, uneven(world)).train())
-    sizes = [len(indices) for indices in run.taken]
-    assert sizes[3] == uneven(world)[world.rank]
-    assert sizes[4] == reverse(world)[world.rank]
+    sizes = [len(indices) for indices in run.taken[3:5]]
+    assert sizes == [uneven(world)[world.rank], reverse(world)[world.rank]]

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from jobs import read_lines, read_readings
 from samples import Points
 from torch import nn
 
@@ -79,22 +80,22 @@ def name(world):
     return gather_values(world.comm, secrets.token_hex(8))[0]
 
 
+USUAL = {
+    "model": "test_resume:small",
+    "dataset": "test_resume:points",
+    "balance": "off",
+    "parity": False,
+    "allreduce": "flat",  # the fastest may differ between runs, and with it the last bits
+    "global_batch_size": BATCH,
+    "epochs": 2,
+    "log_interval": 0.0,
+    "keep_checkpoints": 99,
+}
+
+
 def run(world, folder, **flags):
     """Train, resuming if there is a checkpoint; return the summary."""
-    usual = {
-        "model": "test_resume:small",
-        "dataset": "test_resume:points",
-        "run_dir": str(folder),
-        "resume": "auto",
-        "balance": "off",
-        "parity": False,
-        "allreduce": "flat",  # the fastest may differ between runs, and with it the last bits
-        "global_batch_size": BATCH,
-        "epochs": 2,
-        "log_interval": 0.0,
-        "keep_checkpoints": 99,
-    }
-    config = TrainConfig(**usual | flags)
+    config = TrainConfig(**USUAL | {"run_dir": str(folder), "resume": "auto"} | flags)
     with Training(partial(make_task, config), config) as training:
         for _ in training:
             pass
@@ -122,16 +123,8 @@ def cut_back(world, folder, step):
     on_rank_0(world, remove)
 
 
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def readings(folder):
-    return [line for line in lines(folder, "metrics.jsonl") if "validation" not in line]
-
-
 def steps_in(folder):
-    return [line["step"] for line in readings(folder)]
+    return [line["step"] for line in read_readings(folder)]
 
 
 def summary_in(folder):
@@ -208,7 +201,7 @@ def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, fo
     assert newest(folder)["progress"]["samples"] == 3 * LENGTH
     rate = Schedule(TrainConfig(), None).rate
     samples = 0
-    for line in readings(folder):
+    for line in read_readings(folder):
         epoch_left = LENGTH - samples % LENGTH
         of_step = min(epoch_left, BATCH if line["step"] <= 7 else other)
         middle = (samples + of_step / 2) / (3 * LENGTH)
@@ -255,21 +248,13 @@ def test_balance_can_be_switched_on_and_off(world, folder, capsys):
 
 
 def test_all_ranks_are_benchmarked_where_one_is_not_known(world):
-    config = TrainConfig(
-        model="test_resume:small",
-        dataset="test_resume:points",
-        balance="static",
-        benchmark_seconds=0.2,
-        global_batch_size=BATCH,
-    )
+    config = TrainConfig(**USUAL | {"balance": "static", "benchmark_seconds": 0.2})
     setup = prepare_without_folder(partial(make_task, config), config, world)
     infos = tuple(replace(info, host=f"host{info.world_rank}") for info in world.infos)
     hosts = replace(world, infos=infos)
     cost = RankCost(1.0, 2.0)
-    known = {
-        place: Profile(cost, "contiguous", "fp32")
-        for place in (infos[0].place, infos[2].place, "gone/0/cpu/cpu")
-    }
+    places = infos[0].place, infos[2].place, "gone/0/cpu/cpu"
+    known = dict.fromkeys(places, Profile(cost, "contiguous", "fp32"))
     profiles = find_profiles(config, hosts, setup, known)
     assert cost not in profiles.costs(infos)
     assert len(set(gather_values(world.comm, str(profiles.by_place)))) == 1
@@ -374,7 +359,7 @@ def test_no_step_appears_twice_in_the_metrics(world, folder):
         cut_back(world, folder, step)
         run(world, folder, checkpoint_every=2)
         assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
-        assert [plan["step"] for plan in lines(folder, "plan.jsonl")] == plans
+        assert [plan["step"] for plan in read_lines(folder / "plan.jsonl")] == plans
 
 
 def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):

@@ -16,11 +16,8 @@ pytestmark = pytest.mark.ranks(2)  # a single kind has only one algorithm
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, monkeypatch, is_slow):
-    rounds, group = [], dist.group.WORLD
-    sum_gradients = allreduce.sum_gradients
-    monkeypatch.setattr(
-        allreduce, "sum_gradients", lambda *a: rounds.append(1) or sum_gradients(*a)
-    )
+    rounds, group, sums = [], dist.group.WORLD, allreduce.sum_gradients
+    monkeypatch.setattr(allreduce, "sum_gradients", lambda *a: rounds.append(1) or sums(*a))
     if is_slow and world.rank == 1:  # slow for one rank only
         clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(rounds))
         monkeypatch.setattr(exchange, "time", clock)
@@ -29,8 +26,5 @@ def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, monkeypatch, 
     assert len(set(gather_values(world.comm, group.algorithm))) == 1
     group.algorithm = "flat"
     assert len(rounds) == len(ALGORITHMS) * (2 if is_slow else 7)  # one warms up
-
-
-def test_the_flag_offers_every_algorithm():
-    (field,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "allreduce")
-    assert field.metadata["choices"] == ("auto", *ALGORITHMS)
+    (flag,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "allreduce")
+    assert flag.metadata["choices"] == ("auto", *ALGORITHMS)

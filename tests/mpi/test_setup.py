@@ -67,17 +67,18 @@ def make_data(inputs, labels):
     return batches_of_pairs(TensorDataset(inputs, labels))
 
 
+INPUTS, LABELS = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
+
+
 def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):
-    inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
-    check_same_samples(world, "training", make_data(inputs, labels))
+    check_same_samples(world, "training", make_data(INPUTS, LABELS))
     if world.size == 1:
         return
     order = torch.randperm(50, generator=torch.Generator().manual_seed(min(world.rank, 1)))
-    with pytest.raises(
-        AgreedError, match=r"the training data differs .* 1x1 float32, 1 int64 \[\d\] on rank 0"
-    ):
-        check_same_samples(world, "training", make_data(inputs[order], labels[order]))
-    check_same_samples(world, "training", make_data(inputs + world.rank, labels))
+    message = r"the training data differs .* 1x1 float32, 1 int64 \[\d\] on rank 0"
+    with pytest.raises(AgreedError, match=message):
+        check_same_samples(world, "training", make_data(INPUTS[order], LABELS[order]))
+    check_same_samples(world, "training", make_data(INPUTS + world.rank, LABELS))
     was_logged = "the inputs of 16 of 16 training samples differ" in caplog.text
     assert was_logged == (world.rank == 0)
 
@@ -85,11 +86,8 @@ def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("part", ["training", "validation"])
 def test_a_run_starts_only_if_all_ranks_have_the_same_data(world, monkeypatch, part):
-    inputs, labels = torch.arange(50.0).reshape(50, 1), torch.arange(50) % 7
-    same = make_data(inputs, labels)
-    other = make_data(inputs, (labels + world.rank) % 7)
-    parts = (other, same) if part == "training" else (same, other)
-    data = DataSource(*parts, num_classes=7)
+    parts = [make_data(INPUTS, LABELS), make_data(INPUTS, (LABELS + world.rank) % 7)]
+    data = DataSource(*(parts if part == "validation" else parts[::-1]), num_classes=7)
     monkeypatch.setattr(image_classification, "load_data", lambda config: data)
     config = TrainConfig(model="cnn")
     with pytest.raises(AgreedError, match=f"the {part} data differs .* int64 "):

@@ -34,9 +34,18 @@ def test_any_split_equals_one_process(world, shape, options):
     check_any_split(world, *SHAPES[shape], **options)
 
 
-def test_equal_shares_under_stock_ddp_and_a_converted_torch_sync_batch_norm(world):
+def both(module):
+    """Return a module, and its copy that is synchronized."""
+    return module, kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(module))
+
+
+def two_norms():
     torch.manual_seed(1)
-    alone = Network(nn.BatchNorm2d).double()
+    return Network(nn.BatchNorm2d).double()
+
+
+def test_equal_shares_under_stock_ddp_and_a_converted_torch_sync_batch_norm(world):
+    alone = two_norms()
     theirs = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))
     ours = kaitian_mpi.convert_sync_batchnorm(theirs)
     batches = [torch.randn(3 * world.size, 4, 2, 2).double() for _ in range(2)]
@@ -56,9 +65,7 @@ class Checkpointed(nn.Module):
 
 
 def test_checkpointing_no_grad_and_local_statistics(world):
-    torch.manual_seed(1)
-    alone = Checkpointed(Network(nn.BatchNorm2d).double())
-    ours = kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(alone))
+    alone, ours = both(Checkpointed(two_norms()))
     wrapped = kaitian_mpi.data_parallel(ours, broadcast_buffers=False)
     batch = torch.randn(9, 4, 2, 2).double()
     (own,) = shares_of(world, [batch])
@@ -67,8 +74,7 @@ def test_checkpointing_no_grad_and_local_statistics(world):
     assert_close(train_steps(wrapped, [own]), train_steps(alone, [batch]))
     if world.rank == 0:  # alone, without the others
         with local_statistics():
-            plain = nn.BatchNorm2d(4).double()
-            norm = kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(plain))
+            plain, norm = both(nn.BatchNorm2d(4).double())
             assert_close([norm(batch)], [plain(batch)])
         copied = copy.deepcopy(ours).inner
         assert "participation" not in copied.first.__dict__
@@ -77,9 +83,7 @@ def test_checkpointing_no_grad_and_local_statistics(world):
 
 @pytest.mark.ranks(3)
 def test_compiled_code_calls_it(world):
-    torch.manual_seed(1)
-    alone = Network(nn.BatchNorm2d).double()
-    ours = kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(alone))
+    alone, ours = both(two_norms())
     wrapped = kaitian_mpi.data_parallel(torch.compile(ours, backend="eager"))
     batches = [torch.randn(9, 4, 2, 2).double() for _ in range(2)]
     owns = shares_of(world, batches)
@@ -89,8 +93,7 @@ def test_compiled_code_calls_it(world):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_have_statistics_of_thirty_two(world, dtype):
     torch.manual_seed(1)
-    alone = nn.BatchNorm2d(4)
-    ours = kaitian_mpi.convert_sync_batchnorm(copy.deepcopy(alone))
+    alone, ours = both(nn.BatchNorm2d(4))
     batch = torch.randn(9, 4, 3, 3) + 5
     own = shares_of(world, [batch.to(dtype)])[0].requires_grad_()
     output = ours(own)

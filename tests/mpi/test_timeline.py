@@ -50,21 +50,16 @@ def aligned(world, hosts, now):
 
 
 @pytest.mark.ranks(4)
-def test_the_ranks_of_a_host_have_its_first_ranks_offset(world):
-    clock = aligned(world, [3, 2, 3, 2], time.monotonic)
-    now = time.monotonic()
+def test_clocks_agree_after_an_alignment_within_the_error_that_is_stated(world, wrong_clock):
+    # The ranks of a host have its first rank's offset.
+    clock, now = aligned(world, [3, 2, 3, 2], time.monotonic), time.monotonic()
     assert abs(clock.run_time(now) - now - 50.0) <= clock.error
     assert len(set(gather_values(world.comm, clock.error))) == 2
 
-
-@pytest.mark.ranks(4)
-def test_clocks_agree_after_an_alignment_within_the_error_that_is_stated(world, wrong_clock):
     clock = aligned(world, range(world.size), wrong_clock)
     # On one host all ranks have the same clock, which shows what the aligned ones should.
-    found = gather_values(
-        world.comm, [clock.run_time(wrong_clock()) - time.monotonic(), clock.error]
-    )
-    offsets, errors = zip(*found, strict=True)
+    own = clock.run_time(wrong_clock()) - time.monotonic(), clock.error
+    offsets, errors = zip(*gather_values(world.comm, own), strict=True)
     assert errors[0] == 0
     for offset, error in zip(offsets, errors, strict=True):
         assert error < MAX_ERROR_US / 1e6
@@ -108,8 +103,7 @@ def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock
         for spans in collectives.values():
             assert [span["args"]["rank"] for span in spans] == list(range(world.size))
             assert {span["name"] for span in spans} == {"all_reduce"}
-            assert {span["args"]["bytes"] for span in spans} <= {4 << 16, 16}
-            assert len({span["args"]["bytes"] for span in spans}) == 1
+            assert {span["args"]["bytes"] for span in spans} in ({4 << 16}, {16})
             # No rank ends it before another begins it.
             assert largest_gap_us(spans) < 2 * error_us
     sleeping_barrier(world.comm)

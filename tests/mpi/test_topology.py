@@ -22,9 +22,8 @@ def test_ranks_with_different_versions_of_this_package_do_not_start(world, monke
     own = kaitian_mpi.__version__
     if world.rank == 1:
         versions = {"kaitian-mpi": "0.0"}
-        monkeypatch.setattr(
-            "kaitian_mpi.preflight.facts._version", lambda name: versions.get(name, "")
-        )
+        known = "kaitian_mpi.preflight.facts._version"
+        monkeypatch.setattr(known, lambda name: versions.get(name, ""))
     message = rf"the version of kaitian-mpi differs between ranks: {own} on ranks 0, 2, 0.0 on rank"
     with pytest.raises(AgreedError, match=message):
         join_world(world.comm)
@@ -61,18 +60,18 @@ def test_split_by_kind_and_host(world, rule):
     comms.free()
 
 
-def test_one_rank_may_say_how_to_group(world, last, monkeypatch):
-    if world.rank == last:
-        monkeypatch.setenv(GROUP_VARIABLE, "kind-and-host")
+def test_one_rank_may_say_how_to_group_and_another_way_is_an_error_on_every_rank(
+    world, last, monkeypatch
+):
+    def ask(text):
+        if world.rank == last:
+            monkeypatch.setenv(GROUP_VARIABLE, text)
+
+    assert agree_on_settings(world.comm).group_by == "auto"
+    ask("kind-and-host")
     assert agree_on_settings(world.comm).group_by == "kind-and-host"
     assert agree_on_settings(world.comm, "kind-and-host").group_by == "kind-and-host"
-    monkeypatch.delenv(GROUP_VARIABLE, raising=False)
-    assert agree_on_settings(world.comm).group_by == "auto"
-
-
-def test_another_way_to_group_is_an_error_on_every_rank(world, last, monkeypatch):
-    if world.rank == last:
-        monkeypatch.setenv(GROUP_VARIABLE, "host")
+    ask("host")
     given = "'host'" if world.size == 1 else f"rank {last}: 'host'"
     advice = "give every rank the same, one of auto, kind, kind-and-host"
     with pytest.raises(AgreedError, match=f"{GROUP_VARIABLE} is {given}; {advice}"):
@@ -91,19 +90,13 @@ def test_a_subset_is_created_by_its_members_alone(world):
         comm.Free()
 
 
-def fail_on_rank_0(world):
-    with agree_on_errors(world.comm):
-        if world.rank == 0:
-            raise UserError("no such file")
-
-
 def test_one_ranks_error_is_raised_on_every_rank(world):
     text = "no such file" if world.size == 1 else "rank 0: no such file"
-    with pytest.raises(AgreedError, match=f"^{text}$"):
-        fail_on_rank_0(world)
+    with pytest.raises(AgreedError, match=f"^{text}$"), agree_on_errors(world.comm):  # noqa: PT012
+        if world.rank == 0:
+            raise UserError("no such file")
     with agree_on_errors(world.comm):
-        done = True
-    assert done
+        pass
 
 
 @pytest.mark.ranks(2)

@@ -22,6 +22,10 @@ def make_task(seed=0, size=2):
     return linear_task(4, data=data, model=nn.Sequential(*layers).double())
 
 
+def safetensors():
+    return pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+
+
 def weights_of(task):
     return torch.cat([value.flatten() for value in task.model.state_dict().values()]).tolist()
 
@@ -41,13 +45,11 @@ def train(task, until=99, after_step_5=lambda: None, **settings):
 
 @pytest.mark.parametrize("name", ["start.pt", "start.safetensors"])
 def test_every_rank_starts_from_a_file_that_rank_0_alone_can_read(world, tmp_path, name):
-    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
     original, task = make_task(seed=1), make_task()
     path = tmp_path / name
-    if world.rank == 0 and path.suffix == ".pt":
-        torch.save(original.model.state_dict(), path)
-    elif world.rank == 0:
-        safetensors.save_file(original.model.state_dict(), path)
+    save = torch.save if path.suffix == ".pt" else safetensors().save_file
+    if world.rank == 0:
+        save(original.model.state_dict(), path)
     measured = {"balance": "static", "benchmark_seconds": 0.5, "keep_all": True}
     with Training(task, init=path, **QUIET | measured) as training:
         _ = training.model  # its first use: the benchmark, which trains, is done
@@ -85,16 +87,14 @@ def test_all_ranks_have_the_same_error_and_no_folder_is_left(world, shared_path)
 
 
 def assert_has_weights(path, task):
-    found = pytest.importorskip("safetensors.torch").load_file(path)
-    expected = task.model.state_dict()
-    assert {name: value.tolist() for name, value in found.items()} == {
-        name: value.tolist() for name, value in expected.items()
-    }
+    found, expected = safetensors().load_file(path), task.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.fixture
 def target(shared_path):
-    pytest.importorskip("safetensors.torch", reason="needs the extra 'export'")
+    safetensors()
     return shared_path / "model.safetensors"
 
 
