@@ -126,23 +126,39 @@ def test_a_rank_that_dies_in_the_comparison_of_kinds_is_survived(mpirun, tmp_pat
     assert [kind["rank"] for kind in kinds] == [0, 2]
 
 
+# A plain script that fails on one rank must not leave the others waiting.
+SCRIPT = """
+import time, torch, torch.distributed as dist, kaitian_mpi
+
+world = kaitian_mpi.init()
+dist.all_reduce(torch.ones(1))
+if world.rank == 2:
+    print(f"fault at {time.time()}", flush=True)
+    raise RuntimeError("planted")
+dist.all_reduce(torch.ones(1))
+"""
+FAILING = "kaitian-train --balance off --global-batch-size 24 --model planted:"
+
+
 @pytest.mark.parametrize(
-    ("model", "code", "message"),
+    ("command", "code", "message"),
     [
-        ("raising", 1, r"^\[2@[^\]]+\] ValueError: planted$"),
-        ("exiting", 3, r"^\[2@[^\]]+\] sys\.exit\(3\) before the run was complete"),
-        ("leaving", 1, r"^\[2@[^\]]+\] sys\.exit\(0\) before the run was complete"),
+        (f"{FAILING}raising", 1, r"ValueError: planted$"),
+        (f"{FAILING}exiting", 3, r"sys\.exit\(3\) before the run was complete"),
+        (f"{FAILING}leaving", 1, r"sys\.exit\(0\) before the run was complete"),
+        (f"{PYTHON} script.py", 1, r"RuntimeError: planted$"),
     ],
+    ids=["raising", "exiting", "leaving", "a script"],
 )
 @WITH_AND_WITHOUT_ULFM
-def test_a_failing_rank_ends_the_job(mpirun, options, model, code, message):
-    command = f"kaitian-train --model planted:{model} --balance off --global-batch-size 24".split()
-    ended = mpirun(3, *options, *command, code=code)
-    assert re.search(message, ended.err, re.MULTILINE), ended.text
+def test_a_failing_rank_ends_the_job(mpirun, options, command, code, message):
+    fresh = "script" in command and not options
+    ended = mpirun(3, *options, *command.split(), code=code, fresh=fresh, script=SCRIPT)
+    assert re.search(rf"^\[2@[^\]]+\] {message}", ended.err, re.MULTILINE), ended.text
     fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
     assert ended.ended_at - fault_at < LIMIT_SEC
     labeled = [line for line in ended.err.splitlines() if line.startswith("[2@")]
-    assert ("Traceback" in "".join(labeled)) == (model == "raising")
+    assert ("Traceback" in "".join(labeled)) == ("sys" not in message)
 
 
 @pytest.mark.any_mpi
@@ -154,22 +170,3 @@ def test_ranks_do_not_outlive_a_killed_mpirun(tmp_path):
         assert len(ranks) == 2
         job.process.kill()
         assert_gone(ranks.values(), LIMIT_SEC)
-
-
-@WITH_AND_WITHOUT_ULFM
-def test_a_failing_rank_of_a_users_script_ends_the_job(mpirun, options, tmp_path):
-    """A plain script that fails on one rank must not leave the others waiting."""
-    (tmp_path / "script.py").write_text(
-        "import time, torch, torch.distributed as dist, kaitian_mpi\n"
-        "world = kaitian_mpi.init()\n"
-        "dist.all_reduce(torch.ones(1))\n"
-        "if world.rank == 1:\n"
-        "    print(f'fault at {time.time()}', flush=True)\n"
-        "    raise RuntimeError('planted')\n"
-        "dist.all_reduce(torch.ones(1))\n"
-    )
-    ended = mpirun(2, *options, PYTHON, "script.py", fresh=not options, code=None)
-    assert ended.code != 0
-    assert re.search(r"^\[1@[^\]]+\] RuntimeError: planted$", ended.err, re.MULTILINE), ended.text
-    fault_at = float(re.search(r"fault at ([\d.]+)", ended.out)[1])
-    assert ended.ended_at - fault_at < LIMIT_SEC

@@ -52,24 +52,17 @@ def on_own_device(world) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(world.device, copy=True)
 
 
-def accelerators(world) -> list[int]:
-    return [info.world_rank for info in world.infos if info.kind == world.infos[0].kind]
-
-
 def collectives_across_kinds(world) -> None:
-    """Every operation, with tensors on each rank's own device."""
+    """Every operation, with tensors on each rank's own device; sums also where chunks end."""
+    put = on_own_device(world)
     for length in (1, 1000, 100_003):
-        check_moves(world, on_own_device(world), torch.float32, length, [world.size - 1])
-        check_reductions(world, on_own_device(world), torch.float32, length)
-
-
-def relay_sums(world) -> None:
-    """The relay's algorithms sum every dtype and length, also where chunks end."""
+        check_moves(world, put, torch.float32, length, [world.size - 1])
+        check_reductions(world, put, torch.float32, length)
     for algorithm in ALGORITHMS:
         dist.group.WORLD.algorithm = algorithm
         for length in (1, 1000, LARGE + 1):
             for dtype in (torch.float32, torch.bfloat16, torch.int64):
-                check_sum(world, on_own_device(world), dtype, length, in_background=True)
+                check_sum(world, put, dtype, length, in_background=True)
 
 
 def queue_work(tensor: torch.Tensor, repeats: int) -> None:
@@ -129,7 +122,7 @@ def memory_of_dropped_tensors(world) -> None:
 
 def vendor_group(world) -> None:
     """In a group of accelerators, sums are right and `wait()` blocks the stream, not the host."""
-    members = accelerators(world)
+    members = [info.world_rank for info in world.infos if info.kind == world.infos[0].kind]
     if len(members) < 2 or device_of(world.device).vendor_backend is None:
         raise SkippedError("one accelerator, or none with a library")
     group = dist.new_group(members)
@@ -198,7 +191,6 @@ def sync_batch_norm(world) -> None:
 
 CHECKS: tuple[Callable[..., None], ...] = (
     collectives_across_kinds,
-    relay_sums,
     vendor_group,
     order_with_streams,
     memory_of_dropped_tensors,

@@ -9,21 +9,22 @@ from jobs import PYTHON, run_ranks
 
 SCRIPT = Path(__file__).with_name("on_ranks.py")
 CHECKS = re.findall(r"^    (\w+),$", SCRIPT.read_text().partition("CHECKS:")[2], re.MULTILINE)
+pytestmark = stand_in.needs_accelerator
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
-def found(request, kind, count, tmp_path_factory):
+def found(request, tmp_path_factory):
     """What the checks have found, by name; one launch for all."""
     accelerators = request.param
-    if accelerators > count:
+    if accelerators > stand_in.COUNT:
         pytest.skip(f"needs {accelerators} devices")
-    (_, devices) = stand_in.devices(kind, accelerators, 1)
+    (_, devices) = stand_in.devices(accelerators, 1)
     ended = run_ranks(
         accelerators + 1,
         *(PYTHON, SCRIPT, devices),
         cwd=tmp_path_factory.mktemp("ranks"),
         fresh=True,
-        **stand_in.environment(kind),
+        **stand_in.environment(),
         code=None,
     )
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)

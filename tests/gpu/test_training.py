@@ -1,43 +1,43 @@
 """`kaitian-train` on an accelerator and the CPU. Run by `bin/test` wherever there is one."""
 
-import json
 import time
 
 import pytest
 import stand_in
-from jobs import Job, run_ranks
+from jobs import Job, run_ranks, summary_of
 
 TRAIN = "kaitian-train --model cnn --keep-all --benchmark-seconds 2 --run-dir run".split()
 RECOVERY_LIMIT_SEC = 30
+pytestmark = stand_in.needs_accelerator
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_training_in_both_kinds(kind, tmp_path, precision):
-    if kind == "vendor" and precision != "fp32":
+def test_training_in_both_kinds(tmp_path, precision):
+    if stand_in.KIND == stand_in.STAND_IN and precision != "fp32":
         pytest.skip("torch has no autocast for the fake accelerator")
     run_ranks(
         2,
         *TRAIN,
-        *stand_in.devices(kind, 1, 1),
+        *stand_in.devices(1, 1),
         *("--max-steps", "5", "--precision", precision),
         cwd=tmp_path,
         fresh=True,
-        **stand_in.environment(kind),
+        **stand_in.environment(),
     )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["device_kinds"] == [kind, "cpu"]
+    summary = summary_of(tmp_path)
+    assert summary["device_kinds"] == [stand_in.KIND, "cpu"]
     assert summary["emulated"] is False
 
 
-def test_a_killed_rank_is_survived(kind, tmp_path):
+def test_a_killed_rank_is_survived(tmp_path):
     """A CPU rank dies; the accelerator and another CPU continue."""
     with Job(
         3,
         *TRAIN,
-        *stand_in.devices(kind, 1, 2),
+        *stand_in.devices(1, 2),
         *"--global-batch-size 96 --max-steps 60 --log-interval 0".split(),
         cwd=tmp_path,
-        **stand_in.environment(kind),
+        **stand_in.environment(),
     ) as job:
         job.wait_for(r"step 3/")
         job.kill(2)
@@ -46,6 +46,6 @@ def test_a_killed_rank_is_survived(kind, tmp_path):
         job.wait_for(r"step \d+/")
         assert time.time() - killed_at < RECOVERY_LIMIT_SEC
         job.finish()
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["ranks"] == [0, 1]
