@@ -58,8 +58,8 @@ class Suite:
 
     def __init__(self, folder: Path, data_dir: str, *, quick: bool) -> None:
         self.folder, self.data_dir, self.quick = folder, data_dir, quick
-        self.kind, self.count = stand_in.find()
-        self.emulated = self.kind in stand_in.STAND_INS
+        self.kind, self.count = stand_in.KIND, stand_in.COUNT
+        self.emulated = self.kind == stand_in.STAND_IN
 
     def run(self) -> list[Row]:
         """Run the tests and the measurements; a line of progress for each goes to stderr."""
@@ -152,22 +152,21 @@ class Suite:
         """Train MobileNetV2, or in quick runs a small network; return the summary."""
         model = ["--model", "cnn" if self.quick else "mobilenetv2"]
         command = ["mpirun", "-np", str(1 + cpus), "kaitian-train", *model, *flags]
-        command += [*stand_in.devices(self.kind, 1, cpus), "--run-dir", str(self.folder / run_dir)]
-        self._checked(command, 1, cpus)
+        command += [*stand_in.devices(1, cpus), "--run-dir", str(self.folder / run_dir)]
+        self._checked(command)
         content: dict[str, Any] = json.loads((self.folder / run_dir / "summary.json").read_text())
         return content
 
     def _json(self, ranks: int, script: str, *flags: str, launcher: bool = True) -> dict[str, Any]:
         """Run a script of this folder; return the JSON that it prints."""
         start = ["mpirun", "-np", str(ranks)] if launcher else []
-        words = [PYTHON, str(HERE / script), *stand_in.devices(self.kind, 1, ranks - 1), *flags]
-        text = self._checked([*start, *words], 1, ranks - 1)
+        words = [PYTHON, str(HERE / script), *stand_in.devices(1, ranks - 1), *flags]
+        text = self._checked([*start, *words])
         found: dict[str, Any] = json.loads(text[text.index("{") :].splitlines()[0])
         return found
 
-    def _checked(self, command: list[str], accelerators: int, cpus: int) -> str:
-        variables = stand_in.environment(self.kind, accelerators, cpus)
-        code, text = self._execute(command, cwd=self.folder, **variables)
+    def _checked(self, command: list[str]) -> str:
+        code, text = self._execute(command, cwd=self.folder, **stand_in.environment())
         if code:
             said = " ".join(text.replace("-" * 8, "").split())
             raise FailedError(f"exit code {code}: ...{said[-250:]}")
