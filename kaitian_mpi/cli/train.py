@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +20,6 @@ from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, with
 from kaitian_mpi.distributed.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
-from kaitian_mpi.preflight.facts import JobFacts, collect
-from kaitian_mpi.preflight.job_checks import judge_placement
-from kaitian_mpi.preflight.verdict import Level
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
@@ -124,10 +120,6 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
     check_same(comm, config.shared_values(), SAME_SETTINGS)
     spares, ranks = config.spares, comm.size
     with agree_on_errors(comm):
-        facts = (collect(socket.gethostname(), 0),) if comm.rank == 0 else ()
-        for verdict in judge_placement(JobFacts(ranks=facts)):
-            if verdict.level is Level.PROBLEM:
-                raise UserError(str(verdict))
         if spares >= ranks:
             raise UserError(
                 f"--spares {spares} leaves none of the {ranks} ranks to train; give fewer"

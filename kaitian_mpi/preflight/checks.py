@@ -284,7 +284,6 @@ CHECKS: Mapping[str, job_checks.Check] = {
     "software": _judge_software,
     "versions": job_checks.judge_versions,
     "mpi": _judge_mpi,
-    "placement": job_checks.judge_placement,
     "mpirun": _judge_mpirun,
     "survival": _judge_survival,
     "devices": _judge_devices,

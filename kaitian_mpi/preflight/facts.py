@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import is_from_srun, read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library
-from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher
 from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.tags import PROTOCOL
 
@@ -145,8 +144,6 @@ class RankFacts:
     devices: Devices | None = None
     storage: Storage | None = None
     """On the first rank of each host; None on the others."""
-    given_hosts: Mapping[str, int | None] = field(default_factory=dict)
-    """The hosts that mpirun was given, and their slots; on rank 0 of a job on one host."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """The examinations that failed, by name, and why."""
 
@@ -230,8 +227,6 @@ class JobFacts:
 def collect(host: str, rank: int) -> RankFacts:
     """Return what is known of this process without MPI, torch and devices."""
     launch = read_launch(os.environ)
-    is_first_of_one_host = launch.world_rank == 0 and launch.local_size == launch.world_size
-    hosts = hosts_of_launcher(os.getppid()) if is_first_of_one_host else ()
     shm = os.statvfs(SHM) if os.path.isdir(SHM) else None
     return RankFacts(
         rank=rank,
@@ -249,7 +244,6 @@ def collect(host: str, rank: int) -> RankFacts:
             shm_free_bytes=None if shm is None else shm.f_bavail * shm.f_frsize,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         ),
-        given_hosts={host.name: host.slots for host in hosts},
     )
 
 

@@ -17,7 +17,6 @@ from kaitian_mpi.preflight.verdict import (
     size_text,
     warning,
 )
-from kaitian_mpi.runtime.mpi_libraries import MAPPING_POLICIES
 
 Check = Callable[[JobFacts], Iterable[Verdict]]
 """A pure judgment of facts; no verdict if the facts it needs are missing."""
@@ -55,23 +54,6 @@ def judge_versions(job: JobFacts) -> Iterator[Verdict]:
         )
 
 
-def judge_placement(job: JobFacts) -> Iterator[Verdict]:
-    """Check that the ranks are on the hosts that mpirun was given."""
-    if not job.ranks or len(job.ranks[0].given_hosts) < 2:
-        return
-    first, given = job.ranks[0], job.ranks[0].given_hosts
-    count = first.local_size
-    shown = ", ".join(f"{name} ({'?' if n is None else n})" for name, n in given.items())
-    found = f"all {count} ranks are on {first.host}; mpirun was given (slots) {shown}"
-    if all(slots is not None and slots < count for slots in given.values()):
-        policy = MAPPING_POLICIES[0]
-        yield problem(
-            found, f"unset {policy}: its :oversubscribe puts every rank on the first host"
-        )
-    else:
-        yield warning(found, "start more ranks, or write slots=N for each host in the hostfile")
-
-
 def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
     """Check that shared memory is large enough for MPI and for data-loading processes."""
     for host, ranks in job.hosts.items():
@@ -104,7 +86,6 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
 
 BEFORE_JOBS: Mapping[str, Check] = {
     "versions": judge_versions,
-    "placement": judge_placement,
     "shared memory": judge_shared_memory,
     "limits": judge_limits,
 }

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-
-import psutil
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile
@@ -22,7 +19,6 @@ HOSTFILES = ("hostfile", "machinefile", "default-hostfile", "f")
 HOST_LISTS = ("host", "hosts", "H")
 FOLDERS = ("wdir", "wd")
 PARAMETERS = ("mca", "gmca", "prtemca")
-_PLACEMENT = ("map-by", "ppr", "npernode", "N", "rankfile", "rf")
 # All options with a value, so that the value is not mistaken for the program. The names are those
 # of Open MPI 4 and 5 and of MPICH's hydra, without dashes: Open MPI accepts one or two.
 _ONE_VALUE = {
@@ -186,22 +182,3 @@ def read_hostfile(path: str) -> str:
         raise UserError(
             f"{path}: cannot be read ({error}); correct it or name another hostfile"
         ) from error
-
-
-def hosts_of_launcher(pid: int) -> tuple[Host, ...]:
-    """Return the hosts given to mpirun, a process of this user; empty if none, or unknown."""
-    try:
-        process = psutil.Process(pid)
-        words, folder = process.cmdline(), process.cwd()
-    except psutil.Error:
-        return ()
-    command = parse_launcher(words)
-    # As the first word: a shell or a batch script may contain such a word as well. Several programs
-    # have their own hosts each, and the options of placement are the user's own choice.
-    is_mpirun = command.parts and command.parts[0].is_launcher
-    if not is_mpirun or ":" in command.arguments or command.values(_PLACEMENT):
-        return ()
-    paths = [os.path.join(folder, path) for path in command.values(HOSTFILES)]
-    with suppress(UserError):
-        return read_hosts(command.replaced(HOSTFILES, paths))[0]
-    return ()

@@ -103,16 +103,6 @@ def test_the_doctor_asks_the_hosts_before_mpirun(hosts, tmp_path):
     assert hosts.address(2) in ill.out
 
 
-def test_ranks_that_are_all_on_the_first_host_are_refused(hosts, tmp_path):
-    policy = ("env", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe")
-    mpirun = ("mpirun", "--hostfile", str(hosts.hostfile), "-np", "3")
-    train = (f"{SCRIPTS}/kaitian-train", "--model", "cnn", "--max-steps", "1", *EVEN)
-    command = hosts.on_first(*policy, *mpirun, *train)
-    ended = run_alone(*command, cwd=tmp_path, fresh=True, code=2)
-    assert "all 3 ranks are on host1; mpirun was given (slots)" in ended.err
-    assert "Traceback" not in ended.text
-
-
 @pytest.mark.any_mpi
 def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 3".split()

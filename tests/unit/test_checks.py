@@ -79,10 +79,6 @@ PROBLEMS = {
         "the launcher started 4 ranks, but MPI sees 1: mpirun and mpi4py use different MPI",
     ),
     "unknown ranks": (job(rank_facts(mpi={"launched": 1})), "start the job with mpirun"),
-    "all ranks on the first host": (
-        pair(given_hosts={"a": 1, "b": 1}),
-        "all 2 ranks are on a; mpirun was given (slots) a (1), b (1); unset PRTE_MCA_rmaps",
-    ),
     "no threads": (
         two(mpi={"threads": "single"}),
         "MPI's thread level is single on rank 1, not multiple",
@@ -129,10 +125,6 @@ WARNINGS = {
     "MPI differs": (
         two(mpi={"library": "Open MPI 5.0.3"}),
         "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1",
-    ),
-    "hosts without a rank": (
-        pair(given_hosts={"a": 4, "b": None}),
-        "all 2 ranks are on a; mpirun was given (slots) a (4), b (?); start more ranks",
     ),
     "too many ranks": (pair(machine={"cores": 1}), "1 core for 2 ranks; start fewer"),
     "little memory": (job(rank_facts(devices={"ram_free_bytes": 500 << 20})), "500 MiB of"),

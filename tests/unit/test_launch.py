@@ -1,7 +1,6 @@
 """What mpirun is given: environments, hosts' answers, a launcher's own command."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ from kaitian_mpi import __version__
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.limited_process import Ended
 from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.mpirun_command import hosts_of_launcher, parse_launcher
+from kaitian_mpi.runtime.mpirun_command import parse_launcher
 from kaitian_mpi.supervise.environments import (
     Environment,
     expand,
@@ -145,28 +144,6 @@ def test_this_machine_is_asked_without_ssh():
     assert not found["a", sys.executable].fault
     assert "a has no /nowhere/python" in found["a", "/nowhere/python"].fault
     assert "c has no /proc/version" in found["c", "/proc/version"].fault
-
-
-def test_hosts_of_a_launcher_are_found_by_its_command_line(tmp_path):
-    (tmp_path / "hf").write_text("a slots=2\nb slots=1\n")
-
-    def given(name, *words):
-        running = [name, "-c", "print(flush=True); input()", *words]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": tmp_path}
-        with subprocess.Popen(running, executable=sys.executable, **pipes) as process:
-            process.stdout.readline()  # it runs
-            found = hosts_of_launcher(process.pid)
-            process.communicate(b"\n")
-            return found
-
-    both = (Host(name="a", slots=2), Host(name="b", slots=1))
-    assert given("mpirun", "--hostfile", "hf", "train") == both
-    assert given("/opt/bin/mpirun", "--host", "a:2,b", "train") == both
-    assert given("mpirun", "--host", "a", "train", ":", "--host", "b", "train") == ()
-    assert given("mpirun", "--hostfile", "none", "train") == ()
-    assert given("mpirun", "--map-by", "ppr:9:node", "--hostfile", "hf", "train") == ()
-    assert given("train", "mpirun", "--hostfile", "hf") == ()
-    assert hosts_of_launcher(1 << 30) == ()
 
 
 @pytest.mark.parametrize(
