@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.mpirun_command import parse_launcher, read_hosts
 from kaitian_mpi.supervise.environments import expand, interpreters_of, read_environments
+from kaitian_mpi.supervise.mpirun_command import parse_launcher, read_hosts
 from kaitian_mpi.supervise.remote_hosts import ask_hosts, find_agent, is_local
 
 PROGRAM = "kaitian-env"

@@ -22,16 +22,16 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
-from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
 from kaitian_mpi.supervise.environments import (
     Environments,
     interpreters_of,
     read_environments,
     with_devices,
 )
+from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
 from kaitian_mpi.supervise.machine import Machine
+from kaitian_mpi.supervise.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
 from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.remote_hosts import PendingAnswer, find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of

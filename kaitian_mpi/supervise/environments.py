@@ -16,8 +16,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.hosts import Host, place_by_slot, total_slots
-from kaitian_mpi.runtime.mpirun_command import FOLDERS, HOST_LISTS, RANKS, Command
+from kaitian_mpi.supervise.hosts import Host, place_by_slot, total_slots
+from kaitian_mpi.supervise.mpirun_command import FOLDERS, HOST_LISTS, RANKS, Command
 
 _PYTHON = 'python = "/opt/torch/bin/python"'
 _KEYS = "python and devices"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.limited_process import MAX_AT_ONCE
-from kaitian_mpi.runtime.hosts import Host, parse_hostfile
+from kaitian_mpi.supervise.hosts import Host, parse_hostfile
 from kaitian_mpi.supervise.remote_hosts import PendingAnswer
 
 _MAX_BYTES = 1 << 20

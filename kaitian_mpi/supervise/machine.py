@@ -25,11 +25,11 @@ from kaitian_mpi.observe.folders import (
     withdraw_request,
 )
 from kaitian_mpi.preflight.verdict import list_names
-from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
+from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.remote_hosts import NO_ANSWER, run_on
 from kaitian_mpi.supervise.starts import Job
 

@@ -26,15 +26,15 @@ from kaitian_mpi.preflight.limited_process import (
     run_all,
 )
 from kaitian_mpi.preflight.verdict import Verdict, count_text, ok, problem, problem_from, warning
-from kaitian_mpi.runtime.hosts import Host, parse_hostfile
 from kaitian_mpi.runtime.mpi_libraries import (
     AGENT_OPTIONS,
     AGENT_PARAMETERS,
     AGENT_VARIABLES,
     MAPPING_POLICIES,
 )
-from kaitian_mpi.runtime.mpirun_command import Command, read_hostfile
 from kaitian_mpi.supervise.environments import Environments, interpreters_of
+from kaitian_mpi.supervise.hosts import Host, parse_hostfile
+from kaitian_mpi.supervise.mpirun_command import Command, read_hostfile
 
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""

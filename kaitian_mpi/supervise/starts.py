@@ -11,8 +11,10 @@ from pathlib import Path, PurePath
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.verdict import count_text, list_names
-from kaitian_mpi.runtime.hosts import Host, host_list_without, hostfile_without, total_slots
-from kaitian_mpi.runtime.mpirun_command import (
+from kaitian_mpi.supervise.environments import Environments, expand, with_devices
+from kaitian_mpi.supervise.hosts import Host, host_list_without, hostfile_without, total_slots
+from kaitian_mpi.supervise.hosts_file import hostfile_of
+from kaitian_mpi.supervise.mpirun_command import (
     HOST_LISTS,
     HOSTFILES,
     RANKS,
@@ -22,8 +24,6 @@ from kaitian_mpi.runtime.mpirun_command import (
     Part,
     parse_launcher,
 )
-from kaitian_mpi.supervise.environments import Environments, expand, with_devices
-from kaitian_mpi.supervise.hosts_file import hostfile_of
 from kaitian_mpi.supervise.remote_hosts import is_own_name
 
 # Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the
@@ -174,7 +174,7 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
     lists = [host_list_without(text, lost) for text in command.values(HOST_LISTS)]
     command = command.replaced(HOST_LISTS, lists)
     if command.ranks is not None and ranks is not None:
-        command = command.with_ranks(ranks)
+        command = command.replaced(RANKS, [str(ranks)])
     return command, hostfile
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kaitian_mpi.cli.flags import parse_config
-from kaitian_mpi.runtime.mpirun_command import parse_launcher
+from kaitian_mpi.supervise.mpirun_command import parse_launcher
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/cluster"

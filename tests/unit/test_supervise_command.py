@@ -3,7 +3,7 @@
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.hosts import (
+from kaitian_mpi.supervise.hosts import (
     Host,
     choose,
     host_list_without,
@@ -11,7 +11,7 @@ from kaitian_mpi.runtime.hosts import (
     parse_host_list,
     parse_hostfile,
 )
-from kaitian_mpi.runtime.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, TRAIN, parse_command
+from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, TRAIN, parse_command
 from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 

@@ -12,12 +12,12 @@ from supervised import FakeMachine
 from kaitian_mpi.cli import supervise as command
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import RestartRequest, request_restart, withdraw_request
-from kaitian_mpi.runtime.hosts import Host
 from kaitian_mpi.runtime.launcher import SUPERVISED
-from kaitian_mpi.runtime.mpirun_command import parse_command
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervise.environments import Environment
+from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile, parse_hosts, read_hosts_file
+from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.remote_hosts import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.starts import interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise

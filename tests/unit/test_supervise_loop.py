@@ -9,8 +9,8 @@ from supervised import FakeMachine
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.hosts import parse_host_list
-from kaitian_mpi.runtime.mpirun_command import parse_command
+from kaitian_mpi.supervise.hosts import parse_host_list
+from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.starts import Job
 from kaitian_mpi.supervise.supervisor import supervise
 

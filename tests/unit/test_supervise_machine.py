@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.runtime.hosts import Host
-from kaitian_mpi.runtime.mpirun_command import parse_command
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.machine import environment, hosts_with_ranks
+from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.starts import Job
 
 LONGEST_SEC = 30

@@ -7,10 +7,10 @@ import pytest
 from kaitian_mpi.cli import supervise
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_slowdown
-from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile, place_by_slot
-from kaitian_mpi.runtime.mpirun_command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.supervise.environments import Environment
+from kaitian_mpi.supervise.hosts import Host, choose, parse_host_list, parse_hostfile, place_by_slot
 from kaitian_mpi.supervise.machine import environment
+from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.supervise.starts import Job, plan_start
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime.hosts import Host, choose, parse_host_list, parse_hostfile
+from kaitian_mpi.supervise.hosts import Host, choose, parse_host_list, parse_hostfile
 
 TRAIN, RUN = "kaitian-train", "kaitian-run"
 _MODULES = {"kaitian_mpi.cli.train": TRAIN, "kaitian_mpi.cli.run": RUN}
@@ -85,10 +85,6 @@ class Command:
         """The number of ranks in the first such option; None if mpirun decides itself."""
         numbers = self.values(RANKS)
         return int(numbers[0]) if numbers and numbers[0].isdecimal() else None
-
-    def with_ranks(self, ranks: int) -> Command:
-        """Return the command with another number of ranks, if it has such an option."""
-        return self.replaced(RANKS, [str(ranks)])
 
     def parameter(self, names: Sequence[str]) -> str:
         """Return the last value of an MCA parameter with one of these names; empty if not given."""
