@@ -185,30 +185,32 @@ class WandbSink(_Tracker):
         import wandb
 
         known = folder.read(_WANDB_ID)
-        run_id = known.get("id") if known.get("project") == project else None
-        if not isinstance(run_id, str) or not run_id.isalnum():
-            run_id = secrets.token_hex(8)
-            folder.write(_WANDB_ID, {"id": run_id, "project": project})
+        run_id = known["id"] if known.get("project") == project else secrets.token_hex(8)
+        folder.write(_WANDB_ID, {"id": run_id, "project": project})
         entity, _, name = project.rpartition("/")
-        fields = wandb.Settings.model_fields
-        what = {
-            **{"id": run_id, "entity": entity or None, "project": name, "resume": "allow"},
-            **{"dir": str(folder.path), "name": folder.path.name, "config": dict(config)},
-            "settings": wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in fields}),
-        }
+        supported = _SETTINGS.keys() & wandb.Settings.model_fields
+        init = partial(
+            wandb.init,
+            entity=entity or None,
+            project=name,
+            resume="allow",
+            dir=str(folder.path),
+            name=folder.path.name,
+            config=dict(config),
+            settings=wandb.Settings(**{key: _SETTINGS[key] for key in supported}),
+        )
         with _own_hooks():
             try:
-                self._run = wandb.init(**what)
+                self._run = init(id=run_id)
             except wandb.errors.Error as error:
                 reason = str(error).partition("\n")[0]
                 _log.warning(
                     "Weights & Biases: %s; the run is kept on disk, for 'wandb sync'", reason
                 )
                 # The other id stays reserved.
-                self._run = wandb.init(**{**what, "id": secrets.token_hex(8), "mode": "offline"})
-        is_online = self._run.settings.mode in _ONLINE
+                self._run = init(id=secrets.token_hex(8), mode="offline")
         kept = f"run {self._run.id} in {folder.path}/wandb"
-        _log.info("Weights & Biases: %s", self._run.url if is_online else kept)
+        _log.info("Weights & Biases: %s", self._run.url or kept)
 
     def on_event(self, event: Event) -> None:
         """Keep the last event of each kind in the run's summary."""
@@ -239,30 +241,24 @@ class MlflowSink(_Tracker):
     def __init__(self, experiment: str, config: Mapping[str, Any], folder: RunFolder) -> None:
         """Start or continue the run."""
         prepare_mlflow()
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        uri = _tracking_uri()
-        self._client = MlflowClient(uri)
-        where = {"experiment": experiment, "tracking_uri": uri}
+        where = {"experiment": experiment, "tracking_uri": _tracking_uri()}
+        self._client = MlflowClient(where["tracking_uri"])
         known = folder.read(_MLFLOW_ID)
         self._run_id, self._last_step = str(known.pop("run_id", "")), -1
         if known != where or not self._is_continued():
-            self._run_id = self._begin(experiment, config, folder.path.name)
+            found = self._client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found else self._client.create_experiment(experiment)
+            self._run_id = self._client.create_run(number, run_name=folder.path.name).info.run_id
+            # Fewer than the 100 that a request may have.
+            params = [Param(key, str(value)[:_MAX_PARAM]) for key, value in config.items()]
+            self._client.log_batch(self._run_id, params=params)
             folder.write(_MLFLOW_ID, {**where, "run_id": self._run_id})
 
     def close(self, finished: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "FAILED")
-
-    def _begin(self, experiment: str, config: Mapping[str, Any], name: str) -> str:
-        from mlflow.entities import Param
-
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found else self._client.create_experiment(experiment)
-        run_id: str = self._client.create_run(number, run_name=name).info.run_id
-        # Fewer than the 100 that a request may have.
-        params = [Param(key, str(value)[:_MAX_PARAM]) for key, value in config.items()]
-        self._client.log_batch(run_id, params=params)
-        return run_id
 
     def _is_continued(self) -> bool:
         """Reopen the run and learn which step was its last; return False if it is not there."""
