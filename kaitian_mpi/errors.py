@@ -64,7 +64,3 @@ class CollectiveError(RuntimeError):
 
 class RankLostError(CollectiveError):
     """A rank died, so a collective cannot complete; the other ranks may continue without it."""
-
-
-class MissingRanksError(RuntimeError):
-    """Some ranks did not reach a monitored barrier; the process group can still be used."""

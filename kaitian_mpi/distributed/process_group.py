@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,11 +16,10 @@ from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
-from kaitian_mpi.distributed.collectives.router import OwnDeviceCheck, Router, profile_record
+from kaitian_mpi.distributed.collectives.router import OwnDeviceCheck, Router
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.worker import Worker
-from kaitian_mpi.distributed.store_barrier import monitored_barrier
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
@@ -93,7 +91,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         library = self._libraries[0] if has_library and self.has_one_group else None
         self._check_devices = OwnDeviceCheck(world.info, world.device)
         router = Router(library, self._host, self._worker, streams, label, self._check_devices)
-        self._store, self._monitored = store, itertools.count(1)
         self._mailbox: Mailbox | None = None
         self._lock = threading.Lock()
         # It usually returns the function that it is given.
@@ -159,21 +156,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             return False
         link.choose()
         return True
-
-    def monitored_barrier(
-        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait for every rank; rank 0 raises an error that names those that are missing."""
-        if isinstance(timeout, float):  # seconds, which torch accepts as well
-            timeout = timedelta(seconds=timeout)
-        limit = self._timeout if timeout is None else timeout
-        with profile_record("monitored_barrier"):
-            try:
-                place = next(self._monitored), self.rank(), self.size()
-                self._paced(monitored_barrier)(self._store, *place, limit, wait_all_ranks)
-            except Exception as error:
-                self._worker.check_for_loss("monitored_barrier", error)
-                raise
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:  # type: ignore[override]
         """Start sending one tensor to a rank. Not collective."""

@@ -87,8 +87,7 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
 def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") -> None:
     """Replace a function in every loaded module that refers to it by `name`, or by its own name.
 
-    For example, `device_mesh` has its own reference to `new_group`, and a script may have imported
-    `monitored_barrier`.
+    For example, `device_mesh` has its own reference to `new_group`, and so may a script have.
     """
     name = name or old.__name__
     for module in list(sys.modules.values()):
@@ -98,49 +97,35 @@ def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") ->
 
 
 def serve_our_groups() -> None:
-    """Have torch's functions serve our groups, and leave other groups what they had.
+    """Have torch's functions serve our groups where a plug-in has replaced them.
 
-    Not before there is one of ours, so that other scripts keep torch's own functions. torch's
-    `monitored_barrier` accepts only gloo's groups. Importing torch_npu replaces some functions by
-    others that call methods of HCCL's group, or another collective than the ranks of other kinds do
-    (torch_npu's `distributed/distributed_c10d.py`: `_batch_isend_irecv`, `_gather`).
+    Importing torch_npu replaces some by others that call methods of HCCL's group, or another
+    collective than the ranks of other kinds do (torch_npu's `distributed/distributed_c10d.py`:
+    `_batch_isend_irecv`, `_gather`). Other groups keep the plug-in's.
     """
     import torch.distributed as dist
 
-    def monitored_barrier(
-        group: Any = None, timeout: Any = None, wait_all_ranks: Any = False
-    ) -> None:
-        chosen: Any = group or dist.group.WORLD
-        chosen.monitored_barrier(timeout, wait_all_ranks)
-
-    _share("monitored_barrier", dist.monitored_barrier, monitored_barrier)
     for name in ("gather", "gather_object", "batch_isend_irecv"):
-        if getattr(dist, name).__module__ != dist.distributed_c10d.__name__:
-            original = _torchs_own(name)
-            _share(name, original, original)
+        theirs = getattr(dist, name)
+        if theirs.__module__ != dist.distributed_c10d.__name__:
+            replace(theirs, _shared(theirs, _torchs_own(name)), name)
 
 
-def _share(name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Replace a function by one that calls `ours` for our groups; `original` has its signature."""
+def _shared(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls torch's own for our groups, and else the plug-in's."""
     import torch.distributed as dist
 
-    theirs: Any = getattr(dist, name)
-    if hasattr(theirs, "serves_ours"):
-        return
-    signature = inspect.signature(original)
+    signature = inspect.signature(own)
 
-    @functools.wraps(original)
+    @functools.wraps(own)
     def shared(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         operations = given.get("p2p_op_list")
         group = operations[0].group if operations else given.get("group")
         is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
-        if not is_ours:
-            return theirs(*args, **kwargs)
-        return ours(*args, **kwargs)
+        return (own if is_ours else theirs)(*args, **kwargs)
 
-    vars(shared)["serves_ours"] = True
-    replace(theirs, shared, name)
+    return shared
 
 
 def _torchs_own(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Barriers in a store, after which every rank knows which ranks are missing.
+"""A barrier in a store, after which every rank knows which ranks are missing.
 
 Creating a communicator is a blocking MPI call without a timeout, so the ranks of a new group first
-meet in the group's torch store. `monitored_barrier` is the same in a group's own store.
+meet in the group's torch store.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.errors import CollectiveError, MissingRanksError, format_ranks
+from kaitian_mpi.errors import CollectiveError, format_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from kaitian_mpi.mpi.store import MPIStore
 
 # Longer naps than those of `runtime/polling.py`: each check is a request to a store that one thread
 # serves, perhaps on another host.
@@ -63,40 +61,8 @@ def clear_store_barrier(store: dist.Store, rank: int) -> None:
         store.delete_key(key)
 
 
-def monitored_barrier(
-    store: MPIStore, call: int, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
-) -> None:
-    """Wait for every rank; name the first missing one or, if asked to, all. Collective.
-
-    It can be repeated after a failure: this is the group's barrier number `call`, counted from 1.
-    It runs beside the queue of collectives, because it must find a rank that hangs in the queue.
-    """
-    limit_sec = timeout.total_seconds()
-    outcome = _meet(store.view(f"monitored barrier {call}"), rank, size, limit_sec)
-    missing = outcome.get("missing", [])
-    if not missing:
-        if call > 1:  # which every rank has left, as all have reached this one
-            clear_store_barrier(store.view(f"monitored barrier {call - 1}"), rank)
-        return
-    # Worded as gloo does, which scripts look for.
-    if rank > 0:
-        raise MissingRanksError(
-            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
-            "for send/recv from rank 0. Please check rank 0 logs for faulty rank."
-        )
-    if limit_sec <= 0:  # no rank had a chance
-        raise MissingRanksError("Rank 0 timed out in monitoredBarrier after 0 ms")
-    listed = ", ".join(map(str, missing))
-    named = f"Ranks {listed}" if wait_all_ranks else f"Rank {missing[0]}"
-    raise MissingRanksError(f"{named} failed to pass monitoredBarrier in {limit_sec * 1000:.0f} ms")
-
-
 def _meet(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    limit_sec: float,
-    departed: Departed = lambda missing: [],
+    store: dist.Store, rank: int, size: int, limit_sec: float, departed: Departed
 ) -> dict[str, Any]:
     """Wait for all ranks; return the outcome, the same on every rank: that of the first to set it.
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from kaitian_mpi.errors import CollectiveError, MissingRanksError, UnsupportedError
+from kaitian_mpi.errors import CollectiveError, UnsupportedError
 
 
 @pytest.mark.sizes(2, 3)
@@ -54,42 +54,6 @@ def test_profiles_name_the_operations(world, in_background):
         dist.barrier()
     expected = ("all_reduce", "broadcast", "all_gather", "reduce", "barrier")
     assert {event.name for event in seen.events()} >= {f"kaitian:{name}" for name in expected}
-
-
-@pytest.mark.sizes(2, 3)
-def test_monitored_barrier_names_the_missing_rank_and_does_not_wait_for_queued_work(world, last):
-    """Its messages are not mistaken for part of later collectives."""
-    tensor = torch.ones(3)
-    pieces, own = [torch.zeros(3) for _ in range(world.size)], torch.full((3,), float(world.rank))
-    if world.rank != last:
-        work = dist.all_reduce(tensor, async_op=True)
-        with pytest.raises(MissingRanksError, match=f"^Rank {world.rank or last} "):
-            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
-        assert not work.is_completed()
-        dist.send(torch.ones(1), last)
-        dist.all_gather(pieces, own)
-    else:
-        for rank in range(last):
-            dist.recv(torch.ones(1), rank)  # which they send after that
-        work = dist.all_reduce(tensor, async_op=True)
-        dist.all_gather(pieces, own)
-        with pytest.raises(MissingRanksError, match=f"^Rank {last} successfully reached"):
-            dist.monitored_barrier()
-    assert [piece[0].item() for piece in pieces] == [*range(world.size)]
-    dist.monitored_barrier()
-    work.wait()
-    assert tensor.tolist() == [float(world.size)] * 3
-
-
-def test_monitored_barrier_of_another_backend_is_unchanged(world):
-    group = dist.new_group(backend="gloo")
-    dist.monitored_barrier(group, timeout=timedelta(seconds=30))
-    if world.rank == 0 and world.size > 1:
-        # gloo's own message, with the peer's address.
-        with pytest.raises(RuntimeError, match="failed to pass monitoredBarrier") as caught:
-            dist.monitored_barrier(group, timeout=timedelta(seconds=0.2))
-        assert not isinstance(caught.value, MissingRanksError)
-    dist.barrier()
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,6 @@ def test_a_rank_sleeps_for_what_it_computed_between_any_two_calls(world, last, g
         lambda: dist.all_reduce(tensor, group=second, async_op=True).wait(),
         lambda: dist.barrier(group=second),
         exchange,
-        lambda: dist.monitored_barrier(group=first),
         lambda: dist.all_gather_object([None] * world.size, "text", group=first),
     )
     dist.barrier(group=first)  # starts the measurement

@@ -25,7 +25,6 @@ MESSAGES = {
         " ended the group before ",
         " left the job ",
         "rank 0, which serves the store, has not answered",
-        " failed to pass monitoredBarrier in ",
     ),
     "balance.md": (" samples/s, without ", "worth it"),
     "your-own-training.md": (

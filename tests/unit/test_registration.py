@@ -119,7 +119,6 @@ def in_group(backend):
         "hooks": outcome(group._has_hooks),
         "hook": outcome(lambda: group._register_on_completion_hook(print)),
         "pending": outcome(group._wait_for_pending_works),
-        "barrier": outcome(dist.monitored_barrier),
         "reduced": outcome(lambda: dist.all_reduce(torch.ones(2))),
     }
     dist.destroy_process_group()
