@@ -1,11 +1,21 @@
+"""How a rank ends by an error or a signal, in real processes, and saves before that."""
+
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
+import torch.distributed as dist
 
+import kaitian_mpi
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime import lifecycle
 from kaitian_mpi.runtime.mpi_libraries import MPICH
+from kaitian_mpi.runtime.polling import wait_until
 
 LONGEST_SEC = 30
 
@@ -23,7 +33,8 @@ def environment(numbers):
 
 
 def run(script, *arguments, numbers="0101"):
-    command = [sys.executable, "-c", script, *arguments]
+    # Python 3.12 warns of threads at a fork.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment(numbers))
 
 
@@ -131,3 +142,141 @@ def test_a_scripts_own_exception_hook_shows_the_exception_and_the_job_ends(when)
     script += "from kaitian_mpi.errors import AgreedError; raise AgreedError('planted')"
     ended = run(script, numbers="0202")
     assert (ended.returncode, ended.stderr) == (2, "-c: error: planted\n")
+
+
+def test_another_backend_is_named(monkeypatch):
+    monkeypatch.setattr("kaitian_mpi.distributed.startup.install_abort_hook", lambda: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="initialized over gloo already; call"):
+            kaitian_mpi.init()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_communicates_by_the_others_is_closed_first(monkeypatch):
+    """A Training that the script never closes needs its communicators to save and to end."""
+    monkeypatch.setattr(lifecycle, "_closers", [])
+    order = []
+    lifecycle.register_close(lambda: order.append("group"))
+    lifecycle.register_close(lambda: order.append("training"), ends_work=True)
+    lifecycle.register_close(lambda: order.append("group of its steps"))
+    lifecycle._close_all()
+    assert order == ["training", "group of its steps", "group"]
+
+
+FORKING_RANK = """
+import os, signal, sys, time
+from kaitian_mpi.runtime.signals import handle_signals
+handle_signals("program")
+ready, say_ready = os.pipe()
+child = os.fork()
+if child == 0:
+    try:
+        os.write(say_ready, b"x")
+        signal.pause()
+    except KeyboardInterrupt:
+        os._exit(7)
+    os._exit(9)
+os.read(ready, 1)
+os.kill(child, int(sys.argv[1]))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(0.3)  # in which the rank would end, were the signal its own
+print("still there")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(15, -15), (2, 7)], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_a_forked_child_does_not_reach_the_rank(number, code):
+    """The child has Python's default handlers, and the rank keeps running."""
+    ended = run(FORKING_RANK, str(number))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [str(code), "still there"]
+
+
+SIGNALED = """
+import os, signal, sys, time
+from kaitian_mpi.runtime import signals
+from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
+signals.write_to_launcher_stderr = lambda text: print(text, flush=True)
+handle_signals("program")
+with on_exit_signal(lambda: None, reports=sys.argv[1] == "first"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("place", "lines"), [("first", 1), ("later", 0)])
+def test_the_first_rank_left_says_that_a_signal_ends_the_job(place, lines):
+    ended = run(SIGNALED, place, numbers="2323")
+    assert ended.stdout.count("terminated by SIGTERM") == lines, ended.stderr
+    assert ended.returncode
+
+
+LONGEST_SEC = 30
+
+# Its state is two numbers, which are equal except during an update.
+SAVING_RANK = """
+import os, sys, time
+from pathlib import Path
+from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
+from kaitian_mpi.train.checkpoint.exit_save import StateLock
+where, fails = sys.argv[2], sys.argv[3] == "fails"
+handle_signals("program")
+lock, state, rank = StateLock(), [0, 0], os.getpid()
+def save():
+    time.sleep(1)
+    Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")
+    return f"step {state[0]} is saved"
+lock.set_exit_save(save, after_fork=Path(f"{sys.argv[1]}-forked").touch)
+with on_exit_signal(lock.save, lock.interrupt):
+    while True:
+        with lock:
+            state[0] += 1
+            if where == "inside" and state[0] == 3:
+                print("ready", flush=True)
+                while os.getpid() == rank:  # as long as this process lives
+                    time.sleep(0.01)
+                if fails:
+                    raise ValueError("planted")
+            state[1] += 1
+        if where == "outside" and state[0] == 3:
+            print("ready", flush=True)
+            time.sleep(1000)
+"""
+
+
+def end(folder, where, how):
+    """Run such a rank and end it once it has forked; return what it saved, and stderr.
+
+    mpirun ends a rank a quarter of a second after the signal, however busy the machine is.
+    """
+    saved, has_forked = folder / "saved", folder / "saved-forked"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMPI_COMM_WORLD")}
+    command, pipes = [sys.executable, "-c", SAVING_RANK, saved, where, how], [subprocess.PIPE] * 2
+    options = {"text": True, "env": environment, "start_new_session": True}
+    rank = subprocess.Popen(command, stdout=pipes[0], stderr=pipes[1], **options)
+    assert rank.stdout.readline() == "ready\n"
+    os.killpg(rank.pid, signal.SIGTERM)
+    wait_until(has_forked.exists, LONGEST_SEC)
+    for child in psutil.Process(rank.pid).children():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(number)  # as a batch system does, to every process of a job
+    os.killpg(rank.pid, signal.SIGKILL)
+    _, err = rank.communicate(timeout=LONGEST_SEC)  # the child holds stderr until it has saved
+    return (saved.read_text() if saved.exists() else None), err
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "state", "line"),
+    [
+        ("outside", "well", "3 3", "step 3 is saved"),
+        ("inside", "well", "3 3", "step 3 is saved"),  # once the update is complete
+        ("inside", "fails", None, "nothing could be saved: planted"),
+    ],
+)
+def test_the_state_is_saved_even_if_the_rank_is_killed(tmp_path, where, how, state, line):
+    saved, err = end(tmp_path, where, how)
+    assert saved == state
+    assert f"program: {line}" in err.splitlines()[-1 if state else 0 :]

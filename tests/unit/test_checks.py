@@ -52,6 +52,12 @@ def link(ranks, speed, error=""):
     return Link(ranks=ranks, hosts=hosts, latency_us=20.0, mb_per_sec=speed, error=error)
 
 
+def with_devices(**devices):
+    return job(rank_facts(devices=devices))
+
+
+ASKED = {"survives_requested": True}
+NO_ACME = {"error": "asks for acme:7, but b has none; name another", "chosen": ""}
 PROBLEMS = {
     "a missing package": (
         job(rank_facts(software=with_package("torch", ""))),
@@ -84,18 +90,12 @@ PROBLEMS = {
         "MPI's thread level is single on rank 1, not multiple",
     ),
     "fault tolerance that is not": (
-        job(rank_facts(mpi={"survives_requested": True, "survives": False})),
+        job(rank_facts(mpi={**ASKED, "survives": False})),
         "asked for, but MPI has none on rank 0",
     ),
-    "fault tolerance on one host": (
-        two(mpi={"survives_requested": True}),
-        "fault tolerance differs between ranks: off on rank 0, on on rank 1",
-    ),
+    "fault tolerance on one host": (two(mpi=ASKED), "differs between ranks: off on rank 0, on on"),
     "no mpirun": (job(mpirun=""), "there is no mpirun in PATH"),
-    "no such device": (
-        two(devices={"error": "asks for acme:7, but b has none; name another", "chosen": ""}),
-        "rank 1: asks for acme:7, but b has none; name another",
-    ),
+    "no such device": (two(devices=NO_ACME), f"rank 1: {NO_ACME['error']}"),
     "more ranks than devices": (
         pair(devices=seeing("02:00")),
         "2 ranks on a, but a has 1 acme; start 1 ranks there",
@@ -104,10 +104,7 @@ PROBLEMS = {
         pair(devices={**ACME, **NAMED, "physical_id": "02:00"}),
         "ranks 0, 1 share the device acme 02:00, which its library refuses; start fewer",
     ),
-    "no memory": (
-        job(rank_facts(devices={"ram_free_bytes": 100 << 20})),
-        "100 MiB of 32.0 GiB free for 1 rank",
-    ),
+    "no memory": (with_devices(ram_free_bytes=100 << 20), "100 MiB of 32.0 GiB free for 1 rank"),
     "no shared memory": (
         job(rank_facts(machine={"shm_free_bytes": 1 << 20}), mpirun=MPIRUN),
         "/dev/shm: 1 MiB of 16.0 GiB free; make room",
@@ -127,22 +124,19 @@ WARNINGS = {
         "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1",
     ),
     "too many ranks": (pair(machine={"cores": 1}), "1 core for 2 ranks; start fewer"),
-    "little memory": (job(rank_facts(devices={"ram_free_bytes": 500 << 20})), "500 MiB of"),
+    "little memory": (with_devices(ram_free_bytes=500 << 20), "500 MiB of"),
     "little shared memory": (
         two(machine={"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}),
         "/dev/shm: 60 MiB of 64 MiB free on b; make room",
     ),
     "no /dev/shm": (job(rank_facts(machine={"shm_bytes": None, "shm_free_bytes": None})), "mount"),
-    "few files": (
-        job(rank_facts(machine={"open_files": 256})),
-        "256 open files, a job of 2 ranks may need 260",
-    ),
+    "few files": (job(rank_facts(machine={"open_files": 256})), "256 open files, a job of 2 rank"),
     "a plug-in that does not open": (
-        job(rank_facts(devices={"faults": {"acme": "kind 'acme' cannot be used; update it"}})),
-        "kind 'acme' cannot be used; update it",
+        with_devices(faults={"acme": "no acme; update it"}),
+        "no acme",
     ),
     "an idle driver": (
-        job(rank_facts(devices={"drivers": {"acmedrv": "1.2"}})),
+        with_devices(drivers={"acmedrv": "1.2"}),
         "driver acmedrv 1.2 is loaded, but torch finds no accelerator",
     ),
     "vendor packages differ": (
@@ -152,10 +146,7 @@ WARNINGS = {
         ),
         "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1",
     ),
-    "a full disk": (
-        job(rank_facts(storage={"free_bytes": 1 << 20})),
-        "/runs: 1 MiB free; make room",
-    ),
+    "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "/runs: 1 MiB free; make"),
     "a slow link": (
         job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
         "between a (rank 0) and c (rank 2): 90 MB/s; choose the network",
@@ -177,9 +168,8 @@ def test_a_fault_is_named_with_what_to_do(level, facts, line):
 UNKNOWN = RankFacts.from_json({**asdict(rank_facts()), "mpi": None, "devices": None})
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
+def test_nothing_is_said_against_what_is_well():
+    for facts in (
         job(rank_facts(), rank_facts(1)),
         two(software=with_package("torch", "2.13.0+acme")),  # another vendor's build
         two(software=with_package("torch", "2.14.1")),
@@ -192,10 +182,8 @@ UNKNOWN = RankFacts.from_json({**asdict(rank_facts()), "mpi": None, "devices": N
         job(links=(link((0, 1), 900.0),)),
         JobFacts(ranks=()),
         JobFacts(ranks=(UNKNOWN,)),
-    ],
-)
-def test_nothing_is_said_against_what_is_well(facts):
-    assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
+    ):
+        assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
 
 
 def test_versions_that_may_differ_are_listed():

@@ -14,9 +14,8 @@ WRONG_PROFILES = "5 0@ 0@0 0@9-5 3-1@5 -1@5 0,@5 0@1-1001 x@5 0@5,7 0@5@6 0-9999
 WRONG_PROFILES += ["@5", "0@99999999999"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_errors_name_the_wrong_argument():
+    for arguments, message in (
         ("--no-such", "unrecognized arguments: --no-such; see kaitian-train --help"),
         ("--mod cnn", "unrecognized arguments: --mod"),
         ("--epochs x", "--epochs: invalid int value: 'x'"),
@@ -51,11 +50,9 @@ WRONG_PROFILES += ["@5", "0@99999999999"]
         ("--timeline-every 5", "--timeline-every requires --timeline"),
         ("--timeline --timeline-every=-1", "must be .*, not -1"),
         *((f"--profile={words}", r"^--profile must be .*, not .*$") for words in WRONG_PROFILES),
-    ],
-)
-def test_errors_name_the_wrong_argument(arguments, message):
-    with one_line_error(message):
-        parse_config("kaitian-train", arguments.split())
+    ):
+        with one_line_error(message):
+            parse_config("kaitian-train", arguments.split())
 
 
 def test_help_shows_at_most_45_flags_and_the_ten_that_matter_first():

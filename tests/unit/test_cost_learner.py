@@ -41,8 +41,7 @@ def variable_samples(generator, samples):
     return sum(generator.choice((0.5, 0.5, 2.0)) for _ in range(samples)) / samples
 
 
-def quiet(*_):
-    return 1.0
+QUIET = uniform(0.0)
 
 
 class Job:
@@ -50,7 +49,7 @@ class Job:
 
     warm_up, first_of_size, epoch, lag = 20.0, 1.0, None, 0
 
-    def __init__(self, models, noise=quiet, seed=0, batch=None, ahead=0, min_batch=1, **options):
+    def __init__(self, models, noise=QUIET, seed=0, batch=None, ahead=0, min_batch=1, **options):
         vars(self).update(options)
         self.random = random.Random(seed)
         self.models, self.noise, self.min_batch = models, noise, min_batch

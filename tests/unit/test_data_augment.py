@@ -1,13 +1,20 @@
-"""Images in memory, their augmentation, and the random numbers behind it."""
+"""Images in memory, their augmentation, and digests by which ranks compare their samples."""
 
 import itertools
+import random
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
+from kaitian_mpi.recipes.datasets import batches_of_pairs
 from kaitian_mpi.recipes.images import ImageArrays, crop, draw_crops_and_flips
+from kaitian_mpi.train.data import sample_digest
+from kaitian_mpi.train.data.sample_digest import digest_samples
+from kaitian_mpi.train.data.sampler import _mix
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +37,6 @@ def test_images_are_normalized(arrays):
         assert (labels.shape, labels.dtype, len(dataset)) == ((0,), torch.int64, 50)
 
 
-def test_splitmix64_reference_values():
-    # The first outputs of splitmix64 seeded with 1234567, as published with its C source.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    from kaitian_mpi.train.data.sampler import _mix
-
-    steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert _mix(np.uint64(1234567) + steps).tolist() == expected
-
-
 @pytest.mark.parametrize("kind", ["crop", "crop-flip"])
 def test_augmentation_depends_only_on_the_sample_the_epoch_and_the_seed(arrays, kind):
     augmented = replace(arrays, augment=kind, seed=5)
@@ -57,15 +55,6 @@ def test_augmentation_depends_only_on_the_sample_the_epoch_and_the_seed(arrays, 
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
 
 
-def test_crop_is_a_zero_padded_shift():
-    image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
-    still, down = torch.tensor([1]), torch.tensor([2])
-    assert torch.equal(crop(image, still, still), image)
-    shifted = crop(image, down, still)
-    assert torch.equal(shifted[..., :-1, :], image[..., 1:, :])
-    assert not shifted[..., -1, :].any()
-
-
 def test_a_flipped_image_is_the_crop_mirrored(arrays):
     everything = list(range(50))
     plain, _ = replace(arrays, augment="crop")[everything]
@@ -77,7 +66,11 @@ def test_a_flipped_image_is_the_crop_mirrored(arrays):
         assert torch.equal(mirrored[index], expected)
 
 
-def test_shifts_are_uniform():
+def test_shifts_are_uniform_and_zero_padded():
+    # The first outputs of splitmix64 seeded with 1234567, as published with its C source.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert _mix(np.uint64(1234567) + steps).tolist() == expected
     count = 90_000
     down, right, mirrored = draw_crops_and_flips(0, 0, range(count), 4)
     cells = torch.bincount(down * 9 + right, minlength=81).double()
@@ -85,3 +78,66 @@ def test_shifts_are_uniform():
     # Chi-squared with 80 degrees of freedom: 143 is passed once in 100,000.
     assert float(((cells - expected) ** 2 / expected).sum()) < 143
     assert abs(float(mirrored.double().mean()) - 0.5) < 0.01
+    image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
+    still, down = torch.tensor([1]), torch.tensor([2])
+    assert torch.equal(crop(image, still, still), image)
+    shifted = crop(image, down, still)
+    assert torch.equal(shifted[..., :-1, :], image[..., 1:, :])
+    assert not shifted[..., -1, :].any()
+
+
+class Samples(Dataset):
+    """Sample i is [i, i] with class i % 3, optionally with random augmentation."""
+
+    def __init__(self, order, is_random=False):
+        self.order, self.is_random = list(order), is_random
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        value = self.order[index]
+        if value == -1:
+            raise OSError("cannot be read")
+        inputs = torch.full((2,), float(value))
+        if self.is_random:
+            inputs += torch.rand(2) + np.random.rand() + random.random()
+        return inputs, value % 3
+
+    def __getitems__(self, indices):
+        raise AssertionError("counts what is fetched for training")
+
+
+def digests(order, **options):
+    return digest_samples(batches_of_pairs(Samples(order, **options)))
+
+
+def test_digests_depend_on_data_and_order():
+    assert digests(range(100)) == digests(range(100))
+    assert [len(digests(data)) for data in (range(100), range(1), range(2, 5))] == [16, 1, 3]
+    assert digests([0, -1, 2])[-1] == ("sample 1 raises OSError", "")
+    shuffled = random.Random(1).sample(range(100), 100)
+    texts = [[text for text, _ in digests(order)] for order in (range(100), shuffled)]
+    assert texts[0] != texts[1]
+    assert texts[0][0] == "sample 99: 1x2 float32, 1 int64 [0]"
+    one, other = digests(range(0, 300, 3)), digests(range(3, 303, 3))  # of other inputs alone
+    assert [text for text, _ in one] == [text for text, _ in other]
+    assert {digest for _, digest in one}.isdisjoint(digest for _, digest in other)
+
+
+def test_reading_stops_when_the_time_is_up(monkeypatch):
+    monkeypatch.setattr(sample_digest, "_MAX_SEC", 0.02)
+    monkeypatch.setattr(sample_digest, "_digest", lambda data, index: time.sleep(0.01))
+    assert 1 <= len(digests(range(100))) <= 3
+
+
+def test_random_augmentation_does_not_affect_digests_or_the_generators():
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    one = digests(range(20), is_random=True)
+    assert states() == before
+    torch.rand(7), np.random.rand(7), random.random()
+    assert digests(range(20), is_random=True) == one
+    assert one != digests(range(20))

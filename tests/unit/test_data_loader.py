@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import signal
 import subprocess
 from multiprocessing import reduction
 
@@ -40,22 +39,21 @@ def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers):
     arrays = images, torch.arange(23), (0.5,) * 3, (0.25,) * 3
     data, expected = (kind(*arrays, augment="crop-flip") for kind in (Noted, ImageArrays))
     loader = ShareLoader(data, workers, pin_memory=False)
-    loaded, before = [], torch.get_rng_state()
+    places, numbers, before = [], [], torch.get_rng_state()
     for epoch, count in ((0, 6), (1, 2), (1, 6), (0, 6)):  # one is left early and begun again
-        expected.set_epoch(epoch)
-        if not workers:
-            data.set_epoch(epoch)
+        for dataset in (expected, data)[: 2 - workers]:
+            dataset.set_epoch(epoch)
         for number, parts in zip(range(count), loader.load(shares(epoch)), strict=False):
             assert [part.samples for part in parts] == [1, 2]
             for part, indices in zip(parts, ([number], [3, 4]), strict=True):
                 for found, wanted in zip(part.batch, expected[indices], strict=False):
                     assert torch.equal(found, wanted)
-                loaded.append(part.batch[2:])
-    assert len({process for (process, _), _ in loaded}) == 1
-    pid = loaded[0][0][0]
+                places.append(part.batch[2])
+                numbers.append(part.batch[3])
+    (pid,) = {process for process, _ in places}
     if workers:
-        assert [numbers for _, numbers in loaded[:12]] == [numbers for _, numbers in loaded[-12:]]
-        files = [count for (_, count), _ in loaded]
+        assert numbers[:12] == numbers[-12:]
+        files = [count for _, count in places]
         assert min(files[-12:]) <= max(files[:12])  # some are open while a batch is on its way
         assert torch.equal(torch.get_rng_state(), before)  # or a resumed run would differ
     assert (pid == os.getpid()) == (workers == 0)
@@ -105,12 +103,10 @@ def test_evaluation_covers_each_sample_once():
         length, size, batch = draw.randrange(100), draw.randrange(1, 9), draw.randrange(1, 20)
         shares = [draw.uniform(0.1, 3.0) for _ in range(size)]
         ranks = [evaluation_indices(length, rank, shares, batch) for rank in range(size)]
-        taken = [index for rank in ranks for indices in rank for index in indices]
-        assert taken == list(range(length))
+        assert [i for rank in ranks for indices in rank for i in indices] == list(range(length))
         assert all(0 < len(indices) <= batch for rank in ranks for indices in rank)
-        counts = [sum(map(len, rank)) for rank in ranks]
-        for count, share in zip(counts, shares, strict=True):
-            assert abs(count - length * share / sum(shares)) <= 1
+        for rank, share in zip(ranks, shares, strict=True):
+            assert abs(sum(map(len, rank)) - length * share / sum(shares)) <= 1
 
 
 def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch):
@@ -188,15 +184,12 @@ def test_a_worker_exits_when_its_rank_is_killed(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     rank = subprocess.Popen(forked([PYTHON, str(script)]), stdout=subprocess.PIPE, text=True)
-    try:
+    with rank:
         rank_pid, loading_pid = map(int, rank.stdout.readline().split())
         loading = psutil.Process(loading_pid)
         fork_server = loading.parent()
         assert fork_server.pid != rank_pid
-    finally:
-        rank.send_signal(signal.SIGKILL)
-        rank.wait()
-        rank.stdout.close()
+        rank.kill()
     _, alive = psutil.wait_procs([loading, fork_server], timeout=LIMIT_SEC)
     for process in alive:
         process.kill()

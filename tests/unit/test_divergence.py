@@ -15,19 +15,16 @@ from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation, Task
 
 
-@pytest.mark.parametrize(
-    ("own", "agree", "found"),
-    [
+def test_ranks_of_a_kind_that_agree_with_another_have_equal_bits():
+    for own, agree, found in (
         (["a1", "a1", "b2"], [1, 1, 1], [0, 1, 2]),
         (["a1", "a1", "b2"], [1, 1, 0], [0, 1]),
         (["a1", "b2", "b3"], [1, 1, 1], [0, 1]),  # by one bit among equals
         (["a1", "b2", "b3"], [1, 0, 1], [0, 2]),  # by more
         (["a1", "b2", "b3", "b3"], [1, 1, 1, 1], [0, 2, 3]),
         (["a1", "b1"], [1, 1], [0, 1]),
-    ],
-)
-def test_ranks_of_a_kind_that_agree_with_another_have_equal_bits(own, agree, found):
-    assert alike([((kind,), int(bits)) for kind, bits in own], agree) == found
+    ):
+        assert alike([((kind,), int(bits)) for kind, bits in own], agree) == found
 
 
 def test_the_majority_is_asked_first_and_in_a_tie_the_lowest_rank():

@@ -32,17 +32,14 @@ def limit(kind, value):
     resource.setrlimit(kind, before)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "pairs"),
-    [
+def test_the_first_ranks_of_hosts_meet():
+    for hosts, pairs in (
         ("a", []),
         ("aaaaaaaa", [[(0, 1)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)], [(2, 3)]]),
         ("aabbcc", [[(0, 2)], [(0, 4)], [(2, 4)]]),
         ("abcdefghi", [[(n, n + 1) for n in range(at, 8, 2)] for at in (0, 1)] + [[(0, 8)]]),
-    ],
-)
-def test_the_first_ranks_of_hosts_meet(hosts, pairs):
-    assert job.choose_pairs(hosts) == pairs
+    ):
+        assert job.choose_pairs(hosts) == pairs
 
 
 @pytest.mark.parametrize(("bytes_per_sec", "largest"), [(1e5, 64 << 10), (1e9, 4 << 20)])

@@ -1,9 +1,11 @@
-"""What is emulated: flags, environment variables, and ranks that differ in them."""
+"""What is emulated: flags, variables, ranks that differ in them, and slowdowns."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from kaitian_mpi.devices import pace
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.devices.emulation import (
     KINDS_VARIABLE,
@@ -12,8 +14,9 @@ from kaitian_mpi.devices.emulation import (
     given_emulation,
     read_emulation,
 )
-from kaitian_mpi.devices.pace import CallPace
+from kaitian_mpi.devices.pace import CallPace, Pace
 from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.runtime.system import CommunicationThread
 
 
 @pytest.fixture
@@ -105,3 +108,88 @@ def test_a_device_is_its_own_but_for_its_emulated_kind_and_pace():
     assert wrapped(slowdown="1:1", device=gpu) is gpu
     with pytest.raises(UserError, match=r"^--emulate-slowdown: only CPU ranks can be slowed"):
         wrapped(slowdown="1:3", device=gpu, rank=0)
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    used_sec = slept_sec = 0.0
+
+    def thread_time(self):
+        return self.used_sec
+
+    def sleep(self, seconds):
+        self.slept_sec += seconds
+
+    def compute(self, seconds):
+        self.used_sec += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(pace, "time", made)
+    return made
+
+
+def test_a_slowed_step_sleeps_in_proportion_to_what_it_computes(clock):
+    slowdown = Pace(((0, 2.0), (50, 3.0), (90, 1.0)))
+    clock.compute(7)
+    slowdown.start()
+    for step, slept in ((0, 0.1), (49, 0.2), (50, 0.4), (89, 0.6), (90, 0.6)):
+        slowdown.go_to(step)
+        clock.compute(0.1)
+        slowdown.catch_up()
+        assert clock.slept_sec == pytest.approx(slept)
+
+
+def test_only_the_time_between_calls_counts_whatever_they_are(clock):
+    """Two calls, such as those of two groups or of one and its messages, have one measurement."""
+    slowdown = CallPace(((0, 3.0), (50, 9.0)))  # the factor from the start
+    first = slowdown.around(lambda: clock.compute(5))  # MPI spins in the caller's thread
+    second = slowdown.around(lambda text: text)
+    clock.compute(7)
+    first()  # starts the measurement
+    assert clock.slept_sec == 0
+    clock.compute(0.1)
+    assert second("result") == "result"
+    assert clock.slept_sec == pytest.approx(0.2)
+    first()
+    clock.compute(0.02)
+    first()
+    assert clock.slept_sec == pytest.approx(0.24)
+    clock.compute(5)
+    slowdown.forget()  # the creation of a group does not count
+    first()
+    clock.compute(0.01)
+    first()
+    assert clock.slept_sec == pytest.approx(0.26)
+    slowdown.pause()  # nor a Training, which slows its own steps
+    for _ in range(3):
+        first()
+        clock.compute(1)
+    slowdown.resume()
+    first()
+    clock.compute(0.01)
+    first()
+    assert clock.slept_sec == pytest.approx(0.28)
+    for schedule in ((), ((0, 1.0),), ((0, 1.0), (0, 1.0))):  # not slowed: the method itself
+        assert CallPace(schedule).around(first) is first
+
+
+def test_each_thread_has_its_own_measurement(clock):
+    slowdown = CallPace(((0, 3.0),))
+    call = slowdown.around(lambda: None)
+    call()
+    clock.compute(1)
+
+    def compute_and_call():
+        call()
+        clock.compute(0.1)
+        call()
+
+    for kind, slept in ((CommunicationThread, 0), (threading.Thread, 0.2)):
+        thread = kind(target=compute_and_call)
+        thread.start()
+        thread.join()
+        assert clock.slept_sec == pytest.approx(slept)

@@ -59,9 +59,8 @@ def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
     assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
 
 
-@pytest.mark.parametrize(
-    ("cohorts", "buckets", "latency", "batch_sizes", "compute_sec", "exposed_sec", "efficiency"),
-    [
+def test_a_forecast_computed_by_hand():
+    for cohorts, buckets, latency, batch_sizes, compute_sec, exposed_sec, efficiency in (
         # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
         ([(2.0, 1.0), (0.0, 2.0)], [MIB], 2.0, [6, 4], 8, 2, 1 / (6 / 8 + 4 / 8)),
         # A rank without samples counts with its rate at one sample.
@@ -69,18 +68,14 @@ def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
         # Each micro-batch pays its fixed cost and hides less: the last of two takes 6 s; half of
         # the gradients are ready 2 s before its end.
         ([(1.0, 1.0, 1, 5)], [MIB, MIB], 3.0, [10], 12, 4, 12 / 16),
-    ],
-)
-def test_a_forecast_computed_by_hand(
-    cohorts, buckets, latency, batch_sizes, compute_sec, exposed_sec, efficiency
-):
-    cohorts = [cohort("gpu", *each) for each in cohorts]
-    found = forecast(cohorts, 10, buckets, AllreduceCost(latency, 0.0))
-    assert found.batch_sizes == batch_sizes
-    assert found.compute_sec == compute_sec
-    assert found.exposed_sec == pytest.approx(exposed_sec)
-    assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
-    assert found.efficiency == pytest.approx(efficiency)
+    ):
+        cohorts = [cohort("gpu", *each) for each in cohorts]
+        found = forecast(cohorts, 10, buckets, AllreduceCost(latency, 0.0))
+        assert found.batch_sizes == batch_sizes
+        assert found.compute_sec == compute_sec
+        assert found.exposed_sec == pytest.approx(exposed_sec)
+        assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
+        assert found.efficiency == pytest.approx(efficiency)
 
 
 def test_every_choice_of_kinds_is_forecast_and_judged():
@@ -124,9 +119,8 @@ ENTRIES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "latency_sec", "sec_per_byte"),
-    [
+def test_scaling_to_another_world():
+    for world, latency_sec, sec_per_byte in (
         # The measured world.
         *((e.ranks_per_kind, e.cost.latency_sec, e.cost.sec_per_byte) for e in ENTRIES),
         # A group scales like a ring.
@@ -137,30 +131,25 @@ ENTRIES = [
         ({"gpu": 8, "mlu": 8}, 5e-4 + 2e-4 * 3, 5e-10 + max(2e-10 * 7 / 4, 3e-10 * 7 / 6)),
         # A kind measured with one rank is assumed to be like the slowest, here the six ranks.
         ({"cpu": 36}, 9e-4 * 2, 8e-10 * (35 / 36) / (5 / 6)),
-    ],
-)
-def test_scaling_to_another_world(world, latency_sec, sec_per_byte):
-    cost = scale_allreduce(ENTRIES, world)
-    assert cost.latency_sec == pytest.approx(latency_sec)
-    assert cost.sec_per_byte == pytest.approx(sec_per_byte)
-    assert guessed_kinds(ENTRIES, {"cpu": 2, "gpu": 9, "mlu": 1}) == ["cpu"]
-    # Kinds that were measured only among more cost what the fewest of those do.
-    times = {"abcd": 3e-3, "abc": 2e-3, "bcd": 1e-3}
-    entries = [measured(sec, 0.0, **dict.fromkeys(kinds, 1)) for kinds, sec in times.items()]
-    assert scale_allreduce(entries, {"a": 1, "b": 1}).latency_sec == 2e-3
+    ):
+        cost = scale_allreduce(ENTRIES, world)
+        assert cost.latency_sec == pytest.approx(latency_sec)
+        assert cost.sec_per_byte == pytest.approx(sec_per_byte)
+        assert guessed_kinds(ENTRIES, {"cpu": 2, "gpu": 9, "mlu": 1}) == ["cpu"]
+        # Kinds that were measured only among more cost what the fewest of those do.
+        times = {"abcd": 3e-3, "abc": 2e-3, "bcd": 1e-3}
+        entries = [measured(sec, 0.0, **dict.fromkeys(kinds, 1)) for kinds, sec in times.items()]
+        assert scale_allreduce(entries, {"a": 1, "b": 1}).latency_sec == 2e-3
 
 
-@pytest.mark.parametrize(
-    ("entries", "world", "what"),
-    [
+def test_what_was_not_measured_is_an_error():
+    for entries, world, what in (
         ([measured(0.0, 0.0, cpu=1)], {"cpu": 4}, "inside cpu"),
         (ENTRIES[:2], {"gpu": 2, "mlu": 2}, "between gpu, mlu"),
         (ENTRIES, {"gpu": 2, "cpu": 1}, "between gpu, cpu"),
-    ],
-)
-def test_what_was_not_measured_is_an_error(entries, world, what):
-    with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
-        scale_allreduce(entries, world)
+    ):
+        with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
+            scale_allreduce(entries, world)
 
 
 def test_ranks_reuse_the_measured_costs_in_turn():

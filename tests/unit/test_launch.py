@@ -26,9 +26,8 @@ HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=
 TRAIN = "kaitian_mpi.cli.train --lr 1"
 
 
-@pytest.mark.parametrize(
-    ("line", "hosts", "environments", "words"),
-    [
+def test_each_environment_of_each_host_is_a_part_of_the_command():
+    for line, hosts, environments, words in (
         (
             "mpirun --hostfile hf -np 5 --bind-to none kaitian-train --lr 1",
             *(HOSTS, {"b": B, "c": B}),
@@ -59,18 +58,15 @@ TRAIN = "kaitian_mpi.cli.train --lr 1"
             f"--host b:1 -np 1 /c/python {MODULE}.run train.py : "
             f"--host c:2 -np 2 /c/python {MODULE}.run {LIST} train.py",
         ),
-    ],
-)
-def test_each_environment_of_each_host_is_a_part_of_the_command(line, hosts, environments, words):
-    expanded, used = expand(parse_launcher(line.split()), hosts, environments)
-    assert " ".join(expanded) == words
-    listed = ",".join(re.findall(r"--host (\S+)", words)).split(",")
-    assert {host.name for host in used} == {each.partition(":")[0] for each in listed}
+    ):
+        expanded, used = expand(parse_launcher(line.split()), hosts, environments)
+        assert " ".join(expanded) == words
+        listed = ",".join(re.findall(r"--host (\S+)", words)).split(",")
+        assert {host.name for host in used} == {each.partition(":")[0] for each in listed}
 
 
-@pytest.mark.parametrize(
-    ("line", "hosts", "environments", "message"),
-    [
+def test_a_command_that_cannot_be_divided():
+    for line, hosts, environments, message in (
         ("mpirun -np 7 kaitian-train", HOSTS, {}, "7 ranks have only 6 slots"),
         ("mpirun kaitian-train", HOSTS, {"z": A}, "name z, but the hostfile and --host have"),
         ("mpirun kaitian-train", (Host(name="a"),), {}, "no slots are known for a; write slots=N"),
@@ -80,11 +76,9 @@ def test_each_environment_of_each_host_is_a_part_of_the_command(line, hosts, env
         ("mpirun", HOSTS, {"a": A}, "interpreter of no program cannot"),
         ("mpirun kaitian-train", HOSTS[:1], {"a": BOTH}, "of a have 3 devices, but it has only 2"),
         ("mpirun python x.py", (), {"a": BOTH}, "the devices of python cannot .* kaitian-"),
-    ],
-)
-def test_a_command_that_cannot_be_divided(line, hosts, environments, message):
-    with pytest.raises(UserError, match=message):
-        expand(parse_launcher(line.split()), hosts, environments)
+    ):
+        with pytest.raises(UserError, match=message):
+            expand(parse_launcher(line.split()), hosts, environments)
 
 
 PATH_ONLY = "must have the full path of its interpreter"
@@ -119,9 +113,8 @@ def test_the_environments_of_a_host_are_read_in_order(tmp_path):
     assert read_environments(str(tmp_path / "hosts.toml")) == {"a": tuple(BOTH), "b": tuple(B)}
 
 
-@pytest.mark.parametrize(
-    ("ended", "answer"),
-    [
+def test_what_a_host_answers():
+    for ended, answer in (
         (Ended(0, f"Welcome!\n{__version__}\n"), __version__),
         (Ended(0, "9\n"), f"b has kaitian-mpi 9, and this host {__version__}; install the same"),
         (Ended(None), "b does not answer within 8 s; check"),
@@ -129,11 +122,9 @@ def test_the_environments_of_a_host_are_read_in_order(tmp_path):
         (Ended(127, "", "bash: /p: No such file or directory"), "b has no /p; install"),
         (Ended(1, "", "x\nimportlib.metadata.PackageNotFoundError: k"), "/p has no kaitian-mpi"),
         (Ended(1, "", "Fatal Python error"), "b: /p fails (Fatal Python error); run it there"),
-    ],
-)
-def test_what_a_host_answers(ended, answer):
-    found = judge(ended, "b", "/p", 8.0, False)
-    assert answer in (found.fault or found.version)
+    ):
+        found = judge(ended, "b", "/p", 8.0, False)
+        assert answer in (found.fault or found.version)
 
 
 def test_this_machine_is_asked_without_ssh():
@@ -146,16 +137,13 @@ def test_this_machine_is_asked_without_ssh():
     assert "c has no /proc/version" in found["c", "/proc/version"].fault
 
 
-@pytest.mark.parametrize(
-    ("slots", "variable", "levels"),
-    [
+def test_what_mpirun_will_do_with_a_hostfile():
+    for slots, variable, levels in (
         ((2, 1), "", ["ok"]),
         ((2, 1), ":oversubscribe", ["problem", "ok"]),
         ((2,), ":oversubscribe", ["ok"]),
         ((2, None), "", ["warning"]),
-    ],
-)
-def test_what_mpirun_will_do_with_a_hostfile(slots, variable, levels):
-    hosts = tuple(Host(name=f"n{number}", slots=each) for number, each in enumerate(slots))
-    environ = {"PRTE_MCA_rmaps_default_mapping_policy": variable}
-    assert [str(each.level) for each in judge_hostfile(hosts, environ)] == levels
+    ):
+        hosts = tuple(Host(name=f"n{number}", slots=each) for number, each in enumerate(slots))
+        environ = {"PRTE_MCA_rmaps_default_mapping_policy": variable}
+        assert [str(each.level) for each in judge_hostfile(hosts, environ)] == levels

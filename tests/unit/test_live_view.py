@@ -179,9 +179,8 @@ def two_ranks(compute, wait, data=(0.0, 0.0), **others):
     return reading(ranks=2, **{**usual, **times, **others})
 
 
-@pytest.mark.parametrize(
-    ("readings", "devices"),
-    [
+def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds():
+    for readings, devices in (
         # Rank 0 computes 750 samples/s and rank 1 500: 900 of 1250.
         (
             [two_ranks([0.08, 0.06], [0.01, 0.03], [0.01, 0.01])],
@@ -194,29 +193,24 @@ def two_ranks(compute, wait, data=(0.0, 0.0), **others):
             "90% of their combined speed (900.0 of 1,000.0 samples/s); lost to communication 10%",
         ),
         ([], "not measured, because no step was trained"),
-    ],
-)
-def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds(readings, devices):
-    reached, used, _ = outcome(*readings)
-    loss = " | loss 1.2346" * len(readings)
-    assert reached == f"finish!, in 1:05{loss} | held-out accuracy 0.7500"
-    assert used == f"devices: {devices}"
+    ):
+        reached, used, _ = outcome(*readings)
+        loss = " | loss 1.2346" * len(readings)
+        assert reached == f"finish!, in 1:05{loss} | held-out accuracy 0.7500"
+        assert used == f"devices: {devices}"
 
 
-@pytest.mark.parametrize(
-    ("compute", "wait", "data", "advice"),
-    [
+def test_outcome_advises_on_what_costs_most():
+    for compute, wait, data, advice in (
         ([0.05, 0.05], [0.05, 0.05], [0.0, 0.0], "--wire"),
         ([0.05, 0.05], [0.0, 0.0], [0.05, 0.05], "--workers"),
         ([0.09, 0.02], [0.0, 0.08], [0.0, 0.0], "kaitian-plan"),
         ([0.05, 0.05], [0.0, 0.0], [0.0, 0.0], "between steps"),
         ([0.1, 0.1], [0.0, 0.0], [0.0, 0.0], "kaitian-report run shows the run"),
-    ],
-)
-def test_outcome_advises_on_what_costs_most(compute, wait, data, advice):
-    found = outcome(two_ranks(compute, wait, data))[2]
-    assert found.startswith("next: ")
-    assert advice in found.split(";")[0]
+    ):
+        found = outcome(two_ranks(compute, wait, data))[2]
+        assert found.startswith("next: ")
+        assert advice in found.split(";")[0]
 
 
 def test_outcome_names_lost_and_slow_ranks_first():

@@ -1,7 +1,17 @@
 """The parts of the MPI layer that need no MPI."""
 
-import pytest
+import gc
+import socket
+import threading
+import time
+import weakref
+from datetime import timedelta
 
+import pytest
+import torch.distributed as dist
+
+from kaitian_mpi.distributed.store_barrier import clear_store_barrier, store_barrier
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import join_errors
 from kaitian_mpi.mpi.topology import RankInfo, may_group_by_host, plan_groups
 from kaitian_mpi.runtime.launcher import (
@@ -12,14 +22,23 @@ from kaitian_mpi.runtime.launcher import (
     read_launch,
     unlaunched,
 )
+from kaitian_mpi.runtime.mpi_libraries import (
+    MPICH,
+    OPEN_MPI,
+    launched_by,
+    report_to_launcher,
+    survival_advice,
+    survival_requested,
+)
+from kaitian_mpi.runtime.polling import wait_request
 
-OPEN_MPI = {
+BY_OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_SIZE": "8",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
-MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+BY_MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 SRUN = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NUM_NODES": "3",
@@ -36,49 +55,43 @@ BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"
 INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
+def test_placement_is_read_from_the_environment_of_what_a_launcher_started():
+    for environ, expected in (
         ({}, None),
         (SRUN, Launch(5, 6, 0, 1)),
         ({**SRUN, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, Launch(5, 6, 0, 2)),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, None),
-        ({**SRUN, **OPEN_MPI}, Launch(5, 8, 1, 4)),  # its daemon on another node is srun's
+        ({**SRUN, **BY_OPEN_MPI}, Launch(5, 8, 1, 4)),  # its daemon on another node is srun's
         (BATCH, None),
         (INTERACTIVE, None),
-        (OPEN_MPI, Launch(5, 8, 1, 4)),
-        (MPICH, Launch(2, 3, 0, 1)),
-        ({**MPICH, **OPEN_MPI}, Launch(5, 8, 1, 4)),
+        (BY_OPEN_MPI, Launch(5, 8, 1, 4)),
+        (BY_MPICH, Launch(2, 3, 0, 1)),
+        ({**BY_MPICH, **BY_OPEN_MPI}, Launch(5, 8, 1, 4)),
         ({"OMPI_COMM_WORLD_RANK": "5"}, None),
-    ],
-)
-def test_placement_is_read_from_the_environment_of_what_a_launcher_started(environ, expected):
-    assert read_launch(environ) == (expected or Launch(0, 1, 0, 1))
-    assert find_launch(environ) == expected
+    ):
+        assert read_launch(environ) == (expected or Launch(0, 1, 0, 1))
+        assert find_launch(environ) == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "found"),
-    [
+def test_a_single_rank_in_a_larger_allocation_is_found():
+    for environ, found in (
         ({}, ""),
         (BATCH, "a Slurm job of 6 tasks"),
         (INTERACTIVE, "a Slurm job of 6 tasks"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "a Slurm job of 2 nodes"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_HET_SIZE": "2"}, "of 2 components"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, ""),
-        ({**BATCH, **OPEN_MPI}, ""),
+        ({**BATCH, **BY_OPEN_MPI}, ""),
         ({**BATCH, "PMIX_RANK": "0"}, ""),
         ({**BATCH, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # srun -n 1
         ({"K_MPI_JOB_ROLE": "launcher"}, "the launcher of an MPIJob"),
         ({"K_MPI_JOB_ROLE": "worker"}, ""),
-    ],
-)
-def test_a_single_rank_in_a_larger_allocation_is_found(environ, found):
-    fault = unlaunched(environ)
-    assert (fault is not None) == bool(found)
-    if fault:
-        assert found in fault[0]
-        assert "mpirun" in fault[1]
+    ):
+        fault = unlaunched(environ)
+        assert (fault is not None) == bool(found)
+        if fault:
+            assert found in fault[0]
+            assert "mpirun" in fault[1]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +120,8 @@ def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts(
     assert environ == theirs  # what the user has set is kept
 
 
-@pytest.mark.parametrize(
-    ("kinds", "nodes", "expected"),
-    [
+def test_ranks_are_grouped_by_kind_or_by_kind_and_host():
+    for kinds, nodes, expected in (
         ("a", None, [("a", (0,), None)]),
         ("aa", None, [("a", (0, 1), None)]),
         ("bab", None, [("b", (0, 2), None), ("a", (1,), None)]),
@@ -117,12 +129,10 @@ def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts(
             *("abaab", [0, 0, 0, 3, 3]),
             [("a", (0, 2), 0), ("b", (1,), 0), ("a", (3,), 3), ("b", (4,), 3)],
         ),
-    ],
-)
-def test_ranks_are_grouped_by_kind_or_by_kind_and_host(kinds, nodes, expected):
-    groups = plan_groups(kinds, nodes)
-    assert [(group.kind, group.ranks, group.node) for group in groups] == expected
-    assert [group.leader for group in groups] == [ranks[0] for _, ranks, _ in expected]
+    ):
+        groups = plan_groups(kinds, nodes)
+        assert [(group.kind, group.ranks, group.node) for group in groups] == expected
+        assert [group.leader for group in groups] == [ranks[0] for _, ranks, _ in expected]
 
 
 def test_groups_by_host_are_an_alternative_only_where_they_differ_in_use():
@@ -158,3 +168,98 @@ def test_ranks_and_their_errors_are_described_in_one_line():
         found, advice = different_mpi(6, 1, library, by_srun=True)
         assert "srun started 6 tasks, but MPI sees 1" in found
         assert flag in advice
+
+
+RANKS = {
+    OPEN_MPI: dict.fromkeys(OPEN_MPI.rank_variables, "1"),
+    MPICH: dict.fromkeys(MPICH.rank_variables, "1"),
+}
+
+
+@pytest.mark.parametrize("library", [OPEN_MPI, MPICH])
+def test_a_launcher_is_known_by_the_variables_of_its_ranks(library):
+    assert launched_by(RANKS[library]) is library
+    assert launched_by({}) is None
+    assert launched_by({**RANKS[OPEN_MPI], **RANKS[MPICH]}) is OPEN_MPI
+    for name in library.rank_variables:
+        assert launched_by({**RANKS[library], name: ""}) is None
+
+
+def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says():
+    asked = {"OMPI_MCA_mpi_ft_enable": "1"}
+    assert survival_requested({**asked, **RANKS[OPEN_MPI]})
+    assert survival_requested(asked)
+    assert not survival_requested({**asked, **RANKS[MPICH]})
+    assert not survival_requested(RANKS[OPEN_MPI])
+    assert survival_advice("Open MPI 5.0.11").startswith("give mpirun --with-ft ulfm")
+    for library in ("Open MPI 4.1.4", "MPICH 5.0.2", "Intel MPI 2021.13"):
+        advice = f"{library} cannot survive it; kaitian-supervise starts the job again"
+        assert survival_advice(library).startswith(advice)
+    environ = dict(RANKS[MPICH])  # which library will be loaded is not known yet
+    prepare_environment(environ, Launch(0, 4, 0, 4), 2)
+    assert environ["OMPI_MCA_btl"] == "^tcp"
+
+
+def test_nothing_is_written_to_a_file_that_is_not_the_launchers(tmp_path):
+    ours, theirs = socket.socketpair()
+    with ours, theirs, (tmp_path / "file").open("w+b") as file:
+        theirs.setblocking(False)
+        for number in (ours.fileno(), file.fileno(), 9999):
+            report_to_launcher({**RANKS[MPICH], "PMI_FD": str(number)})
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+        assert (tmp_path / "file").read_bytes() == b""
+
+
+class Failing:
+    def Test(self):  # noqa: N802, MPI's name
+        raise RuntimeError("a rank is lost")
+
+
+def test_a_failed_request_is_kept_for_mpi_may_write_to_its_buffers():
+    request = Failing()
+    found = weakref.ref(request)
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        wait_request(request)
+    del request
+    gc.collect()
+    assert found() is not None
+
+
+def arrive(store, size, after, departed=lambda missing: []):
+    """Let each rank arrive after so many seconds; return each rank's result or error."""
+    outcomes = {}
+
+    def run(rank, seconds):
+        time.sleep(seconds)
+        timeout = timedelta(seconds=30)
+        try:
+            outcomes[rank] = store_barrier(store, "new_group", rank, size, timeout, departed)
+        except CollectiveError as error:
+            outcomes[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=item) for item in after.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_all_ranks_get_the_same_name_and_a_new_one_each_time():
+    store, names = dist.HashStore(), set()
+    for _ in range(3):
+        outcomes = arrive(store, 3, {0: 0.0, 1: 0.1, 2: 0.0})
+        names |= set(outcomes.values())
+        for rank in range(3):
+            clear_store_barrier(store, rank)
+        assert store.num_keys() == 0
+    assert len(names) == 3
+
+
+def test_a_rank_that_has_left_the_job_is_not_waited_for():
+    outcomes = arrive(
+        dist.HashStore(), 3, {0: 0.0, 2: 0.0}, departed=lambda missing: [r for r in missing if r]
+    )
+    message = "new_group: rank 1 of 3 left the job without calling it; every rank must call it"
+    assert outcomes == {0: message, 2: message}  # not that of a timeout

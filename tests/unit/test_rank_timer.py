@@ -25,31 +25,23 @@ MIB = 1 << 20
 STEP_SEC, SAMPLE_SEC = 1e-2, 1e-4
 
 
-class Clock:
-    """A clock that only moves when seconds are added."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now=0.0)  # which only moves when seconds are added
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """Let only steps take time, so that load on the machine has no effect."""
-    times = SimpleNamespace(perf_counter=CLOCK, thread_time=CLOCK)
+    times = SimpleNamespace(perf_counter=lambda: CLOCK.now, thread_time=lambda: CLOCK.now)
     monkeypatch.setattr(rank_timer, "time", times)
 
 
 class Device(CpuDevice):
     """A device whose steps take `base + per_sample * batch` bytes of `limit`."""
 
-    def __init__(self, limit, base=100, per_sample=10):
-        self.limit, self.base, self.per_sample = limit, base, per_sample
-        self.batch = 0
+    base, per_sample, batch = 100, 10, 0
+
+    def __init__(self, limit, is_host=True):
+        self.limit, self.is_host = limit, is_host
 
     def __deepcopy__(self, _):  # with the model that reports its batches
         return self
@@ -59,10 +51,6 @@ class Device(CpuDevice):
 
     def memory_peak_bytes(self, index):
         return self.base + self.per_sample * self.batch
-
-
-class Accelerator(Device):
-    is_host = False
 
 
 def make_world(device, size=1):
@@ -112,7 +100,7 @@ def measure(device, most=10**9, min_batch=1, ranks=1, **settings):
     return RankTimer(Workload(config, make_world(device, ranks), setup, min_batch)).measure()
 
 
-HOST, ACCELERATOR = Device(limit=1 << 40), Accelerator(limit=1 << 40)
+HOST, ACCELERATOR = Device(limit=1 << 40), Device(limit=1 << 40, is_host=False)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +112,7 @@ HOST, ACCELERATOR = Device(limit=1 << 40), Accelerator(limit=1 << 40)
         (ACCELERATOR, SAMPLE_SEC, {}, [8, 16, 32, 64, 128, 256], None),
         (ACCELERATOR, SAMPLE_SEC, {"ranks": 4}, [8, 16, 32, 64, 128], None),
         # Before memory is full: 90% of 1000 bytes less a base of 100 has room for 80 samples of 10.
-        (Accelerator(limit=1000), SAMPLE_SEC, {}, [8, 16, 32, 64], 80),
+        (Device(1000, is_host=False), SAMPLE_SEC, {}, [8, 16, 32, 64], 80),
         # At an out-of-memory error.
         (ACCELERATOR, SAMPLE_SEC, {"most": 40}, [8, 16, 32], 32),
         # At the user's micro-batch.
@@ -277,13 +265,14 @@ def make_cache(folder, **settings):
 
 
 def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
-    assert make_cache(tmp_path / "new").read() is None
-    make_cache(tmp_path / "new").write(FOUND)
-    assert make_cache(tmp_path / "new").read() == replace(FOUND, from_cache=True)
+    folder = tmp_path / "new"
+    assert make_cache(folder).read() is None
+    make_cache(folder).write(FOUND)
+    assert make_cache(folder).read() == replace(FOUND, from_cache=True)
     for change in ({"precision": "bf16"}, {"model": "cnn"}, {"global_batch_size": 1000}):
-        assert make_cache(tmp_path / "new", **change).read() is None
+        assert make_cache(folder, **change).read() is None
     assert make_cache("").read() is None
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--benchmark-cache"):
         make_cache(tmp_path / "file").write(FOUND)
 
@@ -307,14 +296,18 @@ def test_an_invalid_cache_file_is_ignored(tmp_path, old, new):
 def test_results_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
     make_cache(tmp_path).write(FOUND)
     (file,) = tmp_path.glob("*.json")
-    assert make_cache(tmp_path).read() is not None
+
+    def is_read():
+        return make_cache(tmp_path).read() is not None
+
+    assert is_read()
     file.chmod(0o666)
-    assert make_cache(tmp_path).read() is None
+    assert not is_read()
     file.chmod(0o644)
     kept = file.rename(tmp_path / "kept")
     file.symlink_to(kept)
-    assert make_cache(tmp_path).read() is None
+    assert not is_read()
     kept.replace(file)
     owner = file.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    assert (make_cache(tmp_path).read() is None) == (owner != 0)  # files of root are trusted
+    assert is_read() == (owner == 0)  # files of root are trusted

@@ -1,4 +1,4 @@
-"""Changes of plan during training, in simulated jobs."""
+"""Changes of plan during training and stragglers, in simulated jobs."""
 
 import itertools
 import math
@@ -11,6 +11,7 @@ from rank_steps import rank_steps
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.rebalancer import Rebalancer, SpeedMonitors
 from kaitian_mpi.balance.shares import plan_fastest
+from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, StragglerDetector
 
 SEEN = np.array([True])
 
@@ -111,9 +112,8 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
     assert "x as long as planned" in first.reason
 
 
-@pytest.mark.parametrize(
-    ("rows", "min_batch", "batch_sizes", "factors", "gain"),
-    [
+def test_plans_from_constant_times():
+    for rows, min_batch, batch_sizes, factors, gain in (
         # A wrong benchmark is corrected.
         ([(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)], 1, [48, 16], [1.0, 3.0], 1.0),
         # New plans respect the minimum batch.
@@ -124,17 +124,15 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
         ([(1, 8, 0.08, 0), (1, 8, 0.8, 0)], 1, None, [1.0, 1.0], None),
         # A device without a completed step is ignored.
         ([(0, 32, 0.0, 0.0), (1, 32, 0.32, 0)], 1, None, [1.0, 1.0], None),
-    ],
-)
-def test_plans_from_constant_times(rows, min_batch, batch_sizes, factors, gain):
-    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch)
-    found = [rebalancer.observe(rank_steps(*rows)) for _ in range(40)]
-    plans = [plan for plan in found if plan is not None]
-    assert [plan.batch_sizes for plan in plans] == [batch_sizes] * (batch_sizes is not None)
-    assert rebalancer.factors == pytest.approx(factors)
-    for plan in plans:
-        assert plan.factors == pytest.approx(factors)
-        assert plan.gain == pytest.approx(gain)
+    ):
+        rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch)
+        found = [rebalancer.observe(rank_steps(*rows)) for _ in range(40)]
+        plans = [plan for plan in found if plan is not None]
+        assert [plan.batch_sizes for plan in plans] == [batch_sizes] * (batch_sizes is not None)
+        assert rebalancer.factors == pytest.approx(factors)
+        for plan in plans:
+            assert plan.factors == pytest.approx(factors)
+            assert plan.gain == pytest.approx(gain)
 
 
 def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
@@ -162,3 +160,71 @@ def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed
     for _ in range(14):
         rows = noisy_rows(chance, faster, shares, (0.01, 0.01, 0.15), 0.001)
         assert rebalancer.observe(rank_steps(*rows)) is None
+
+
+def watch(steps, told, ranks=3, costs=()):
+    """Feed steps 1, 2, … and return the events as (step, rank, kind, begins)."""
+    watch = StragglerDetector(ranks, costs)
+    seen = []
+    for step in range(1, steps + 1):
+        rows, data = told(step)
+        for change in watch.observe(step, rank_steps(*rows), np.array(data)):
+            seen.append((step, change.rank, change.kind, change.until_step is None))
+    return watch, seen
+
+
+def even(work=0.3, wait=0.01):
+    return [(1, 32, work, wait) for _ in range(3)]
+
+
+def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
+    watched, seen = watch(50, lambda _: (even(), [0.0] * 3))
+    assert (seen, watched.found) == ([], [])
+
+    def told(step):
+        slow = 3.0 if 30 <= step < 60 else 1.0
+        steps = even()
+        steps[1] = (1, 32, 0.3 * slow, 0.01)
+        for rank in (0, 2):
+            steps[rank] = (1, 32, 0.3, 0.01 + 0.3 * (slow - 1))
+        return steps, [0.0] * 3
+
+    watched, seen = watch(100, told)
+    assert [each[1:] for each in seen] == [(1, COMPUTE, True), (1, COMPUTE, False)]
+    (slow,) = watched.found
+    assert abs(slow.since_step - 30) <= 2
+    assert 60 <= slow.until_step <= 70
+    assert 2.7 < slow.amount < 3.3
+    assert "as long" in slow.text
+
+
+ROWS, WAITS = even(), (1, 32, 0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "found"),
+    [
+        ([(1, 32, 0.3, 0.3), (1, 32, 0.3, 0.3), (1, 32, 0.6, 0)], 0.0, [(2, COMPUTE, 2.0)]),
+        # 0.15 s of these for its batch.
+        ([*ROWS[:2], (1, 32, 0.45, 0.01)], 0.15, [(2, COMPUTE, 1.5), (2, DATA, 0.33)]),
+        # Communication is the wait of the last rank to arrive.
+        ([WAITS, (1, 32, 0.35, 0.35), WAITS], 0.0, [(1, COMMUNICATION, 0.5)]),
+    ],
+)
+def test_a_slow_rank_and_why(rows, data, found):
+    watched, _ = watch(20, lambda _: (rows, [0.0, 0.0, data]))
+    slow = [(each.rank, each.kind, pytest.approx(each.amount, abs=0.01)) for each in watched.found]
+    assert slow == found
+    if found[0][1] == COMPUTE:
+        assert "wait for it" in watched.found[0].text
+
+
+def test_a_higher_cost_per_sample_of_a_smaller_share_is_not_reported():
+    cost = RankCost(0.2, 0.01)
+
+    def told(step):
+        samples = 64 if step < 30 else 16
+        return [(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
+
+    watched, _ = watch(80, told, ranks=2, costs=[cost, cost])
+    assert watched.found == []

@@ -1,13 +1,11 @@
 """What a job that resumes a run does with flags that have other values, and with its metadata."""
 
-import json
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 
-from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.topology import RankInfo
@@ -16,11 +14,9 @@ from kaitian_mpi.train.checkpoint.metadata import (
     REJECTED,
     SILENT,
     Invalidated,
-    RunMetadata,
     compare_flags,
 )
 from kaitian_mpi.train.checkpoint.resume import is_over
-from kaitian_mpi.train.measure.plan import Profile
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.summary import Summary
 
@@ -74,9 +70,8 @@ def test_what_a_changed_flag_invalidates():
     assert compare() == compare_flags({"model": "cnn"}, THEN) == ([], set())  # of an older version
 
 
-@pytest.mark.parametrize(
-    ("done", "flags", "over"),
-    [
+def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate():
+    for done, flags, over in (
         ({"epoch": 3}, {"epochs": 3}, True),
         ({"epoch": 3}, {"epochs": 2}, True),
         ({"epoch": 3}, {"epochs": 4}, False),
@@ -84,11 +79,9 @@ def test_what_a_changed_flag_invalidates():
         ({"epoch": 1, "step": 9}, {"epochs": 3, "max_steps": 9}, True),
         ({"epoch": 1, "step": 9}, {"epochs": 3, "max_steps": 10}, False),
         ({"epoch": 1, "step": 9}, {"epochs": 3}, False),
-    ],
-)
-def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate(done, flags, over):
-    progress = asdict(Progress(0, **{"is_done": True} | done))
-    assert is_over(TrainConfig(**flags), progress) is over
+    ):
+        progress = asdict(Progress(0, **{"is_done": True} | done))
+        assert is_over(TrainConfig(**flags), progress) is over
 
 
 def test_summary_round_trip():
@@ -100,24 +93,6 @@ def test_summary_round_trip():
     assert Summary.from_json(content) == summary
     odd = {"finished": 1, "steps": True, "ranks": {}, "val_loss": 2, "of a later version": 3}
     assert Summary.from_json(odd) == Summary(val_loss=2)
-
-
-def test_metadata_round_trip():
-    profiles = {
-        "a/0/gpu/cuda:0": Profile(RankCost(0.001, 1 / 3, 48), "channels_last", "bf16"),
-        "a/1/gpu/cuda:1": Profile(RankCost(0.0, 2e-4, None), "contiguous", "fp32"),
-        "b/0/mlu/cpu": Profile(None, "channels_last", "fp32"),
-    }
-    places, failure = list(profiles), {"ranks": [{"rank": 2, "host": "b"}], "step": 7}
-    size = "8 + 2 samples"
-    metadata = RunMetadata(
-        *(asdict(THEN), profiles, places[2:], "leader", places[:2], [100, 156], [failure], size)
-    )
-    text = json.dumps(metadata.to_json())
-    assert isinstance(metadata.profiles["b/0/mlu/cpu"], Profile)  # it has changed nothing
-    other = RunMetadata.from_json(json.loads(text))
-    assert vars(other) == vars(metadata)
-    assert json.dumps(other.to_json()) == text
 
 
 def test_a_place_does_not_depend_on_the_rank():

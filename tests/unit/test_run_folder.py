@@ -1,10 +1,11 @@
-"""Run folders on full disks, and folders that cannot be created."""
+"""Run folders on full disks, folders that cannot be created, and snapshots that stay private."""
 
 import errno
 import json
 import multiprocessing
 import os
 import resource
+import stat
 import time
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,16 @@ import pytest
 import torch
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.errors import StorageError
+from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.observe import folders
-from kaitian_mpi.observe.folders import make_new_folder
+from kaitian_mpi.observe.folders import (
+    make_new_folder,
+    make_private,
+    remove_private,
+    snapshots_name,
+)
 from kaitian_mpi.observe.run_folder import DiskFolder, open_run_folder
+from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.saving import Saving
@@ -153,3 +160,61 @@ def test_jobs_started_simultaneously_get_different_folders(tmp_path):
     assert {*made} == {"cnn"} | {f"cnn-{number}" for number in range(2, 201)}
     for job in jobs:
         job.join()
+
+
+STATE = {"weight": torch.full((2,), 666.0)}
+
+
+def files_of(name="job"):
+    name = snapshots_name(TrainConfig(snapshots=name).snapshots, os.environ)
+    return snapshot_files(name) if name else None
+
+
+def test_snapshots_go_to_a_folder_only_this_user_can_access(memory):
+    before = os.umask(0)
+    try:
+        files_of().write(STATE, {"step": 1})
+    finally:
+        os.umask(before)
+    found = files_of().folder.lstat()
+    assert stat.S_IMODE(found.st_mode) == 0o700
+    assert found.st_uid == os.geteuid()
+    files_of().write(STATE, {"step": 2})
+    assert files_of().newest_good().step == 2
+    remove_private(files_of().folder)
+    assert list(memory.iterdir()) == []
+
+
+REJECTED = "it is not a folder of mode 700 that belongs to you, so it is not used"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o755, "given away", "a link"])
+def test_a_folder_that_others_own_or_can_access_is_rejected(memory, mode):
+    files = files_of()
+    folder = memory / "elsewhere" if mode == "a link" else files.folder
+    folder.mkdir()
+    CheckpointFiles(folder, keep=1).write(STATE, {"step": 60})  # as any user could
+    folder.chmod(mode if isinstance(mode, int) else 0o700)
+    if mode == "a link":
+        files.folder.symlink_to(folder)
+    elif mode == "given away":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 65534, 65534)
+    write = partial(files.write, STATE, {"step": 61})
+    for access in (files.newest_good, write, partial(make_private, files.folder)):
+        with pytest.raises(UserError, match=REJECTED):
+            access()
+    remove_private(files.folder)
+    assert len(list(folder.iterdir())) == 2  # it is not ours to remove
+
+
+def test_the_name_can_be_set_by_the_environment(memory, monkeypatch):
+    monkeypatch.setenv(folders.SNAPSHOTS_VARIABLE, "secret")
+    for given, name in (("", "secret"), ("given", "given")):
+        assert f"kaitian-{name}-" in str(files_of(given).folder)
+    monkeypatch.setenv(folders.SNAPSHOTS_VARIABLE, "../../etc")
+    with pytest.raises(UserError, match="use letters and digits only"):
+        files_of("")
+    monkeypatch.delenv(folders.SNAPSHOTS_VARIABLE)
+    assert files_of("") is None

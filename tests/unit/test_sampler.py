@@ -42,9 +42,8 @@ def draw_plan(draw, ranks, min_batch=1):
     return plan
 
 
-@pytest.mark.parametrize(
-    ("remaining", "plan", "min_batch", "shares"),
-    [
+def test_shares_of_step():
+    for remaining, plan, min_batch, shares in (
         (100, [6, 3, 1], 1, [6, 3, 1]),
         (10, [6, 3, 1], 1, [6, 3, 1]),
         (5, [6, 3, 1], 1, [3, 2, 0]),
@@ -55,12 +54,10 @@ def draw_plan(draw, ranks, min_batch=1):
         (5, [2, 2], 2, [3, 2]),  # a remainder that is too small joins the step before
         (5, [2, 2], 1, [2, 2]),
         (3, [2, 2], 2, [3, 0]),
-    ],
-)
-def test_shares_of_step(remaining, plan, min_batch, shares):
-    assert shares_of_step(remaining, plan, min_batch) == shares
-    lengths = 2, 4, 5, 6, 9, 10
-    assert [steps_per_epoch(length, 4, 2) for length in lengths] == [1, 1, 1, 2, 2, 3]
+    ):
+        assert shares_of_step(remaining, plan, min_batch) == shares
+        lengths = 2, 4, 5, 6, 9, 10
+        assert [steps_per_epoch(length, 4, 2) for length in lengths] == [1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("min_batch", [1, 2, 3])
@@ -151,19 +148,16 @@ def test_resume_with_another_number_of_ranks():
         assert flat(taken) + flat(take(after)) == flat(take(whole))
 
 
-@pytest.mark.parametrize(
-    ("length", "options", "message"),
-    [
+def test_a_state_of_another_run_is_rejected():
+    for length, options, message in (
         (10, {"seed": 1}, "seed 0, this run has 1"),
         (9, {}, "dataset length 10, this run has 9"),
         (10, {"shuffle": False}, "shuffle True, this run has False"),
-    ],
-)
-def test_a_state_of_another_run_is_rejected(length, options, message):
-    (saved,), (sampler,) = make_ranks(10, [4]), make_ranks(length, [4], **options)
-    with pytest.raises(UserError, match=message):
-        sampler.load_state_dict(saved.state_dict())
-    assert sampler.position == 0
+    ):
+        (saved,), (sampler,) = make_ranks(10, [4]), make_ranks(length, [4], **options)
+        with pytest.raises(UserError, match=message):
+            sampler.load_state_dict(saved.state_dict())
+        assert sampler.position == 0
 
 
 @pytest.mark.parametrize(

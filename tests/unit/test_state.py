@@ -95,9 +95,16 @@ def equal(some, others):
     )
 
 
-def test_shared_state_round_trip_with_momentum():
+def test_shared_state_is_restored_with_momentum_and_that_of_a_rank_bit_by_bit():
     state, other = make_state(), make_state(seed=1)
     train(state)
+    fill_buffers(state.model)
+    own = from_bytes(to_bytes(state.rank_state()))
+    expected = torch.rand(5)
+    torch.manual_seed(77)
+    other.load_rank_state(own)
+    assert equal(buffers(state), buffers(other))
+    assert torch.equal(torch.rand(5), expected)
     state.progress.epoch, state.progress.bad_steps = 2, 1
     assert not equal(parameters(state), parameters(other))
     load_saved(other, state)
@@ -132,81 +139,48 @@ def test_a_jobs_own_settings_and_number_of_steps_are_kept():
         another.load_shared(state.shared())
 
 
-def test_per_rank_state_is_restored_bit_by_bit():
-    state, other = make_state(), make_state(seed=1)
-    train(state)
-    fill_buffers(state.model)
-    own = from_bytes(to_bytes(state.rank_state()))
-    expected = torch.rand(5)
-    torch.manual_seed(77)
-    other.load_rank_state(own)
-    assert equal(buffers(state), buffers(other))
-    assert torch.equal(torch.rand(5), expected)
-    assert not equal(parameters(state), parameters(other))
-
-
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_only_a_transaction_that_is_not_committed_is_rolled_back(is_committed):
+def test_only_a_transaction_that_is_not_committed_is_rolled_back():
     state = make_state()
-    train(state)
     fill_buffers(state.model)
-    weights, before = parameters(state), buffers(state)
-    state.restore()  # no transaction has begun
-    for _ in range(2):
+    for is_committed in (False, True):
+        before = buffers(state)
         state.save()
-        state.model(torch.randn(8, 4)).sum().backward()
         for name in BUFFERS:
             getattr(state.model, name).zero_()
         after = buffers(state)
-        assert not equal(before, after)
         if is_committed:
             state.commit()
         state.restore()
         assert equal(after if is_committed else before, buffers(state))
-        assert equal(weights, parameters(state))
-        assert all(parameter.grad is None for parameter in state.model.parameters())
-        fill_buffers(state.model)
 
 
-@pytest.mark.parametrize(
-    ("layers", "steps", "lags"),
-    [
-        ([nn.BatchNorm1d(2)], 0, False),
-        ([nn.BatchNorm1d(2)], 1, True),
-        ([nn.BatchNorm1d(2)], 49, True),
-        ([nn.BatchNorm1d(2)], 50, False),
-        ([nn.BatchNorm1d(2, momentum=0.5), nn.BatchNorm2d(3)], 49, True),
-        ([nn.BatchNorm1d(2, momentum=0.5)], 10, False),
+def test_statistics_lag_in_a_short_epoch():
+    norm, half = nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.5)
+    for layers, steps, lags in (
+        *(([norm], 0, False), ([norm], 1, True), ([norm], 49, True), ([norm], 50, False)),
+        *(([half, nn.BatchNorm2d(3)], 49, True), ([half], 10, False)),
         ([nn.BatchNorm1d(2, momentum=None)], 1, False),
         ([nn.BatchNorm1d(2, track_running_stats=False)], 1, False),
-        ([nn.SyncBatchNorm(2), nn.BatchNorm1d(2)], 1, False),
+        ([nn.SyncBatchNorm(2), norm], 1, False),
         ([convert_sync_batchnorm(nn.BatchNorm1d(2))], 1, True),
         ([nn.Linear(2, 2), nn.LayerNorm(2)], 1, False),
-    ],
-)
-def test_statistics_lag_in_a_short_epoch(layers, steps, lags):
-    assert RunningStatistics(nn.Sequential(*layers)).lag(steps) is lags
+    ):
+        assert RunningStatistics(nn.Sequential(*layers)).lag(steps) is lags
 
 
-@pytest.mark.parametrize(
-    ("done", "flags", "batch", "steps"),
-    [
-        ({}, {"epochs": 4}, 25, 16),
-        ({}, {"epochs": 4}, 30, 16),
-        ({}, {"epochs": 4, "max_steps": 7}, 30, 7),
-        ({}, {"epochs": 4, "max_steps": 70}, 30, 16),
+HALF_WAY = {"step": 15, "epoch": 1, "position": 50}
+
+
+def test_total_steps_are_done_plus_remaining():
+    for done, epochs, max_steps, batch, steps in (
+        *(({}, 4, 0, 25, 16), ({}, 4, 0, 30, 16), ({}, 4, 7, 30, 7), ({}, 4, 70, 30, 16)),
         # half of the second epoch was done in steps of 10; what is left is in steps of 25
-        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 4}, 25, 15 + 2 + 8),
-        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 4, "max_steps": 16}, 25, 16),
-        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 4, "max_steps": 5}, 25, 15),
-        ({"step": 15, "epoch": 1, "position": 50}, {"epochs": 1}, 25, 15),
-        ({"step": 10, "epoch": 0, "position": 100}, {"epochs": 1}, 25, 10),
-        ({"step": 40, "epoch": 4}, {"epochs": 4}, 25, 40),
-        ({"step": 40, "epoch": 4}, {"epochs": 6}, 25, 48),
-    ],
-)
-def test_total_steps_are_done_plus_remaining(done, flags, batch, steps):
-    assert count_steps(TrainConfig(**flags), 100, batch, 1, Progress(0, **done)) == steps
+        *((HALF_WAY, 4, 0, 25, 15 + 2 + 8), (HALF_WAY, 4, 16, 25, 16), (HALF_WAY, 4, 5, 25, 15)),
+        *((HALF_WAY, 1, 0, 25, 15), ({"step": 10, "epoch": 0, "position": 100}, 1, 0, 25, 10)),
+        *(({"step": 40, "epoch": 4}, 4, 0, 25, 40), ({"step": 40, "epoch": 4}, 6, 0, 25, 48)),
+    ):
+        config = TrainConfig(epochs=epochs, max_steps=max_steps)
+        assert count_steps(config, 100, batch, 1, Progress(0, **done)) == steps
 
 
 def test_the_schedule_counts_samples_whatever_the_global_batch_and_goes_on_in_mid_epoch():
@@ -281,35 +255,29 @@ def one_cycle(optimizer, steps):
     return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
 
 
-def cosine_of_a_closure(optimizer, steps):
-    return lr_scheduler.LambdaLR(optimizer, lambda k: 0.5 * (1 + numpy.cos(numpy.pi * k / steps)))
-
-
 def two_in_sequence(optimizer, steps):
     first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
     second = lr_scheduler.CosineAnnealingLR(optimizer, steps - 3)
     return lr_scheduler.SequentialLR(optimizer, [first, second], [3])
 
 
-SCHEDULERS = [
-    *(lr_scheduler.CosineAnnealingLR, one_cycle, cosine_of_a_closure, two_in_sequence),
-    lambda optimizer, steps: [
-        lr_scheduler.ExponentialLR(optimizer, 0.9),
-        lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps),
-    ],
-]
+def two_side_by_side(optimizer, steps):
+    last = lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    return [lr_scheduler.ExponentialLR(optimizer, 0.9), last]
+
+
+def of_a_closure(optimizer, steps):
+    return lr_scheduler.LambdaLR(optimizer, lambda k: 0.5 * (1 + numpy.cos(numpy.pi * k / steps)))
+
+
+SCHEDULERS = lr_scheduler.CosineAnnealingLR, one_cycle, of_a_closure, two_in_sequence
+SCHEDULERS += (two_side_by_side,)
 
 
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS)
-def test_a_finished_run_with_more_steps_continues_the_schedule_of_all_of_them(make_scheduler):
-    expected = rates(scheduled(make_scheduler, 2 * STEPS), 2 * STEPS)
-    state = trained(make_scheduler, steps=STEPS)
-    other = resumed(state, make_scheduler, total_steps=2 * STEPS)
-    assert rates(other, STEPS) == pytest.approx(expected[STEPS:])
-
-
-@pytest.mark.parametrize("make_scheduler", SCHEDULERS)
-def test_an_interrupted_run_continues_its_schedule_bit_by_bit(make_scheduler):
+def test_an_interrupted_run_continues_its_schedule_bit_by_bit_and_a_finished_one_that_of_more_steps(
+    make_scheduler,
+):
     expected = rates(scheduled(make_scheduler), STEPS)
     state, made = trained(make_scheduler, steps=5), []
 
@@ -319,6 +287,13 @@ def test_an_interrupted_run_continues_its_schedule_bit_by_bit(make_scheduler):
 
     assert rates(resumed(state, noted), STEPS - 5) == expected[5:]
     assert made == [STEPS], "nothing has changed, so the scheduler's own state is loaded"
+    expected = rates(scheduled(make_scheduler, 2 * STEPS), 2 * STEPS)
+    more = resumed(trained(make_scheduler, steps=STEPS), make_scheduler, total_steps=2 * STEPS)
+    assert rates(more, STEPS) == pytest.approx(expected[STEPS:])
+
+
+def halved(optimizer):
+    return lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
 def test_settings_that_the_script_has_changed_are_resumed_and_the_others_are_of_the_job():
@@ -333,9 +308,6 @@ def test_settings_that_the_script_has_changed_are_resumed_and_the_others_are_of_
 
 
 def test_settings_of_a_resumed_job_apply_under_a_scheduler_with_a_state():
-    def halved(optimizer):
-        return lr_scheduler.StepLR(optimizer, 2, 0.5)
-
     expected = rates(scheduled(halved, lr=0.4), 9)
     other = resumed(trained(halved, lr=0.1, steps=5), halved, lr=0.4, weight_decay=0.3)
     assert rates(other, 4) == pytest.approx(expected[5:])
@@ -354,7 +326,7 @@ def test_schedulers_follow_a_change_of_the_number_of_steps_while_training_or_say
 
 
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), numpy.float32(0.1), numpy.float64(0.1)])
-@pytest.mark.parametrize("make_scheduler", [None, lambda o: lr_scheduler.StepLR(o, 2, 0.5)])
+@pytest.mark.parametrize("make_scheduler", [None, halved])
 def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys(lr, make_scheduler):
     expected = rates(scheduled(make_scheduler, lr=copy.deepcopy(lr)), 6)
     assert [type(rate) for rate in expected] == [float] * 6
@@ -364,20 +336,17 @@ def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys(lr, make_schedule
     assert rates(other, 3) == pytest.approx(expected[3:])
 
 
-@pytest.mark.parametrize(
-    ("value", "saved"),
-    [
+def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values():
+    for value, saved in (
         (numpy.float64(0.5), 0.5),
         ({numpy.int64(1): [numpy.bool_(True)]}, {1: [True]}),
         (collections.Counter("aab"), {"a": 2, "b": 1}),
         (torch.Size([1, 2]), (1, 2)),
-    ],
-)
-def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values(value, saved):
-    state = scheduled(None, extra=Counter(value))
-    state.check_restorable()
-    found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]
-    assert (type(found), found) == (type(saved), saved)
+    ):
+        state = scheduled(None, extra=Counter(value))
+        state.check_restorable()
+        found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]
+        assert (type(found), found) == (type(saved), saved)
 
 
 class OwnTensor(torch.Tensor):
@@ -388,13 +357,10 @@ VALUE = r"Task: extra_state\['extra_state'\]\['value'\].* is a"
 OF_A_CLASS = "state_dict of extra_state cannot be saved and loaded"
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training():
+    for value, message in (
         *(({1, 2}, VALUE), ([object()], VALUE), (numpy.zeros(2), VALUE)),
         (torch.ones(2).as_subclass(OwnTensor), OF_A_CLASS),
-    ],
-)
-def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training(value, message):
-    with pytest.raises(UserError, match=message):
-        scheduled(None, extra=Counter(value)).check_restorable()
+    ):
+        with pytest.raises(UserError, match=message):
+            scheduled(None, extra=Counter(value)).check_restorable()

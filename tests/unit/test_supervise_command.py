@@ -15,9 +15,8 @@ from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, T
 from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks", "files", "lists"),
-    [
+def test_mpirun_options_are_parsed():
+    for options, ranks, files, lists in (
         ("", None, [], []),
         ("-np 4", 4, [], []),
         ("--np 4", 4, [], []),
@@ -41,21 +40,18 @@ from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_comma
         # Words after the first non-option belong to another program.
         ("-np 2 taskset -c 0,1", 2, [], []),
         ("numactl -H -n 1", None, [], []),
-    ],
-)
-def test_mpirun_options_are_parsed(options, ranks, files, lists):
-    words = ["mpirun", *options.split(), "/opt/bin/kaitian-train", "-np", "9", "--host", "z"]
-    command = parse_command(words)
-    assert command.ranks == ranks
-    assert command.values(HOSTFILES) == files
-    assert command.values(HOST_LISTS) == lists
-    assert command.arguments == ("-np", "9", "--host", "z")
-    assert command.words == words
+    ):
+        words = ["mpirun", *options.split(), "/opt/bin/kaitian-train", "-np", "9", "--host", "z"]
+        command = parse_command(words)
+        assert command.ranks == ranks
+        assert command.values(HOSTFILES) == files
+        assert command.values(HOST_LISTS) == lists
+        assert command.arguments == ("-np", "9", "--host", "z")
+        assert command.words == words
 
 
-@pytest.mark.parametrize(
-    ("line", "arguments"),
-    [
+def test_the_training_program_is_found():
+    for line, arguments in (
         ("mpirun -np 2 kaitian-train --epochs 3", ["--epochs", "3"]),
         ("mpirun -np 2 kaitian-train --run-dir runs/kaitian-train", ["--run-dir", None]),
         ("mpirun -np 2 python -m kaitian_mpi.cli.train --lr 1", ["--lr", "1"]),
@@ -66,31 +62,26 @@ def test_mpirun_options_are_parsed(options, ranks, files, lists):
         ("mpirun -np 2 kaitian-run train.py --lr 1", ["train.py", "--lr", "1"]),
         ("mpirun -np 2 python -m kaitian_mpi.cli.run -m train", ["-m", "train"]),
         ("mpirun -np 2 kaitian-run kaitian-train", ["kaitian-train"]),
-    ],
-)
-def test_the_training_program_is_found(line, arguments):
-    command = parse_command(line.split())
-    assert command.program == ("kaitian-run" if "run " in line.partition("-np 2")[2] else TRAIN)
-    expected = ["runs/kaitian-train" if word is None else word for word in arguments]
-    assert list(command.arguments) == expected
-    assert command.words == line.split()
+    ):
+        command = parse_command(line.split())
+        assert command.program == ("kaitian-run" if "run " in line.partition("-np 2")[2] else TRAIN)
+        expected = ["runs/kaitian-train" if word is None else word for word in arguments]
+        assert list(command.arguments) == expected
+        assert command.words == line.split()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_other_programs_are_rejected():
+    for line in (
         "",
         "mpirun -np 2 python train.py",
         "mpirun -np 2 kaitian-train.py",
         "mpirun -x kaitian-train python train.py",
         "mpirun -np 2 python -m kaitian_mpi.cli.plan",
         "mpirun -np 1 kaitian-train : -np 1 kaitian-train",
-    ],
-)
-def test_other_programs_are_rejected(line):
-    why = "has several programs separated by ':'" if ":" in line else "must start kaitian-train"
-    with pytest.raises(UserError, match=f"the command {why}"):
-        parse_command(line.split())
+    ):
+        why = "has several programs separated by ':'" if ":" in line else "must start kaitian-train"
+        with pytest.raises(UserError, match=f"the command {why}"):
+            parse_command(line.split())
 
 
 def test_values_are_replaced_in_place_and_keep_their_form():
@@ -108,9 +99,8 @@ def test_values_are_replaced_in_place_and_keep_their_form():
         assert given.replaced(names, values).words == words
 
 
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
+def test_a_variable_of_the_ranks_is_read():
+    for line, value in (
         ("mpirun -np 2 kaitian-train", "here"),
         ("mpirun -x A -np 2 kaitian-train", "here"),
         ("mpirun -x A=b,c -np 2 kaitian-train", "b,c"),
@@ -120,15 +110,12 @@ def test_values_are_replaced_in_place_and_keep_their_form():
         ("mpiexec -env A b -n 2 kaitian-train", "b"),
         ("mpirun -x A= -np 2 kaitian-train", ""),
         ("mpirun -x AA=b -np 2 kaitian-train --set A=b", "here"),
-    ],
-)
-def test_a_variable_of_the_ranks_is_read(line, value):
-    assert parse_command(line.split()).variable("A", {"A": " here "}) == value
+    ):
+        assert parse_command(line.split()).variable("A", {"A": " here "}) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "agent"),
-    [
+def test_the_launch_agent_is_mpiruns():
+    for words, environ, agent in (
         ([], {}, ["ssh"]),
         ([], {"PRTE_MCA_plm_ssh_agent": "env -i A=1"}, ["env", "-i", "A=1"]),
         ([], {"OMPI_MCA_plm_ssh_agent": "env"}, ["env"]),
@@ -142,20 +129,17 @@ def test_a_variable_of_the_ranks_is_read(line, value):
         (["--mca", "btl", "tcp"], {}, ["ssh"]),
         (["-launcher-exec", "env"], {"HYDRA_LAUNCHER_EXEC": "false"}, ["env"]),  # MPICH's
         ([], {"HYDRA_LAUNCHER_EXEC": "env"}, ["env"]),
-    ],
-)
-def test_the_launch_agent_is_mpiruns(words, environ, agent):
-    command = parse_command(["mpirun", *words, "kaitian-train"])
-    assert find_agent(command, environ) == agent
+    ):
+        command = parse_command(["mpirun", *words, "kaitian-train"])
+        assert find_agent(command, environ) == agent
 
 
 def slots_of(hosts):
     return {host.name: host.slots for host in hosts}
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
-    [
+def test_parsing_a_hostfile():
+    for text, slots in (
         ("", {}),
         ("# nothing\n\n  \n// nothing\n", {}),
         ("a slots=4\nb slots=2\n", {"a": 4, "b": 2}),
@@ -168,11 +152,8 @@ def slots_of(hosts):
         ("a:4\nb:2", {"a": 4, "b": 2}),
         ("10.77.0.1 slots=1\nnode-2.r_1.org slots=1", {"10.77.0.1": 1, "node-2.r_1.org": 1}),
         ("a slots=2\r\nb slots=1\r\n", {"a": 2, "b": 1}),
-    ],
-)
-def test_parsing_a_hostfile(text, slots):
-    # The order counts as well.
-    assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
+    ):
+        assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
 
 
 def test_a_host_is_probed_by_its_login_without_a_shell_or_prompt():

@@ -50,9 +50,8 @@ def make_job(line, hostfile=HOSTFILE, **settings):
 OWN = " --run-dir=runs/x --resume=auto"
 
 
-@pytest.mark.parametrize(
-    ("line", "lost", "words", "hostfile", "shape"),
-    [
+def test_the_command_of_a_start_excludes_lost_hosts():
+    for line, lost, words, hostfile, shape in (
         ("-np 4 --hostfile hf", "", "-np 4 --hostfile hf", "", "4 ranks on a, b, c"),
         ("-np 4 --hostfile hf", "b", "-np 3 --hostfile new", "a slots=2\n" + C, "3 ranks on a, c"),
         ("-np 2 --hostfile=hf", "b", "-np 2 --hostfile=new", "a slots=2\n" + C, "2 ranks on a, c"),
@@ -62,14 +61,12 @@ OWN = " --run-dir=runs/x --resume=auto"
         ("--hostfile hf --host c,a", "c", "--hostfile new --host a", AB, "1 rank on a"),
         ("", "", "", "", "as mpirun chooses"),
         ("-np 2", "", "-np 2", "", "2 ranks"),
-    ],
-)
-def test_the_command_of_a_start_excludes_lost_hosts(line, lost, words, hostfile, shape):
-    job = make_job(f"mpirun {line} kaitian-train --lr 1")
-    start = plan_start(job, frozenset(lost), False, "new")
-    assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
-    assert start.hostfile == hostfile
-    assert start.shape == shape
+    ):
+        job = make_job(f"mpirun {line} kaitian-train --lr 1")
+        start = plan_start(job, frozenset(lost), False, "new")
+        assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
+        assert start.hostfile == hostfile
+        assert start.shape == shape
 
 
 def flags_of(job, lost, trained=False):
@@ -93,9 +90,8 @@ EMULATED = {"emulate_kinds": "gpu,mlu,mlu,npu", "emulate_slowdown": "2:3,3:2@9"}
 TWO_LEFT = "--emulate-kinds=gpu,mlu --emulate-slowdown=0:1"
 
 
-@pytest.mark.parametrize(
-    ("options", "lost", "settings", "flags"),
-    [
+def test_a_smaller_job_has_the_first_devices_and_fewer_spares():
+    for options, lost, settings, flags in (
         ("-np 4", "", EMULATED, ""),
         ("-np 4", "b", EMULATED, "--emulate-kinds=gpu,mlu,mlu --emulate-slowdown=2:3"),
         ("-np 4", "bc", EMULATED, TWO_LEFT),
@@ -104,11 +100,9 @@ TWO_LEFT = "--emulate-kinds=gpu,mlu --emulate-slowdown=0:1"
         ("-np 4", "b", {"spares": 2}, "--spares=1"),
         ("-np 4", "bc", {"spares": 2}, "--spares=0"),
         ("-np 4", "ac", {"spares": 2}, "--spares=0"),
-    ],
-)
-def test_a_smaller_job_has_the_first_devices_and_fewer_spares(options, lost, settings, flags):
-    job = make_job(f"mpirun {options} --hostfile hf kaitian-train", **settings)
-    assert flags_of(job, lost) == f"{flags}{OWN}".split()
+    ):
+        job = make_job(f"mpirun {options} --hostfile hf kaitian-train", **settings)
+        assert flags_of(job, lost) == f"{flags}{OWN}".split()
 
 
 @pytest.mark.parametrize(

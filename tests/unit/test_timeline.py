@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -76,20 +77,14 @@ def test_phases_of_sampled_steps_and_outside_of_steps_are_recorded():
     clock = [0.0]
     with recording(2, now=lambda: clock[0]) as made:
         for now, phase, step in (
-            (1, "loading the dataset", None),
-            (2, "forward", 2),
-            (4, "forward", 3),
-            (7, "forward", 4),
-            (8, "evaluation", None),
-            (9, "forward", 5),
+            *((1, "loading the dataset", None), (2, "forward", 2), (4, "forward", 3)),
+            *((7, "forward", 4), (8, "evaluation", None), (9, "forward", 5)),
         ):
             clock[0] = now
             enter_phase(phase, step=step)
     assert [(event.lane, event.name, event.start, event.end) for event in made.take()] == [
-        (MAIN, "loading the dataset", 1, 2),
-        (MAIN, "forward", 2, 4),
-        (MAIN, "forward", 7, 8),
-        (MAIN, "evaluation", 8, 9),
+        *((MAIN, "loading the dataset", 1, 2), (MAIN, "forward", 2, 4)),
+        *((MAIN, "forward", 7, 8), (MAIN, "evaluation", 8, 9)),
     ]
     assert made.take() == []
 
@@ -129,14 +124,13 @@ def test_memory_is_bounded_and_what_is_missing_is_counted():
     made = Recorder(1, capacity=3)
     for _ in range(5):
         made.add(MAIN, "forward", 0.0, 1.0)
-    assert len(made.take()) == 3
-    assert made.dropped == 2
+    assert (len(made.take()), made.dropped) == (3, 2)
     for _ in range(2000):  # the batches of a long evaluation
         made.enter_phase("evaluation", None)
         made.take()
     assert made.dropped == 2 + 1500
-    made.enter_phase("forward", 1)
-    made.enter_phase("forward", 2)
+    for step in (1, 2):
+        made.enter_phase("forward", step)
     assert [event.name for event in made.take()] == ["forward"]
 
 
@@ -153,35 +147,23 @@ class DeviceMark(NamedTuple):
         return self.time - earlier.time
 
 
-class Accelerator:
-    """A device with a clock of its own, which goes on by a second at each mark."""
-
-    is_host = False
-
-    def __init__(self):
-        self.mark = map(DeviceMark, itertools.count(1.0)).__next__
-
-
 def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
     with recording(2, now=lambda: 108.0) as made:
         for step in (1, 2):
             enter_phase("forward", step=step)
-            device = Accelerator()
-            clock = StepClock(device)
+            # Its own clock goes on by a second at each mark.
+            mark = map(DeviceMark, itertools.count(1.0)).__next__
+            clock = StepClock(SimpleNamespace(is_host=False, mark=mark))
             clock.start()
             for phase in (clock.BACKWARD, clock.FORWARD, clock.BACKWARD):
                 clock.enter(phase)
-            device.mark()  # as of a bucket
-            clock.gradients_summed(device.mark())
+            mark()  # as of a bucket
+            clock.gradients_summed(mark())
             clock.stop()
     events = made.take_device_spans(lambda: DeviceMark(8.0))
     assert [(event.name, event.start, event.end) for event in events] == [
-        ("forward", 101, 102),
-        ("backward", 102, 103),
-        ("forward", 103, 104),
-        ("backward", 104, 106),
-        ("the sum of gradients", 106, 107),
-        ("the optimizer", 107, 108),
+        *(("forward", 101, 102), ("backward", 102, 103), ("forward", 103, 104)),
+        *(("backward", 104, 106), ("the sum of gradients", 106, 107), ("the optimizer", 107, 108)),
     ]
 
 
@@ -195,8 +177,8 @@ def test_the_relay_records_the_stages_of_each_chunk():
         recorded(call, "all_reduce", GROUP, 1)()
     assert tensor.tolist() == [2.0] * 32
     lanes = [(event.lane, event.args.get("bytes")) for event in made.take()]
-    stages = ("relay: copy out", "relay: MPI", "relay: copy back")
-    assert {lane: lanes.count((lane, 32)) for lane in stages} == dict.fromkeys(stages, 4)
+    for stage in ("relay: copy out", "relay: MPI", "relay: copy back"):
+        assert lanes.count((stage, 32)) == 4
 
 
 def some_lines(rank=0, start=1.0):

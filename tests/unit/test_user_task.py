@@ -60,9 +60,8 @@ def test_the_function_gets_the_settings_and_the_seed():
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
+def test_a_function_that_cannot_be_used_is_a_one_line_error():
+    for name, settings, message in (
         ("build", {}, r"--set do not fit: missing a required argument: 'width'; it takes width, "),
         ("build", {"width": 1, "nam": 2}, r"argument 'nam'; it takes width, name"),
         ("without_parameters", {"x": 1}, r"argument 'x'; it takes none"),
@@ -74,11 +73,9 @@ def test_the_function_gets_the_settings_and_the_seed():
         ("wrong", {}, r"Task: model must be a torch.nn.Module, not a int"),
         ("number", {}, r"is an object of type int; name a function"),
         ("absent", {}, r"module my_tasks has no attribute 'absent'"),
-    ],
-)
-def test_a_function_that_cannot_be_used_is_a_one_line_error(name, settings, message):
-    with one_line_error(message):
-        build(name, **settings)
+    ):
+        with one_line_error(message):
+            build(name, **settings)
 
 
 def test_settings_are_read_as_toml_or_else_as_text():

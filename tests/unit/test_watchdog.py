@@ -1,5 +1,6 @@
 """The watchdog: its decisions as tables, and its effects on real processes."""
 
+import contextlib
 import os
 import re
 import signal
@@ -39,9 +40,8 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
 # decisions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("now", "line", "anew", "state", "reason"),
-    [
+def test_verdict_on_a_rank():
+    for now, line, anew, state, reason in (
         (60.0, report(), 0, "S", None),
         (61.0, report(), 0, "T", "no heartbeat for 61 s (stopped), last in forward of step 12"),
         (61.0, report(allowed="inf"), 0, "t", "no heartbeat for 61 s (stopped by a debugger)"),
@@ -61,11 +61,9 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
         (9999.0, report(beat=9999), 9938, "S", "61 s in forward"),
         (9999.0, report(limit="inf"), 0, "S", None),
         (61.0, report(beat=62, since=62), 0, "S", None),
-    ],
-)
-def test_verdict_on_a_rank(now, line, anew, state, reason):
-    found = kill_reason(now, Report(line), anew, state)
-    assert found == reason if reason is None else reason in found
+    ):
+        found = kill_reason(now, Report(line), anew, state)
+        assert found == reason if reason is None else reason in found
 
 
 def test_the_newest_well_formed_report_counts():
@@ -151,18 +149,15 @@ def wait_until_up(watchdog: int) -> None:
 
 @pytest.fixture
 def rank():
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def begin(*args) -> Rank:
-        started.append(Rank(*args))
-        return started[-1]
+        def begin(*args) -> Rank:
+            started = Rank(*args)
+            stack.callback(started.process.communicate, timeout=LONGEST_SEC)
+            stack.callback(started.process.kill)  # does nothing to one that has ended
+            return started
 
-    yield begin
-    for one in started:
-        # A zombie keeps its pid, so no other process can be hit.
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate(timeout=LONGEST_SEC)
+        yield begin
 
 
 AGAIN = """
@@ -260,8 +255,7 @@ def test_a_busy_rank_survives_and_its_watchdog_uses_no_cpu(rank):
     assert busy.wait() == (0, "", "")
 
 
-def test_a_forked_worker_does_not_hold_the_watchdog(rank):
-    body = """
+FORKS = """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads at a fork
 worker = os.fork()
@@ -271,7 +265,10 @@ if worker == 0:
     os._exit(0)
 print(worker, flush=True)
 """
-    killed = rank(body + STEPS)
+
+
+def test_a_forked_worker_does_not_hold_the_watchdog(rank):
+    killed = rank(FORKS + STEPS)
     worker = int(read_line(killed.process))
     os.kill(killed.pid, signal.SIGKILL)
     try:
@@ -307,24 +304,17 @@ def test_a_watchdog_stopped_together_with_its_rank_restarts_its_timer(rank):
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_rank_ends_with_its_launcher_if_configured(follows):
-    body = f"""
-watchdog.enter("reading", limited=False)
-time.sleep({60 if follows else 0.8})
-print("left", flush=True)
-"""
-    options = f", follow_launcher={follows}"
-    script = RANK.format(limit=1, options=options, body=body)
+    seconds = 60 if follows else 0.8
+    body = f"watchdog.enter('r', limited=False)\ntime.sleep({seconds})\nprint('left', flush=True)"
+    script = RANK.format(limit=1, options=f", follow_launcher={follows}", body=body)
     launcher = start(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])")
     pid, watchdog = map(int, read_line(launcher).split())
     wait_until_up(watchdog)
     launcher.kill()
     out, err = launcher.communicate(timeout=LONGEST_SEC)
     assert wait_until(lambda: is_gone(pid) and is_gone(watchdog), LONGEST_SEC)
-    if follows:
-        told = "[2@host] killed by its watchdog: its launcher has exited, last in reading\n"
-        assert (out, err) == ("", told)
-    else:
-        assert (out, err) == ("left\n", "")
+    told = "[2@host] killed by its watchdog: its launcher has exited, last in r\n"
+    assert (out, err) == (("", told) if follows else ("left\n", ""))
 
 
 def test_a_blocked_stderr_does_not_delay_the_kill(rank):

@@ -43,22 +43,18 @@ class Counting(Language):
         self.seen = state["seen"]
 
 
-def some():
-    """Return other weights than those of a new model."""
+def some(**changed):
+    """Return other weights than those of a new model, some of them changed."""
     model = Language()
     with torch.no_grad():
         for number, value in enumerate(model.state_dict().values()):
             value.copy_(torch.arange(value.numel()).reshape(value.shape) + number)
-    return model.state_dict()
+    changes = {name.replace("_", "."): change for name, change in changed.items()}
+    return {n: changes[n](v) if n in changes else v for n, v in model.state_dict().items()}
 
 
 def without(*names):
     return {name: value for name, value in some().items() if name not in names}
-
-
-def changed(name, change):
-    state = some()
-    return state | {name: change(state[name])}
 
 
 def with_prefix(prefix):
@@ -79,7 +75,7 @@ FITTING = {
     "in a checkpoint": lambda: {"model": some(), "optimizers": [{}], "progress": {"step": 3}},
     "as in torch's tutorial": lambda: {"epoch": 3, "model_state_dict": some()},
     "bf16": in_bf16,
-    "not contiguous": lambda: changed("embedding.weight", lambda value: value.T.contiguous().T),
+    "not contiguous": lambda: some(embedding_weight=lambda value: value.T.contiguous().T),
 }
 
 
@@ -102,16 +98,15 @@ UNFIT = "the weights do not fit: .*"
 WRONG = {
     "another head": (lambda: Language(7).state_dict(), f"{UNFIT}mismatch for embedding.weight"),
     "another architecture": (
-        lambda: nn.Linear(3, 3).state_dict(),
-        f"{UNFIT}has no 'weight'.* lacks 'embedding.weight'.*; "
-        "give the weights of exactly this model",
+        nn.Linear(3, 3).state_dict,
+        f"{UNFIT}has no 'weight'.* lacks 'embedding.weight'.*; give the weights of exactly this",
     ),
     "both tied weights missing": (
         lambda: without("embedding.weight", "head.weight"),
         f"{UNFIT}the file lacks 'embedding.weight'; the file lacks 'head.weight'",
     ),
-    "no tensor": (lambda: changed("norm.weight", lambda _: 3), f"{UNFIT}norm"),
-    "sparse": (lambda: changed("norm.weight", torch.Tensor.to_sparse), f"{UNFIT}norm.weight"),
+    "no tensor": (lambda: some(norm_weight=lambda _: 3), f"{UNFIT}norm"),
+    "sparse": (lambda: some(norm_weight=torch.Tensor.to_sparse), f"{UNFIT}norm.weight"),
     "two models": (
         lambda: {"model": some(), "state_dict": some()},
         "it has no weights .it has both 'model' and 'state_dict'",

@@ -1,7 +1,6 @@
 """The worker thread of a process group: order and errors, without MPI."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -115,15 +114,3 @@ def test_recorded_losses_do_not_fail_a_future(queue):
     assert isinstance(queue.worker.broken, RankLostError)
     with pytest.raises(RankLostError):
         unwatched.wait()
-
-
-def test_the_thread_can_write_inference_tensors(queue):
-    with torch.inference_mode():
-        tensor = torch.ones(3)
-    add = partial(tensor.add_, 1)
-    work = queue.worker.run("add", add, [tensor], in_background=True)
-    queue.gate.set()
-    work.wait()
-    assert tensor.tolist() == [2.0] * 3
-    with pytest.raises(RuntimeError, match="outside InferenceMode"):
-        tensor.add_(1)
