@@ -26,7 +26,7 @@ SECTIONS = {
     "devices and communication": "share_device network_interface allreduce wire "
     "emulate_kinds emulate_slowdown",
     "checkpoints and failures": "checkpoint_every checkpoint_minutes spares",
-    "output and metrics": "progress quiet tensorboard wandb mlflow timeline profile",
+    "output and metrics": "progress quiet tensorboard wandb mlflow timeline",
 }
 SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}

@@ -16,7 +16,6 @@ from kaitian_mpi.config.values import (
     flag_name,
     out_of_range,
     outside,
-    parse_profile,
     setting,
     wrong_type,
 )
@@ -197,12 +196,6 @@ class TrainingConfig:
         "with --timeline: record every Nth step; 0: the first 10 and every 10th, and fewer in "
         "runs of thousands of steps",
     )
-    profile: str = setting(
-        "",
-        "run torch's profiler on these ranks in these steps, such as 0,3@50-60 or all@50, and "
-        "write profile/rank-3-steps-50-60.json.gz in the run folder",
-        metavar="RANKS@STEPS",
-    )
     tensorboard: bool = setting(
         False, "write TensorBoard's files to the run folder (needs the extra 'tensorboard')"
     )
@@ -243,7 +236,7 @@ class TrainingConfig:
             )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
-        for name in ("tensorboard", "wandb", "mlflow", "timeline", "profile"):
+        for name in ("tensorboard", "wandb", "mlflow", "timeline"):
             if getattr(self, name) and self.choose_folder() is None:
                 raise UserError(f"{flag_name(name)} requires --run-dir, where it is kept")
         if self.wandb and not re.fullmatch(r"([\w.-]+/)?[^/\\#?%:\s]{1,128}", self.wandb):
@@ -252,8 +245,6 @@ class TrainingConfig:
             )
         if self.resume == "auto" and not self.run_dir:
             raise UserError("--resume auto requires --run-dir, the folder of the run to resume")
-        if self.profile:
-            parse_profile(self.profile)
         if self.timeline_every and not self.timeline:
             raise UserError("--timeline-every requires --timeline")
         if self.export and Path(self.export).suffix != ".safetensors":

@@ -1,10 +1,9 @@
-"""What a setting is: its help text, the values it may have, and its flag; what `--profile` says."""
+"""What a setting is: its help text, the values it may have, and its flag."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from kaitian_mpi.errors import UserError
 
@@ -12,10 +11,6 @@ ABOVE_ZERO = 5e-324  # the smallest float above 0
 BELOW_ONE = 1 - 2**-53  # the largest one below 1
 _MOST = 10**9  # larger values would overflow later
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-_MAX_PROFILED_STEPS = 1000  # torch's profiler keeps all of them in memory, some MB each
-_SPAN = r"\d{1,6}(?:-\d{1,6})?"
-_WINDOW = re.compile(rf"(all|{_SPAN}(?:,\s*{_SPAN})*)\s*@\s*(\d{{1,9}})(?:-(\d{{1,9}}))?")
 
 PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "export")
 """The fields that name a file or folder."""
@@ -75,42 +70,3 @@ def out_of_range(name: str, given: object, allowed: str, advice: str = "") -> Us
     """Return the error for a field with a value that it must not have."""
     hint = f"; {advice}" if advice else ""
     return UserError(f"{flag_name(name)} must be {allowed}, not {given!r}{hint}")
-
-
-class ProfileWindow(NamedTuple):
-    """Which ranks and steps `--profile` names."""
-
-    ranks: frozenset[int] | None
-    """World ranks; None for all."""
-    first_step: int
-    """From 1."""
-    last_step: int
-
-    def includes_rank(self, rank: int) -> bool:
-        """Return whether a world rank is profiled."""
-        return self.ranks is None or rank in self.ranks
-
-    def check_ranks(self, size: int) -> None:
-        """Check that a job of `size` ranks has these ranks."""
-        if missing := sorted(rank for rank in self.ranks or () if rank >= size):
-            raise UserError(f"--profile names rank {missing[0]}; the highest is rank {size - 1}")
-
-
-def parse_profile(text: str) -> ProfileWindow:
-    """Return what a text such as `0,3@50-60`, `0-3@50` or `all@50-60` names."""
-    wrong = out_of_range("profile", text, "RANKS@STEPS, such as 0,3@50-60, 1-3@50 or all@50")
-    if not (found := _WINDOW.fullmatch(text.strip())):
-        raise wrong
-    first, last = int(found[2]), int(found[3] or found[2])
-    chosen: set[int] = set()
-    for span in [] if found[1] == "all" else found[1].split(","):
-        low, _, high = span.partition("-")
-        ranks = range(int(low), int(high or low) + 1)
-        if not ranks:
-            raise wrong
-        chosen.update(ranks)
-    if not 1 <= first <= last:
-        raise wrong
-    if last - first >= _MAX_PROFILED_STEPS:
-        raise out_of_range("profile", text, f"at most {_MAX_PROFILED_STEPS} steps")
-    return ProfileWindow(frozenset(chosen) or None, first, last)

@@ -56,10 +56,6 @@ def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepO
     yield (balancing := Balancing(config, loop, run.setup.folder, run.sinks))
     yield Metrics(run, loop, balancing, logged)
     yield Events(run, loop)
-    if config.profile:
-        from kaitian_mpi.train.profiling import ProfiledSteps
-
-        yield ProfiledSteps(config.profile, world, run.setup.path, state)
     if recorder.current is not None:
         from kaitian_mpi.train.timeline import Timeline
 

@@ -137,8 +137,6 @@ class Loop:
                 self._is_in_epoch = True
                 for observer in self.observers:
                     observer.epoch_begins()
-            for observer in self.observers:
-                observer.step_begins(self.progress.step + 1)
             parts = self.fetch()
             if parts is not None:
                 return parts

@@ -52,23 +52,18 @@ class Run:
     config: TrainingConfig
     membership: Membership
     setup: Setup
-    """The task and the run folder."""
     earlier: EarlierJob
-    """What was found of an earlier job."""
     state: State = field(init=False)
     profiles: Profiles = field(default_factory=lambda: Profiles({}))
     allreduce_algorithm: str = ""
     """The algorithm that sums gradients across device kinds, or did while there were several."""
     excluded_places: list[str] = field(default_factory=list)
-    """The places of the ranks without which the job is faster."""
     own_sinks: Sequence[MetricsSink] = ()
-    """The script's own."""
     sinks: Sinks = field(default_factory=Sinks)
     """Take the metrics; empty on a rank that does not write the files."""
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
-    """Whether any loop has begun on this rank."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -160,11 +155,6 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
 def check_settings(config: TrainingConfig, world: World) -> None:
     """Check that all ranks have the same settings, except those that may differ. Collective."""
     check_same(world.comm, config.shared_values(), SAME_SETTINGS)
-    if config.profile:
-        from kaitian_mpi.config.values import parse_profile
-
-        with agree_on_errors(world.comm):
-            parse_profile(config.profile).check_ranks(world.size)
 
 
 def _choose_ranks(run: Run) -> None:

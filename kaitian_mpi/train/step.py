@@ -122,9 +122,7 @@ class StepReports(NamedTuple):
     times: RankSteps
     """Getting the batch counts as the rank's own work, like computing."""
     data_sec: np.ndarray
-    """Time spent getting the step's batch."""
     wants_checkpoint: np.ndarray
-    """Which ranks request a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,6 @@ class StepObserver:
     def epoch_begins(self) -> None:
         """Prepare for an epoch, or for the rest of one. Not collective."""
 
-    def step_begins(self, number: int) -> None:
-        """Prepare for a step, counted from 1. Not collective."""
-
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Handle a step that all ranks have done, with the reports about the step before it."""
 
@@ -201,12 +196,9 @@ class StepInProgress(Participation):
         self.ready: Mark | None = None
         """Where the gradients of the bucket that was ready last were computed."""
         self.data_sec = 0.0
-        """Time spent getting this rank's batch."""
         self.number = 0
         self.batch_sizes: list[int] = []
-        """Samples of each rank."""
         self.samples = self.own_samples = 0
-        """All ranks' samples, and this rank's."""
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
         self.own_weight = 0.0

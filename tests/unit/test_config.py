@@ -7,11 +7,7 @@ from mistakes import one_line_error
 
 from kaitian_mpi.cli.flags import HIDDEN, SECTIONS, make_parser, parse_config
 from kaitian_mpi.config import TrainConfig, TrainingConfig, flag_name
-from kaitian_mpi.config.values import parse_profile
 from kaitian_mpi.errors import UserError
-
-WRONG_PROFILES = "5 0@ 0@0 0@9-5 3-1@5 -1@5 0,@5 0@1-1001 x@5 0@5,7 0@5@6 0-9999999@5".split()
-WRONG_PROFILES += ["@5", "0@99999999999"]
 
 
 def test_errors_name_the_wrong_argument():
@@ -49,7 +45,6 @@ def test_errors_name_the_wrong_argument():
         ),
         ("--timeline-every 5", "--timeline-every requires --timeline"),
         ("--timeline --timeline-every=-1", "must be .*, not -1"),
-        *((f"--profile={words}", r"^--profile must be .*, not .*$") for words in WRONG_PROFILES),
     ):
         with one_line_error(message):
             parse_config("kaitian-train", arguments.split())
@@ -131,17 +126,6 @@ def test_errors_in_a_file_are_one_line(tmp_path, content, message):
         parse_file(tmp_path, content)
 
 
-def test_a_profile_names_ranks_and_steps():
-    window = parse_profile("0,3-5@50-60")
-    assert [rank for rank in range(9) if window.includes_rank(rank)] == [0, 3, 4, 5]
-    assert (window.first_step, window.last_step) == (50, 60)
-    everybody = parse_profile("all@7")
-    everybody.check_ranks(1)
-    assert (everybody.includes_rank(10_000), everybody.last_step) == (True, 7)
-    with pytest.raises(UserError, match="names rank 3; the highest is rank 1"):
-        parse_profile("0,3@5").check_ranks(2)
-
-
 def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "not valid TOML")):
@@ -160,9 +144,9 @@ def test_of_a_path_ranks_compare_only_whether_it_is_given():
     assert of(set={"lr": 0.1}) != of()
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "timeline", "profile"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "timeline"])
 def test_what_belongs_to_a_runs_folder_needs_one(name):
-    value = {"wandb": "a", "mlflow": "a", "profile": "0@5"}.get(name, True)
+    value = {"wandb": "a", "mlflow": "a"}.get(name, True)
     with one_line_error(f"{flag_name(name)} requires --run-dir"):
         TrainingConfig(**{name: value})
     TrainingConfig(**{name: value}, run_dir="somewhere")

@@ -20,21 +20,15 @@ class RunMetadata:
     """Plain values that are saved with the state. For a rank's place see `RankInfo.place`."""
 
     config: dict[str, Any]
-    """The settings by name."""
     profiles: dict[str, Profile]
     """The ranks' profiles, by place."""
     excluded_places: list[str]
-    """The places of the ranks without which the job is faster."""
     allreduce_algorithm: str
-    """The algorithm that sums gradients across device kinds."""
     active_places: list[str]
-    """The places of the ranks that train."""
     batch_sizes: list[int]
-    """The batch sizes of these ranks."""
     failures: list[dict[str, Any]]
     """The losses that the run has survived, as in `summary.json`."""
     dataset_size: str
-    """The numbers of training and validation samples."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to values that JSON can hold."""
@@ -72,7 +66,6 @@ class EarlierJob:
     summary: Summary = field(default_factory=Summary)
     """Its summary up to that checkpoint."""
     is_finished: bool = False
-    """Whether the run is finished, so that nothing is left to do."""
 
     def remembered(self, what: Invalidated) -> RunMetadata | None:
         """Return the earlier job's metadata, if its result for `what` is still valid."""
@@ -99,7 +92,7 @@ SILENT = frozenset(
         *("devices", "share_device", "network_interface"),  # like mpirun's hosts
         *("emulate_kinds", "emulate_slowdown", "parity"),
         *("resume", "snapshots", "run_dir", "export"),
-        *("progress", "quiet", "timeline", "timeline_every", "profile"),
+        *("progress", "quiet", "timeline", "timeline_every"),
         *("tensorboard", "wandb", "mlflow"),
     }
 )
