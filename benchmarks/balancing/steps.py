@@ -33,7 +33,6 @@ from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan, Profile, make_plan
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
-from kaitian_mpi.train.measure.rank_timer import Workload
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.setup import Setup
@@ -110,7 +109,7 @@ class Bench:
         """Return the plan made by the package's own benchmark. Collective."""
         config = self.config(batch)
         world = self.paced(schedules)
-        results = benchmark_ranks(Workload(config, world, self.setup(config)))
+        results = benchmark_ranks(config, world, self.setup(config))
         profiles = [Profile(each.cost, each.memory_format, each.precision) for each in results]
         return make_plan(config, self.world, profiles)
 

@@ -51,7 +51,6 @@ class CostLearner:
         """Start from a split, usually an equal one; others apply so many steps later."""
         self.batch_sizes = list(batch_sizes)
         self.steps = 0
-        """The number of steps observed."""
         self.costs: list[RankCost] | None = None
         """Each rank's cost; None until they are known. Then there is nothing left to learn."""
         self.gain = 0.0
@@ -138,7 +137,6 @@ class _RankTimes:
         self.largest = 0
         """The largest batch of a step that has been done."""
         self.times: dict[int, deque[float]] = {}
-        """By batch size."""
         self._untimed: deque[int] = deque()
         self._differences: deque[float] = deque(maxlen=_WINDOW)
         self._is_warm = False

@@ -102,7 +102,6 @@ class SubsetForecasts:
     """Forecasts for subsets of a world's device kinds, at the same global batch size."""
 
     world: Mapping[str, int]
-    """Ranks of each kind."""
     global_batch_size: int
     forecasts: Mapping[tuple[str, ...], Forecast]
     """By the kinds that take part, in the order of `world`."""
@@ -207,7 +206,6 @@ class Measurements:
 
     model: str
     emulated: bool
-    """Whether any kind or slowdown was emulated."""
     gradient_bytes: int
     """Bytes of the whole model's gradients, as they are reduced."""
     global_batch_size: int

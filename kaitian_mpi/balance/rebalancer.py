@@ -86,7 +86,6 @@ class Rebalancer:
         A batch may not fit the memory: a rank's next is at most `max_growth` times any before.
         """
         self.batch_sizes = list(batch_sizes)
-        """The current plan."""
         self._min_batch, self._max_growth = min_batch, max_growth
         self._largest = list(batch_sizes)
         self._costs = CostTable.of(costs)

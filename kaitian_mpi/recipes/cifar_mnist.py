@@ -36,7 +36,6 @@ class OfficialFiles:
     name: str
     """The value of `--dataset`."""
     url: str
-    """Where to download the official files."""
 
     def folder(self, data_dir: str) -> Path:
         """Return the folder given by `--data-dir`."""

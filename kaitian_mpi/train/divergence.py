@@ -48,11 +48,8 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
     different = [rank for rank in range(world.size) if rank not in agreeing]
     if not different:
         return []
-    names = ", ".join(str(world.infos[rank]) for rank in different)
-    text = (
-        f"step {step}: the weights of {names} differ from the others'; copied from "
-        f"{world.infos[healthy]}"
-    )
+    names, source = ", ".join(str(world.infos[rank]) for rank in different), world.infos[healthy]
+    text = f"step {step}: the weights of {names} differ from the others'; copied from {source}"
     warn_rank_0(world, text)
     state.copy_from(world, healthy, different)
     repaired = [world.infos[rank].world_rank for rank in different]

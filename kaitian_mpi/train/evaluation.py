@@ -109,19 +109,17 @@ class _Reader:
     """
 
     def __init__(self, data: Any) -> None:
-        self._data = data
-        self._samples = 1  # per piece
+        self._data, self._samples = data, 1  # per piece
 
     def read(self, indices: list[int]) -> Any:
         if not isinstance(self._data, Batches):  # batches in memory
             enter_phase("loading samples to evaluate")
             return self._data[indices]
         samples: list[Any] = []
-        while len(samples) < len(indices):
+        while left := indices[len(samples) :]:
             enter_phase("loading samples to evaluate")
             began = time.perf_counter()
-            first = len(samples)
-            samples += self._data.samples(indices[first : first + self._samples])
+            samples += self._data.samples(left[: self._samples])
             is_fast = time.perf_counter() - began < _MAX_READ_SEC
             self._samples = 2 * self._samples if is_fast else max(1, self._samples // 2)
         return self._data.collate(samples)

@@ -43,7 +43,6 @@ class RankLoss:
     step: int | None = None
     """The first step after it; None until training continues."""
     is_logged: bool = False
-    """Whether the recovery has been logged."""
     recovery_sec: float | None = None
     """Seconds from the notice until the interrupted unit of work was done; None until then."""
 
@@ -116,11 +115,9 @@ class Membership:
     def __init__(self, world: World) -> None:
         """Start with all ranks active, as members of the default process group."""
         self.all_ranks = world
-        """All surviving ranks."""
         self.active: World | None = world
         """The ranks that train; None on a rank on standby."""
         self.losses: list[RankLoss] = []
-        """The losses that the job has survived."""
         self.others_failed = False
         """Whether the others ended with an error while this rank was on standby."""
         self._standby = Standby()

@@ -129,14 +129,8 @@ class Metrics(StepObserver):
         progress, sinks = self._run.state.progress, self._run.sinks
         loss = self._loss_sum.item() / self._samples  # the same on all ranks
         times = self._times.plus(self._loop.clock.take(wait=True))
-        own = {
-            "compute": times.computed,
-            "wait": times.waited,
-            "data": self._data_sec,
-            "forward": times.forward,
-            "backward": times.backward,
-            "optimizer": times.optimizer,
-        }
+        own = {"compute": times.computed, "wait": times.waited, "data": self._data_sec}
+        own |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}
         elapsed_sec = time.perf_counter() - self._since
         sleeping_barrier(self._world.comm)
         gathered = gather_values(self._world.comm, (own, elapsed_sec))

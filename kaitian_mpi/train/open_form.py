@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.task import check_loss
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,9 @@ class Epoch:
     steps: int
     """Those that are left when it begins."""
     dataset: Any
-    """The task's data."""
     train: Callable[[Epoch], Iterator[Any]]
     """Trains it, and yields what its loop is for."""
     split: Callable[[Epoch], Iterator[Any]]
-    """The same, and yields the micro-batches of each step."""
 
     def __len__(self) -> int:
         return self.steps
@@ -70,24 +71,20 @@ class OpenStep:
             self._current = self._left.pop(0)
             yield self.loop.place(self._parts[self._current])
 
-    @property
-    def counts(self) -> bool:
-        """Whether anything of the current micro-batch counts."""
-        return self._current is not None and self.loop.weight(self._current) > 0
-
-    def backward(self, loss: Any) -> None:
-        """Add the gradient of the current micro-batch; of the last one, sum over the ranks."""
-        assert self._current is not None
-        index, self._current = self._current, None
-        self.loop.backward(loss, index, is_last=not self._left)
-
-    def check_batch(self) -> None:
-        """Check that there is a micro-batch whose gradient is missing."""
+    def check(self, loss: Any) -> torch.Tensor:
+        """Check that there is a micro-batch whose gradient is missing, and its loss."""
         if self._current is None:
             raise UserError(
                 "training.backward() was called twice for one batch; add the losses, and call it "
                 "once"
             )
+        return check_loss(loss, needs_gradient=self.loop.weight(self._current) > 0)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of the current micro-batch; of the last one, sum over the ranks."""
+        assert self._current is not None
+        index, self._current = self._current, None
+        self.loop.backward(loss, index, is_last=not self._left)
 
     def finish(self) -> None:
         """Check that every micro-batch has its gradient; the step is then finished."""

@@ -80,7 +80,8 @@ class Saving(StepObserver):
         self._report_written()
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
-        self._save(_quality(means))
+        # A higher score is better.
+        self._save(means.get("accuracy", -means["loss"] if "loss" in means else None))
 
     def close(self, together: bool) -> None:
         self._signals.close()
@@ -127,9 +128,8 @@ class Saving(StepObserver):
             self._event("stop", text)
             return True
         self._restart.refuse()
-        warn_rank_0(
-            self._world, f"step {step} could not be saved; the job continues without a restart"
-        )
+        text = f"step {step} could not be saved; the job continues without a restart"
+        warn_rank_0(self._world, text)
         return False
 
     def write_results(self) -> None:
@@ -242,8 +242,8 @@ class Saving(StepObserver):
 
     def _is_restart_due(self) -> bool:
         """Return whether to save and end now; after the last step, only the results are missing."""
-        asked = any(gather_values(self._world.comm, self._restart.is_made()))
-        return asked and not self._progress.has_all_steps
+        is_asked = any(gather_values(self._world.comm, self._restart.is_made()))
+        return is_asked and not self._progress.has_all_steps
 
     def _event(self, kind: str, text: str) -> None:
         self._run.sinks.event(kind, self._progress.step, text)
@@ -254,8 +254,7 @@ class Saving(StepObserver):
         if writer is not None and (step := writer.newly_written()) is not None:
             self._run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
 
-    def _request(self) -> None:
-        """Request a checkpoint after the current step; from any thread, on any rank."""
+    def _request(self) -> None:  # from any thread, on any rank
         self._requested = True
 
     @contextmanager
@@ -308,10 +307,3 @@ class Saving(StepObserver):
             kept = writer.files.newest_step()
             return text if kept is None else f"{text}; the checkpoint of step {kept} is kept"
         return f"step {step} is saved: --resume auto resumes from it"
-
-
-def _quality(means: Mapping[str, float]) -> float | None:
-    """Return a score of a model, higher is better: its accuracy, or else minus its loss."""
-    if "accuracy" in means:
-        return means["accuracy"]
-    return -means["loss"] if "loss" in means else None

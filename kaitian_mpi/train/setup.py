@@ -79,11 +79,16 @@ def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World)
 
 def start_from_file(config: TrainingConfig, model: nn.Module, world: World) -> None:
     """Give every rank's model the weights of `--init`, if that is given. Collective."""
-    if config.init:
-        from kaitian_mpi.train.weight_files import load_initial_weights
+    if not config.init:
+        return
+    from kaitian_mpi.train.weight_files import load_weights
 
-        load_initial_weights(config, model, world)
-        broadcast_model(model)
+    with agree_on_errors(world.comm):
+        if world.rank == 0:
+            enter_phase("loading the weights of --init")
+            load_weights(model, config.init)
+        enter_phase("waiting for the weights of --init", waits=True, limited=False)
+    broadcast_model(model)
 
 
 def describe_start(config: TrainingConfig, folder: RunFolder, world: World) -> None:

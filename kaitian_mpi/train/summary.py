@@ -43,7 +43,6 @@ class Summary:
     """The losses of ranks that the run has survived, in this job and earlier ones."""
 
     world_size: int | None = None
-    """The number of ranks that train."""
     ranks: list[int] | None = None
     """The world ranks that train."""
     device_kinds: list[str] | None = None
@@ -55,7 +54,6 @@ class Summary:
     scores: list[float] | None = None
     """Each rank's score, time_min / time_i."""
     parameters: int | None = None
-    """The model's number of parameters."""
     torch_version: str | None = None
 
     checkpoint_fault: str | None = None
@@ -76,7 +74,6 @@ class Summary:
     """Mean per step, by rank."""
     training_time_sec: float | None = None
     validation: dict[str, Any] | None = None
-    """What the last evaluation has found, by name."""
     val_loss: float | None = None
     val_accuracy: float | None = None
 

@@ -46,7 +46,7 @@ from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
-from kaitian_mpi.train.task import Task, as_task, check_loss
+from kaitian_mpi.train.task import Task, as_task
 
 Result = TypeVar("Result")
 
@@ -207,7 +207,8 @@ class Training:
         """
         self._start()
         self._end_open_step()
-        while (epoch := self._next_epoch()) is not None:
+        while (epoch := self._until_done(self._begin_epoch)) is not None:
+            self._epoch = epoch
             self._enter_script()
             yield epoch
             self._end_open_step()
@@ -273,8 +274,7 @@ class Training:
             UserError: the loss is not a tensor of one element, or there is no batch for it.
         """
         step = self._current_open_step("backward")
-        step.check_batch()
-        self._guarded(step.backward, check_loss(loss, step.counts))
+        self._guarded(step.backward, step.check(loss))
         self._enter_script()
 
     def step(self) -> bool:
@@ -323,10 +323,7 @@ class Training:
         if task.metrics is None and task.loss is None:
             raise UserError("evaluate() requires Task(metrics=...)")
         self._end_open_step()
-        means = None
-        while means is None and not self._is_done:
-            means = self._guarded(self._evaluate)
-        if means is None:
+        if (means := self._until_done(self._evaluate)) is None:
             finished = self.summary.finished
             means = dict((self.summary.validation or {}) if finished else self._evaluated)
         self._enter_script()
@@ -352,8 +349,8 @@ class Training:
 
         Does nothing after the first call.
         """
-        while not (self._is_closed or self._is_done or self._run is None):
-            self._guarded(self._stop)
+        if not (self._is_closed or self._run is None):
+            self._until_done(self._stop)
         self._end()
 
     def _start(self) -> Run:
@@ -418,15 +415,8 @@ class Training:
             loop.run_finished()
         self._end_standby(is_active=True)
 
-    def _next_epoch(self) -> Epoch | None:
-        """End the epoch before, if there is one; return the next, or None if the run is done."""
-        epoch = None
-        while epoch is None and not self._is_done:
-            epoch = self._guarded(self._begin_epoch)
-        self._epoch = epoch
-        return epoch
-
     def _begin_epoch(self) -> Epoch | None:
+        """End the epoch before, if there is one; return the next, or None if the run is done."""
         loop = self._ready_loop()
         if loop is None:
             return None
@@ -563,6 +553,13 @@ class Training:
         finished = (summary for summary in summaries if summary.get("finished"))
         run.summary = Summary.from_json(next(finished, summaries[world.rank]))
 
+    def _until_done(self, work: Callable[..., Result | None], *arguments: object) -> Result | None:
+        """Do something collective until it has a result; None once the work of the job is done."""
+        result = None
+        while result is None and not self._is_done:
+            result = self._guarded(work, *arguments)
+        return result
+
     def _guarded(self, work: Callable[..., Result], *arguments: object) -> Result | None:
         """Do something collective; after a loss, regroup and return None.
 
@@ -582,8 +579,7 @@ class Training:
             if isinstance(failure, AgreedError) and self._run is not None:
                 # Ranks on standby raise it as well: they would wait forever.
                 self._run.fault = self._run.fault or failure
-                while not self._is_done:
-                    self._guarded(self._end_standby, False)
+                self._until_done(self._end_standby, False)
             self._end(failure)
             raise
         return None

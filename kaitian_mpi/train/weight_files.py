@@ -13,11 +13,8 @@ from torch import nn
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.mpi.exchange import agree_on_errors
-from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.files import describe_failure, replacing
 from kaitian_mpi.observe.tensor_files import load_tensors
-from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.state_transfer import is_whole
 
 _SAFETENSORS = ".safetensors"
@@ -26,15 +23,6 @@ _WRAPPERS = ("model", "state_dict", "model_state_dict")
 _OF_DDP = "module."
 _OF_COMPILED = "_orig_mod."  # torch.compile wraps a module and gives its weights this prefix
 _MAX_REASON = 400
-
-
-def load_initial_weights(config: TrainingConfig, model: nn.Module, world: World) -> None:
-    """Load the file of `--init` on rank 0, the only one to need it. Collective."""
-    with agree_on_errors(world.comm):
-        if world.rank == 0:
-            enter_phase("loading the weights of --init")
-            load_weights(model, config.init)
-        enter_phase("waiting for the weights of --init", waits=True, limited=False)
 
 
 def load_weights(model: nn.Module, path: str) -> None:

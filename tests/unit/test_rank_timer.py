@@ -18,7 +18,7 @@ from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.measure import rank_timer
 from kaitian_mpi.train.measure.rank_benchmark import BenchmarkCache
-from kaitian_mpi.train.measure.rank_timer import MemoryGauge, RankMeasurement, RankTimer, Workload
+from kaitian_mpi.train.measure.rank_timer import MemoryGauge, RankMeasurement, RankTimer
 from kaitian_mpi.train.setup import Setup
 
 MIB = 1 << 20
@@ -97,7 +97,7 @@ def measure(device, most=10**9, min_batch=1, ranks=1, **settings):
     given = {"global_batch_size": 256, "benchmark_seconds": 1.0, "memory_format": "contiguous"}
     config = TrainConfig(**given | {"epochs": 10**6} | settings)
     setup = make_setup(config, Hungry(most, device, min_batch))
-    return RankTimer(Workload(config, make_world(device, ranks), setup, min_batch)).measure()
+    return RankTimer(config, make_world(device, ranks), setup, min_batch).measure()
 
 
 HOST, ACCELERATOR = Device(limit=1 << 40), Device(limit=1 << 40, is_host=False)
@@ -261,7 +261,7 @@ FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
 def make_cache(folder, **settings):
     config = TrainConfig(**{"benchmark_cache": str(folder)} | settings)
     world = make_world(CpuDevice())
-    return BenchmarkCache(Workload(config, world, make_setup(config, nn.Linear(4, 2))))
+    return BenchmarkCache(config, world, make_setup(config, nn.Linear(4, 2)))
 
 
 def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):

@@ -35,9 +35,8 @@ class ShareLoader:
     def __init__(self, batches: Any, workers: int, pin_memory: bool) -> None:
         self.batches, self.data = batches, StepBatches(batches)
         # Of a stream, each process would read all.
-        self.workers = (
-            min(workers, 1) if isinstance(getattr(batches, "data", None), Stream) else workers
-        )
+        is_stream = isinstance(getattr(batches, "data", None), Stream)
+        self.workers = min(workers, 1) if is_stream else workers
         self._pin_memory = pin_memory
         self._shares = _Shares()
         self._loader: DataLoader[list[MicroBatch]] | None = None

@@ -96,7 +96,7 @@ def choose_allreduce(
     Returns its name, `direct` with a single group, and what `choose_algorithm` measures. Buckets
     are in bytes.
     """
-    group, wire = _default_group(), world.relay.wire
+    group, wire = cast("KaitianProcessGroup", dist.group.WORLD), world.relay.wire
     measured = choose_algorithm(group, request, [n // 4 for n in buckets], world.device, wire)
     crosses = group.measure_links()
     if wire != "fp32":
@@ -121,7 +121,7 @@ def measure_allreduce(
     if len(ranks) == 1 or not buckets:
         return FREE
     is_world, device, wire = len(ranks) == world.size, world.device, world.relay.wire
-    group = _default_group() if is_world else cast("Any", dist.new_group(list(ranks)))
+    group = cast("Any", dist.group.WORLD if is_world else dist.new_group(list(ranks)))
     sizes = sorted({*_SIZES, max(buckets)})
     seconds = None
     if world.rank in ranks:
@@ -135,7 +135,3 @@ def measure_allreduce(
     gathered = gather_values(world.comm, seconds)
     line = fit(sizes, next(values for values in gathered if values is not None))
     return AllreduceCost(line.alpha_sec, line.beta_sec)
-
-
-def _default_group() -> KaitianProcessGroup:
-    return cast("KaitianProcessGroup", dist.group.WORLD)

@@ -17,7 +17,7 @@ from kaitian_mpi.train.measure.allreduce import (
 )
 from kaitian_mpi.train.measure.plan import find_min_batch
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, is_emulated, show_benchmark
-from kaitian_mpi.train.measure.rank_timer import Workload, equal_share
+from kaitian_mpi.train.measure.rank_timer import equal_share
 from kaitian_mpi.train.setup import MakeTask, prepare_without_folder
 
 _LONG = 10**9
@@ -34,7 +34,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     setup = prepare_without_folder(make_task, config, world)
     config = replace(config, epochs=_LONG, max_steps=0)  # a short training limits its benchmark
     min_batch = find_min_batch(config, world, setup)
-    results = benchmark_ranks(Workload(config, world, setup, min_batch))
+    results = benchmark_ranks(config, world, setup, min_batch)
     buckets = gradient_buckets(setup.task.model)
     choose_allreduce(config.allreduce, world, buckets)
 

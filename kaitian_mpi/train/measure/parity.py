@@ -20,6 +20,7 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
@@ -69,21 +70,15 @@ def check_parity(
     excluded: Collection[int],
     world: World,
 ) -> bool | None:
-    """Compare what a batch leads to between the kinds of devices. Collective.
-
-    That is the loss, the gradient as a whole, and what the forward does to buffers, such as the
-    statistics of batch norms, which only show in an evaluation.
+    """Compare the loss, gradient and buffers of a batch between the kinds of devices. Collective.
 
     One rank of each kind, and of each torch version, precision and memory format of it, computes
     the same few samples with the initial weights and without dropout. The reference is the same in
     float64 on a host, or else one kind's own result. The excluded ranks are not compared.
 
-    Returns:
-        True, as they agree; None if nothing is compared: with a task without a loss to compare, or
-        a loss that is not finite or draws random numbers.
-
-    Raises:
-        AgreedError: a kind differs by more than rounding explains.
+    Returns True if they agree; None if nothing is compared: with a task without a loss to compare,
+    or a loss that is not finite or draws random numbers. Raises AgreedError if a kind differs by
+    more than rounding explains.
     """
     began = time.perf_counter()
     task = replace(setup.task, loss=setup.task.loss or setup.task.parity_loss, parity_loss=None)
@@ -92,21 +87,21 @@ def check_parity(
         print_rank_0(world, f"parity: not compared, because {why} with Training(parity=False)")
         return None
     enter_phase("the parity check")
-    of_rank = [profiles.by_place[info.place] for info in world.infos]
     first: dict[tuple[str, ...], int] = {}
-    for rank, (info, profile) in enumerate(zip(world.infos, of_rank, strict=True)):
+    for rank, info in enumerate(world.infos):
         if info.world_rank not in excluded:
+            profile = profiles.by_place[info.place]
             first.setdefault((*info.rounding, profile.precision, profile.memory_format), rank)
-    # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
-    own, is_host = of_rank[world.rank], world.device_kind.is_host
+    own, is_host = profiles.by_place[world.info.place], world.device_kind.is_host
     own_unit = rounding_unit(task.model, own.precision, is_host)
     on_host, units = zip(*gather_values(world.comm, (is_host, own_unit)), strict=True)
+    # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
     source = on_host.index(True) if any(on_host) else min(first.values())
     unit = max(units[rank] for rank in first.values())
     batch = _shared_batch(setup, profiles, world, source)
     computation = Computation(world.device, own.precision, own.memory_format)
     is_compared = world.rank in first.values()
-    outcome = known = None
+    outcome = known = found = None
     with agree_on_errors(world.comm):
         try:
             if is_compared:
@@ -117,7 +112,8 @@ def check_parity(
             enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
             sleeping_barrier(world.comm)
     known = broadcast_state(world.comm, known, source, is_compared)
-    found = _compare(outcome, known, unit, own.precision) if is_compared else None
+    if is_compared:
+        found = _compare(world.info, own.precision, outcome, known, unit)
     by_rank = gather_values(world.comm, found)
     return _conclude(setup.folder, world, source, by_rank, time.perf_counter() - began)
 
@@ -151,28 +147,27 @@ def _make_reference(
     It is computed on the host in float64, or else as this rank trains: a large model takes too long
     there, and a model's code may be for one device or dtype only.
     """
-    parameters = list(task.model.parameters())
+    parameters, outcomes = list(task.model.parameters()), None
     is_large = sum(parameter.numel() for parameter in parameters) > _MAX_HOST_PARAMETERS
-    # Contiguous, as any model takes it and convolutions in float64 are faster so.
-    host = Computation(torch.device("cpu"), "fp32", "contiguous")
-    ways: list[tuple[Computation, torch.dtype | None]] = [(computation, None)]
     if not is_large and not any(parameter.is_complex() for parameter in parameters):
-        ways.insert(0, (host, torch.float64))
-    for way, dtype in ways:
-        with nullcontext() if way is computation else suppress(Exception):
-            expected = compute_outcome(task, batch, way, seed, dtype)
-            changed = compute_outcome(task, batch, way, seed, dtype, change=unit)
-            break
+        # Contiguous, as any model takes it and convolutions in float64 are faster so.
+        host = Computation(torch.device("cpu"), "fp32", "contiguous")
+        way, parts = "float64", (task, batch, host, seed, torch.float64)
+        with suppress(Exception):
+            outcomes = compute_outcome(*parts), compute_outcome(*parts, unit)
+    if outcomes is None:
+        way, own = computation.precision, (task, batch, computation, seed, None)
+        outcomes = compute_outcome(*own), compute_outcome(*own, unit)
+    expected, changed = outcomes
     if expected is None or changed is None:
         return _RANDOM
     if not math.isfinite(expected.loss):
         return f"the loss of the first samples is {expected.loss}"
-    allowed = tolerances(distances(changed, expected, unit), unit)
-    return "float64" if dtype else way.precision, vars(expected), allowed
+    return way, vars(expected), tolerances(distances(changed, expected, unit), unit)
 
 
 def _compare(
-    own: Outcome | None, known: Reference | str, unit: float, precision: str
+    info: RankInfo, precision: str, own: Outcome | None, known: Reference | str, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
     if isinstance(known, str) or own is None:
@@ -181,13 +176,13 @@ def _compare(
     found = distances(own, Outcome(**expected), unit)
     pairs = ((name, own.gradients[name] - g) for name, g in expected["gradients"].items())
     far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
-    return {
-        "precision": precision,
-        "reference": way,
-        "differences": {n: f"{found[n]:.1e} (allowed {allowed[n]:.1e})" for n in found},
-        "most_in": sorted(far, key=lambda name: -far[name])[:_SHOWN],
-        "wrong": [name for name in found if not found[name] <= allowed[name]],  # also NaN
-    }
+    texts = {name: f"{name} {found[name]:.1e} (allowed {allowed[name]:.1e})" for name in found}
+    wrong = [texts[name] for name in found if not found[name] <= allowed[name]]  # also NaN
+    most = sorted(far, key=lambda name: -far[name])[:_SHOWN]
+    where = {"rank": info.world_rank, "kind": info.kind, "reference": way}
+    place = f"{info}, torch {info.torch_version}, {precision}"
+    what = {"differences": list(texts.values()), "wrong": wrong, "most_in": most}
+    return {**where, "place": place, **what}
 
 
 def _conclude(
@@ -197,16 +192,11 @@ def _conclude(
     if reasons := [each for each in by_rank if isinstance(each, str)]:
         print_rank_0(world, f"parity: not compared, because {reasons[0]}")
         return None
-    compared = [(info, each) for info, each in zip(world.infos, by_rank, strict=True) if each]
-    kinds = [
-        {"rank": info.world_rank, "kind": info.kind, "place": str(info), **each}
-        for info, each in compared
-    ]
+    kinds = [each for each in by_rank if each]
     wrong = [
-        f"{info.kind} ({info}, torch {info.torch_version}, {each['precision']}): "
-        + ", ".join(f"{name} {each['differences'][name]}" for name in each["wrong"])
-        + f", gradients most in {', '.join(each['most_in'])}"
-        for info, each in compared
+        f"{each['kind']} ({each['place']}): {', '.join(each['wrong'])}, gradients most in "
+        f"{', '.join(each['most_in'])}"
+        for each in kinds
         if each["wrong"]
     ]
     reference = f"{world.infos[source]} in {kinds[0]['reference']}"
@@ -356,13 +346,9 @@ def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
     shallow model, much to one whose gradient is ill-conditioned, as with batch norms over few
     samples. It is at least 32 roundings of the loss, and 5% of the rest.
     """
-    loss, norm, direction, buffers = noise.values()
+    loss, norm, direction, buffers = (_NOISE_FACTOR * each for each in noise.values())
     # Of what turns the gradient by an angle, as much may change its norm.
-    turned = max(norm, (2 * max(0.0, direction)) ** 0.5)
-    allowed = (
-        max(_LOSS_UNITS * unit, _NOISE_FACTOR * loss),
-        max(_KINK, min(_NOISE_FACTOR * turned, _MAX_NORM_CHANGE)),
-        max(_KINK**2 / 2, _NOISE_FACTOR * direction),
-        max(_KINK, _NOISE_FACTOR * buffers),
-    )
+    turned = max(norm, (2 * _NOISE_FACTOR * max(0.0, direction)) ** 0.5)
+    norm, direction = min(turned, _MAX_NORM_CHANGE), max(_KINK**2 / 2, direction)
+    allowed = max(_LOSS_UNITS * unit, loss), max(_KINK, norm), direction, max(_KINK, buffers)
     return dict(zip(noise, allowed, strict=True))

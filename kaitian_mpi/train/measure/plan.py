@@ -22,7 +22,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benchmark
-from kaitian_mpi.train.measure.rank_timer import RankMeasurement, Workload, equal_share
+from kaitian_mpi.train.measure.rank_timer import RankMeasurement, equal_share
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, Task
 
@@ -48,7 +48,6 @@ class Profile:
     """How one rank computes: its cost, memory format and precision."""
 
     cost: RankCost | None
-    """None if the rank was not measured."""
     memory_format: str
     precision: str
 
@@ -68,7 +67,6 @@ class Profiles:
     min_batch: int = 1
     """The fewest samples that the model can train on at once."""
     are_remembered: bool = False
-    """Whether they come from an earlier job."""
     measured: Mapping[str, RankMeasurement] = field(default_factory=dict)
     """This job's benchmark results, by place; empty if there was no benchmark."""
 
@@ -115,7 +113,7 @@ def find_profiles(
         return Profiles(known, min_batch, are_remembered=True)
     if config.balance == "off" or setup.task.loss is None:
         return Profiles(dict.fromkeys(places, profile_unmeasured(config)), min_batch)
-    results = benchmark_ranks(Workload(config, world, setup, min_batch))
+    results = benchmark_ranks(config, world, setup, min_batch)
     write_benchmark(world, setup, results)
     measured = dict(zip(places, results, strict=True))
     profiles = {

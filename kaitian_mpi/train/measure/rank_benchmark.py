@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.balance.cost_model import scores
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
@@ -23,33 +25,39 @@ from kaitian_mpi.observe.files import json_bytes, replacing
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sample_digest import digest_samples
-from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, Workload, max_share
+from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, max_share
 from kaitian_mpi.train.setup import Setup, describe_model
+from kaitian_mpi.train.summary import describe_rank
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _FILE = "benchmark.json"
 
 
-def benchmark_ranks(workload: Workload) -> list[RankMeasurement]:
+def benchmark_ranks(
+    config: TrainingConfig, world: World, setup: Setup, min_batch: int = 1
+) -> list[RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
-    Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results.
+    Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results. The
+    model can train on `min_batch` samples and more; it is not changed.
     """
-    comm, cache = workload.world.comm, BenchmarkCache(workload)
+    comm, cache = world.comm, BenchmarkCache(config, world, setup)
     own = cache.read()
     # All or none: ranks that share a host must be timed while the others compute as well.
     is_cached = all(gather_values(comm, own is not None))
     if own is None or not is_cached:
         with torch.random.fork_rng(devices=[]):
-            own = _measure(workload)
+            own = _measure(RankTimer(config, world, setup, min_batch), comm)
         with agree_on_errors(comm):
             cache.write(own)
     return [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
 
 
-def _measure(workload: Workload) -> RankMeasurement:
+def _measure(timer: RankTimer, comm: MPI.Intracomm) -> RankMeasurement:
     # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
     # that is done keeps computing until the last one is done.
-    comm, timer = workload.world.comm, RankTimer(workload)
     sleeping_barrier(comm)
     with agree_on_errors(comm):
         try:
@@ -71,24 +79,17 @@ def show_benchmark(
     """Print each rank's cost and batch size, on world rank 0."""
     source = " (from --benchmark-cache)" if results[0].from_cache else ""
     columns = "rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score"
-    rows = [[*columns, "samples/step", ""]]
+    rows = [[*columns, "samples/step"]]
     for info, result, score, share in zip(world.infos, results, scores, batch_sizes, strict=True):
         cost = result.cost
-        rows.append(
-            [
-                str(info.world_rank),
-                info.kind,
-                f"{1e3 * cost.alpha_sec:.1f} + {1e3 * cost.beta_sec:.2f}",
-                f"±{result.fit_error:.0%}",
-                str(cost.largest_micro_batch or "all"),
-                f"{result.precision} {result.memory_format}",
-                f"{score:.2f}",
-                str(share),
-                f"slowed {info.slowdown} (emulated)" if info.slowdown else "",
-            ]
-        )
-    if not any(info.slowdown for info in world.infos):
-        rows = [row[:-1] for row in rows]
+        seconds = f"{1e3 * cost.alpha_sec:.1f} + {1e3 * cost.beta_sec:.2f}"
+        fits, memory = f"±{result.fit_error:.0%}", str(cost.largest_micro_batch or "all")
+        computes_in = f"{result.precision} {result.memory_format}"
+        row = [str(info.world_rank), info.kind, seconds, fits, memory, computes_in]
+        rows.append([*row, f"{score:.2f}", str(share)])
+    if any(slowed := [info.slowdown for info in world.infos]):
+        texts = (f"slowed {each} (emulated)" if each else "" for each in slowed)
+        rows = [[*row, text] for row, text in zip(rows, ["", *texts], strict=True)]
     title = f"benchmark{source}: samples per step sum to {sum(batch_sizes)}"
     show_table(world, title, rows, left=("group", "computes in", ""))
 
@@ -99,10 +100,7 @@ def write_benchmark(world: World, setup: Setup, results: Sequence[RankMeasuremen
     by_rank = scores([result.cost.seconds(share) for result in results])
     ranks = [
         {
-            "rank": info.world_rank,
-            "host": info.host,
-            "device_kind": info.kind,
-            "device": info.device,
+            **describe_rank(info),
             "alpha_sec": result.cost.alpha_sec,
             "beta_sec_per_sample": result.cost.beta_sec,
             "fit_error": result.fit_error,
@@ -139,8 +137,7 @@ class BenchmarkCache:
     on the host, are not considered.
     """
 
-    def __init__(self, workload: Workload) -> None:
-        config, world, setup = workload.config, workload.world, workload.setup
+    def __init__(self, config: TrainingConfig, world: World, setup: Setup) -> None:
         task = setup.task
         self._key = {
             "host": world.info.host,

@@ -34,24 +34,10 @@ _PART = 0.25  # of the benchmark's seconds: to compare settings, to find batch s
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What the benchmark times on a rank."""
-
-    config: TrainingConfig
-    """The batch limits, precision, memory format and optimizer, and the benchmark's seconds."""
-    world: World
-    setup: Setup
-    """This rank's task; its model is not changed."""
-    min_batch: int = 1
-    """The fewest samples that the model can train on at once."""
-
-
-@dataclass(frozen=True)
 class RankMeasurement:
     """The measurements of a rank."""
 
     batches: list[int]
-    """The batch sizes that were timed."""
     seconds: list[float]
     """The time of a step with each of these batch sizes."""
     largest_micro_batch: int | None
@@ -77,10 +63,10 @@ class RankMeasurement:
 class RankTimer:
     """Times training steps of one task on this rank. The model itself is not changed."""
 
-    def __init__(self, workload: Workload) -> None:
-        config, setup, min_batch = workload.config, workload.setup, workload.min_batch
-        self._config, self._world = config, workload.world
-        self._device = workload.world.device_kind
+    def __init__(
+        self, config: TrainingConfig, world: World, setup: Setup, min_batch: int = 1
+    ) -> None:
+        self._config, self._world, self._device = config, world, world.device_kind
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of unlike sizes come as they do there.
         sampler = LoadAdaptiveSampler(
@@ -88,7 +74,7 @@ class RankTimer:
         )
         self._max_share = max_share(config)
         self._order = sampler.indices(0, min(len(setup.train), self._max_share))
-        self._equal_share = equal_share(config, workload.world.size)
+        self._equal_share = equal_share(config, world.size)
         self._min_batch = min_batch
         most = min(self._max_share, config.micro_batch_size or self._max_share)
         self._max_batch = max(min_batch, most)
