@@ -1,5 +1,6 @@
 """Samples of the training tests. A process that loads them imports this module, not the tests'."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -8,7 +9,25 @@ from torch.utils.data import Dataset
 from kaitian_mpi import Task
 
 LENGTH, BATCH = 150, 24
+EPOCHS, STEPS = 3, 7  # steps an epoch, the last of them with 6 samples
 WORDS = 20
+QUIET = {
+    "global_batch_size": BATCH,
+    "epochs": EPOCHS,
+    "balance": "off",
+    "parity": False,
+    "log_interval": 60.0,
+    "check_every": 0,
+}
+ALSO_ALONE = pytest.mark.sizes(1, 3)
+IN_BOTH_FORMS = pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+
+
+def change_shares(training, world, step):
+    """Set uneven shares that change with the step; in some of them a rank has none."""
+    if world.size == 3:
+        sizes = [0, 7, BATCH - 7]
+        training._loop.sampler.set_plan(sizes[step % 3 :] + sizes[: step % 3])
 
 
 def linear_task(features, **parts):

@@ -5,7 +5,18 @@ import itertools
 
 import pytest
 import torch
-from samples import BATCH, LENGTH, points, squares
+from samples import (
+    ALSO_ALONE,
+    BATCH,
+    EPOCHS,
+    IN_BOTH_FORMS,
+    LENGTH,
+    QUIET,
+    STEPS,
+    change_shares,
+    points,
+    squares,
+)
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
@@ -20,18 +31,6 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.membership import RankLoss
 
 pytestmark = pytest.mark.sizes(3)
-ALSO_ALONE = pytest.mark.sizes(1, 3)
-IN_BOTH_FORMS = pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
-
-EPOCHS, STEPS = 3, 7
-QUIET = {
-    "global_batch_size": BATCH,
-    "epochs": EPOCHS,
-    "balance": "off",
-    "parity": False,
-    "log_interval": 60.0,
-    "check_every": 0,
-}
 
 
 def sum_of_squares(model, batch):
@@ -59,11 +58,7 @@ class Script:
             "loss": None if is_open else squares,
             "validation": points(37),
             "metrics": sum_of_squares,
-            "extra_state": {
-                "scheduler": self.scheduler,
-                "average": self.average,
-                "left out": None,
-            },
+            "extra_state": {"scheduler": self.scheduler, "average": self.average, "none": None},
         }
         return Task(**{**usual, **parts})
 
@@ -73,14 +68,18 @@ class Script:
         return [p.detach().clone() for p in itertools.chain(*models)]
 
 
-def by_one_process():
+def batches_of(epoch):
+    sampler = LoadAdaptiveSampler(points(), [BATCH], 0)
+    sampler.set_epoch(epoch)
+    return (points()[indices] for indices in sampler)
+
+
+def by_one_process(batches_of=batches_of):
     """Return the script after training in plain torch, and its evaluations."""
     script, means = Script(), []
-    sampler = LoadAdaptiveSampler(points(), [BATCH], 0)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        for indices in sampler:
-            squares(script.model, points()[indices]).backward()
+        for batch in batches_of(epoch):
+            squares(script.model, batch).backward()
             for optimizer in script.optimizers:
                 optimizer.step()
             script.model.zero_grad()
@@ -89,12 +88,6 @@ def by_one_process():
             means.append(squares(script.average, points(37)[:]).item())
         script.scheduler.step()
     return script, means
-
-
-def change_shares(training, world, step):
-    if world.size == 3:
-        sizes = [0, 7, BATCH - 7]
-        training._loop.sampler.set_plan(sizes[step % 3 :] + sizes[: step % 3])
 
 
 def steps_of(training, epoch, is_open):
@@ -115,10 +108,11 @@ def evaluate_average(training, script):
     return means["loss"]
 
 
-def train(world, is_open, until=None, leave_at=None, **settings):
+def train(world, is_open=False, until=None, leave_at=None, parts=None, **settings):
     """Train as `by_one_process`; return the script, its evaluations, and its steps by epoch."""
     script, means, steps = Script(), [], {}
-    with Training(script.task(is_open), **{**QUIET, **settings}) as training:
+    task = script.task(is_open, **(parts or {}))
+    with Training(task, **{**QUIET, **settings}) as training:
         assert training.optimizers == script.optimizers
         for epoch in training.epochs():
             numbers = steps.setdefault(epoch.number, [])
@@ -159,30 +153,32 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
 
 @ALSO_ALONE
 @IN_BOTH_FORMS
-@pytest.mark.parametrize("end", ["in an epoch", "after an epoch", "at a checkpoint"])
-def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is_open, end):
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ({"until": 10}, [10]),
+        ({"leave_at": 0}, [STEPS]),
+        # After that of step 8, or the one before if that was still being written.
+        ({"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
+    ],
+    ids=["in an epoch", "after an epoch", "at a checkpoint"],
+)
+def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is_open, end, last):
     """Also from a checkpoint made after a step: it has the average that includes that step."""
     expected, expected_means = by_one_process()
     settings = {"run_dir": str(shared_path / "run"), "resume": "auto"}
-    if end == "after an epoch":
-        _, before, _ = train(world, is_open, leave_at=0, **settings)
-        first = STEPS + 1
-    elif end == "in an epoch":
-        _, before, _ = train(world, is_open, until=10, **settings)
-        first = 11
-    else:
-        _, before, _ = train(world, is_open, until=10, checkpoint_every=8, **settings)
-        if world.rank == 0:
-            for newer in (shared_path / "run" / "checkpoints").glob("step-00000010*"):
-                newer.unlink()
-        world.comm.Barrier()
-        # After that of step 8, or the one before if that was still being written.
-        left = (shared_path / "run" / "checkpoints").glob("step-*.pt")
-        first = 1 + max(int(path.stem[5:]) for path in left)
+    _, before, _ = train(world, is_open, **end, **settings)
+    checkpoints = shared_path / "run" / "checkpoints"
+    if "checkpoint_every" in end and world.rank == 0:
+        for newer in checkpoints.glob("step-00000010*"):
+            newer.unlink()
+    world.comm.Barrier()
+    done = max(int(path.stem[5:13]) for path in checkpoints.glob("step-*.pt"))
+    assert done in last
     script, means, steps = train(world, is_open, **settings)
     check_same(world, script, expected)
     assert before + means == pytest.approx(expected_means, rel=1e-12)
-    assert list(itertools.chain(*steps.values())) == list(range(first, EPOCHS * STEPS + 1))
+    assert list(itertools.chain(*steps.values())) == list(range(done + 1, EPOCHS * STEPS + 1))
 
 
 @ALSO_ALONE
@@ -260,7 +256,7 @@ def test_what_was_due_when_a_rank_was_lost_is_saved_by_the_others(world, shared_
             if step.number in (4, STEPS + 1):
                 training._saving._checkpoints.wait()
                 world.comm.Barrier()
-                found = sorted(int(path.stem[5:]) for path in folder.glob("checkpoints/*.json"))
+                found = sorted(int(path.stem[5:13]) for path in folder.glob("checkpoints/*.json"))
                 assert found == ([3] if step.number == 4 else [3, 6, 7])
             if step.number == STEPS + 1:
                 break
@@ -323,56 +319,34 @@ class Numbers(IterableDataset):
             yield inputs, inputs[:1].sin()
 
 
-def train_on_a_stream(world, is_open=False, until=None, data=None, **settings):
-    script, steps = Script(), []
-    data = data or Numbers()
-    task = script.task(is_open, data=data, validation=Numbers())
-    with Training(task, **{**QUIET, **settings}) as training:
-        for epoch in training.epochs():
-            for step in steps_of(training, epoch, is_open):
-                steps.append(step.number)
-                script.average.update_parameters(training.model)
-                change_shares(training, world, step.number)
-                if step.number == until:
-                    return script, steps
-            script.scheduler.step()
-    return script, steps
+OF_A_STREAM = {"data": Numbers(), "validation": Numbers()}
 
 
-def stream_by_one_process():
-    script, data = Script(), Numbers()
-    for epoch in range(EPOCHS):
-        data.set_epoch(epoch)
-        samples = list(data)
-        for first in range(0, LENGTH, BATCH):
-            batch = default_collate(samples[first : first + BATCH])
-            squares(script.model, batch).backward()
-            for optimizer in script.optimizers:
-                optimizer.step()
-            script.model.zero_grad()
-            script.average.update_parameters(script.model)
-        script.scheduler.step()
-    return script
+def batches_of_stream(epoch):
+    data = Numbers()
+    data.set_epoch(epoch)
+    samples = list(data)
+    return (default_collate(samples[first : first + BATCH]) for first in range(0, LENGTH, BATCH))
 
 
 @ALSO_ALONE
 @IN_BOTH_FORMS
 def test_a_stream_with_a_length_is_trained_in_its_order(world, is_open):
     data = Numbers()
-    script, steps = train_on_a_stream(world, is_open, data=data)
-    check_same(world, script, stream_by_one_process())
-    assert steps == list(range(1, EPOCHS * STEPS + 1))
+    script, _, steps = train(world, is_open, parts={**OF_A_STREAM, "data": data})
+    check_same(world, script, by_one_process(batches_of_stream)[0])
+    assert list(itertools.chain(*steps.values())) == list(range(1, EPOCHS * STEPS + 1))
     assert data.begun <= EPOCHS + 2  # also to compare the ranks' data, and to try the model
 
 
 def test_a_stream_is_resumed_where_it_was_and_read_by_one_process(world, shared_path):
     settings = {"run_dir": str(shared_path / "run"), "resume": "auto", "workers": 2}
-    train_on_a_stream(world, until=10, **settings)
-    script, steps = train_on_a_stream(world, **settings)
-    check_same(world, script, stream_by_one_process())
-    assert steps == list(range(11, EPOCHS * STEPS + 1))
+    train(world, until=10, parts=OF_A_STREAM, **settings)
+    script, _, steps = train(world, parts=OF_A_STREAM, **settings)
+    check_same(world, script, by_one_process(batches_of_stream)[0])
+    assert list(itertools.chain(*steps.values())) == list(range(11, EPOCHS * STEPS + 1))
 
 
 def test_a_stream_that_ends_early_is_a_mistake(world):
     with pytest.raises(UserError, match="the data ended after 100 samples, and its length is 150"):
-        train_on_a_stream(world, data=Numbers(100))
+        train(world, parts={**OF_A_STREAM, "data": Numbers(100)})

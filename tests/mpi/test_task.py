@@ -10,17 +10,25 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from samples import BATCH, LENGTH, WORDS, pad, points, squares, texts
+from jobs import read_lines, read_readings
+from samples import (
+    ALSO_ALONE,
+    BATCH,
+    EPOCHS,
+    IN_BOTH_FORMS,
+    LENGTH,
+    QUIET,
+    WORDS,
+    change_shares,
+    pad,
+    points,
+    squares,
+    texts,
+)
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    ExponentialLR,
-    LinearLR,
-    OneCycleLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import MetricsSink, Task, Training
@@ -31,18 +39,6 @@ from kaitian_mpi.train.data.batches import Batches
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 
 pytestmark = pytest.mark.sizes(3)
-ALSO_ALONE = pytest.mark.sizes(1, 3)
-IN_BOTH_FORMS = pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
-
-EPOCHS = 3  # 7 steps an epoch, the last of them with 6 samples
-QUIET = {
-    "global_batch_size": BATCH,
-    "epochs": EPOCHS,
-    "balance": "off",
-    "parity": False,
-    "log_interval": 60.0,
-    "check_every": 0,
-}
 
 
 class Language(nn.Module):
@@ -182,13 +178,6 @@ def by_one_process(task, epochs=EPOCHS, after=lambda number, model: None):
     return weights_of(model)
 
 
-def change_shares(training, world, step):
-    """Set uneven shares that change with the step; in some of them a rank has none."""
-    if world.size == 3:
-        sizes = [0, 7, BATCH - 7]
-        training._loop.sampler.set_plan(sizes[step % 3 :] + sizes[: step % 3])
-
-
 def in_form(task, is_open):
     """Return the task, and the loss that its script computes itself in the open form."""
     return (replace(task, loss=None), task.loss) if is_open else (task, None)
@@ -249,10 +238,7 @@ TASKS = {
     "weights of 0, micro-batches": (weighted_experts, {"micro_batch_size": 1}),
     "weights of 0, open form": (weighted_experts, {"is_open": True}),
     "open micro-batches": (language, {"is_open": True, "micro_batch_size": 4}),
-    "open micro-batches, weights of 0": (
-        weighted_experts,
-        {"is_open": True, "micro_batch_size": 1},
-    ),
+    "open micro-batches of 1": (weighted_experts, {"is_open": True, "micro_batch_size": 1}),
     "in the data's order": (lambda: regression(shuffle=False), {}),
     "clipped by a function": (lambda: regression(clip_norm=clip_values), {}),
     "gradient checkpointing": (lambda: language(model=Language(checkpoints=True)), {}),
@@ -285,11 +271,8 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(world, shared_path, is
         return made
 
     def run(until=None, **settings):
-        task = make()
-        train(
-            world, task, is_open, until, lambda t, step: flip(step.number, t.model),
-            epochs=2, **settings,
-        )  # fmt: skip
+        task, settings["epochs"] = make(), 2
+        train(world, task, is_open, until, lambda t, step: flip(step.number, t.model), **settings)
         return weights_of(task.model)
 
     expected = by_one_process(make(), 2, flip)
@@ -299,22 +282,17 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(world, shared_path, is
     assert relative(resumed, expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"optimizer": lambda model: torch.optim.RMSprop(model.parameters())},
-            "the checkpoint has the state of SGD, and the task uses RMSprop",
-        ),
-        ({"model": nn.Linear(5, 1).double()}, "of another model or optimizer"),
-    ],
-)
-def test_a_checkpoint_of_something_else_is_one_line(world, shared_path, changed, message):
+def test_a_checkpoint_of_something_else_is_one_line(world, shared_path):
     settings = {"max_steps": 2, "run_dir": str(shared_path / "run")}
     train(world, regression(), **settings)
-    with pytest.raises(UserError, match=message) as caught:
-        train(world, regression(**changed), resume="auto", **settings)
-    assert "\n" not in str(caught.value)
+    rms = regression(optimizer=lambda model: torch.optim.RMSprop(model.parameters()))
+    for task, message in (
+        (rms, "the checkpoint has the state of SGD, and the task uses RMSprop"),
+        (regression(model=nn.Linear(5, 1).double()), "of another model or optimizer"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            train(world, task, resume="auto", **settings)
+        assert "\n" not in str(caught.value)
 
 
 def wait_for_children():
@@ -532,10 +510,6 @@ def test_evaluation_without_metrics_is_the_weighted_loss(world):
     assert found == {"loss": pytest.approx(token_loss(task.model, whole).item(), rel=1e-12)}
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @ALSO_ALONE
 def test_logged_figures_are_in_the_metrics(world, shared_path):
     settings = {**QUIET, "log_interval": 0.0, "max_steps": 5, "run_dir": str(shared_path / "run")}
@@ -544,7 +518,7 @@ def test_logged_figures_are_in_the_metrics(world, shared_path):
         for step in training:
             training.log(number=torch.tensor(float(step.number)))
     if world.rank == 0:
-        logged = [line.get("logged") for line in lines_of(shared_path / "run" / "metrics.jsonl")]
+        logged = [line.get("logged") for line in read_lines(shared_path / "run" / "metrics.jsonl")]
         assert logged == [{"before": 7}, *[{"number": float(n)} for n in range(1, 6)]]
 
 
@@ -576,7 +550,7 @@ def test_a_sink_of_ones_own_gets_the_metrics_of_all_ranks(world, shared_path, ca
     if world.rank != 0:
         assert sink.last is None
         return
-    lines = [line for line in lines_of(folder / "metrics.jsonl") if "validation" not in line]
+    lines = read_readings(folder)
     assert sink.losses == [line["loss"] for line in lines]
     assert sink.kinds[:2] == ["start", "plan"]
     assert sink.kinds[-2:] == ["finish", True]
@@ -588,13 +562,13 @@ def test_a_sink_of_ones_own_gets_the_metrics_of_all_ranks(world, shared_path, ca
         phases = [last[f"{name}_time_sec"][rank] for name in ("forward", "backward", "optimizer")]
         assert min(phases) >= 0
         assert sum(phases) == pytest.approx(last["compute_time_sec"][rank])
-    (evaluation,) = [line for line in lines_of(folder / "metrics.jsonl") if "validation" in line]
+    (evaluation,) = [line for line in read_lines(folder / "metrics.jsonl") if "validation" in line]
     assert set(evaluation) == {"step", "epoch", "time", "validation"}
-    events = lines_of(folder / "events.jsonl")
+    events = read_lines(folder / "events.jsonl")
     assert [event["kind"] for event in events] == sink.kinds[:-1]
     assert events == sorted(events, key=lambda event: event["time"])
     assert bool(list(folder.glob("tensorboard/events*"))) == tensorboard
-    assert lines_of(folder / "plan.jsonl")[0]["ranks"] == last["ranks"]
+    assert read_lines(folder / "plan.jsonl")[0]["ranks"] == last["ranks"]
 
 
 class Counter:
@@ -618,12 +592,8 @@ def test_a_run_is_continued_after_a_break(world, shared_path, is_open):
 
     def run(until=None, **settings):
         counter = Counter()
-        given = language(
-            validation=texts()[:9],
-            metrics=metrics,
-            scheduler=CosineAnnealingLR,
-            extra_state={"counter": counter},
-        )
+        parts = {"scheduler": CosineAnnealingLR, "extra_state": {"counter": counter}}
+        given = language(validation=texts()[:9], metrics=metrics, **parts)
         (task, loss), numbers = in_form(given, is_open), []
         with Training(task, **{**QUIET, "run_dir": folder, **settings}) as training:
             for step in steps_of(training, loss):
@@ -665,9 +635,7 @@ def loop_per_epoch(make_steps):
 
 @pytest.mark.parametrize("loop", [islice_of_each_epoch, loop_per_epoch])
 @IN_BOTH_FORMS
-def test_a_loop_that_asks_for_no_more_steps_than_there_are_finishes(
-    world, shared_path, loop, is_open
-):
+def test_a_loop_that_asks_for_no_more_steps_finishes(world, shared_path, loop, is_open):
     task, loss = in_form(language(), is_open)
     exported = shared_path / "model.safetensors"
     settings = {**QUIET, "run_dir": str(shared_path / "run"), "export": str(exported)}
