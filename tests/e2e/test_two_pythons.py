@@ -1,4 +1,4 @@
-"""Jobs whose ranks have different releases of Python or torch, on two hosts or on one.
+"""Jobs whose hosts have different releases of Python or torch.
 
 `KAITIAN_TEST_OTHER_PYTHON` is the interpreter of a second environment that has this package; see
 CONTRIBUTING.md.
@@ -18,17 +18,13 @@ from jobs import (
     HostsJob,
     largest_difference,
     newest_checkpoint,
-    run_alone,
-    run_ranks,
     summary_of,
     weights_in,
 )
 
 OTHER = os.environ.get("KAITIAN_TEST_OTHER_PYTHON", "")
-pytestmark = pytest.mark.skipif(
-    not OTHER, reason="KAITIAN_TEST_OTHER_PYTHON names no other environment"
-)
-on_hosts = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+WHY_NOT = reason_to_skip() if OTHER else "KAITIAN_TEST_OTHER_PYTHON names no other environment"
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 TRAIN = (f"{SCRIPTS}/kaitian-train", *"--check-every 1 --global-batch-size 48".split(), *EVEN)
 ASK = "import platform, torch, kaitian_mpi; print(platform.python_version(), torch.__version__)"
@@ -79,7 +75,6 @@ def run_job(hosts, folder, *command, pythons):
         return job.finish()
 
 
-@on_hosts
 @pytest.mark.parametrize("is_first", [True, False])
 def test_they_train_to_the_weights_of_one_environment(hosts, other, tmp_path, is_first):
     """`is_first`: whether our Python is that of the first host, where rank 0 writes the files."""
@@ -95,24 +90,6 @@ def test_they_train_to_the_weights_of_one_environment(hosts, other, tmp_path, is
     assert largest_difference(weights_in(mixed), weights_in(alike)) <= most
 
 
-def test_they_train_on_one_host(other, tmp_path):
-    """With the command line that kaitian-env makes."""
-    tables = [(PYTHON, ["cpu", "cpu"]), (OTHER, ["cpu"])]
-    (tmp_path / "env.toml").write_text(
-        "".join(f'[[localhost]]\npython = "{path}"\ndevices = {each}\n' for path, each in tables)
-    )
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    train = (*TRAIN, *"--model planted:Exact --max-steps 6".split())
-    env = (PYTHON, "-m", "kaitian_mpi.cli.env", "env.toml")
-    both = run_alone(*env, "mpirun", *train, cwd=tmp_path, fresh=True)
-    run_ranks(3, *train, cwd=alone)
-    check_shown(other, both.text)
-    assert summary_of(tmp_path)["finished"] is True
-    assert largest_difference(weights_in(tmp_path), weights_in(alone)) < 1e-9
-
-
-@on_hosts
 @pytest.mark.usefixtures("other")
 def test_each_takes_over_from_the_other(hosts, tmp_path):
     """The spare has the other Python, and continues alone; then ours resumes from what it saved."""

@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from kaitian_mpi.train.state_transfer import broadcast_state
 
@@ -29,20 +30,14 @@ def make_state():
 
 
 def assert_same(found, expected):
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
+    (ours, form), (theirs, expected_form) = tree_flatten(found), tree_flatten(expected)
+    assert form == expected_form
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert (one, type(one)) == (other, type(other))
 
 
 @pytest.mark.ranks(2, 3)
