@@ -173,21 +173,17 @@ def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys
     if world.rank == 0:
         out = capsys.readouterr().out
         assert f"{folder} is finished (2 epochs, {2 * STEPS} steps): nothing left to train" in out
+    # Missing results are there again after an evaluation.
+    expected, exported = summary_in(folder), folder / "checkpoints" / "model.pt"
+    on_rank_0(world, lambda: [path.unlink() for path in (folder / "summary.json", exported)])
+    run(world, folder)
+    for key in ("finished", "epochs", "steps", "val_loss", "val_accuracy"):
+        assert summary_in(folder)[key] == expected[key]
+    assert exported.exists()
     run(world, folder, epochs=4)
     assert end_of(folder) == (True, 4, 4 * STEPS)
     assert math.isfinite(summary_in(folder)["val_loss"])
     assert steps_in(folder) == list(range(1, 4 * STEPS + 1))
-
-
-def test_missing_results_are_recreated_by_an_evaluation(world, folder):
-    run(world, folder)
-    expected, exported = summary_in(folder), folder / "checkpoints" / "model.pt"
-    on_rank_0(world, lambda: [path.unlink() for path in (folder / "summary.json", exported)])
-    run(world, folder)
-    found = summary_in(folder)
-    for key in ("finished", "epochs", "steps", "val_loss", "val_accuracy"):
-        assert found[key] == expected[key]
-    assert exported.exists()
 
 
 @pytest.mark.parametrize("other", [6, 20])
@@ -324,19 +320,27 @@ def test_a_file_is_resumed_in_a_new_folder_and_leaves_its_own_as_it_is(world, fo
     assert (new / "checkpoints" / "step-00000004.pt").exists()
 
 
-def check_refused(world, folder, message, **flags):
-    before = contents(world, folder)
-    with pytest.raises(AgreedError, match=message) as caught:
-        run(world, folder, **flags)
-    assert "\n" not in str(caught.value)
-    assert contents(world, folder) == before
+def test_what_does_not_fit_or_cannot_be_read_is_refused(world, folder, monkeypatch):
+    """Unreadable checkpoints do not lead to a fresh start."""
 
+    def check_refused(message, **flags):
+        before = contents(world, folder)
+        with pytest.raises(AgreedError, match=message) as caught:
+            run(world, folder, **flags)
+        assert "\n" not in str(caught.value)
+        assert contents(world, folder) == before
 
-def test_a_data_set_of_another_length_is_rejected(world, folder, monkeypatch):
-    run(world, folder, max_steps=3)
-    monkeypatch.setenv("POINTS", "40")
-    check_refused(world, folder, r"the dataset has 40 \+ 40 .* was made with 60 \+ 60 ")
-    check_refused(world, folder, "--seed is 3, but", seed=3)
+    def damage():
+        for path in folder.glob("checkpoints/step-*.pt"):
+            path.write_bytes(b"not what it was")
+
+    run(world, folder, max_steps=3, checkpoint_every=1)
+    with monkeypatch.context() as patch:
+        patch.setenv("POINTS", "40")
+        check_refused(r"the dataset has 40 \+ 40 .* was made with 60 \+ 60 ")
+    check_refused("--seed is 3, but", seed=3)
+    on_rank_0(world, damage)
+    check_refused(rf"none of the 3 checkpoints in {folder}/checkpoints is intact; restore")
 
 
 def test_a_large_state_is_saved_and_resumed_without_a_copy(world, folder, name, monkeypatch):
@@ -360,14 +364,3 @@ def test_no_step_appears_twice_in_the_metrics(world, folder):
         run(world, folder, checkpoint_every=2)
         assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
         assert [plan["step"] for plan in read_lines(folder / "plan.jsonl")] == plans
-
-
-def test_unreadable_checkpoints_do_not_lead_to_a_fresh_start(world, folder):
-    def damage():
-        for path in folder.glob("checkpoints/step-*.pt"):
-            path.write_bytes(b"not what it was")
-
-    run(world, folder)
-    on_rank_0(world, damage)
-    needed = rf"none of the 2 checkpoints in {folder}/checkpoints is intact; restore"
-    check_refused(world, folder, needed)

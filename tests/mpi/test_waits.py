@@ -67,23 +67,11 @@ def meet_without_python(comm):
     comm.Free()
 
 
-def test_groups_may_be_destroyed_in_any_order(world):
+def test_groups_may_be_destroyed_in_any_order_without_waiting_for_other_ranks(world):
     groups = [dist.new_group() for _ in range(world.size + 1)]
     for group in groups:
         add(group)
-    for index in range(len(groups)):
-        dist.destroy_process_group(groups[(index + world.rank) % len(groups)])
-    assert add() == world.size
-    own = {id(group.comms) for group in groups}
-    deadline = time.monotonic() + SOON_SEC
-    while own & {id(comms) for _, comms in topology._waiting}:  # not yet freed
-        topology.free_unused_comms()
-        assert time.monotonic() < deadline
-
-
-def test_destroying_a_group_does_not_wait_for_other_ranks(world):
-    group = dist.new_group()
-    add(group)
+    group, *others = groups
     if world.rank == 0:
         dist.destroy_process_group(group)
     assert add() == world.size
@@ -96,12 +84,22 @@ def test_destroying_a_group_does_not_wait_for_other_ranks(world):
             group.recv([torch.zeros(1)], 1, 0)
     else:
         dist.destroy_process_group(group)
+    for index in range(len(others)):
+        dist.destroy_process_group(others[(index + world.rank) % len(others)])
     assert add() == world.size
+    own = {id(group.comms) for group in groups}
+    deadline = time.monotonic() + SOON_SEC
+    while own & {id(comms) for _, comms in topology._waiting}:  # not yet freed
+        topology.free_unused_comms()
+        assert time.monotonic() < deadline
 
 
-def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world):
-    group, comm = dist.new_group([1, 2]), world.comm.Dup()
-    add()  # the group is made
+def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world, monkeypatch):
+    """A time-out ends as well: only rank 0's store knows who is missing, so it names nobody."""
+    monkeypatch.setattr(mpi_store, "_MARGIN_SEC", 0.5)
+    group, late = dist.new_group([1, 2]), dist.new_group([1, 2], timeout=SHORT)
+    comm = world.comm.Dup()
+    add()  # the groups are made
     if world.rank > 0:
         time.sleep(world.rank / 2)  # rank 1 waits for rank 2 so long that it looks for lost ranks
         assert add(group) == 2
@@ -109,27 +107,15 @@ def test_no_rank_waits_for_rank_0_while_it_does_not_let_python_run(world):
             received = torch.zeros(3)
             dist.recv(received, 2, group=group)
             assert received.tolist() == [2.0] * 3
+            message = "rank 0, which serves the store, has not answered within 1 s"
+            fails(lambda: add(late), f"^all_reduce #1: {message}")
         else:
             time.sleep(0.5)
             dist.send(torch.full((3,), 2.0), 1, group=group)
-        dist.destroy_process_group(group)
-    meet_without_python(comm)
-    assert add() == world.size
-
-
-def test_a_time_out_ends_while_rank_0_does_not_let_python_run(world, monkeypatch):
-    """Only its store knows who is missing, so the error says why it names nobody."""
-    monkeypatch.setattr(mpi_store, "_MARGIN_SEC", 0.5)
-    group, comm = dist.new_group([1, 2], timeout=SHORT), world.comm.Dup()
-    add()  # the group is made
-    if world.rank == 1:
-        fails(
-            lambda: add(group),
-            r"^all_reduce #1: rank 0, which serves the store, has not answered within 1 s",
-        )
     meet_without_python(comm)
     if world.rank > 0:
-        dist.destroy_process_group(group)
+        for each in (group, late):
+            dist.destroy_process_group(each)
     assert add() == world.size
 
 

@@ -99,7 +99,7 @@ def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, e
     check_sum(world, device_of, dtype, edge + 1, in_background=True)
 
 
-def test_operations_that_move_data(world, put):
+def test_operations_that_move_data_and_reduce_it(world, put):
     for number, dtype in enumerate(TYPES):
         # Of seven types that the library supports in a row, and four that it does not, some have
         # each root; two have all.
@@ -107,14 +107,9 @@ def test_operations_that_move_data(world, put):
     for length in (0, 1, 70_001):
         for dtype in (torch.float32, torch.int16):
             check_moves(world, put, dtype, length, range(world.size))
-
-
-def test_operations_that_reduce_views_lists_and_uneven_parts(world, put):
+            check_reductions(world, put, dtype, length)
     for dtype in SUMMED:
         check_reductions(world, put, dtype, 7)
-    for length in (1, 70_001):
-        for dtype in (torch.float32, torch.int16):
-            check_reductions(world, put, dtype, length)
     check_views_and_lists(world, put)
     check_uneven_parts(world, put)
 
@@ -218,36 +213,36 @@ def test_no_thread_of_the_library_can_end_the_survivors_of_a_loss(world, monkeyp
     assert threads_of_a_group(survives=True) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn], ids=str)
-def test_unsupported_reductions_are_rejected_before_anything_is_sent(world, device_of, dtype):
-    tensor = device_of(torch.ones(world.size).to(dtype))
+def test_unsupported_reductions_are_rejected_before_anything_is_sent(world, device_of):
     fake_library.calls.clear()
-    for call in (
-        lambda: dist.all_reduce(tensor),
-        lambda: dist.reduce(tensor, 0),
-        lambda: dist.reduce_scatter_single(tensor[:1], tensor),
-        lambda: dist.all_reduce(device_of(torch.ones(3)), dist.ReduceOp.BAND),
-    ):
-        with pytest.raises(UnsupportedError, match="not supported"):
-            call()
+    for dtype in (torch.uint16, torch.float8_e4m3fn):
+        tensor = device_of(torch.ones(world.size).to(dtype))
+        for call, *arguments in (
+            (dist.all_reduce, tensor),
+            (dist.reduce, tensor, 0),
+            (dist.reduce_scatter_single, tensor[:1], tensor),
+            (dist.all_reduce, device_of(torch.ones(3)), dist.ReduceOp.BAND),
+        ):
+            with pytest.raises(UnsupportedError, match="not supported"):
+                call(*arguments)
     assert fake_library.calls == []
+    double, numbers = dist._make_nccl_premul_sum(2.0), device_of(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match="PREMUL_SUM"):
+        dist.all_reduce(numbers, double)
     tensor = device_of(torch.ones(3))
     dist.all_reduce(tensor)
     assert values(tensor).tolist() == [float(world.size)] * 3
 
 
 def test_premul_sum_works_where_all_ranks_have_nccl(world, put):
-    double = dist._make_nccl_premul_sum(2.0)
-    tensor = put(torch.full((5,), world.rank + 1.0))
+    tensor, double = put(torch.full((5,), world.rank + 1.0)), dist._make_nccl_premul_sum(2.0)
     has_it = world.device_kind.vendor_supports(torch.float32, "PREMUL_SUM")
     if len(world.groups) > 1 or not has_it:
         with pytest.raises(UnsupportedError, match="PREMUL_SUM"):
             dist.all_reduce(tensor, double)
-        return
-    dist.all_reduce(tensor, double)
-    assert values(tensor).tolist() == [2.0 * factor(world)] * 5
-    with pytest.raises(UnsupportedError, match="PREMUL_SUM"):
-        dist.all_reduce(put(torch.ones(2, dtype=torch.int64)), double)
+    else:
+        dist.all_reduce(tensor, double)
+        assert values(tensor).tolist() == [2.0 * factor(world)] * 5
 
 
 class Held:
@@ -403,12 +398,11 @@ def test_a_reducers_parameters_that_some_ranks_do_not_use(world, device_of, algo
     for _ in range(2):
         for parameter in model:
             parameter.grad = None
-        used = [model[0], model[1], *([model[2]] if world.rank == 0 else [])]
         reducer.arm((world.rank + 1) / 2)
-        sum((parameter * 2.0).sum() for parameter in used).backward()
+        sum((p * 2.0).sum() for p in list(model)[: 2 if world.rank else 3]).backward()
         reducer.finish()
-        for number, expected in enumerate((factor(world), factor(world), 1)):
-            assert values(model[number].grad).unique().tolist() == [float(expected)]
+        for parameter, expected in zip(model, (factor(world), factor(world), 1), strict=False):
+            assert values(parameter.grad).unique().tolist() == [float(expected)]
         assert model[3].grad is None
         assert reducer.is_finite()
     reducer.close()
@@ -499,9 +493,8 @@ def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
 @pytest.mark.sizes(2)
 def test_a_rank_that_communicates_another_devices_tensors_warns_once(world, caplog):
     groups = [None, dist.new_group(backend="kaitian")]
-    for group in groups:
-        for _ in range(2):
-            dist.all_reduce(torch.ones(2), group=group)  # host memory is anybody's
+    for group in groups * 2:
+        dist.all_reduce(torch.ones(2), group=group)  # host memory is anybody's
     assert "which is not its device" not in caplog.text
     for group in groups:
         for elements in (2, SHORT_BYTES):  # a short one takes another path
