@@ -57,7 +57,7 @@ def _read(path: Path) -> Run:
     steps = max([0, summary.get("steps", 0), *last])
     state = "stopped" if events and events[-1].kind == "stop" else "unfinished"
     at = _clock(intervals, plans, events)
-    plans = _in_force(replace(plan, at_sec=at(plan.at_sec)) for plan in plans)
+    plans = [replace(plan, at_sec=at(plan.at_sec)) for plan in plans]
     ranks = _read_ranks(topology)
     trained = {rank for each in intervals for rank in each.ranks}
     for rank in sorted(trained.union(*(plan.batch_sizes for plan in plans))):
@@ -150,9 +150,6 @@ def _read_metrics(
         if not isinstance(each, Interval):
             evaluations |= [each]
             continue
-        # What a resume has trained again replaces what came before.
-        while intervals and intervals[-1].step >= each.step:
-            intervals.pop()
         steps = each.step - (intervals[-1].step if intervals else 0)
         intervals.append(replace(each, steps=max(1, steps)))
         if len(intervals) >= most:
@@ -284,16 +281,6 @@ def _read_ranks(topology: dict[str, Any]) -> dict[int, Rank]:
         for info in topology.get("ranks", [])
     ]
     return {each.rank: each for each in ranks}
-
-
-def _in_force(plans: Iterable[PlanChange]) -> list[PlanChange]:
-    """Leave out the plans that a run has made again, as it resumed from an earlier step."""
-    found: list[PlanChange] = []
-    for plan in plans:
-        while found and found[-1].step > plan.step:
-            found.pop()
-        found.append(plan)
-    return found
 
 
 def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
