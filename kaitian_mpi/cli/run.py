@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
-from kaitian_mpi.cli.train import start_mpi
+from kaitian_mpi.cli.train import hide_unused_devices
 from kaitian_mpi.devices.choice import SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
+from kaitian_mpi.distributed.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import GROUP_VARIABLE
@@ -52,7 +53,8 @@ def main() -> None:
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not (chosen.module or os.path.isfile(chosen.script)):
             raise UserError(f"there is no script {chosen.script}; name the file to run")
-        comm = start_mpi(chosen)
+        hide_unused_devices(os.environ, chosen.devices)
+        comm = initialize_mpi_on(chosen.network_interface)
         hosts = gather_values(comm, socket.gethostname())
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)

@@ -69,10 +69,10 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     level = "warning" if config.quiet and config.log_level == "info" else config.log_level
     configure_logging(level, rank_prefix(), launch.world_rank)
     start_watchdog(setup_limit(config.step_timeout))
+    hide_unused_devices(os.environ, config.devices)
     if launch.local_size < launch.world_size:
-        hide_unused_devices(os.environ, config.devices)
         load_torch(launch)  # while the other hosts' ranks are started
-    comm = start_mpi(config)
+    comm = initialize_mpi_on(config.network_interface)
     config = with_emulation(config, comm)
     check_before_loading(config, comm)
     load_torch(launch)  # late: it takes seconds
@@ -101,18 +101,9 @@ def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
 
 
 def hide_unused_devices(environ: Any, devices: str) -> None:
-    """Hide accelerators from the user's code in a rank that is to use the CPU.
-
-    Before MPI is started, if possible, since it may start the vendors' drivers.
-    """
+    """Hide accelerators from a rank that is to use the CPU; MPI may start the vendors' drivers."""
     launch = read_launch(environ)
     environ.update(hide_accelerators(devices, launch.local_rank, launch.local_size))
-
-
-def start_mpi(chosen: Any) -> MPI.Intracomm:
-    """Start MPI as the flags say; return `COMM_WORLD`. Collective."""
-    hide_unused_devices(os.environ, chosen.devices)
-    return initialize_mpi_on(chosen.network_interface)
 
 
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
