@@ -1,12 +1,10 @@
-"""The base class of accelerators: what `torch.cuda` has, or torch.accelerator in its place."""
+"""The base class of accelerators: their torch modules have what `torch.cuda` has."""
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import suppress
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,17 +34,12 @@ _OUT_OF_MEMORY = (
 
 _OFF = ("0", "n", "no", "f", "false")  # as `getCvarBool` of torch's Utils.hpp reads them
 
-_GENERAL = {"set_device": "set_device_index", "mem_get_info": "get_memory_info"}
-"""The functions of torch.accelerator that have other names than those of `torch.cuda`."""
-_LACKING = ("is not a DeviceAllocator", "Backend doesn't support")
-"""What torch.accelerator says where a plug-in's allocator or device guard implements too little."""
-
 
 class Accelerator(Device):
     """A device with its own memory and streams, accessed through `torch.get_device_module`.
 
-    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently.
-    What a plug-in lacks comes from `torch.accelerator`; a `KindError` names what is in neither.
+    A kind's class sets `kind` and `torch_type`, and overrides what its vendor does differently. A
+    `KindError` names what a plug-in lacks.
     """
 
     moved: frozenset[torch.dtype] = frozenset()
@@ -186,13 +179,10 @@ class Accelerator(Device):
         return isinstance(error, RuntimeError) and any(map(str(error).__contains__, _OUT_OF_MEMORY))
 
     def streams(self) -> Any | None:
-        """Return torch's module for the device, or torch's general streams; None without any."""
+        """Return torch's module for the device; None if it has no streams."""
         module = self._module()
-        if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
-            return module
-        if not hasattr(self, "_streams"):
-            self._streams = _general_streams(self.torch_type)
-        return self._streams
+        names = ("Stream", "Event", "stream", "current_stream")
+        return module if all(hasattr(module, name) for name in names) else None
 
     def mark(self) -> Mark:
         streams = self.streams()
@@ -220,26 +210,15 @@ class Accelerator(Device):
         return torch.get_device_module(self.torch_type)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the device's module; where it lacks it, one of torch.accelerator."""
+        """Call a function of the device's module."""
         module = self._module()
-        cause: Exception | None = None
-        if hasattr(module, name):
-            return getattr(module, name)(*arguments)
-        general = _GENERAL.get(name, name)
-        if hasattr(torch.accelerator, general):
-            try:
-                return getattr(torch.accelerator, general)(*arguments)
-            except (NotImplementedError, ValueError) as error:
-                cause = error
-            except RuntimeError as error:
-                if not any(map(str(error).__contains__, _LACKING)):  # the device's own error
-                    raise
-                cause = error
-        raise KindError(
-            f"{self.kind} devices: neither torch.{self.torch_type}.{name} nor "
-            f"torch.accelerator.{general} can be used; install a release of the plug-in that has "
-            f"one, or override the methods of {type(self).__name__} that need it"
-        ) from cause
+        if not hasattr(module, name):
+            raise KindError(
+                f"{self.kind} devices: torch.{self.torch_type} has no {name}; install a release of "
+                f"the plug-in that has it, or override the methods of {type(self).__name__} that "
+                "need it"
+            )
+        return getattr(module, name)(*arguments)
 
     def _properties(self, index: int) -> Any:
         module = self._module()
@@ -291,22 +270,6 @@ class UnlistedAccelerator(Accelerator):
 
     def __init__(self, torch_type: str) -> None:
         self.kind = self.torch_type = torch_type
-
-
-def _general_streams(torch_type: str) -> Any | None:
-    """Return torch's own streams for a type in the form of a device's module; None without any."""
-    try:
-        event = torch.Event(torch_type)
-        event.record(torch.Stream(device=torch_type))
-        event.synchronize()
-    except (NotImplementedError, RuntimeError):
-        return None
-    return SimpleNamespace(
-        Stream=lambda device: torch.Stream(device=device),
-        Event=functools.partial(torch.Event, torch_type),
-        stream=lambda stream: stream,  # which is a context manager
-        current_stream=torch.accelerator.current_stream,
-    )
 
 
 class EventMark(Mark):
