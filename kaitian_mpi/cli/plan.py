@@ -14,7 +14,7 @@ from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, pars
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import save_json
+from kaitian_mpi.observe.files import json_bytes, write_output
 from kaitian_mpi.runtime.abort import abort_on_error, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.signals import handle_signals
@@ -144,7 +144,8 @@ def report(measured: Measurements, parsed: Parsed) -> None:
     """Forecast the job and print the result; write the measurements if that is asked for."""
     chosen = parsed.others
     if chosen.save is not None:
-        save_json(Path(chosen.save), measured.to_json())
+        content = json_bytes(measured.to_json(), allow_nan=False)
+        write_output(Path(chosen.save), content, "name a file in a folder that can be written")
     size = parsed.settings.get("global_batch_size") if chosen.file is not None else None
     job = plan_job(measured, chosen.world, size)
     show(measured, job)

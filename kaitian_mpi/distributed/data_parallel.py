@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP checks those of its hook.
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gradients import Fraction, sum_gradients
 from kaitian_mpi.distributed.sync_batch_norm import Participation, participate, sync_batch_norms
 from kaitian_mpi.errors import AgreedError, UnsupportedError
+from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.preflight.verdict import by_value
 
 SamplesOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
@@ -124,7 +125,7 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
 
 def first_length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the length of the first tensor with a dimension among a forward's arguments."""
-    tensors = _tensors([*args, *kwargs.values()])
+    tensors = tensors_in([*args, *kwargs.values()])
     return next((tensor.size(0) for tensor in tensors if tensor.dim()), None)
 
 
@@ -138,16 +139,6 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             "with a batch dimension; pass samples_of= to data_parallel"
         )
     return rows
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors([*value.values()])
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 @not_compiled

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,14 +115,3 @@ def write_output(path: Path, content: bytes, advice: str) -> None:
             file.write(content)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); {advice}") from error
-
-
-def save_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file named on the command line.
-
-    Raises:
-        UserError: the file cannot be written.
-        ValueError: a number is not finite.
-    """
-    advice = "name a file in a folder that exists and is writable"
-    write_output(path, json_bytes(content, allow_nan=False), advice)

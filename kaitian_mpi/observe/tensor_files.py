@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -57,11 +57,11 @@ def map_tensors(path: Path) -> TensorFile:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors in nested dicts, lists and tuples."""
+    """Return the tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
 
 

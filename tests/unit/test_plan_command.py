@@ -16,7 +16,6 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.forecast import MeasuredRank, Measurements, plan_job, read_measurements
 from kaitian_mpi.cli import plan, report, supervise
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import save_json
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):
@@ -46,7 +45,7 @@ MEASURED = Measurements(
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "measured.json"
-    save_json(path, MEASURED.to_json())
+    path.write_text(json.dumps(MEASURED.to_json()))
     return path
 
 
@@ -154,11 +153,11 @@ def test_another_world_and_batch(run, options, said):
 
 def test_kinds_measured_only_among_more_are_forecast_with_a_note(run, tmp_path):
     path = tmp_path / "all.json"
-    save_json(path, replace(MEASURED, allreduces=MEASURED.allreduces[2:]).to_json())
+    path.write_text(json.dumps(replace(MEASURED, allreduces=MEASURED.allreduces[2:]).to_json()))
     assert "measured only among more" not in run(path=path)
     ranks = (*MEASURED.ranks, bench_rank(4, "npu", 0.01, 0.001))
     every = MeasuredAllreduce({"gpu": 2, "mlu": 2, "npu": 1}, AllreduceCost(5e-4, 8e-10))
-    save_json(path, replace(MEASURED, ranks=ranks, allreduces=(every,)).to_json())
+    path.write_text(json.dumps(replace(MEASURED, ranks=ranks, allreduces=(every,)).to_json()))
     shown = run("--world", "2xgpu,2xmlu", path=path)
     assert "note: some of these kinds were measured only among more" in shown
 
@@ -222,7 +221,7 @@ def test_a_mistake_is_one_line_with_code_2(tmp_path, monkeypatch, capfd, command
     monkeypatch.setattr(supervise, "configure_logging", lambda *_: None)  # it is the process's
     words = words.format(tmp=tmp_path, run=tmp_path / "run").split()
     if command is plan:
-        save_json(tmp_path / "measured.json", MEASURED.to_json())
+        (tmp_path / "measured.json").write_text(json.dumps(MEASURED.to_json()))
         words.insert(0, str(tmp_path / "measured.json"))
     elif command is report:
         make_run(tmp_path / "run")
