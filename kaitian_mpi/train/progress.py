@@ -59,11 +59,6 @@ class Progress:
         """Whether the last epoch is counted, and its results were lost."""
         return self.has_all_steps and not (self.position or self.is_done)
 
-    @property
-    def steps_applied(self) -> int:
-        """Steps that were done and not skipped."""
-        return self.step - self.bad_steps
-
     def step_done(self, samples: int) -> None:
         self.step += 1
         self.step_in_epoch += 1
@@ -148,8 +143,8 @@ class Schedules:
         if not self.schedulers:
             begun_with, *_ = json.loads(state["begun_with"])
             for group, own, first in zip(self._groups, settings, begun_with, strict=False):
-                unchanged = {n: v for n, v in own.items() if _plain(group.get(n)) == first.get(n)}
-                group.update(unchanged)
+                same = (n for n in own if _text(group.get(n)) == _text(first.get(n)))
+                group.update({name: own[name] for name in same})
         elif not any(self.states()):
             for group, own in zip(self._groups, settings, strict=True):
                 group.update(own)
@@ -162,7 +157,8 @@ class Schedules:
 
     def restart(self, progress: Progress) -> None:
         """Begin again with this job's settings, and make the steps that are done."""
-        steps, total_steps = progress.steps_applied, max(progress.total_steps, progress.step)
+        steps = progress.step - progress.bad_steps
+        total_steps = max(progress.total_steps, progress.step)
         for group, own in zip(self._groups, self._own_settings, strict=True):
             parameters = group["params"]
             group.clear()
@@ -188,8 +184,7 @@ class Schedules:
     def _make(self, total_steps: int) -> None:
         self.schedulers = self._task.make_schedulers(self._optimizers, total_steps)
         self._told_steps = total_steps if self._task.tells_steps else None
-        begun_with = self._own_settings, self.states(), self._told_steps
-        self.begun_with = _text(begun_with)
+        self.begun_with = _text((self._own_settings, self.states(), self._told_steps))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -202,11 +197,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     return json.dumps(value, default=_as_json, skipkeys=True)
-
-
-def _plain(value: object) -> Any:
-    """Return a setting as it is read from `Schedules.begun_with`."""
-    return json.loads(_text(value))
 
 
 def _as_json(value: object) -> object:

@@ -125,8 +125,9 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
     world.relay.adopt(config)
     show_topology(world, membership.survives)
     on_all = membership.attempt  # all surviving ranks, for none is on standby yet
-    for check in (check_settings, check_run_folder):
-        on_all(check, config)  # these need neither device, data nor model
+    # These need neither device, data nor model.
+    on_all(lambda world: check_same(world.comm, config.shared_values(), SAME_SETTINGS))
+    on_all(check_run_folder, config)
     if config.has_trackers:
         from kaitian_mpi.observe.trackers import check_trackers
 
@@ -150,11 +151,6 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
             _choose_ranks(run)
         unless_started.pop_all()
     return run
-
-
-def check_settings(config: TrainingConfig, world: World) -> None:
-    """Check that all ranks have the same settings, except those that may differ. Collective."""
-    check_same(world.comm, config.shared_values(), SAME_SETTINGS)
 
 
 def _choose_ranks(run: Run) -> None:

@@ -183,17 +183,13 @@ class State:
             total_steps = self.progress.total_steps
             self.progress = Progress(**state["progress"] | {"total_steps": total_steps})
             self.equal_at_step = self.progress.step
-            if self._has_own_schedules:
+            own_optimizers = (getattr(value, "optimizer", None) for value in self.extra.values())
+            if any(optimizer is one for optimizer in own_optimizers for one in self.optimizers):
+                # The script steps schedulers, in extra_state, which need the saved settings.
                 settings = self._schedules.settings()
             self._schedules.resume(state, settings, self.progress)
             self.statistics.fractions = None
             self.is_begun = True
-
-    @property
-    def _has_own_schedules(self) -> bool:
-        """Whether the script steps schedulers, in extra_state, which need the saved settings."""
-        own = (getattr(value, "optimizer", None) for value in self.extra.values())
-        return any(optimizer is one for optimizer in own for one in self.optimizers)
 
     def load_file(self, file: TensorFile) -> dict[str, Any]:
         """Load a result of `shared` from a file. Training must not have begun."""
