@@ -31,6 +31,8 @@ if torch.accelerator.is_available():
     shown.append(str(torch.empty(1, device=f"{kind}:{os.environ['LOCAL_RANK']}").device))
 else:
     shown.append("cpu")
+if "--where" in sys.argv:
+    shown.append(os.path.basename(sys.prefix))
 if "--lr" in sys.argv:
     dist.init_process_group("nccl" if torch.accelerator.is_available() else "gloo")
     ranks = torch.tensor([dist.get_rank() + 1])
@@ -108,9 +110,8 @@ def test_a_job_that_has_lost_a_rank_is_started_again(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 3".split()
     train = f"{SCRIPTS}/kaitian-train --model planted:Slow --global-batch-size 24".split()
     train += [*EVEN, *"--snapshot-every 5 --max-steps 16 --check-every 1 --val-split 0.02".split()]
-    with HostsJob(
-        hosts, PYTHON, *supervised, *train, cwd=tmp_path, survives=False, fresh=False
-    ) as job:
+    options = {"cwd": tmp_path, "survives": False, "fresh": False}
+    with HostsJob(hosts, PYTHON, *supervised, *train, **options) as job:
         job.wait_for("start 1 of")
         job.wait_for("allreduce among 3 ranks on 2 hosts")
         job.wait_for(r"\| step 7/")
@@ -165,18 +166,6 @@ def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
     ]
 
 
-WHO = """
-import os, sys
-import torch
-
-rank, local_rank = os.environ["RANK"], os.environ["LOCAL_RANK"]
-has_mlu = torch.accelerator.is_available()
-device = torch.empty(1, device=f"mlu:{local_rank}").device if has_mlu else "cpu"
-size = os.environ["LOCAL_WORLD_SIZE"]
-print("rank", rank, os.path.basename(sys.prefix), size, device, flush=True)
-"""
-
-
 @pytest.mark.device_in_python
 def test_two_environments_on_one_host_have_devices_of_their_own(other_environment, tmp_path):
     """The other one has an emulated plug-in, which ours does not have."""
@@ -186,9 +175,13 @@ def test_two_environments_on_one_host_have_devices_of_their_own(other_environmen
     (tmp_path / "env.toml").write_text(
         "".join(f'[[localhost]]\npython = "{path}"\ndevices = [{each}]\n' for path, each in tables)
     )
-    (tmp_path / "script.py").write_text(WHO)
-    command = (*ENV, "env.toml", "mpirun", "kaitian-run", "script.py")
+    (tmp_path / "script.py").write_text(OF_TORCHRUN)
+    command = (*ENV, "env.toml", "mpirun", "kaitian-run", "script.py", "--where")
     ended = run_alone(*command, cwd=tmp_path, fresh=True)
     ours, other = (os.path.basename(path) for path in (sys.prefix, other_environment.parents[1]))
-    expected = [f"rank 0 {ours} 3 cpu", f"rank 1 {ours} 3 cpu", f"rank 2 {other} 3 mlu:3"]
-    assert sorted(re.findall("rank .*", ended.out)) == expected
+    found = [line.split() for line in sorted(re.findall("shown .*", ended.out))]
+    assert [[rank, size, *rest] for _, rank, _, _, size, _, _, *rest in found] == [
+        ["0", "3", "cpu", ours],
+        ["1", "3", "cpu", ours],
+        ["2", "3", "mlu:3", other],
+    ]

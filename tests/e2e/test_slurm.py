@@ -27,6 +27,7 @@ EXAMPLES = PLANTED.parents[1] / "examples/cluster"
 SLOW = "--model planted:Slow --global-batch-size 24 --balance off --log-interval 0".split()
 ONE_EACH = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1".split()
 KINDS = ("nvidia", "cambricon")
+LIMITED = "--global-batch-size 48 --max-steps 128"
 
 
 TELL_CPUS_AND_FINISH = """\
@@ -47,12 +48,8 @@ class Batch:
 
     def __init__(self, slurm, folder):
         self.slurm, self.folder = slurm, folder
-        self.environment = {
-            **ENVIRONMENT,
-            **slurm.environment,
-            "PYTHONPATH": str(PLANTED),
-            "RUN_DIR": "run",
-        }
+        own = {"PYTHONPATH": str(PLANTED), "RUN_DIR": "run"}
+        self.environment = {**ENVIRONMENT, **slurm.environment, **own}
 
     def fork_ranks(self, *, forks=True):
         """Fork the ranks of the jobs that follow, or no longer."""
@@ -63,16 +60,10 @@ class Batch:
         self.environment["PATH"] = f"{first}{ENVIRONMENT['PATH']}"
 
     def run(self, *words, folder=None):
-        return subprocess.run(
-            self.slurm.command(*words),
-            cwd=folder or self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_SEC,
-            check=False,
-        )
+        command, folder = self.slurm.command(*words), folder or self.folder
+        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        options |= {"timeout": LONGEST_SEC, "check": False}
+        return subprocess.run(command, cwd=folder, env=self.environment, **options)
 
     def run_as_pbs_would(self, folder, arguments):
         """Run pbs.sh on the first node, which PBS would list once for each rank, as the second."""
@@ -87,7 +78,7 @@ class Batch:
         }
         return self.run("bash", "-c", f"cd / && exec bash {EXAMPLES}/pbs.sh")
 
-    def submit(self, name, *options, folder, arguments):
+    def submit(self, name, *options, folder, arguments=()):
         folder.mkdir(exist_ok=True)
         words = ["sbatch", "--parsable", *options, str(EXAMPLES / name), *SLOW, *arguments]
         done = self.run(*words, folder=folder)
@@ -111,14 +102,11 @@ class BatchJob:
         words = self.batch.slurm.ask("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def state(self):
-        return self.shown()["JobState"]
-
     def wait_for_text(self, text):
         self.wait_until(lambda: text in self.log, f"no {text!r}")
 
     def wait_for_state(self, *states):
-        self.wait_until(lambda: self.state() in states, f"never {states}")
+        self.wait_until(lambda: self.shown()["JobState"] in states, f"never {states}")
 
     def wait_until(self, is_true, problem):
         deadline = time.monotonic() + LONGEST_SEC
@@ -143,7 +131,7 @@ def test_a_task_gets_all_its_cpus(tmp_path):
             if nodes == 1:  # srun may not return from two components: the script must not wait
                 write_program(tmp_path / "srun", f'{shutil.which("srun")} "$@"; exec sleep 1000')
             options = f"--nodes={nodes} --ntasks-per-node=1 --cpus-per-task=2".split()
-            job = batch.submit(name, *options, folder=tmp_path / name, arguments=[])
+            job = batch.submit(name, *options, folder=tmp_path / name)
             job.wait_for_state("COMPLETED")
             assert job.log.split()[:2] == ["2", "2"]
 
@@ -173,11 +161,9 @@ def limited(batch):
     busy machine has begun to train. In a minute, 125 such steps can be done at most.
     """
     options = [*ONE_EACH, *"--time=1 --signal=B:USR1@1".split()]
-    arguments = "--global-batch-size 48 --max-steps 128".split()
+    job = {"folder": batch.folder / "limited", "arguments": LIMITED.split()}
     batch.fork_ranks()  # fresh ones might not have begun by then on a busy machine
-    job = batch.submit(
-        "slurm.sbatch", *options, folder=batch.folder / "limited", arguments=arguments
-    )
+    job = batch.submit("slurm.sbatch", *options, **job)
     batch.fork_ranks(forks=False)
     return job
 
@@ -247,7 +233,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
     # Else the rest has to be done within the next 30 s.
     limited.batch.slurm.ask("scontrol", "update", f"JobId={limited.number}", "TimeLimit=10")
     limited.wait_for_state("COMPLETED", "FAILED")
-    assert limited.state() == "COMPLETED", limited.log
+    assert limited.shown()["JobState"] == "COMPLETED", limited.log
     assert "resuming from step" in limited.log
     check_steps(limited.folder, 128)
     assert summary_of(limited.folder)["finished"] is True

@@ -341,8 +341,8 @@ def test_a_stream_with_a_length_is_trained_in_its_order(world, is_open):
 
 def test_a_stream_is_resumed_where_it_was_and_read_by_one_process(world, shared_path):
     settings = {"run_dir": str(shared_path / "run"), "resume": "auto", "workers": 2}
-    train(world, until=10, parts=OF_A_STREAM, **settings)
-    script, _, steps = train(world, parts=OF_A_STREAM, **settings)
+    train(world, until=10, parts={"data": Numbers()}, **settings)
+    script, _, steps = train(world, parts={"data": Numbers()}, **settings)
     check_same(world, script, by_one_process(batches_of_stream)[0])
     assert list(itertools.chain(*steps.values())) == list(range(11, EPOCHS * STEPS + 1))
 

@@ -24,12 +24,7 @@ from kaitian_mpi.mpi.world import World
 # Devices, and the library. Each library serves a group of all ranks, and groups beside others.
 LAYOUTS = {
     1: [("vendor", "nccl")],
-    2: [
-        ("vendor,cpu", "hccl"),
-        ("vendor,vendor2", "nccl"),
-        ("auto", "xccl"),
-        ("vendor,vendor", "mccl"),
-    ],
+    2: [("vendor,cpu", "hccl"), ("auto", "xccl"), ("vendor,vendor", "mccl")],
     3: [
         ("vendor,vendor2,cpu", "nccl"),
         ("vendor,cpu,vendor", "xccl"),
