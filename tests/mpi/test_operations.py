@@ -46,10 +46,8 @@ def accelerator():
 @pytest.fixture(params=["host", "accelerator", "one kind each"])
 def place(request, world):
     """A function that creates this rank's tensors."""
-    on_host = request.param == "host" or (
-        request.param == "one kind each" and world.info.kind == "even"
-    )
-    return (lambda tensor: tensor.clone()) if on_host else on_device
+    on_host = {"host": True, "accelerator": False, "one kind each": world.info.kind == "even"}
+    return torch.clone if on_host[request.param] else on_device
 
 
 @pytest.fixture(params=ALGORITHMS)
@@ -67,14 +65,18 @@ def test_sums(world, place, algorithm):
     for dtype in (torch.float32, torch.uint8):
         check_reduction_operations(world, place, dtype)
     check_average(world, place, torch.float32)
+    bits = place(torch.full((4,), 1 << world.rank, dtype=torch.int32))
+    dist.all_reduce(bits, dist.ReduceOp.BOR)
+    assert values(bits).tolist() == [(1 << world.size) - 1] * 4
+    flags = place(torch.tensor([world.rank == 0, True]))
+    dist.all_reduce(flags, dist.ReduceOp.MIN)
+    assert values(flags).tolist() == [world.size == 1, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_what_the_host_cannot_touch_is_copied_there_and_back(world, algorithm, dtype, monkeypatch):
-    copied, copy = [], fake_device.CopyEngine.copy
-    monkeypatch.setattr(
-        fake_device.CopyEngine, "copy", lambda *a: copied.append(a[1].numel()) or copy(*a)
-    )
+    copied, engine, copy = [], fake_device.CopyEngine, fake_device.CopyEngine.copy
+    monkeypatch.setattr(engine, "copy", lambda *a: copied.append(a[1].numel()) or copy(*a))
     for length in (1, 1_000, 3_000_001):
         copied.clear()
         check_sum(world, on_device, dtype, length)
@@ -90,20 +92,15 @@ def test_moves_and_reductions(world, place):
         check_moves(world, place, torch.float32, length, [0])
         check_reductions(world, place, torch.float32, length)
     check_uneven_parts(world, place)
+    pieces = [place(torch.full((rank + 1,), float(world.rank + 1))) for rank in range(world.size)]
+    output = place(torch.zeros(world.rank + 1))
+    dist.reduce_scatter(output, pieces, op=dist.ReduceOp.AVG)
+    check([output], [torch.full((world.rank + 1,), factor(world) / world.size)])
 
 
 @pytest.mark.parametrize("length", [10_007, 700_001])
 def test_long_reductions(world, algorithm, length):
     check_reductions(world, torch.clone, torch.float64, length)
-
-
-def test_bitwise_reductions_and_booleans(world, algorithm):
-    bits = torch.full((4,), 1 << world.rank, dtype=torch.int32)
-    dist.all_reduce(bits, dist.ReduceOp.BOR)
-    assert bits.tolist() == [(1 << world.size) - 1] * 4
-    flags = torch.tensor([world.rank == 0, True])
-    dist.all_reduce(flags, dist.ReduceOp.MIN)
-    assert flags.tolist() == [world.size == 1, True]
 
 
 @pytest.mark.parametrize("length", [5_000, 700_001])
@@ -160,13 +157,6 @@ def test_gather_into_one_tensor(world, place):
             dist.gather_single(own, place(torch.zeros(7)), dst=world.rank)
 
 
-def test_averages_of_uneven_pieces(world, place):
-    pieces = [place(torch.full((rank + 1,), float(world.rank + 1))) for rank in range(world.size)]
-    output = place(torch.zeros(world.rank + 1))
-    dist.reduce_scatter(output, pieces, op=dist.ReduceOp.AVG)
-    check([output], [torch.full((world.rank + 1,), factor(world) / world.size)])
-
-
 def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
     """The other ranks, whose part is small, do not know that it is."""
     if world.rank == 0:
@@ -219,57 +209,36 @@ def test_a_pending_receive_does_not_block_a_collective(world):
     assert received.tolist() == [float(source)] * 3
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda n: dist.all_gather([torch.zeros(2)] * (n + 1), torch.zeros(2)),
-        lambda n: dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2 * n + 1)),
-        lambda n: dist.all_to_all_single(torch.zeros(n), torch.zeros(n), [5] * n, [1] * n),
-    ],
-)
-def test_mismatched_arguments_are_rejected_before_anything_is_sent(world, call):
-    with pytest.raises((UnsupportedError, ValueError)):
-        call(world.size)
+def test_mismatched_arguments_are_rejected_before_anything_is_sent(world):
+    n = world.size
+    for call, *arguments in (
+        (dist.all_gather, [torch.zeros(2)] * (n + 1), torch.zeros(2)),
+        (dist.reduce_scatter_single, torch.zeros(2), torch.zeros(2 * n + 1)),
+        (dist.all_to_all_single, torch.zeros(n), torch.zeros(n), [5] * n, [1] * n),
+    ):
+        with pytest.raises((UnsupportedError, ValueError)):
+            call(*arguments)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    assert tensor.item() == world.size
+    assert tensor.item() == n
 
 
 def test_a_rank_that_gets_more_than_it_expects_says_so(world):
     own = torch.ones(12 if world.rank == 0 else 4)
-    comm = world.comm.Dup()
-    has_error = (
-        pytest.raises(CollectiveError, match="unlike sizes") if world.rank else nullcontext()
-    )
-    with has_error:
-        pairwise.exchange(
-            comm, [own] * world.size, [torch.empty_like(own) for _ in range(world.size)]
-        )
+    received = [torch.empty_like(own) for _ in range(world.size)]
+    is_error = pytest.raises(CollectiveError, match="unlike sizes") if world.rank else nullcontext()
+    with is_error:
+        pairwise.exchange(world.comm.Dup(), [own] * world.size, received)
 
 
 @pytest.mark.ranks(2)
-def test_subgroups_in_any_order(world):
-    members = [world.size - 1, 0]
-    group = dist.new_group(members)
-    others = dist.new_group([1])
-    if world.rank in members:
-        tensor = torch.full((3,), float(world.rank + 1))
-        dist.all_reduce(tensor, group=group)
-        assert tensor.tolist() == [float(world.size + 1)] * 3
-    if world.rank == 1:
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=others)
-        assert tensor.tolist() == [1.0] * 3
-    dist.barrier()
-
-
-@pytest.mark.ranks(2)
-def test_a_group_of_one_kind_has_no_relay(world):
-    evens = list(range(0, world.size, 2))
-    group = dist.new_group(evens)
-    if world.rank in evens:
-        assert group.has_one_group
-        tensor = torch.ones(5)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.tolist() == [len(evens)] * 5
+def test_subgroups_in_any_order_have_a_relay_if_they_are_of_two_kinds(world):
     assert not dist.group.WORLD.has_one_group
+    for members in ([world.size - 1, 0], [1], list(range(0, world.size, 2))):
+        group = dist.new_group(members)
+        if world.rank in members:
+            assert group.has_one_group == (len({world.infos[rank].kind for rank in members}) == 1)
+            tensor = torch.full((3,), float(world.rank + 1))
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [sum(rank + 1.0 for rank in members)] * 3
+    dist.barrier()

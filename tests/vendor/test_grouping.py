@@ -122,7 +122,12 @@ def test_no_library_connects_hosts_and_the_lane_crosses_them_once_for_all_kinds(
         assert set(crossed) == ({((0,), (1, 2))} if world.rank != 1 else set())
 
 
-def test_the_measurement_covers_both_and_all_ranks_choose_the_same(world):
+def test_the_measurement_covers_both_and_the_table_says_that_groups_are_by_host(world, capsys):
+    show_topology(world)
+    if world.rank == 0:
+        text = capsys.readouterr().out
+        assert f"{world.size} ranks, {len(world.groups)} groups" in text
+        assert ("groups by kind and host" in text) == (world.relay.group_by == "kind-and-host")
     group = dist.group.WORLD
     measured = choose_algorithm(group, "auto", [10_000], world.device)
     assert tuple(measured) == group.algorithms
@@ -133,14 +138,6 @@ def test_the_measurement_covers_both_and_all_ranks_choose_the_same(world):
     assert group.algorithm == "leader"
     if "leader-by-host" not in measured:  # as remembered from before a loss
         assert set(choose_algorithm(group, "leader-by-host", [100], world.device)) == set(measured)
-
-
-def test_the_table_says_that_groups_are_by_host(world, capsys):
-    show_topology(world)
-    if world.rank == 0:
-        text = capsys.readouterr().out
-        assert f"{world.size} ranks, {len(world.groups)} groups" in text
-        assert ("groups by kind and host" in text) == (world.relay.group_by == "kind-and-host")
 
 
 def test_a_subset_of_the_ranks_follows_the_same_rule(world, device_of):

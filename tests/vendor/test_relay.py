@@ -144,7 +144,7 @@ def test_an_exchange_that_fails_leaves_no_copy_behind():
         assert set(values(tensor).tolist()) == {10.0}
 
 
-def test_slots_are_allocated_once():
+def test_slots_are_allocated_once_in_ordinary_memory_if_need_be(caplog, monkeypatch):
     slots = Slots(pins=False)
     assert slots.provide(2, 100) == 2
     assert slots.provide(9, 100) == COUNT
@@ -155,9 +155,6 @@ def test_slots_are_allocated_once():
     assert slots.allocated_bytes == COUNT * 100
     slots.provide(1, 101)
     assert slots.allocated_bytes == 101
-
-
-def test_ordinary_memory_takes_the_place_of_page_locked_memory(caplog, monkeypatch):
     original, given = torch.empty, []
 
     def empty(*sizes, pin_memory=False, **options):
@@ -167,8 +164,7 @@ def test_ordinary_memory_takes_the_place_of_page_locked_memory(caplog, monkeypat
         return original(*sizes, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    slots = Slots(pins=True)
-    slots.provide(2, 1 << 20)
+    Slots(pins=True).provide(2, 1 << 20)
     assert given == [True, False, False]
     assert "no page-locked memory for the relay (CUDA error: out of memory)" in caplog.text
     assert len(caplog.records) == 1
