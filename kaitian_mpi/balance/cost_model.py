@@ -59,9 +59,8 @@ class CostTable:
 
     def times(self, factors: np.ndarray) -> CostTable:
         """Return the costs of ranks that take `factors` times as long, a factor per rank."""
-        return CostTable(
-            self.alpha_sec * factors, self.beta_sec * factors, self.largest_micro_batch
-        )
+        alpha_sec, beta_sec = self.alpha_sec * factors, self.beta_sec * factors
+        return CostTable(alpha_sec, beta_sec, self.largest_micro_batch)
 
     def seconds(self, samples: np.ndarray) -> np.ndarray:
         """Return the seconds that each rank's step takes with its samples; 0 without samples."""

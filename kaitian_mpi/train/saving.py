@@ -73,7 +73,10 @@ class Saving(StepObserver):
         if not self._checkpoints.writers:
             return
         requested = reports is not None and bool(reports.wants_checkpoint.any())
-        self._is_to_restart = requested and self._is_restart_due()
+        # After the last step, only the results are missing.
+        may_restart = requested and not self._progress.has_all_steps
+        is_asked = self._restart.is_made
+        self._is_to_restart = may_restart and any(gather_values(self._world.comm, is_asked()))
         every = self._run.config.checkpoint_every
         self._is_due = requested or (every > 0 and step.number % every == 0)
         self._has_step = not self._is_to_restart
@@ -239,11 +242,6 @@ class Saving(StepObserver):
             return False
         known = (writer.last_submitted, writer.files.newest_step()) if writer is not None else ()
         return step not in gather_values(self._world.comm, known)[0]
-
-    def _is_restart_due(self) -> bool:
-        """Return whether to save and end now; after the last step, only the results are missing."""
-        is_asked = any(gather_values(self._world.comm, self._restart.is_made()))
-        return is_asked and not self._progress.has_all_steps
 
     def _event(self, kind: str, text: str) -> None:
         self._run.sinks.event(kind, self._progress.step, text)

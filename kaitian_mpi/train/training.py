@@ -41,7 +41,6 @@ from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.open_form import Epoch, OpenStep
-from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import Step
@@ -214,7 +213,11 @@ class Training:
             self._end_open_step()
 
     def _batches(self, is_split: bool, epoch: Epoch | None = None) -> Iterator[Any]:
-        self._check_open_form()
+        if self._start().setup.task.loss is not None:
+            raise UserError(
+                "training.batches() and micro_batches() are for a Task without a loss; iterate "
+                "over the Training itself or its epochs, or omit Task(loss=...)"
+            )
         self._end_open_step()
         self._is_split = is_split
         if self._loop is not None:
@@ -365,7 +368,9 @@ class Training:
             self._device.pace.go_to(0)
             self._device.calls.pause()  # the loop has the pace of its steps
             at_end.callback(self._device.calls.resume)
-            if _watch_process(config):
+            if not is_handled():  # the program may handle its signals, or be watched, already
+                handle_signals(Path(sys.argv[0]).name or "python")
+            if current_watchdog() is None and start_watchdog(setup_limit(config.step_timeout)):
                 at_end.callback(stop_watchdog)
             if config.timeline:
                 start_recording(Recorder(config.timeline_every))
@@ -391,7 +396,8 @@ class Training:
 
     def _next_share(self, epoch: Epoch | None) -> Sequence[MicroBatch] | None:
         """Return this rank's share of the next step; None if the epoch or the run is done."""
-        while not self._is_done and (epoch is None or epoch.is_current(self._progress)):
+        state = self._prepared.state
+        while not self._is_done and (epoch is None or epoch.is_current(state.progress)):
             share = self._guarded(self._advance, epoch is None)
             if share is not None:
                 return share
@@ -468,10 +474,6 @@ class Training:
             elif does != _TRAINS:
                 break
         return does
-
-    @property
-    def _progress(self) -> Progress:
-        return self._prepared.state.progress
 
     def _ready_loop(self) -> Loop | None:
         """Return the loop of the active ranks; None if the work was done without this rank."""
@@ -618,13 +620,6 @@ class Training:
         if self._is_closed:
             raise UserError("this Training is closed; make a new one")
 
-    def _check_open_form(self) -> None:
-        if self._start().setup.task.loss is not None:
-            raise UserError(
-                "training.batches() and micro_batches() are for a Task without a loss; iterate "
-                "over the Training itself or its epochs, or omit Task(loss=...)"
-            )
-
     def _current_open_step(self, method: str) -> OpenStep:
         self._check_open()
         if self._open_step is None:
@@ -647,15 +642,6 @@ class Training:
                 "call training.backward(loss) and training.step() for each batch before what comes "
                 "next"
             )
-
-
-def _watch_process(config: TrainingConfig) -> bool:
-    """Watch this rank and handle its signals, unless its program does so already."""
-    if not is_handled():
-        handle_signals(Path(sys.argv[0]).name or "python")
-    if current_watchdog() is not None:
-        return False
-    return start_watchdog(setup_limit(config.step_timeout)) is not None
 
 
 def _is_raised_inside(trace: TracebackType | None) -> bool:
