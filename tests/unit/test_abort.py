@@ -35,7 +35,8 @@ def environment(numbers):
 def run(script, *arguments, numbers="0101"):
     # Python 3.12 warns of threads at a fork.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(numbers))
+    pipes = {"capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(command, **pipes, env=environment(numbers))
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -54,39 +55,29 @@ def test_a_rank_ends_the_job_once_its_launcher_has_read_its_message_or_reads_not
 ENDINGS = """
 import io, os, sys
 from kaitian_mpi.runtime.abort import abort_on_error
-
 class Tee:  # without flush, as scripts have it
     def write(self, text):
         return len(text)
-
 class Unshowable:
     def __str__(self):
         raise ValueError
-
 def full():
     sys.stdout = open("/dev/full", "w")
     print("step 5")
-
 def closed():
     sys.stdout = open(os.devnull, "w")
     sys.stdout.close()
-
 def no_stderr():
     os.close(2)
-
 def unwritable_stderr():
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-
 def failing_hook():
     sys.excepthook = lambda *_: 1 / 0
-
 def leaving_hook():
     sys.excepthook = lambda *_: sys.exit(0)
-
 OUTPUTS = full, closed, no_stderr, unwritable_stderr, failing_hook, leaving_hook
 OUTPUTS += lambda: setattr(sys, "stdout", Tee()), lambda: setattr(sys, "stdout", None)
 CODES = 0, 1, 2, 255, 256, 257, -1, 2**63, 10**5000, -(10**5000), True, None, "text", Unshowable()
-
 def code_of(work):
     child = os.fork()
     if child == 0:
@@ -94,11 +85,9 @@ def code_of(work):
             work()
         os._exit(99)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
 def after(prepare):
     prepare()
     raise ValueError("planted \\udcff")
-
 codes = [code_of(lambda code=code: sys.exit(code)) for code in CODES]
 print(codes, [code_of(lambda each=each: after(each)) for each in OUTPUTS])
 """
@@ -115,10 +104,8 @@ def test_whatever_its_exit_code_and_output_are_a_rank_ends_the_job():
 HOOK = """
 import atexit, sys, threading, time
 from kaitian_mpi.runtime.abort import install_abort_hook
-
 def own(kind, error, trace):
     print("theirs:", kind.__name__, file=sys.stderr)
-
 atexit.register(print, "waits for other ranks")
 threading.Thread(target=time.sleep, args=[10_000]).start()
 if "before" in sys.argv:
@@ -174,7 +161,8 @@ child = os.fork()
 if child == 0:
     try:
         os.write(say_ready, b"x")
-        signal.pause()
+        while True:
+            time.sleep(0.01)  # a pause might begin just after the signal
     except KeyboardInterrupt:
         os._exit(7)
     os._exit(9)

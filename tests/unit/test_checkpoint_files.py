@@ -243,8 +243,7 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
         files = CheckpointFiles(tmp_path / str(number), keep)
         for step, score in enumerate(scores, 1):
             files.write({}, {"step": step, "score": score})
-        assert files.steps() == kept
-        assert len(names(files.folder)) == 2 * len(kept)
+        assert (files.steps(), len(names(files.folder))) == (kept, 2 * len(kept))
 
 
 def test_writing_a_step_again_replaces_it_and_what_killed_writers_left_is_removed(two, ignored):
@@ -252,8 +251,7 @@ def test_writing_a_step_again_replaces_it_and_what_killed_writers_left_is_remove
         (two.folder / name).write_bytes(b"half")
     assert ignored() == (120, [])
     again = two.write(small(7), {"step": 120, "score": 1.0})
-    assert again.name == "step-00000120-1.pt"
-    assert two.newest_good().path == again
+    assert (again.name, two.newest_good().path) == ("step-00000120-1.pt", again)
     assert_same(two.newest_good().state, small(7))
     third = two.write(small(8), {"step": 120})
     assert names(two.folder) == [
@@ -268,8 +266,7 @@ def test_skipped_later_checkpoints_do_not_count_toward_keep(two, ignored):
     (two.folder / "step-00000130.pt").write_bytes(b"without its .json")
     for step in (105, 110, 115):
         two.write(small(step), {"step": step})
-    assert two.steps() == [110, 115, 120]
-    assert ignored()[0] == 115
+    assert (two.steps(), ignored()[0]) == ([110, 115, 120], 115)
     two.write(small(120), {"step": 120}).unlink()
     assert two.steps() == [115, 120]
     two.write(small(130), {"step": 130})
@@ -301,8 +298,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_intact(two, monkeypatch, numbers
             fill_disk_after(context, size)
             with pytest.raises(OSError, match="No space left") as caught:  # not torch's own error
                 two.write(state, {"step": 140})
-        assert caught.value.errno == errno.ENOSPC
-        assert names(two.folder) == before
+        assert (caught.value.errno, names(two.folder)) == (errno.ENOSPC, before)
         assert two.newest_good().step == 120
     two.write(state, {"step": 140})
     assert two.newest_good().step == 140
@@ -364,8 +360,7 @@ def test_dying_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
         assert found.description["value"] in (120, 7)
         assert_same(found.state, small(found.description["value"]))
         files.write(small(9), {"step": 160})
-        assert len(files.steps()) == keep
-        assert len(names(files.folder)) == 2 * keep
+        assert (len(files.steps()), len(names(files.folder))) == (keep, 2 * keep)
         number += 1
     assert number > 10
     assert found.description["value"] == 7  # the last attempt survived
@@ -439,8 +434,7 @@ def test_only_the_newest_submission_waits_for_the_writer(tmp_path, caplog):
     assert (writer.is_writing, writer.last_written) == (True, None)
     files.gate.set()
     writer.wait()
-    assert files.steps() == [10, 13]
-    assert writer.last_written == 13
+    assert (files.steps(), writer.last_written) == ([10, 13], 13)
     assert writer.take_spare() is states[3]
     assert_same(files.newest_good().state, small(3))
 

@@ -59,99 +59,59 @@ def with_devices(**devices):
 ASKED = {"survives_requested": True}
 NO_ACME = {"error": "asks for acme:7, but b has none; name another", "chosen": ""}
 PROBLEMS = {
-    "a missing package": (
-        job(rank_facts(software=with_package("torch", ""))),
-        "not installed: torch",
-    ),
-    "this package differs": (
-        two(software=with_package("kaitian-mpi", "0.2")),
-        "the version of kaitian-mpi differs between ranks: 0.1.0 on rank 0, 0.2 on rank 1",
-    ),
-    "the messages between ranks differ": (
-        two(software={"protocol": 2}),
-        "the wire protocol of kaitian-mpi differs between ranks: 1 on rank 0, 2 on rank 1",
-    ),
+    "a missing package": (job(rank_facts(software=with_package("torch", ""))),
+        "not installed: torch"),
+    "this package differs": (two(software=with_package("kaitian-mpi", "0.2")),
+        "the version of kaitian-mpi differs between ranks: 0.1.0 on rank 0, 0.2 on rank 1"),
+    "the messages between ranks differ": (two(software={"protocol": 2}),
+        "the wire protocol of kaitian-mpi differs between ranks: 1 on rank 0, 2 on rank 1"),
     "a silent rank": (job(missing={1: "has died", 2: "has died"}), "ranks 1, 2: has died"),
-    "a failed examination": (
-        two(faults={"devices": "killed by SIGSEGV"}),
-        "the examination of devices failed (rank 1): killed by SIGSEGV",
-    ),
-    "no MPI": (
-        job(rank_facts(faults={"mpi": "no libmpi; install one"})),
-        "MPI cannot be used: no libmpi; install one",
-    ),
-    "worlds of one rank": (
-        job(rank_facts(mpi={"size": 1, "launched": 4})),
-        "the launcher started 4 ranks, but MPI sees 1: mpirun and mpi4py use different MPI",
-    ),
+    "a failed examination": (two(faults={"devices": "killed by SIGSEGV"}),
+        "the examination of devices failed (rank 1): killed by SIGSEGV"),
+    "no MPI": (job(rank_facts(faults={"mpi": "no libmpi; install one"})),
+        "MPI cannot be used: no libmpi; install one"),
+    "worlds of one rank": (job(rank_facts(mpi={"size": 1, "launched": 4})),
+        "the launcher started 4 ranks, but MPI sees 1: mpirun and mpi4py use different MPI"),
     "unknown ranks": (job(rank_facts(mpi={"launched": 1})), "start the job with mpirun"),
-    "no threads": (
-        two(mpi={"threads": "single"}),
-        "MPI's thread level is single on rank 1, not multiple",
-    ),
-    "fault tolerance that is not": (
-        job(rank_facts(mpi={**ASKED, "survives": False})),
-        "asked for, but MPI has none on rank 0",
-    ),
+    "no threads": (two(mpi={"threads": "single"}),
+        "MPI's thread level is single on rank 1, not multiple"),
+    "fault tolerance that is not": (job(rank_facts(mpi={**ASKED, "survives": False})),
+        "asked for, but MPI has none on rank 0"),
     "fault tolerance on one host": (two(mpi=ASKED), "differs between ranks: off on rank 0, on on"),
     "no mpirun": (job(mpirun=""), "there is no mpirun in PATH"),
     "no such device": (two(devices=NO_ACME), f"rank 1: {NO_ACME['error']}"),
-    "more ranks than devices": (
-        pair(devices=seeing("02:00")),
-        "2 ranks on a, but a has 1 acme; start 1 ranks there",
-    ),
-    "one device for two ranks": (
-        pair(devices={**ACME, **NAMED, "physical_id": "02:00"}),
-        "ranks 0, 1 share the device acme 02:00, which its library refuses; start fewer",
-    ),
+    "more ranks than devices": (pair(devices=seeing("02:00")),
+        "2 ranks on a, but a has 1 acme; start 1 ranks there"),
+    "one device for two ranks": (pair(devices={**ACME, **NAMED, "physical_id": "02:00"}),
+        "ranks 0, 1 share the device acme 02:00, which its library refuses; start fewer"),
     "no memory": (with_devices(ram_free_bytes=100 << 20), "100 MiB of 32.0 GiB free for 1 rank"),
-    "no shared memory": (
-        job(rank_facts(machine={"shm_free_bytes": 1 << 20}), mpirun=MPIRUN),
-        "/dev/shm: 1 MiB of 16.0 GiB free; make room",
-    ),
-    "a read-only disk": (
-        two(storage={"error": "Read-only file system"}),
-        "/runs cannot be written: Read-only file system on b; make room",
-    ),
-    "a link that is down": (
-        job(links=(link((0, 1), None, "no message arrived within 10 s"),)),
-        "between a (rank 0) and b (rank 1): no message arrived within 10 s",
-    ),
-}
+    "no shared memory": (job(rank_facts(machine={"shm_free_bytes": 1 << 20}), mpirun=MPIRUN),
+        "/dev/shm: 1 MiB of 16.0 GiB free; make room"),
+    "a read-only disk": (two(storage={"error": "Read-only file system"}),
+        "/runs cannot be written: Read-only file system on b; make room"),
+    "a link that is down": (job(links=(link((0, 1), None, "no message arrived within 10 s"),)),
+        "between a (rank 0) and b (rank 1): no message arrived within 10 s"),
+}  # fmt: skip
 WARNINGS = {
-    "MPI differs": (
-        two(mpi={"library": "Open MPI 5.0.3"}),
-        "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1",
-    ),
+    "MPI differs": (two(mpi={"library": "Open MPI 5.0.3"}),
+        "library differs between ranks: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1"),
     "too many ranks": (pair(machine={"cores": 1}), "1 core for 2 ranks; start fewer"),
     "little memory": (with_devices(ram_free_bytes=500 << 20), "500 MiB of"),
-    "little shared memory": (
-        two(machine={"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}),
-        "/dev/shm: 60 MiB of 64 MiB free on b; make room",
-    ),
+    "little shared memory": (two(machine={"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}),
+        "/dev/shm: 60 MiB of 64 MiB free on b; make room"),
     "no /dev/shm": (job(rank_facts(machine={"shm_bytes": None, "shm_free_bytes": None})), "mount"),
     "few files": (job(rank_facts(machine={"open_files": 256})), "256 open files, a job of 2 rank"),
-    "a plug-in that does not open": (
-        with_devices(faults={"acme": "no acme; update it"}),
-        "no acme",
-    ),
-    "an idle driver": (
-        with_devices(drivers={"acmedrv": "1.2"}),
-        "driver acmedrv 1.2 is loaded, but torch finds no accelerator",
-    ),
-    "vendor packages differ": (
-        job(
-            rank_facts(0, "a", devices={**ACME, "packages": {"torch-acme": "1"}}),
-            rank_facts(1, "b", devices={**ACME, "packages": {"torch-acme": "2"}}),
-        ),
-        "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1",
-    ),
+    "a plug-in that does not open": (with_devices(faults={"acme": "no acme; update it"}),
+        "no acme"),
+    "an idle driver": (with_devices(drivers={"acmedrv": "1.2"}),
+        "driver acmedrv 1.2 is loaded, but torch finds no accelerator"),
+    "vendor packages differ": (job(*(rank_facts(n, host, devices={**ACME, "packages":
+            {"torch-acme": str(n + 1)}}) for n, host in enumerate("ab"))),
+        "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1"),
     "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "/runs: 1 MiB free; make"),
-    "a slow link": (
-        job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
-        "between a (rank 0) and c (rank 2): 90 MB/s; choose the network",
-    ),
-}
+    "a slow link": (job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
+        "between a (rank 0) and c (rank 2): 90 MB/s; choose the network"),
+}  # fmt: skip
 CASES = {name: (Level.PROBLEM, *case) for name, case in PROBLEMS.items()}
 CASES |= {name: (Level.WARNING, *case) for name, case in WARNINGS.items()}
 

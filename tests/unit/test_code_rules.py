@@ -30,7 +30,7 @@ def is_type_of_device(node):
     return isinstance(node, ast.Attribute) and node.attr == "type"
 
 
-def test_no_other_module_asks_what_kind_a_device_is():
+def test_no_other_module_asks_what_kind_a_device_is_or_prints():
     for path in FILES:
         for node in nodes(path) if path.parent != ROOT / "devices" else ():
             if isinstance(node, ast.Constant):
@@ -43,9 +43,6 @@ def test_no_other_module_asks_what_kind_a_device_is():
                 assert node.attr != "get_device_module", f"{path}:{node.lineno}"
                 named = isinstance(node.value, ast.Name) and node.value.id == "torch"
                 assert not (named and node.attr in ("cuda", "xpu")), f"{path}:{node.lineno}"
-
-
-def test_only_cli_and_observe_print():
     for path in FILES:
         place = path.relative_to(ROOT).parts[0]
         for node in nodes(path):
@@ -147,7 +144,7 @@ def test_the_package_executes_nothing_that_it_reads(path):
     assert unsafe(path.read_text()) == admitted
 
 
-def test_unsafe_code_is_detected():
+def test_unsafe_code_is_detected_and_safe_code_is_not():
     for code, found in (
         ("import pickle", "pickle"),
         ("from pickle import loads as read; read(b'')", "pickle.loads"),
@@ -172,9 +169,6 @@ def test_unsafe_code_is_detected():
         ("import mpi4py.MPI; mpi4py.MPI.COMM_WORLD.recv()", "COMM_WORLD.recv"),
     ):
         assert any(found in name for name in unsafe(code))
-
-
-def test_safe_code_is_not_reported():
     for code in (
         "model.eval()",
         "import re; re.compile('a')",

@@ -101,9 +101,8 @@ def test_a_file_sets_flags_and_the_command_line_wins(tmp_path):
     assert parse_file(tmp_path, content).set == {"lr": 0.1, "layers": 2}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_errors_in_a_file_and_one_that_cannot_be_read_are_one_line(tmp_path):
+    for content, message in (
         ("learning-rate = 1", r"run.toml: there is no setting 'learning-rate'; write a flag of"),
         ("epoch = 1", r"no setting 'epoch'; did you mean epochs\?"),
         ("globl-batch-size = 1", r"did you mean global-batch-size\?"),
@@ -119,21 +118,16 @@ def test_a_file_sets_flags_and_the_command_line_wins(tmp_path):
         ("set = 3", r"run.toml: .set. must be a table of arguments, not 3"),
         ("task = 'a:b'\nset = {day = 2024-01-01}", r"set: day is a date or time"),
         ("task = 'a:b'\nset = {x-y = 1}", r"set: 'x-y' cannot be the name of an argument"),
-    ],
-)
-def test_errors_in_a_file_are_one_line(tmp_path, content, message):
-    with one_line_error(message):
-        parse_file(tmp_path, content)
-
-
-def test_a_file_that_cannot_be_read_is_a_one_line_error(tmp_path):
+    ):
+        with one_line_error(message):
+            parse_file(tmp_path, content)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "not valid TOML")):
         with pytest.raises(UserError, match=f"--config .*{message}"):
             parse_config("kaitian-train", [f"--config={tmp_path / name}"])
 
 
-def test_of_a_path_ranks_compare_only_whether_it_is_given():
+def test_a_config_built_in_code_is_validated_and_its_paths_compared_as_given_or_not():
     def of(**settings):
         return TrainConfig(task="a:b", **settings).shared_values()
 
@@ -142,18 +136,6 @@ def test_of_a_path_ranks_compare_only_whether_it_is_given():
     assert of(resume="auto", run_dir="/a") != of(resume="/a/1.pt", run_dir="/a")
     assert of(set={"lr": 0.1}) != of(set={"lr": 0.2})
     assert of(set={"lr": 0.1}) != of()
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "timeline"])
-def test_what_belongs_to_a_runs_folder_needs_one(name):
-    value = {"wandb": "a", "mlflow": "a"}.get(name, True)
-    with one_line_error(f"{flag_name(name)} requires --run-dir"):
-        TrainingConfig(**{name: value})
-    TrainingConfig(**{name: value}, run_dir="somewhere")
-    TrainConfig(**{name: value})  # makes a folder by itself
-
-
-def test_a_config_built_in_code_is_validated_and_takes_numbers_of_numpys():
     for settings, message in (
         ({"precision": "fp8"}, r"--precision must be one of fp32, bf16, .*, not 'fp8'"),
         ({"wandb": "a b"}, "--wandb must be a project's name without"),
@@ -163,3 +145,12 @@ def test_a_config_built_in_code_is_validated_and_takes_numbers_of_numpys():
             TrainConfig(**settings)
     config = TrainConfig(seed=numpy.int64(3), lr=numpy.float32(0.5), nesterov=numpy.bool_(True))
     assert [type(each) for each in (config.seed, config.lr, config.nesterov)] == [int, float, bool]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "timeline"])
+def test_what_belongs_to_a_runs_folder_needs_one(name):
+    value = {"wandb": "a", "mlflow": "a"}.get(name, True)
+    with one_line_error(f"{flag_name(name)} requires --run-dir"):
+        TrainingConfig(**{name: value})
+    TrainingConfig(**{name: value}, run_dir="somewhere")
+    TrainConfig(**{name: value})  # makes a folder by itself

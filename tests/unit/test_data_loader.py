@@ -136,7 +136,6 @@ from kaitian_mpi.train.data.batches import Share
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.recipes.datasets import batches_of_pairs
 from torch.utils.data import TensorDataset
-
 if __name__ == "__main__":
     images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()
     data = batches_of_pairs(TensorDataset(images, torch.arange(64)))
@@ -164,14 +163,11 @@ RANK = f"""
 import os, time
 from kaitian_mpi.train.data.batches import Share
 from kaitian_mpi.train.data.loader import ShareLoader
-
 class Identities:
     def __len__(self):
         return 8
-
     def __getitem__(self, indices):
         return os.getpid()
-
 if __name__ == "__main__":
     shares = (Share(0, 0, [(1, [index])]) for index in range(8))
     loading = ShareLoader(Identities(), 1, pin_memory=False).load(shares)

@@ -24,8 +24,7 @@ def test_built_in_data(name, total):
         load_data(TrainConfig(dataset=name, augment="none", seed=seed)) for seed in (0, 7)
     )
     assert type(source.train) is type(source.validation) is ImageArrays
-    assert source.num_classes == 10
-    assert len(source.train) + len(source.validation) == total
+    assert (source.num_classes, len(source.train) + len(source.validation)) == (10, total)
     assert len(source.validation) == round(total * 0.2)
     inputs, labels = source.train[list(range(len(source.train)))]
     assert inputs.shape[1:] == (3, 32, 32)
@@ -64,7 +63,6 @@ FACTORIES = """
 import sklearn.datasets
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-
 class Pairs(Dataset):
     def __init__(self, length, label=lambda index: index % 4):
         self.length, self.label = length, label
@@ -72,26 +70,20 @@ class Pairs(Dataset):
         return self.length
     def __getitem__(self, index):
         return torch.full((2, 3), float(index)), self.label(index)
-
 class Named(Pairs):
     num_classes = 9
-
 class WithClasses(Pairs):
     classes = ["cat", "dog", "eel", "fox", "gnu", "hen"]
-
 class WithTargets(Pairs):
     targets = [0, 1, 6]
-
 class BadLater(Pairs):
     def __getitem__(self, index):
         if index > 1:
             raise OSError("disk gone")
         return super().__getitem__(index)
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from ()
-
 def one(): return Pairs(10)
 def two(): return Pairs(10), Pairs(6, lambda index: 4)
 def named(): return Named(10)
@@ -100,7 +92,6 @@ def with_targets(): return WithTargets(10)
 def tensors(): return TensorDataset(torch.zeros(8, 5), torch.arange(8, dtype=torch.int32))
 def in_folder(data_dir): return Pairs(len(data_dir))
 def in_optional_folder(data_dir="12345"): return Pairs(len(data_dir))
-
 def raises(): raise OSError("no\\nfile")
 def needs_more(size): return Pairs(size)
 def three(): return one(), one(), one()

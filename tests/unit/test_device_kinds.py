@@ -33,21 +33,17 @@ PLUG_IN = """
 import contextlib, types
 import torch
 import torch.distributed as dist
-
 TYPE, BACKEND, IS_EXTENDED = {type!r}, {backend!r}, {is_extended!r}
 calls, groups = [], []
-
 def recorded(name, value=None):
     def call(*arguments, **options):
         calls.append([name, *[str(each) for each in (*arguments, *options)]])
         return value
     return call
-
 Event = recorded("Event", types.SimpleNamespace(
     record=recorded("record"), query=lambda: True,
     synchronize=recorded("Event.synchronize"), elapsed_time=lambda end: 1500.0,
 ))
-
 module = types.ModuleType("torch." + TYPE)
 vars(module).update(
     Stream=type("Stream", (), {{}}), Event=Event,
@@ -72,14 +68,11 @@ if TYPE == "acme":
 else:
     torch.utils.rename_privateuse1_backend(TYPE)
     torch._register_device_module(TYPE, module)
-
 def extended(options, _):
     return plain(options.store, options.group_rank, options.group_size, options.timeout)
-
 def plain(store, rank, size, timeout):
     groups.append([rank, size, timeout.total_seconds()])
     return "the group"
-
 dist.Backend.register_backend(
     BACKEND, extended if IS_EXTENDED else plain, extended_api=IS_EXTENDED, devices=[TYPE]
 )
@@ -197,18 +190,15 @@ def test_a_kind_uses_its_vendors_plug_in(kind, tmp_path, monkeypatch):
         assert call in calls
 
 
-@pytest.mark.parametrize(
-    ("uuid", "visible", "ids"),
-    [
+def test_a_uuid_identifies_a_device_whatever_its_index(tmp_path, monkeypatch):
+    for uuid, visible, ids in (
         ("1234-abcd", "5", ["1234-abcd"]),
         ("0000-0000", "5", ["#5"]),  # torch_npu's, where CANN has none
         ("1234-abcd", "", ["1234-abcd#0", "1234-abcd#1"]),  # two tiles of one board
-    ],
-)
-def test_a_uuid_identifies_a_device_whatever_its_index(uuid, visible, ids, tmp_path, monkeypatch):
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
-    write_plugin(tmp_path, "npu", count=len(ids), uuid=uuid)
-    assert forked(lambda: known_kinds().accelerators()["npu"], tmp_path) == ids
+    ):
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+        write_plugin(tmp_path, "npu", count=len(ids), uuid=uuid)
+        assert forked(lambda: known_kinds().accelerators()["npu"], tmp_path) == ids
 
 
 FAILS = """
@@ -276,19 +266,17 @@ def test_a_plug_in_neither_prints_to_stdout_nor_moves_new_tensors(tmp_path, capf
     assert (printed.out, printed.err.count("welcome")) == ("", 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "fails", "left"),
-    [(None, False, None), ("0", False, "0"), ("1", False, "1"), (None, True, "0")],
-)
-def test_processes_started_later_can_import_torch(given, fails, left, tmp_path, monkeypatch):
+def test_processes_started_later_can_import_torch(tmp_path, monkeypatch):
     """A plug-in leaves torch's variable as it was; one that fails must not break `import torch`."""
-    monkeypatch.delenv(AUTOLOAD, raising=False)
-    if given is not None:
-        monkeypatch.setenv(AUTOLOAD, given)
     write_plugin(tmp_path, "npu", extra=f"import os\nos.environ[{AUTOLOAD!r}] = '0'")
-    if fails:
-        (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
-    assert forked(lambda: known_kinds() and os.environ.get(AUTOLOAD), tmp_path) == left
+    for given in (None, "0", "1"):
+        monkeypatch.delenv(AUTOLOAD, raising=False)
+        if given is not None:
+            monkeypatch.setenv(AUTOLOAD, given)
+        assert forked(lambda: known_kinds() and os.environ.get(AUTOLOAD), tmp_path) == given
+    monkeypatch.delenv(AUTOLOAD)
+    (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
+    assert forked(lambda: known_kinds() and os.environ.get(AUTOLOAD), tmp_path) == "0"
 
 
 @pytest.mark.parametrize("text", ["def load():\n    print('loaded')", "raise OSError('no x')"])
@@ -326,17 +314,17 @@ def devices():
     return {name: pkgutil.resolve_name(path)() for name, path in registry.BUILT_IN.items()}
 
 
-@pytest.mark.parametrize(("build", "other"), [("cuda", "rocm"), ("rocm", "cuda")])
-def test_the_build_of_torch_says_whose_devices_are_called_cuda(build, other, monkeypatch):
+def test_the_build_of_torch_says_whose_devices_are_called_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.version, "cuda", "13.0" if build == "cuda" else None)
-    monkeypatch.setattr(torch.version, "hip", "6.4" if build == "rocm" else None)
-    known_kinds.cache_clear()
-    known = known_kinds()
-    known_kinds.cache_clear()
-    assert (known.counts[build], other in known.unusable) == (3, True)
-    assert known.devices[build].torch_device(2) == torch.device("cuda", 2)
-    assert known.devices[build].library == {"cuda": "NCCL", "rocm": "RCCL"}[build]
+    for build, other, library in (("cuda", "rocm", "NCCL"), ("rocm", "cuda", "RCCL")):
+        monkeypatch.setattr(torch.version, "cuda", "13.0" if build == "cuda" else None)
+        monkeypatch.setattr(torch.version, "hip", "6.4" if build == "rocm" else None)
+        known_kinds.cache_clear()
+        known = known_kinds()
+        known_kinds.cache_clear()
+        assert (known.counts[build], other in known.unusable) == (3, True)
+        assert known.devices[build].torch_device(2) == torch.device("cuda", 2)
+        assert known.devices[build].library == library
 
 
 def test_a_build_for_amd_or_intel_without_devices_is_named(devices, monkeypatch):
@@ -380,23 +368,23 @@ def test_an_nvidia_gpu_that_torch_cannot_open_is_named(devices, tmp_path, monkey
         assert devices["cuda"].count() == 0
 
 
-@pytest.mark.parametrize(("kind", "name"), [("xpu", "XCCL"), ("cuda", "NCCL"), ("rocm", "NCCL")])
-def test_groups_of_torchs_own_backends_are_made_as_torch_makes_them(
-    devices, kind, name, monkeypatch
-):
+def test_groups_of_torchs_own_backends_are_made_as_torch_makes_them(devices, monkeypatch):
     class Group:
         Options = SimpleNamespace
 
         def __init__(self, *arguments):
             self.made_of = arguments
 
-    place = dist.distributed_c10d, f"ProcessGroup{name}"
-    monkeypatch.setattr(*place, Group, raising=False)
-    group = devices[kind].create_vendor_group("the store", 1, 4, timedelta(seconds=9))
-    assert group.made_of == ("the store", 1, 4, SimpleNamespace(_timeout=timedelta(seconds=9)))
-    monkeypatch.delattr(*place)
-    with pytest.raises(KindError, match=f"^this build of torch has no torch.*'{name.lower()}'"):
-        devices[kind].create_vendor_group("the store", 1, 4, timedelta(seconds=9))
+    given = "the store", 1, 4, timedelta(seconds=9)
+    for kind, name in (("xpu", "XCCL"), ("cuda", "NCCL"), ("rocm", "NCCL")):
+        place = dist.distributed_c10d, f"ProcessGroup{name}"
+        with monkeypatch.context() as context:
+            context.setattr(*place, Group, raising=False)
+            group = devices[kind].create_vendor_group(*given)
+            assert group.made_of == (*given[:3], SimpleNamespace(_timeout=given[3]))
+            context.delattr(*place)
+            with pytest.raises(KindError, match=f"^this build of torch has no.*'{name.lower()}'"):
+                devices[kind].create_vendor_group(*given)
 
 
 def test_a_plug_in_without_a_collective_library_is_named(tmp_path):

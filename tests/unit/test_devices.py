@@ -26,7 +26,7 @@ TWO_GPUS = {"cuda": 2, "cpu": 8}
 NO_GPU = {"cuda": 0, "cpu": 8}
 
 
-def test_choose_device():
+def test_a_rank_takes_the_device_asked_for_if_there_is_one():
     for devices, counts, local_rank, local_size, expected in (
         ("auto", NO_GPU, 3, 4, Choice("cpu", 3)),
         ("auto", TWO_GPUS, 1, 2, Choice("cuda", 1)),
@@ -37,9 +37,6 @@ def test_choose_device():
         ("cuda:0,rocm:0", TWO_GPUS, 0, 2, Choice("cuda", 0)),  # of another build of torch
     ):
         assert choose_device(devices, counts, local_rank, local_size, "h") == expected
-
-
-def test_an_unavailable_device_is_an_error():
     for devices, counts, local_size, message in (
         ("auto", TWO_GPUS, 3, r"3 ranks on h, but h has 2 cuda; .* cuda:0,cuda:1,cpu"),
         ("cuda:0", NO_GPU, 1, r"asks for cuda:0, but h has no accelerator"),
@@ -56,7 +53,11 @@ A, B, C = {"cuda": ["A"]}, {"cuda": ["B"]}, {"cuda": ["A", "B", "C"]}
 MIXED = {"cuda": ["A"], "xpu": ["A"]}  # two kinds may identify devices alike
 
 
-def test_auto_gives_each_rank_a_device_of_its_own():
+def test_auto_gives_each_rank_a_device_of_its_own_unless_they_share():
+    def named(choices):
+        return [choice and f"{choice.kind}:{choice.index}" for choice in choices]
+
+    ab, bc = {"cuda": ["A", "B"]}, {"cuda": ["B", "C"]}
     for inventories, expected in (
         ([MIXED, MIXED], ["cuda:0", "xpu:0"]),
         ([A, {"xpu": ["X"]}], ["cuda:0", "xpu:0"]),  # two builds of torch
@@ -64,10 +65,7 @@ def test_auto_gives_each_rank_a_device_of_its_own():
         ([C, C, C], ["cuda:0", "cuda:1", "cuda:2"]),
         ([C, A], ["cuda:1", "cuda:0"]),  # only the first has another
         ([C, {"cuda": ["C", "B"]}, A], ["cuda:1", "cuda:0", "cuda:0"]),
-        (
-            [{"cuda": ["A", "B"]}, {"cuda": ["B", "C"]}, {"cuda": ["A", "B"]}],
-            ["cuda:0", "cuda:1", "cuda:1"],
-        ),
+        ([ab, bc, ab], ["cuda:0", "cuda:1", "cuda:1"]),
         ([A, {}, {"cuda": []}], ["cuda:0", None, None]),
         ([{}, {}], [None, None]),
     ):
@@ -76,21 +74,12 @@ def test_auto_gives_each_rank_a_device_of_its_own():
         for rank, choice in enumerate(assign_devices(inventories, "h")):
             chosen = choose_device("auto", counts, rank, 9, "h", inventories=inventories)
             assert chosen == (choice or Choice("cpu", rank))
-
-
-def named(choices):
-    return [choice and f"{choice.kind}:{choice.index}" for choice in choices]
-
-
-def test_more_ranks_than_devices_is_an_error_unless_they_share():
+    start_2 = (
+        r"3 ranks on h, but h has 1 cuda, 1 xpu; start 2 .* --devices cuda:0,xpu:0,cpu, or let "
+    )
     for inventories, message, shared in (
         ([A, A], r"2 ranks on h, but h has 1 cuda; start 1 ranks .* cuda:0,cpu,", ["cuda:0"] * 2),
-        (
-            [MIXED] * 3,
-            r"3 ranks on h, but h has 1 cuda, 1 xpu; start 2 .* --devices cuda:0,xpu:0,cpu, or let "
-            r"ranks share a device with --share-device",
-            ["cuda:0", "xpu:0", "cuda:0"],
-        ),
+        ([MIXED] * 3, f"{start_2}ranks .* with --share-device", ["cuda:0", "xpu:0", "cuda:0"]),
         ([A, B, A], r"3 ranks on h, but h has 2 cuda; start 2", ["cuda:0"] * 3),
         ([MIXED] * 5, r"5 ranks on h", [*["cuda:0", "xpu:0"] * 2, "cuda:0"]),
     ):

@@ -75,9 +75,8 @@ def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
     assert examine_storage(place).folder == str(tmp_path / "link")
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
+def test_an_examination_that_fails_says_why(monkeypatch):
+    for body, reason in (
         ("import os; os.kill(os.getpid(), 11)", "^killed by SIGSEGV$"),
         ("raise OSError('libacme.so: cannot open')", "OSError: libacme.so: cannot open"),
         ("print('noise')", "^no result$"),
@@ -85,11 +84,9 @@ def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
             "import sys, time; print('waits', file=sys.stderr); time.sleep(60)",
             "1 s; it said: waits",
         ),
-    ],
-)
-def test_an_examination_that_fails_says_why(monkeypatch, body, reason):
-    monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", body))
-    assert re.search(reason, result_of(start_stage("devices", 1))[1])
+    ):
+        monkeypatch.setattr(examination, "COMMAND", (sys.executable, "-c", body))
+        assert re.search(reason, result_of(start_stage("devices", 1))[1])
 
 
 def test_an_examination_is_no_rank_of_the_job_and_what_it_prints_not_its_result(
@@ -119,10 +116,8 @@ def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monk
     commands |= {"missing": ["/nowhere/python"], "folder": [str(tmp_path)]}
     with limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 16):
         ended = run_all(commands, 20.0)
-    assert list(ended) == list(commands)
-    assert ended.pop("missing").code == 127
-    assert ended.pop("folder").code == 126
-    assert set(ended.values()) == {Ended(0, "a\n", "b\n")}
+    assert (list(ended), ended.pop("missing").code) == (list(commands), 127)
+    assert (ended.pop("folder").code, set(ended.values())) == (126, {Ended(0, "a\n", "b\n")})
 
 
 def report_of(**parts):
@@ -142,16 +137,13 @@ def test_the_report_fits_80_columns_and_names_the_worst():
     assert "problem  devices         ... and 8 more; see --json" in text
 
 
-def test_the_document_is_json_with_an_exit_code():
+def test_the_document_is_json_with_an_exit_code_and_a_wrong_flag_one_line():
     report = report_of()
     document = json.loads(json.dumps(to_json(report, "0.1.0", "2026-01-02T03:04:05+0000")))
     expected = {"format": 2, "level": "problem", "training_would_fail": True}
     assert (expected | {"missing": {"40": "has died"}}).items() <= document.items()
     assert (report.exit_code, len(document["ranks"])) == (1, 40)
     assert {"check", "level", "found", "advice"} == set(document["checks"][0])
-
-
-def test_a_wrong_flag_is_one_line():
     for words, reason in (
         ("--timeout 0", "--timeout must be above 0"),
         ("--timeout nan", "--timeout must be .*, not nan"),

@@ -1,11 +1,14 @@
-"""What is emulated: flags, variables, ranks that differ in them, and slowdowns."""
+"""Device kinds of other packages, and what is emulated: kinds, and slowdowns."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from kaitian_mpi.devices import pace
+from kaitian_mpi.devices import device_of, known_kinds, pace, registry
+from kaitian_mpi.devices.choice import choose_device
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.devices.emulation import (
     KINDS_VARIABLE,
@@ -17,6 +20,94 @@ from kaitian_mpi.devices.emulation import (
 from kaitian_mpi.devices.pace import CallPace, Pace
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime.system import CommunicationThread
+
+ACCELERATORS = [kind for kind in known_kinds().devices if kind != "cpu"]  # of this torch's build
+
+MODULE = """
+from kaitian_mpi.devices.cpu import CpuDevice
+class Good(CpuDevice):
+    kind = "good"
+    torch_type = "meta"
+class Idle(Good):
+    kind = "idle"
+    def count(self):
+        return 0
+class Broken(Good):
+    kind = "broken"
+    def count(self):
+        raise OSError("libvendor.so:\\n cannot open")
+class Little:
+    kind = torch_type = "little"
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return what puts a package with these entry points on Python's path, and loads the kinds."""
+
+    def forget():
+        known_kinds.cache_clear()
+        registry._device_of_type.cache_clear()
+
+    def add(**kinds):
+        information = tmp_path / "plug_in-2.1.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-in\nVersion: 2.1")
+        lines = [f"{kind} = {value}" for kind, value in kinds.items()]
+        text = "\n".join([f"[{registry.GROUP}]", *lines])
+        (information / "entry_points.txt").write_text(text)
+        (tmp_path / "plug_in.py").write_text(MODULE)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "plug_in", raising=False)
+        forget()
+        return known_kinds()
+
+    yield add
+    forget()
+
+
+def test_a_package_adds_kinds_and_the_one_with_devices_is_that_of_the_torch_type(install):
+    known = install(
+        idle="plug_in:Idle", good="plug_in:Good", cpu="plug_in:Good", npu="plug_in:Good"
+    )
+    assert {*known.devices} == {*ACCELERATORS, "good", "idle", "cpu"}
+    for kind in ("cpu", "npu"):
+        assert "there is another kind, or a built-in one, of this name" in known.faults.pop(kind)
+    assert known.faults == {}
+    # --devices auto prefers it to the CPU, as any accelerator.
+    for devices, counts in (("good:1", {}), ("auto", {"cuda": 0})):
+        assert choose_device(devices, {**known.counts, **counts}, 0, 1, "h").kind == "good"
+    for torch_type, kind in (("meta", "good"), ("cpu", "cpu")):
+        assert device_of(torch.device(torch_type)) is known.devices[kind]
+    device = device_of(torch.device("mtia"))  # of no kind
+    assert device.kind == device.torch_type == "mtia"
+    assert device.vendor_backend is None
+    assert not device.vendor_supports(torch.float32, "SUM")
+    assert device.torch_device(3) == torch.device("mtia", 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("absent", "plug_out:Device", "ModuleNotFoundError: No module named 'plug_out'"),
+        ("absent", "plug_in:Absent", "AttributeError: .*Absent"),
+        ("broken", "plug_in:Broken", "OSError: libvendor.so: cannot open"),
+        ("little", "plug_in:Little", "TypeError: the class does not derive from .*Device"),
+        ("other", "plug_in:Good", "TypeError: the class has kind 'good'"),
+        ("Good", "plug_in:Good", "TypeError: a kind's name must consist of lower-case letters"),
+        ("auto", "plug_in:Good", "TypeError: a kind's name must consist of lower-case letters"),
+    ],
+)
+def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value, reason):
+    known = install(**{kind: value})
+    assert list(known.devices) == [*ACCELERATORS, "cpu"]
+    assert choose_device("auto", {**known.counts, "cuda": 0}, 0, 1, "h").kind == "cpu"
+    with pytest.raises(UserError, match=reason) as raised:
+        choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.faults)
+    text = str(raised.value)
+    assert text.startswith(f"--devices {kind}:0: the device kind '{kind}' ({value}) cannot")
+    assert text.endswith("; correct, update or remove the package that adds it")
+    assert "\n" not in text
 
 
 @pytest.fixture
@@ -53,39 +144,31 @@ def test_variables_apply_where_there_is_no_flag(agree):
     assert agree(("", ""), (None, None), ["gpu,mlu", "1:3"]) == agree(("gpu,mlu", "1:3"))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "slowdown", "other", "message"),
-    [
+def test_an_error_names_the_flag(agree):
+    for kinds, slowdown, other, message in (
         ("a,b", "", ["b,a", ""], "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'"),
         ("a,b,c", "", ["a,b,c", ""], "--emulate-kinds a,b,c: give one kind per rank; mpirun has"),
         ("", "2:3", ["", ""], "--emulate-slowdown: '2:3' is not a slowdown; write rank:factor or"),
-    ],
-)
-def test_an_error_names_the_flag(agree, kinds, slowdown, other, message):
-    with pytest.raises(AgreedError) as caught:
-        agree((kinds, slowdown), ("", ""), other)
-    assert str(caught.value).startswith(message)
-    assert caught.value.exit_code == 2
+    ):
+        with pytest.raises(AgreedError) as caught:
+            agree((kinds, slowdown), ("", ""), other)
+        assert str(caught.value).startswith(message)
+        assert caught.value.exit_code == 2
 
 
 SPOIL = "[/red]", "a b", "a\nb", "é", "\udcff", "x:1"
 MALFORMED = "1:0 1:-2 1:nan 1:inf 1:1e300 -1:2 1 1: :2 1:2@ 1:2@x".split()
 
 
-@pytest.mark.parametrize(
-    ("kinds", "slowdown", "message"),
-    [
+def test_labels_that_would_spoil_tables_and_malformed_slowdowns_are_refused(agree):
+    for kinds, slowdown, message in (
         *((f"gpu,{label}", "", "--emulate-kinds: '.*' cannot be") for label in SPOIL),
         *(("", f"0:2, {entry} ,", f"--emulate-slowdown: '{entry}' is not") for entry in MALFORMED),
-    ],
-)
-def test_labels_that_would_spoil_tables_and_malformed_slowdowns_are_refused(
-    agree, kinds, slowdown, message
-):
-    with pytest.raises(AgreedError, match=message) as caught:
-        agree(("", ""), (kinds, slowdown))
-    assert str(caught.value).encode()
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(AgreedError, match=message) as caught:
+            agree(("", ""), (kinds, slowdown))
+        assert str(caught.value).encode()
+        assert "\n" not in str(caught.value)
 
 
 def wrapped(kinds="", slowdown="", device=None, rank=1, **more):
@@ -143,7 +226,7 @@ def test_a_slowed_step_sleeps_in_proportion_to_what_it_computes(clock):
         assert clock.slept_sec == pytest.approx(slept)
 
 
-def test_only_the_time_between_calls_counts_whatever_they_are(clock):
+def test_only_the_time_between_calls_of_a_thread_counts_whatever_they_are(clock):
     """Two calls, such as those of two groups or of one and its messages, have one measurement."""
     slowdown = CallPace(((0, 3.0), (50, 9.0)))  # the factor from the start
     first = slowdown.around(lambda: clock.compute(5))  # MPI spins in the caller's thread
@@ -175,9 +258,7 @@ def test_only_the_time_between_calls_counts_whatever_they_are(clock):
     assert clock.slept_sec == pytest.approx(0.28)
     for schedule in ((), ((0, 1.0),), ((0, 1.0), (0, 1.0))):  # not slowed: the method itself
         assert CallPace(schedule).around(first) is first
-
-
-def test_each_thread_has_its_own_measurement(clock):
+    clock.slept_sec = 0.0
     slowdown = CallPace(((0, 3.0),))
     call = slowdown.around(lambda: None)
     call()

@@ -22,7 +22,7 @@ from kaitian_mpi.balance.shares import (
 from kaitian_mpi.errors import UserError
 
 
-def test_apportion():
+def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
     for total, weights, shares in (
         *((10, [1], [10]), (0, [1, 2], [0, 0]), (10, [1, 1], [5, 5])),
         *((10, [1, 1, 1], [4, 3, 3]), (11, [1, 1, 1], [4, 4, 3])),  # ties go to the lower index
@@ -30,9 +30,6 @@ def test_apportion():
         *((256, [1.0, 0.5, 0.25, 0.25], [128, 64, 32, 32]), (7, [0.1, 0.2, 0.7], [1, 1, 5])),
     ):
         assert apportion(total, weights) == shares
-
-
-def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
     draw = random.Random(0)
     for _ in range(500):
         weights = [draw.choice([0, draw.random(), 1e6 * draw.random()]) for _ in range(8)] + [0.5]
@@ -74,7 +71,7 @@ def test_shares_that_are_too_small_are_merged():
         assert merge_small(shares, planned, min_batch) == merged
 
 
-def test_plan_fastest():
+def test_plans_by_costs_and_by_the_papers_formula():
     for alphas, betas, global_batch, expected in (
         ([0, 0, 0, 0], [1, 1, 1, 1], 256, [64, 64, 64, 64]),
         ([0, 0, 0, 0], [1, 1, 3, 3], 256, [96, 96, 32, 32]),
@@ -85,6 +82,9 @@ def test_plan_fastest():
     ):
         costs = [RankCost(a, b) for a, b in zip(alphas, betas, strict=True)]
         assert plan_fastest(costs, global_batch) == expected
+    assert scores([2.0, 1.0, 4.0]) == [0.5, 1.0, 0.25]
+    assert plan_by_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
+    assert plan_by_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
 
 
 def test_a_global_batch_that_is_too_small_or_takes_too_much_memory_is_a_user_error():
@@ -95,8 +95,7 @@ def test_a_global_batch_that_is_too_small_or_takes_too_much_memory_is_a_user_err
         for ranks, plan in ((4, plan_equal), ([RankCost(0, 1)] * 4, plan_fastest)):
             with pytest.raises(UserError, match=said):
                 plan(ranks, total, min_batch)
-    assert plan_equal(4, 8, 2) == [2, 2, 2, 2]
-    assert plan_equal(3, 10) == [4, 3, 3]
+    assert (plan_equal(4, 8, 2), plan_equal(3, 10)) == ([2, 2, 2, 2], [4, 3, 3])
     costs = [RankCost(0, 1)] * 2
     assert plan_fastest(costs, 7, most=[3, 4]) == [3, 4]
     assert plan_fastest(costs, 8, most=[3, None]) == [3, 5]
@@ -104,13 +103,7 @@ def test_a_global_batch_that_is_too_small_or_takes_too_much_memory_is_a_user_err
         plan_fastest(costs, 8, most=[3, 4])
 
 
-def test_plan_by_the_papers_formula():
-    assert scores([2.0, 1.0, 4.0]) == [0.5, 1.0, 0.25]
-    assert plan_by_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
-    assert plan_by_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
-
-
-def test_fit_of_the_cost_model():
+def test_the_cost_model_is_fitted_and_rounds_end_when_another_cannot_change_it_by_3_percent():
     for batches, seconds, expected in (
         ([10, 20], [1.5, 2.5], RankCost(0.5, 0.1)),
         ([10, 20, 30], [1.5, 2.5, 3.5], RankCost(0.5, 0.1)),
@@ -122,9 +115,6 @@ def test_fit_of_the_cost_model():
         model = fit(batches, seconds)
         assert model.alpha_sec == pytest.approx(expected.alpha_sec)
         assert model.beta_sec == pytest.approx(expected.beta_sec)
-
-
-def test_rounds_end_when_another_one_cannot_change_the_step_by_3_percent():
     for small, large, expected in (
         ([1.0], [4.0], False),  # a single round shows no spread
         ([1.0, 1.0], [4.0, 4.0], True),

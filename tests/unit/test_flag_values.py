@@ -143,5 +143,4 @@ def test_a_path_is_checked_before_the_work(tmp_path, monkeypatch, flag, path, wh
         CHECKS[flag](str(tmp_path / path))
     for name in ("file", "new"):  # nor does the check leave anything where one can be written
         plan.check_can_be_written(str(tmp_path / name))
-    assert sorted(tmp_path.rglob("*")) == before
-    assert (tmp_path / "file").read_text() == "kept"
+    assert (sorted(tmp_path.rglob("*")), (tmp_path / "file").read_text()) == (before, "kept")

@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 from kaitian_mpi.observe.folder_lock import Claim, saving_in
 folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
 if sys.argv[2] == "trains":
     claim = Claim(folder, "job")
     (folder / "config.json").touch()
@@ -95,20 +96,18 @@ def test_the_claim_of_a_job_that_was_killed_is_none(tmp_path, training):
     assert not (tmp_path / ".job").exists()
 
 
-def test_a_new_run_is_begun_by_the_rank_after_the_one_that_was_lost(tmp_path, training):
-    training.kill()
-    training.wait()
-    assert begin_run(tmp_path, "job", lr=0.3).read("config.json")["lr"] == 0.3
-    begin_run(tmp_path, "job")  # the same process again, after a loss
-
-
-def test_a_job_takes_over_from_its_own_rank_that_does_not_end(tmp_path, training):
+def test_a_job_takes_over_from_its_own_rank_that_is_lost_or_does_not_end(tmp_path, training):
     """It is on standby, or on a host that is not reached; also for a job that replaces it."""
     taken = Claim(tmp_path, "job")
     training.communicate("end\n")
     assert (tmp_path / ".job").exists(), "the claim is another one's now"
     taken.close()
     assert not (tmp_path / ".job").exists()
+    with other_process(tmp_path / "new", "trains") as lost:
+        lost.kill()
+        lost.wait()
+    assert begin_run(tmp_path / "new", "job", lr=0.3).read("config.json")["lr"] == 0.3
+    begin_run(tmp_path / "new", "job")  # the same process again, after a loss
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

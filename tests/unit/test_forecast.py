@@ -71,8 +71,7 @@ def test_a_forecast_computed_by_hand():
     ):
         cohorts = [cohort("gpu", *each) for each in cohorts]
         found = forecast(cohorts, 10, buckets, AllreduceCost(latency, 0.0))
-        assert found.batch_sizes == batch_sizes
-        assert found.compute_sec == compute_sec
+        assert (found.batch_sizes, found.compute_sec) == (batch_sizes, compute_sec)
         assert found.exposed_sec == pytest.approx(exposed_sec)
         assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
         assert found.efficiency == pytest.approx(efficiency)
@@ -89,8 +88,7 @@ def test_every_choice_of_kinds_is_forecast_and_judged():
         MeasuredAllreduce({"gpu": 1, "mlu": 1, "cpu": 1}, slow),
     ]
     found = forecast_subsets(cohorts, 19, [MIB], entries)
-    assert len(found.forecasts) == 7
-    assert list(found.world) == ["gpu", "mlu", "cpu"]
+    assert (len(found.forecasts), list(found.world)) == (7, ["gpu", "mlu", "cpu"])
     # gpu and mlu take 10 s for 10 and 9 samples; with cpu 9 s for 9, 9 and 1, and 3 s more.
     assert found.whole.samples_per_sec == pytest.approx(19 / 12)
     assert found.forecasts["gpu", "mlu"].samples_per_sec == pytest.approx(1.9)
@@ -119,7 +117,7 @@ ENTRIES = [
 ]
 
 
-def test_scaling_to_another_world():
+def test_scaling_to_another_world_or_to_what_was_not_measured():
     for world, latency_sec, sec_per_byte in (
         # The measured world.
         *((e.ranks_per_kind, e.cost.latency_sec, e.cost.sec_per_byte) for e in ENTRIES),
@@ -140,9 +138,6 @@ def test_scaling_to_another_world():
         times = {"abcd": 3e-3, "abc": 2e-3, "bcd": 1e-3}
         entries = [measured(sec, 0.0, **dict.fromkeys(kinds, 1)) for kinds, sec in times.items()]
         assert scale_allreduce(entries, {"a": 1, "b": 1}).latency_sec == 2e-3
-
-
-def test_what_was_not_measured_is_an_error():
     for entries, world, what in (
         ([measured(0.0, 0.0, cpu=1)], {"cpu": 4}, "inside cpu"),
         (ENTRIES[:2], {"gpu": 2, "mlu": 2}, "between gpu, mlu"),

@@ -84,9 +84,8 @@ def test_a_command_that_cannot_be_divided():
 PATH_ONLY = "must have the full path of its interpreter"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_the_environments_of_a_host_are_read_in_order_and_wrong_files_named(tmp_path):
+    for text, message in (
         ("[a", "is not valid TOML"),
         ('a = "/bin/python"', PATH_ONLY),
         ("[a]", PATH_ONLY),
@@ -97,15 +96,10 @@ PATH_ONLY = "must have the full path of its interpreter"
         ('[[a]]\npython = "/p"\n[[a]]\npython = "/q"', "each rank of /p,"),
         ('[b.lab]\npython = "/p"', 'a name with dots: \\["node-b.lab"\\]'),
         ('[a]\npython = "bin/python"', PATH_ONLY),
-    ],
-)
-def test_wrong_files_of_environments(tmp_path, text, message):
-    (tmp_path / "hosts.toml").write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_environments(str(tmp_path / "hosts.toml"))
-
-
-def test_the_environments_of_a_host_are_read_in_order(tmp_path):
+    ):
+        (tmp_path / "hosts.toml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_environments(str(tmp_path / "hosts.toml"))
     (tmp_path / "hosts.toml").write_text(
         '[[a]]\npython = "/c/python"\ndevices = ["cuda:0", "cuda:1"]\n'
         '[[a]]\npython = "/r/python"\ndevices = ["rocm:0"]\n[b]\npython = "/b/python"\n'

@@ -68,7 +68,9 @@ def test_a_failing_sink_is_no_longer_used_also_one_in_the_background(caplog):
     assert caplog.messages == expected
 
 
-def test_the_run_folder_has_everything_but_forecasts(tmp_path):
+def test_the_run_folder_has_everything_but_forecasts_and_without_one_progress_is_shown(
+    tmp_path, capsys
+):
     sinks = Sinks([RunFolderSink(DiskFolder(tmp_path))])
     sinks.on_reading(reading(forward_time_sec=None))
     sinks.on_reading(reading(8, logged={"perplexity": 2.0}))
@@ -88,9 +90,6 @@ def test_the_run_folder_has_everything_but_forecasts(tmp_path):
         **{"step": 8, "time": 1.8e9, "kind": "loss", "text": "rank 1 is lost", "ranks": [1]},
         "details": {"remaining": [0, 2]},
     }
-
-
-def test_without_a_folder_only_progress_is_shown(capsys):
     sinks = Sinks([RunFolderSink(NoFolder()), PlainProgress()])
     sinks.on_reading(reading(logged={"perplexity": 2.0}))
     sinks.event("finish", 7, "finished")

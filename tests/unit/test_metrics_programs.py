@@ -66,9 +66,10 @@ def test_tensorboard_shows_a_run_and_its_resumption_once(tmp_path):
 
 
 @pytest.fixture
-def offline(monkeypatch, tmp_path):
+def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     return DiskFolder(tmp_path / "run")
 
@@ -92,41 +93,36 @@ def rows_in(path):
         if kind in (WHOLE, LAST):
             record, parts = wandb_internal_pb2.Record.FromString(parts), b""
             if record.WhichOneof("record_type") == "history":
-                rows.append(
-                    {
-                        i.key or ".".join(i.nested_key): json.loads(i.value_json)
-                        for i in record.history.item
-                    }
-                )
+                items = record.history.item
+                keys = [item.key or ".".join(item.nested_key) for item in items]
+                values = [json.loads(item.value_json) for item in items]
+                rows.append(dict(zip(keys, values, strict=True)))
     return rows
 
 
-def test_weights_and_biases_offline(offline):
+def test_weights_and_biases_offline(folder):
     hooks = sys.exit, sys.excepthook
     check_wandb_login()  # needs no key
-    sink = WandbSink("us/project", {"lr": 0.1}, offline)
+    sink = WandbSink("us/project", {"lr": 0.1}, folder)
     train(sink, [1, 2])
     train(sink, [1, 2, 3])  # as after a loss
     sink.on_event(event("finish", 3))
     sink.close(True)
     assert (sys.exit, sys.excepthook) == hooks
-    (kept,) = (offline.path / "wandb").glob("offline-run-*/run-*.wandb")
+    (kept,) = (folder.path / "wandb").glob("offline-run-*/run-*.wandb")
     # A process of wandb's writes the file; on a busy machine, it may not be done yet.
     assert wait_until(lambda: len(rows_in(kept)) >= 3, 20)
     rows = rows_in(kept)
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert [row["loss/train"] for row in rows] == [1.0, 2.0, 3.0]
     assert rows[-1]["accuracy/validation"] == 0.3
-    known = offline.read("wandb.json")
-    assert known["project"] == "us/project"
-    assert kept.name == f"run-{known['id']}.wandb"
+    known = folder.read("wandb.json")
+    assert (known["project"], kept.name) == ("us/project", f"run-{known['id']}.wandb")
 
-    again = WandbSink("us/project", {"lr": 0.1}, offline)
-    again.close(False)
-    assert offline.read("wandb.json") == known  # the same run
-    other = WandbSink("another", {}, offline)
-    other.close(False)
-    assert offline.read("wandb.json")["id"] != known["id"]
+    WandbSink("us/project", {"lr": 0.1}, folder).close(False)
+    assert folder.read("wandb.json") == known  # the same run
+    WandbSink("another", {}, folder).close(False)
+    assert folder.read("wandb.json")["id"] != known["id"]
 
 
 def test_weights_and_biases_never_prompts_for_a_key(monkeypatch, tmp_path):
@@ -145,32 +141,24 @@ def test_weights_and_biases_never_prompts_for_a_key(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-@pytest.fixture
-def tracking(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return DiskFolder(tmp_path / "run")
-
-
-def test_mlflow_in_files(tracking, tmp_path):
+def test_mlflow_in_files(folder, tmp_path):
     from mlflow.tracking import MlflowClient
 
-    sink = MlflowSink("mine", {"lr": 0.1, "long": "x" * 9999}, tracking)
+    sink = MlflowSink("mine", {"lr": 0.1, "long": "x" * 9999}, folder)
     train(sink, [1, 2])
     sink.close(False)
-    again = MlflowSink("mine", {"lr": 0.2}, tracking)
+    again = MlflowSink("mine", {"lr": 0.2}, folder)
     train(again, [1, 2, 3])
     again.close(True)
-    known = tracking.read("mlflow.json")
+    known = folder.read("mlflow.json")
     assert known["tracking_uri"] == (tmp_path / "mlruns").as_uri()
     client = MlflowClient(known["tracking_uri"])
     run = client.get_run(known["run_id"])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
-    assert run.data.params["lr"] == "0.1"
-    assert run.data.metrics["logged/of my own _5"] == 2.5
+    assert (run.data.params["lr"], run.data.metrics["logged/of my own _5"]) == ("0.1", 2.5)
     history = client.get_metric_history(known["run_id"], "loss/train")
     assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
     shutil.rmtree(tmp_path / "mlruns" / run.info.experiment_id / run.info.run_id)  # it is gone
-    MlflowSink("mine", {}, tracking).close(True)
-    assert tracking.read("mlflow.json")["run_id"] != known["run_id"]
+    MlflowSink("mine", {}, folder).close(True)
+    assert folder.read("mlflow.json")["run_id"] != known["run_id"]

@@ -55,7 +55,7 @@ BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"
 INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def test_placement_is_read_from_the_environment_of_what_a_launcher_started():
+def test_placement_is_read_from_the_environment_and_a_single_rank_of_an_allocation_found():
     for environ, expected in (
         ({}, None),
         (SRUN, Launch(5, 6, 0, 1)),
@@ -71,9 +71,6 @@ def test_placement_is_read_from_the_environment_of_what_a_launcher_started():
     ):
         assert read_launch(environ) == (expected or Launch(0, 1, 0, 1))
         assert find_launch(environ) == expected
-
-
-def test_a_single_rank_in_a_larger_allocation_is_found():
     for environ, found in (
         ({}, ""),
         (BATCH, "a Slurm job of 6 tasks"),
@@ -94,33 +91,28 @@ def test_a_single_rank_in_a_larger_allocation_is_found():
             assert "mpirun" in fault[1]
 
 
-@pytest.mark.parametrize(
-    ("local_size", "world_size", "cores", "yields", "threads"),
-    [
+def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts():
+    for local_size, world_size, cores, yields, threads in (
         *((1, 1, 8, False, "8"), (4, 4, 8, False, "2"), (5, 5, 8, True, "1"), (4, 4, 2, True, "1")),
         (2, 4, 2, True, "1"),
-    ],
-)
-def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts(
-    local_size, world_size, cores, yields, threads
-):
-    environ: dict[str, str] = {}
-    prepare_environment(environ, Launch(0, world_size, 0, local_size), cores)
-    assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == yields
-    assert environ["OMP_NUM_THREADS"] == threads
-    on_one_host = local_size == world_size
-    assert ("OMPI_MCA_btl" in environ) == on_one_host
-    for name in ("eager_limit", "max_send_size"):  # longer messages are sent without asking
-        limit = environ.get(f"OMPI_MCA_btl_tcp_{name}")
-        assert limit is None if on_one_host else int(limit) > 256 << 10
-    theirs = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
-    theirs |= {"OMPI_MCA_btl": "self,tcp"}
-    environ = dict(theirs)
-    prepare_environment(environ, Launch(0, 4, 0, 4), 2)
-    assert environ == theirs  # what the user has set is kept
+    ):
+        environ: dict[str, str] = {}
+        prepare_environment(environ, Launch(0, world_size, 0, local_size), cores)
+        assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == yields
+        assert environ["OMP_NUM_THREADS"] == threads
+        on_one_host = local_size == world_size
+        assert ("OMPI_MCA_btl" in environ) == on_one_host
+        for name in ("eager_limit", "max_send_size"):  # longer messages are sent without asking
+            limit = environ.get(f"OMPI_MCA_btl_tcp_{name}")
+            assert limit is None if on_one_host else int(limit) > 256 << 10
+        theirs = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
+        theirs |= {"OMPI_MCA_btl": "self,tcp"}
+        environ = dict(theirs)
+        prepare_environment(environ, Launch(0, 4, 0, 4), 2)
+        assert environ == theirs  # what the user has set is kept
 
 
-def test_ranks_are_grouped_by_kind_or_by_kind_and_host():
+def test_ranks_are_grouped_by_kind_or_by_host_too_where_that_differs_in_use():
     for kinds, nodes, expected in (
         ("a", None, [("a", (0,), None)]),
         ("aa", None, [("a", (0, 1), None)]),
@@ -133,9 +125,6 @@ def test_ranks_are_grouped_by_kind_or_by_kind_and_host():
         groups = plan_groups(kinds, nodes)
         assert [(group.kind, group.ranks, group.node) for group in groups] == expected
         assert [group.leader for group in groups] == [ranks[0] for _, ranks, _ in expected]
-
-
-def test_groups_by_host_are_an_alternative_only_where_they_differ_in_use():
     for kinds, nodes, may in (
         ("aab", (0, 0, 0), False),  # one host
         ("aaaa", (0, 0, 1, 1), False),  # one kind
@@ -155,8 +144,7 @@ def test_ranks_and_their_errors_are_described_in_one_line():
         ("rocm", "cuda:1", "rank 2 (node-b, cuda:1, rocm)"),
     ):
         assert str(RankInfo(2, 0, "node-b", kind, device, "a device", 2**30, "2.13")) == name
-    assert join_errors(["x", "x"]) == "x"
-    assert join_errors(["", "x"]) == "rank 1: x"
+    assert (join_errors(["x", "x"]), join_errors(["", "x"])) == ("x", "rank 1: x")
     assert join_errors(["y", "x", "", "x"]) == "rank 0: y; ranks 1, 3: x"
     for library, flag in (
         ("Open MPI", "give srun --mpi=pmix ("),

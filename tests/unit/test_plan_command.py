@@ -134,9 +134,8 @@ def test_the_measured_world_is_forecast(run):
         assert text in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_another_world_and_batch(run):
+    for options, said in (
         ("--world 8xgpu,16xmlu", ["global batch: 1,536 samples", "world: 24 ranks"]),  # it grows
         ("--world 2xgpu --global-batch-size 1000", ["global batch: 1,000 samples"]),
         (
@@ -144,11 +143,9 @@ def test_the_measured_world_is_forecast(run):
             ["gpu 8 0 to 1 4.80 3", "mlu 16 0 0.00 16"],  # with ranks without a sample
         ),
         ("--help", ["--world LIST"]),
-    ],
-)
-def test_another_world_and_batch(run, options, said):
-    lines = "\n".join(" ".join(line.split()) for line in run(*options.split()).splitlines())
-    assert all(text in lines for text in said)
+    ):
+        lines = "\n".join(" ".join(line.split()) for line in run(*options.split()).splitlines())
+        assert all(text in lines for text in said)
 
 
 def test_kinds_measured_only_among_more_are_forecast_with_a_note(run, tmp_path):

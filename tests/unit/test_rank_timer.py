@@ -103,9 +103,8 @@ def measure(device, most=10**9, min_batch=1, ranks=1, **settings):
 HOST, ACCELERATOR = Device(limit=1 << 40), Device(limit=1 << 40, is_host=False)
 
 
-@pytest.mark.parametrize(
-    ("device", "sample_sec", "options", "batches", "largest"),
-    [
+def test_batch_sizes_grow(monkeypatch):
+    for device, sample_sec, options, batches, largest in (
         # On a host sizes grow until the cost model is known.
         (HOST, 0.05, {"benchmark_seconds": 10.0}, [2, 4, 8, 16], None),
         # On an accelerator the memory of twice the usual share is tried.
@@ -117,14 +116,11 @@ HOST, ACCELERATOR = Device(limit=1 << 40), Device(limit=1 << 40, is_host=False)
         (ACCELERATOR, SAMPLE_SEC, {"most": 40}, [8, 16, 32], 32),
         # At the user's micro-batch.
         (HOST, SAMPLE_SEC, {"micro_batch_size": 20}, [2, 4, 8, 16, 20], 20),
-    ],
-)
-def test_batch_sizes_grow(monkeypatch, device, sample_sec, options, batches, largest):
-    monkeypatch.setitem(globals(), "SAMPLE_SEC", sample_sec)
-    measured = measure(device, **options)
-    assert measured.batches == batches
-    assert measured.largest_micro_batch == largest
-    assert measured.seconds == pytest.approx([STEP_SEC + sample_sec * b for b in batches])
+    ):
+        monkeypatch.setitem(globals(), "SAMPLE_SEC", sample_sec)
+        measured = measure(device, **options)
+        assert (measured.batches, measured.largest_micro_batch) == (batches, largest)
+        assert measured.seconds == pytest.approx([STEP_SEC + sample_sec * b for b in batches])
 
 
 # Seconds of a step and of a sample, as on 4 ranks that share 2 cores.
@@ -277,25 +273,18 @@ def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
         make_cache(tmp_path / "file").write(FOUND)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        *((None, ""), (None, "[]"), ("0.1", "-0.1"), ("0.1,", ""), ("0.1,", '"x",')),
-        *(("0.1,", "NaN,"), ('"seconds"', '"secs"'), ('"measurement"', '"measured"')),
-    ],
-)
-def test_an_invalid_cache_file_is_ignored(tmp_path, old, new):
+def test_invalid_results_and_those_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
     cache = make_cache(tmp_path)
     cache.write(FOUND)
-    (file,) = tmp_path.iterdir()
-    text = file.read_text()
-    file.write_text(text.replace(old or text, new))
-    assert cache.read() is None
-
-
-def test_results_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
-    make_cache(tmp_path).write(FOUND)
     (file,) = tmp_path.glob("*.json")
+    text = file.read_text()
+    for old, new in (
+        *((None, ""), (None, "[]"), ("0.1", "-0.1"), ("0.1,", ""), ("0.1,", '"x",')),
+        *(("0.1,", "NaN,"), ('"seconds"', '"secs"'), ('"measurement"', '"measured"')),
+    ):
+        file.write_text(text.replace(old or text, new))
+        assert cache.read() is None
+    file.write_text(text)
 
     def is_read():
         return make_cache(tmp_path).read() is not None

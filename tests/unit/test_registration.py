@@ -1,6 +1,7 @@
-"""The effects of `import torch` where the package is installed, in subprocesses."""
+"""The effects of `import torch` where the package is installed, in subprocesses, and logging."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import json, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
-
 ours = sorted(name for name in sys.modules if name.startswith("kaitian_mpi"))
 seen = {
     "mpi4py": "mpi4py" in sys.modules,
@@ -20,15 +20,12 @@ seen = {
     "schemes": sorted(_rendezvous_handlers),
     "ours": ours,
 }
-
 from kaitian_mpi.runtime.system import set_default_threads
-
 given = torch.get_num_threads()
 used = [set_default_threads(given + 1), torch.get_num_threads(), set_default_threads(given + 2)]
 torch.set_num_threads(given + 5)
 used += [set_default_threads(given), torch.get_num_threads()]
 seen["threads"] = [threads - given for threads in used]
-
 import kaitian_mpi
 from kaitian_mpi import *
 seen["public"] = [kaitian_mpi.Training.__name__, "mpi4py.MPI" in sys.modules]
@@ -73,19 +70,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-
 def outcome(call):
     try:
         return call()
     except Exception as error:
         return str(error).splitlines()[0]
 
-
 def starts_mpi(answer):
     import mpi4py
 
     answer.put(mpi4py.rc.initialize)
-
 
 def in_child(method):
     context = multiprocessing.get_context(method)
@@ -93,7 +87,6 @@ def in_child(method):
     child = context.Process(target=starts_mpi, args=(answer,))
     child.start()
     return answer.get()
-
 
 def in_group(backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -111,7 +104,6 @@ def in_group(backend):
     dist.destroy_process_group()
     return seen
 
-
 def process():
     return {
         "modules": sorted(name for name in sys.modules if not name.startswith("kaitian_mpi")),
@@ -123,7 +115,6 @@ def process():
         "rest": [str(warnings.filters), gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()],
         "logs": [str(logging.root.handlers), sorted(map(str, logging.root.manager.loggerDict))],
     }
-
 
 if __name__ == "__main__":
     backend = dist.Backend
@@ -157,3 +148,41 @@ def test_a_program_that_never_asks_for_the_backend_sees_no_difference(tmp_path):
     )
     assert without["group cpu:gloo,cuda:gloo"]["names"] == ["gloo", "gloo"]
     assert with_ours == without
+
+
+SCRIPT = """
+import logging, sys
+from kaitian_mpi.cli.logs import configure_logging
+log = logging.getLogger("kaitian_mpi.train.checkpoint.files")
+for level, rank in ("info", 0), ("info", 1), ("debug", 1), ("error", 0):
+    configure_logging(level, "[3@node-b]", rank)
+    for name in ("debug", "info", "warning", "error"):
+        getattr(log, name)("step %d", 7)
+    logging.getLogger("other").warning("not ours")
+sys.stderr.close()
+log.error("nobody reads this")
+print("still here")
+"""
+
+
+def test_rank_0_logs_at_the_level_and_the_others_log_warnings_even_to_a_closed_terminal():
+    info, warning = "[3@node-b] step 7", "[3@node-b] warning: step 7"
+    debug, error = "[3@node-b] debug: step 7", "[3@node-b] error: step 7"
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.stderr.splitlines() == [
+        *(info, warning, error, "not ours"),
+        *(warning, error, "not ours"),
+        *(debug, info, warning, error, "not ours"),
+        *(error, "not ours"),
+    ]
+    assert (done.returncode, done.stdout) == (0, "still here\n")
+
+
+def test_importing_the_package_leaves_the_scripts_logging_alone(caplog):
+    logger = logging.getLogger("kaitian_mpi")
+    assert logger.handlers == []
+    assert logger.propagate
+    logging.getLogger("kaitian_mpi.train.checkpoint.files").warning(
+        "seen by the script's own handlers"
+    )
+    assert caplog.messages == ["seen by the script's own handlers"]

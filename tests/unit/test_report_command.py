@@ -130,14 +130,10 @@ def test_runs_whose_rates_vary_more_than_they_differ_are_not_compared(two, sprea
     verdict = show(*two).splitlines()[3]
     assert verdict.startswith("adaptive: 1.50 times") == tells
     assert ("the machine is too busy to compare it with equal" in verdict) != tells
-
-
-def test_a_busy_share_is_a_mean_over_time(tmp_path):
-    folder = make_run(tmp_path / "run")
-    slow = reading(20, step_time_sec=0.3, forward_time_sec=[0.01] * 4)
-    lines = [reading(10), slow | {"backward_time_sec": [0.02] * 4, "optimizer_time_sec": [0.0] * 4}]
-    write_lines(folder / "metrics.jsonl", lines)
-    # 80% of 10 steps of 100 ms, then 10% of 10 steps of 300 ms.
+    slow = {"forward_time_sec": [0.01] * 4, "backward_time_sec": [0.02] * 4}
+    slow = reading(20, step_time_sec=0.3, optimizer_time_sec=[0.0] * 4, **slow)
+    write_lines(folder / "metrics.jsonl", [reading(10), slow])
+    # Busy for 80% of 10 steps of 100 ms, then for 10% of 10 steps of 300 ms.
     (row,) = [line for line in show(folder).splitlines() if " 0  gpu" in line]
     assert row.split()[4] == f"{(80 * 1 + 10 * 3) / 4:.0f}"
 
@@ -163,37 +159,6 @@ def test_an_unfinished_run_shows_what_is_known_in_lines_that_fit_a_terminal(two,
     assert text.endswith("adaptive: unfinished, emulated devices")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return make_run(tmp_path / "run")
-
-
-def test_a_complete_folder_is_read(folder):
-    run = read_run(folder)
-    assert run.missing == []
-    assert (run.state, run.emulated, run.name) == ("finished", True, "run")
-    assert [rank.kind for rank in run.ranks.values()] == ["gpu", "gpu", "mlu", "mlu"]
-    assert [list(plan.batch_sizes) for plan in run.plans] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]]
-    assert run.intervals[-1].phases["forward"] == (0.03, 0.03, 0.03)
-    assert run.intervals[-1].at_sec == pytest.approx(20.0)
-    assert run.results == {"loss": pytest.approx(0.2), "accuracy": 0.8}
-    kinds = {event.kind: event for event in run.events}
-    assert kinds["loss"].ranks == (3,)
-    assert run.facts["measured allreduce times"] == "striped 2.5 ms, leader 3.1 ms, flat 4.2 ms"
-
-
-def test_the_time_between_jobs_does_not_count(folder):
-    lines = [reading(step) for step in (5, 10)]
-    lines.append(reading(15, time=START + 100_003))
-    write_lines(folder / "metrics.jsonl", lines)
-    resume = {"kind": "resume", "step": 10, "time": START + 100_000, "text": "", "ranks": []}
-    write_lines(folder / "events.jsonl", [resume])
-    (folder / "plan.jsonl").unlink()
-    first, second, third = (i.at_sec for i in read_run(folder).intervals)
-    assert second - first == pytest.approx(0.5)
-    assert third - second == pytest.approx(3.0)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "missing"),
     [
@@ -208,20 +173,39 @@ def test_the_time_between_jobs_does_not_count(folder):
         ("plan.jsonl", '{"step": 0', "plan.jsonl: 1 of 1 lines"),
     ],
 )
-def test_damage_is_reported_and_the_rest_is_read(folder, name, content, missing):
+def test_damage_is_reported_and_the_rest_is_read(tmp_path, name, content, missing):
+    folder = make_run(tmp_path / "run")
     (folder / name).write_text(content)
     run = read_run(folder)
     assert any(missing in reason for reason in run.missing), run.missing
     assert run.emulated
 
 
-def test_a_long_run_is_thinned_without_losing_its_means(folder):
-    count = 5_000
-    line = {"step_time_sec": 0.1, "ranks": [0, 1]}
+def test_a_folder_is_read_whole_without_the_time_between_jobs_and_a_long_run_by_its_means(tmp_path):
+    folder = make_run(tmp_path / "run")
+    run = read_run(folder)
+    assert (run.missing, run.state, run.emulated, run.name) == ([], "finished", True, "run")
+    assert [rank.kind for rank in run.ranks.values()] == ["gpu", "gpu", "mlu", "mlu"]
+    assert [list(plan.batch_sizes) for plan in run.plans] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]]
+    assert run.intervals[-1].phases["forward"] == (0.03, 0.03, 0.03)
+    assert run.intervals[-1].at_sec == pytest.approx(20.0)
+    assert run.results == {"loss": pytest.approx(0.2), "accuracy": 0.8}
+    kinds = {event.kind: event for event in run.events}
+    assert kinds["loss"].ranks == (3,)
+    assert run.facts["measured allreduce times"] == "striped 2.5 ms, leader 3.1 ms, flat 4.2 ms"
+    lines = [reading(5), reading(10), reading(15, time=START + 100_003)]
+    write_lines(folder / "metrics.jsonl", lines)
+    resume = event("resume", 10, "") | {"time": START + 100_000}
+    write_lines(folder / "events.jsonl", [resume])
+    (folder / "plan.jsonl").unlink()
+    first, second, third = (i.at_sec for i in read_run(folder).intervals)
+    assert (second - first, third - second) == pytest.approx((0.5, 3.0))
+    count, line = 5_000, {"step_time_sec": 0.1, "ranks": [0, 1]}
     lines = [{"step": s, "time": START + s, "loss": float(s), **line} for s in range(1, count + 1)]
     lines[0] |= {"wait_time_sec": [0.3, None]}
     lines[1] |= {"wait_time_sec": [None, 0.1]}
     write_lines(folder / "metrics.jsonl", lines)
+    (folder / "events.jsonl").unlink()
     intervals = read_run(folder).intervals
     assert intervals[0].phases["wait"] == (0.3, 0.1)
     assert len(intervals) <= 2 * MAX_POINTS
@@ -229,25 +213,20 @@ def test_a_long_run_is_thinned_without_losing_its_means(folder):
     assert sum(i.loss * i.steps for i in intervals) / count == pytest.approx((count + 1) / 2)
 
 
-@pytest.mark.parametrize(
-    "contents",
-    [
-        {"config.json": {"epochs": "many"}, "summary.json": {"epochs": 1}},
-        {"topology.json": {"ranks": [7]}},
-        {"summary.json": {"steps": "x"}},
-        {"benchmark.json": {"allreduce_sec": [1]}},
-    ],
-)
-def test_files_of_something_else_are_a_user_error(tmp_path, contents):
-    for name, content in contents.items():
-        write_json(tmp_path / name, content)
-    with pytest.raises(UserError, match=r"are not as kaitian-mpi writes them .*; name the folder"):
-        read_run(tmp_path)
-
-
-def test_a_folder_that_is_not_a_run_is_a_user_error(tmp_path):
+def test_what_is_no_run_is_a_user_error(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for name, found in (("file", "is a file"), ("empty", "not the folder"), ("no", "no such")):
         with pytest.raises(UserError, match=found):
             read_run(tmp_path / name)
+    foreign = r"are not as kaitian-mpi writes them .*; name the folder"
+    for number, contents in enumerate((
+        {"config.json": {"epochs": "many"}, "summary.json": {"epochs": 1}},
+        *({"topology.json": {"ranks": [7]}}, {"summary.json": {"steps": "x"}}),
+        {"benchmark.json": {"allreduce_sec": [1]}},
+    )):  # fmt: skip
+        (folder := tmp_path / str(number)).mkdir()
+        for name, content in contents.items():
+            write_json(folder / name, content)
+        with pytest.raises(UserError, match=foreign):
+            read_run(folder)

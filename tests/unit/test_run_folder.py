@@ -123,13 +123,9 @@ def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory, monkey
     assert torch.equal(torch.load(run / MODEL)["weight"], WEIGHTS["weight"])
 
 
-def test_a_disk_full_at_the_start_is_an_error(tmp_path, monkeypatch):
-    full(monkeypatch, "config.json")
-    with pytest.raises(StorageError, match=r"config.json could not be written: No space left on"):
-        run_in(tmp_path / "run")
-
-
-def test_a_partial_line_does_not_corrupt_the_next(tmp_path, caplog):
+def test_a_disk_full_at_the_start_is_an_error_and_a_partial_line_none(
+    tmp_path, monkeypatch, caplog
+):
     folder, file = DiskFolder(tmp_path), tmp_path / "metrics.jsonl"
     folder.append(file.name, {"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -141,6 +137,9 @@ def test_a_partial_line_does_not_corrupt_the_next(tmp_path, caplog):
     assert "metrics.jsonl could not be written: File too large; training" in caplog.text
     folder.append(file.name, {"step": 3})
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3]
+    full(monkeypatch, "config.json")
+    with pytest.raises(StorageError, match=r"config.json could not be written: No space left on"):
+        run_in(tmp_path / "run")
 
 
 def test_jobs_started_simultaneously_get_different_folders(tmp_path):
@@ -170,19 +169,26 @@ def files_of(name="job"):
     return snapshot_files(name) if name else None
 
 
-def test_snapshots_go_to_a_folder_only_this_user_can_access(memory):
+def test_snapshots_go_to_a_folder_only_this_user_can_access_by_its_name(memory, monkeypatch):
     before = os.umask(0)
     try:
         files_of().write(STATE, {"step": 1})
     finally:
         os.umask(before)
     found = files_of().folder.lstat()
-    assert stat.S_IMODE(found.st_mode) == 0o700
-    assert found.st_uid == os.geteuid()
+    assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o700, os.geteuid())
     files_of().write(STATE, {"step": 2})
     assert files_of().newest_good().step == 2
     remove_private(files_of().folder)
     assert list(memory.iterdir()) == []
+    monkeypatch.setenv(folders.SNAPSHOTS_VARIABLE, "secret")
+    for given, name in (("", "secret"), ("given", "given")):
+        assert f"kaitian-{name}-" in str(files_of(given).folder)
+    monkeypatch.setenv(folders.SNAPSHOTS_VARIABLE, "../../etc")
+    with pytest.raises(UserError, match="use letters and digits only"):
+        files_of("")
+    monkeypatch.delenv(folders.SNAPSHOTS_VARIABLE)
+    assert files_of("") is None
 
 
 REJECTED = "it is not a folder of mode 700 that belongs to you, so it is not used"
@@ -207,14 +213,3 @@ def test_a_folder_that_others_own_or_can_access_is_rejected(memory, mode):
             access()
     remove_private(files.folder)
     assert len(list(folder.iterdir())) == 2  # it is not ours to remove
-
-
-def test_the_name_can_be_set_by_the_environment(memory, monkeypatch):
-    monkeypatch.setenv(folders.SNAPSHOTS_VARIABLE, "secret")
-    for given, name in (("", "secret"), ("given", "given")):
-        assert f"kaitian-{name}-" in str(files_of(given).folder)
-    monkeypatch.setenv(folders.SNAPSHOTS_VARIABLE, "../../etc")
-    with pytest.raises(UserError, match="use letters and digits only"):
-        files_of("")
-    monkeypatch.delenv(folders.SNAPSHOTS_VARIABLE)
-    assert files_of("") is None

@@ -72,8 +72,7 @@ def test_every_epoch_contains_each_sample_once_and_no_batch_is_too_small(min_bat
         assert min_batch > 1 or steps == -(-length // sum(plan))
         assert {len(sampler) for sampler in samplers} == {steps}
         taken = take(samplers)
-        assert len(taken) == steps
-        assert sorted(flat(taken)) == list(range(length))
+        assert (len(taken), sorted(flat(taken))) == (steps, list(range(length)))
         assert all(sizes_of(step) == plan for step in taken[:-1])
         assert {sampler.position for sampler in samplers} == {length}
         for size, most in zip(sizes_of(taken[-1]), plan, strict=True):
@@ -115,8 +114,7 @@ def test_an_epoch_restarts_after_its_end_and_continues_after_a_break():
     for epoch, steps in ((0, 0), (1, 3)):
         resumed.set_epoch(epoch)
         assert len(list(resumed)) == steps
-    assert len(sampler) == 0
-    assert list(sampler) == first
+    assert (len(sampler), list(sampler)) == (0, first)
     sampler.set_epoch(1)
     assert sampler.position == 0
     beginning = next(iter(sampler))

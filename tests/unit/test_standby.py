@@ -27,7 +27,7 @@ KINDS = [("a", GPU), ("a", MLU), ("b", GPU), ("b", MLU), ("b", GPU), ("a", GPU),
 UNLIKE = [make_rank(number, *place) for number, place in enumerate(KINDS)]
 
 
-def test_a_lost_rank_is_replaced_by_the_most_similar_spare():
+def test_a_lost_rank_is_replaced_by_the_most_similar_spare_and_one_always_trains():
     for infos, before, lost, after in (
         # No rank is on standby.
         (ALIKE, standby(), [0], standby()),
@@ -58,9 +58,6 @@ def test_a_lost_rank_is_replaced_by_the_most_similar_spare():
         gone = [info for info in infos if info.world_rank in lost]
         assert replace_lost(before, alive, gone) == after
         assert replace_lost(before, alive, gone[::-1]) == after
-
-
-def test_at_least_one_rank_always_trains():
     for dead in range(1, 31):  # every set of ranks but all
         lost = [rank for rank in range(5) if dead >> rank & 1]
         alive = [info for info in ALIKE if info.world_rank not in lost]

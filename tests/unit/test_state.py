@@ -1,7 +1,7 @@
 """The training state: what is saved, what is restored, and what is rolled back."""
 
 import collections
-import copy
+import itertools
 import json
 from dataclasses import asdict
 from functools import partial
@@ -227,8 +227,7 @@ def scheduled(make_scheduler, total_steps=STEPS, lr=0.1, weight_decay=0.0, extra
 
 def trained(*arguments, steps, **settings):
     """Return a state with a scheduler, after some steps."""
-    state = scheduled(*arguments, **settings)
-    rates(state, steps)
+    rates(state := scheduled(*arguments, **settings), steps)
     return state
 
 
@@ -325,15 +324,16 @@ def test_schedulers_follow_a_change_of_the_number_of_steps_while_training_or_say
         resumed(trained(one_cycle, steps=8), lambda o, steps: one_cycle(o, steps - 5))
 
 
-@pytest.mark.parametrize("lr", [torch.tensor(0.1), numpy.float32(0.1), numpy.float64(0.1)])
-@pytest.mark.parametrize("make_scheduler", [None, halved])
-def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys(lr, make_scheduler):
-    expected = rates(scheduled(make_scheduler, lr=copy.deepcopy(lr)), 6)
-    assert [type(rate) for rate in expected] == [float] * 6
-    state = trained(make_scheduler, lr=copy.deepcopy(lr), steps=3)
-    json.dumps(asdict(state.progress))
-    other = resumed(state, make_scheduler, lr=copy.deepcopy(lr))
-    assert rates(other, 3) == pytest.approx(expected[3:])
+def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys():
+    for kind, make_scheduler in itertools.product(
+        (torch.tensor, numpy.float32, numpy.float64), (None, halved)
+    ):
+        expected = rates(scheduled(make_scheduler, lr=kind(0.1)), 6)
+        assert [type(rate) for rate in expected] == [float] * 6
+        state = trained(make_scheduler, lr=kind(0.1), steps=3)
+        json.dumps(asdict(state.progress))
+        other = resumed(state, make_scheduler, lr=kind(0.1))
+        assert rates(other, 3) == pytest.approx(expected[3:])
 
 
 def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values():

@@ -81,8 +81,7 @@ def measure(folder):
     state = make_state(WIDTH, LAYERS)
     begin()
     state.load_file(checkpoints.in_memory.files.newest_good().file)
-    assert state.progress.step == 1
-    assert len(state.optimizers[0].state) == LAYERS
+    assert (state.progress.step, len(state.optimizers[0].state)) == (1, LAYERS)
     show("load")
 
 
@@ -139,20 +138,18 @@ def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypat
     for writer in (checkpoints.on_disk, checkpoints.in_memory, checkpoints.on_disk):
         assert checkpoints.write(writer, state, METADATA)
     checkpoints.wait()
-    copies = {written["model"]["0.weight"].data_ptr() for written in held.states}
-    assert len(held.states) == 3
-    assert len(copies) == 1
-    assert copies != {state.model[0].weight.data_ptr()}
+    copies = [written["model"]["0.weight"].data_ptr() for written in held.states]
+    assert (len(copies), len({*copies})) == (3, 1)
+    assert copies[0] != state.model[0].weight.data_ptr()
 
 
 def test_large_snapshots_take_at_most_a_twentieth_of_the_time(tmp_path, monkeypatch):
-    now, made = [100.0], []
+    now, made, state = [100.0], [], make_state()
     config = TrainConfig(snapshots="job", snapshot_every=1)
-    checkpoints = Checkpoints(config, tmp_path)
-    world = SimpleNamespace(rank=0, infos=[SimpleNamespace(host="a")], comm=None)
-    world.info = world.infos[0]
+    checkpoints, info = Checkpoints(config, tmp_path), SimpleNamespace(host="a")
     saving = Saving.__new__(Saving)
-    saving._run, saving._world = SimpleNamespace(config=config, state=make_state()), world
+    saving._world = SimpleNamespace(rank=0, infos=[info], info=info, comm=None)
+    saving._run = SimpleNamespace(config=config, state=state)
     saving._checkpoints, saving._metadata = checkpoints, lambda: METADATA
     saving._snapshot_sec = saving._snapshot_at = 0.0
 
@@ -163,7 +160,7 @@ def test_large_snapshots_take_at_most_a_twentieth_of_the_time(tmp_path, monkeypa
 
     monkeypatch.setattr(checkpoints, "write", write)
     monkeypatch.setattr("kaitian_mpi.train.saving.time.monotonic", lambda: now[0])
-    saving._run.state.progress.step = 2
+    state.progress.step = 2
     for seconds in (100, 103, 159, 160.1, 161, 1000):
         now[0] = max(now[0], seconds)
         saving._snapshot()
@@ -241,8 +238,7 @@ def test_large_tensors_are_copied_in_place_if_they_match(saved):
     found = copy_state(map_tensors(path).content, own)
     assert_same(found, state)
     assert found["large"].data_ptr() == own["large"].data_ptr()
-    assert found["tied"][1].data_ptr() == own["tied"][0].data_ptr()
-    assert small == 0
+    assert (found["tied"][1].data_ptr(), small) == (own["tied"][0].data_ptr(), 0)
     assert not own["image"].any()
     assert "more" not in found
 

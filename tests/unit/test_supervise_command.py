@@ -43,14 +43,13 @@ def test_mpirun_options_are_parsed():
     ):
         words = ["mpirun", *options.split(), "/opt/bin/kaitian-train", "-np", "9", "--host", "z"]
         command = parse_command(words)
-        assert command.ranks == ranks
-        assert command.values(HOSTFILES) == files
+        assert (command.ranks, command.values(HOSTFILES)) == (ranks, files)
         assert command.values(HOST_LISTS) == lists
         assert command.arguments == ("-np", "9", "--host", "z")
         assert command.words == words
 
 
-def test_the_training_program_is_found():
+def test_the_training_program_is_found_and_others_are_rejected():
     for line, arguments in (
         ("mpirun -np 2 kaitian-train --epochs 3", ["--epochs", "3"]),
         ("mpirun -np 2 kaitian-train --run-dir runs/kaitian-train", ["--run-dir", None]),
@@ -66,11 +65,7 @@ def test_the_training_program_is_found():
         command = parse_command(line.split())
         assert command.program == ("kaitian-run" if "run " in line.partition("-np 2")[2] else TRAIN)
         expected = ["runs/kaitian-train" if word is None else word for word in arguments]
-        assert list(command.arguments) == expected
-        assert command.words == line.split()
-
-
-def test_other_programs_are_rejected():
+        assert (list(command.arguments), command.words) == (expected, line.split())
     for line in (
         "",
         "mpirun -np 2 python train.py",
@@ -99,7 +94,7 @@ def test_values_are_replaced_in_place_and_keep_their_form():
         assert given.replaced(names, values).words == words
 
 
-def test_a_variable_of_the_ranks_is_read():
+def test_a_variable_of_the_ranks_is_read_and_the_launch_agent_mpiruns():
     for line, value in (
         ("mpirun -np 2 kaitian-train", "here"),
         ("mpirun -x A -np 2 kaitian-train", "here"),
@@ -112,9 +107,6 @@ def test_a_variable_of_the_ranks_is_read():
         ("mpirun -x AA=b -np 2 kaitian-train --set A=b", "here"),
     ):
         assert parse_command(line.split()).variable("A", {"A": " here "}) == value
-
-
-def test_the_launch_agent_is_mpiruns():
     for words, environ, agent in (
         ([], {}, ["ssh"]),
         ([], {"PRTE_MCA_plm_ssh_agent": "env -i A=1"}, ["env", "-i", "A=1"]),

@@ -147,8 +147,7 @@ def test_a_new_host_joins_and_then_leaves(cluster):
         "start 3: 3 ranks on a, b",
         "finished after 3 starts",
     ]
-    assert cluster.stale == [["c"]]
-    assert cluster.removed == [["c"]]
+    assert (cluster.stale, cluster.removed) == ([["c"]], [["c"]])
 
 
 def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):
@@ -157,8 +156,7 @@ def test_a_host_that_does_not_answer_does_not_join_until_it_does(cluster):
     gone = UserError("--hosts-file hosts: No such file or directory")
     script = [(10, write(gone)), (11, write(TWO)), (15, write("a slots=2\n")), (16, write(TWO))]
     script += [(20, write(THREE)), (300, revive("c")), (400, finish)]
-    assert cluster.play(*script) == 0
-    assert cluster.hosts_of_starts() == ["ab", "abc"]
+    assert (cluster.play(*script), cluster.hosts_of_starts()) == (0, ["ab", "abc"])
     assert cluster.reports[1].startswith("hosts has changed: a slots=2, b slots=1, c slots=1")
     told = [line for line in cluster.reports if "no answer" in line]
     assert told == ["no answer; until then, the job runs without c"]  # once
@@ -195,8 +193,7 @@ def test_a_stop_during_a_change(cluster):
         return 143 if cluster.is_requested else None
 
     script = [(20, write(THREE)), *[(20 + n / 2, stop_once_asked) for n in range(40)]]
-    assert cluster.play(*script) == 128 + signal.SIGTERM
-    assert cluster.hosts_of_starts() == ["ab"]
+    assert (cluster.play(*script), cluster.hosts_of_starts()) == (128 + signal.SIGTERM, ["ab"])
     assert not cluster.is_requested
 
 

@@ -77,23 +77,20 @@ def hosts_of(world):
     return [words[words.index("--host") + 1] for words in world.commands]
 
 
-@pytest.mark.parametrize(
-    ("runs", "code"),
-    [
+def test_a_finished_run_is_started_as_the_command_may_ask_for_more(tmp_path):
+    for number, (runs, code) in enumerate((
         ([Run(0, step=10, finished=True)], 0),  # it says so again
         ([Run(0, seconds=20), Run(1, step=15), Run(0, step=20, finished=True)], 0),  # more epochs
-        ([Run(2, seconds=20)], 2),
-        ([Run(1, step=15), Run(2, seconds=20)], 2),
-    ],
-)
-def test_a_finished_run_is_started_as_the_command_may_ask_for_more(folder, runs, code):
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step": 10}\n')
-    (folder / "summary.json").write_text('{"steps": 10, "finished": true}')
-    os.utime(folder / "summary.json", (1, 1))
-    found, world = outcome(folder, *runs)
-    assert found == code
-    assert ("finished after" in world.reports[-1]) == (code == 0)
+        *(([Run(2, seconds=20)], 2), ([Run(1, step=15), Run(2, seconds=20)], 2)),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 10}\n')
+        (folder / "summary.json").write_text('{"steps": 10, "finished": true}')
+        os.utime(folder / "summary.json", (1, 1))
+        found, world = outcome(folder, *runs)
+        assert found == code
+        assert ("finished after" in world.reports[-1]) == (code == 0)
 
 
 def test_a_lost_host_is_excluded_until_it_returns(folder):
@@ -120,8 +117,7 @@ def test_a_lost_host_is_excluded_until_it_returns(folder):
 def test_a_full_disk_does_not_cause_a_restart(folder):
     world = World(folder, Run(74, step=5), Run(74, step=9))
     world.disk_is_full = True
-    assert supervise(make_job(folder), world, 3) == 74
-    assert len(world.commands) == 1
+    assert (supervise(make_job(folder), world, 3), len(world.commands)) == (74, 1)
     assert world.reports[1:] == [
         "not started again: the job could not write its results, see above",
         "the newest state is still in memory (/dev/shm): make room on the disk, and run the same "
@@ -130,24 +126,19 @@ def test_a_full_disk_does_not_cause_a_restart(folder):
     assert world.removed == []
 
 
-@pytest.mark.parametrize(
-    ("runs", "removed"),
-    [
-        ([Run(0, step=9, finished=True)], []),
-        ([Run(1, step=3, lost="c"), Run(0, step=9, finished=True)], ["c"]),
-        ([Run(1, step=3, signal=signal.SIGTERM)], ["b", "c"]),
-        ([Run(1, step=3, signal=signal.SIGINT)], ["b", "c"]),
-        ([Run(1, step=n) for n in range(4)], ["b", "c"]),
-        ([Run(2, seconds=1)], ["b", "c"]),
-        ([Run(74, step=3)], ["b", "c"]),
-    ],
-    ids=["finished", "lost", "SIGTERM", "SIGINT", "given up", "mistake", "saved after all"],
-)
-def test_snapshots_are_removed_from_memory(folder, runs, removed):
-    finished = runs[-1].finished
-    _, world = outcome(folder, *runs)
-    assert world.saves == ([] if finished else [True])
-    assert world.removed == [removed]
+def test_snapshots_are_removed_from_memory(tmp_path):
+    others = ["b", "c"]
+    for number, (runs, removed) in enumerate((
+        ([FINISHED], []),
+        ([Run(1, step=3, lost="c"), FINISHED], ["c"]),
+        *(([Run(1, step=3, signal=number)], others) for number in (signal.SIGTERM, signal.SIGINT)),
+        ([Run(1, step=n) for n in range(4)], others),  # given up
+        ([Run(2, seconds=1)], others),  # a mistake
+        ([Run(74, step=3)], others),  # saved after all
+    )):  # fmt: skip
+        finished = runs[-1].finished
+        _, world = outcome(tmp_path / str(number), *runs)
+        assert (world.saves, world.removed) == ([] if finished else [True], [removed])
 
 
 def test_snapshots_are_removed_if_a_command_cannot_be_started_but_not_those_of_the_user(tmp_path):

@@ -65,8 +65,7 @@ def test_the_command_of_a_start_excludes_lost_hosts():
         job = make_job(f"mpirun {line} kaitian-train --lr 1")
         start = plan_start(job, frozenset(lost), False, "new")
         assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
-        assert start.hostfile == hostfile
-        assert start.shape == shape
+        assert (start.hostfile, start.shape) == (hostfile, shape)
 
 
 def flags_of(job, lost, trained=False):
@@ -105,27 +104,22 @@ def test_a_smaller_job_has_the_first_devices_and_fewer_spares():
         assert flags_of(job, lost) == f"{flags}{OWN}".split()
 
 
-@pytest.mark.parametrize(
-    ("flags", "command", "kinds", "slowdown"),
-    [
+def test_a_smaller_job_has_flags_in_the_place_of_variables(monkeypatch):
+    """Variables number the ranks of the whole job; flags take precedence over them."""
+    for flags, command, kinds, slowdown in (
         ("", "", "gpu,mlu", "1:3"),
         ("", "-x KAITIAN_EMULATE_SLOWDOWN=2:5", "gpu,mlu", "0:1"),
         ("--emulate-kinds a,b,c,d", "", "a,b", "1:3"),
-    ],
-)
-def test_a_smaller_job_has_flags_in_the_place_of_variables(
-    monkeypatch, flags, command, kinds, slowdown
-):
-    """Variables number the ranks of the whole job; flags take precedence over them."""
-    monkeypatch.setenv("KAITIAN_EMULATE_KINDS", "gpu,mlu,mlu,npu")
-    monkeypatch.setenv("KAITIAN_EMULATE_SLOWDOWN", "3:2,1:3")
-    line = f"mpirun {command} -np 4 --host a:1,b:2,c:1 kaitian-train --run-dir x {flags}"
-    job = supervise.make_job(line.split())
-    assert not plan_start(job, frozenset(), False, "new").words[-3].startswith("--emulate")
-    words = plan_start(job, frozenset("b"), False, "new").words
-    given = [word for word in words if word.startswith("--emulate-")][-2:]
-    assert given == [f"--emulate-kinds={kinds}", f"--emulate-slowdown={slowdown}"]
-    assert parse_slowdown(slowdown, 2)
+    ):
+        monkeypatch.setenv("KAITIAN_EMULATE_KINDS", "gpu,mlu,mlu,npu")
+        monkeypatch.setenv("KAITIAN_EMULATE_SLOWDOWN", "3:2,1:3")
+        line = f"mpirun {command} -np 4 --host a:1,b:2,c:1 kaitian-train --run-dir x {flags}"
+        job = supervise.make_job(line.split())
+        assert not plan_start(job, frozenset(), False, "new").words[-3].startswith("--emulate")
+        words = plan_start(job, frozenset("b"), False, "new").words
+        given = [word for word in words if word.startswith("--emulate-")][-2:]
+        assert given == [f"--emulate-kinds={kinds}", f"--emulate-slowdown={slowdown}"]
+        assert parse_slowdown(slowdown, 2)
 
 
 def test_a_smaller_job_leaves_a_scripts_own_arguments(tmp_path, monkeypatch):

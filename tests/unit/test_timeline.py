@@ -52,7 +52,7 @@ def test_clocks_are_aligned_by_the_shortest_round_trips_and_interpolated_between
     assert times == [5.0, 15.0, 20.5, 26.0, 36.0, 56.0]
 
 
-def test_the_first_steps_and_each_tenth_are_recorded_and_fewer_in_long_runs():
+def test_the_first_steps_and_each_tenth_are_recorded_and_memory_is_bounded():
     chosen = [step for step in range(1, 10_001) if is_sampled(step)]
     assert chosen[:13] == [*range(1, 11), 20, 30, 40]
     assert {b - a for a, b in itertools.pairwise(chosen) if 3000 < a < 5900} == {20}
@@ -61,6 +61,17 @@ def test_the_first_steps_and_each_tenth_are_recorded_and_fewer_in_long_runs():
     # Or every n-th, if that is asked for.
     assert [step for step in range(1, 13) if is_sampled(step, 4)] == [4, 8, 12]
     assert all(is_sampled(step, 1) for step in range(1, 100))
+    made = Recorder(1, capacity=3)
+    for _ in range(5):
+        made.add(MAIN, "forward", 0.0, 1.0)
+    assert (len(made.take()), made.dropped) == (3, 2)
+    for _ in range(2000):  # the batches of a long evaluation
+        made.enter_phase("evaluation", None)
+        made.take()
+    assert made.dropped == 2 + 1500
+    for step in (1, 2):
+        made.enter_phase("forward", step)
+    assert [event.name for event in made.take()] == ["forward"]
 
 
 @contextmanager
@@ -118,20 +129,6 @@ def test_a_collective_is_recorded_where_it_is_carried_out_with_its_parts():
         with part("wait"):
             pass
         assert (made.take(), made.collective_lane) == ([], None)
-
-
-def test_memory_is_bounded_and_what_is_missing_is_counted():
-    made = Recorder(1, capacity=3)
-    for _ in range(5):
-        made.add(MAIN, "forward", 0.0, 1.0)
-    assert (len(made.take()), made.dropped) == (3, 2)
-    for _ in range(2000):  # the batches of a long evaluation
-        made.enter_phase("evaluation", None)
-        made.take()
-    assert made.dropped == 2 + 1500
-    for step in (1, 2):
-        made.enter_phase("forward", step)
-    assert [event.name for event in made.take()] == ["forward"]
 
 
 class DeviceMark(NamedTuple):
@@ -221,8 +218,7 @@ def test_a_later_job_continues_the_file_or_renames_another(file, tmp_path, endin
         with path.open("ab") as half:
             half.write(b'{"name":"forward","ph":"X","ts":12')
     later = TimelineFile(tmp_path, origin=5000.0)
-    assert later.origin == 1000.0
-    assert read_trace(path) == whole
+    assert (later.origin, read_trace(path)) == (1000.0, whole)
     later.append(some_lines(2))
     check_trace(read_trace(path))
     path.write_text("not a timeline\n")

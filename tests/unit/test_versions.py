@@ -1,8 +1,9 @@
-"""The documented torch and Python versions, and examples."""
+"""The documented torch and Python versions, the examples, and the files for clusters."""
 
 import difflib
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from importlib import metadata
@@ -12,6 +13,9 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from kaitian_mpi.cli.flags import parse_config
+from kaitian_mpi.supervise.mpirun_command import parse_launcher
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -71,8 +75,7 @@ def test_an_invalid_version_is_rejected_before_anything_is_created(command, sett
     )
     assert result.returncode == 2
     assert why in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert sorted(ROOT.glob(".venv*")) == before
+    assert (len(result.stderr.splitlines()), sorted(ROOT.glob(".venv*"))) == (1, before)
 
 
 def test_ci_covers_every_python_and_the_oldest_and_newest_torch_and_may_only_read():
@@ -96,7 +99,6 @@ def test_ci_covers_every_python_and_the_oldest_and_newest_torch_and_may_only_rea
     assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)  # without an active one
 
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGE = (ROOT / "docs/scripts.md").read_text()
 OWN_TRAINING = (ROOT / "docs/your-own-training.md").read_text()
@@ -110,14 +112,11 @@ def lines_before_and_after():
     )
 
 
-def test_the_documented_diff_matches_the_two_scripts():
+def test_the_documented_diff_matches_the_two_scripts_and_has_few_new_lines():
     lines = list(difflib.unified_diff(*lines_before_and_after(), n=1, lineterm=""))[2:]
     shown = OWN_TRAINING.partition("```diff\n")[2].partition("\n```\n")[0]
     assert shown.splitlines() == lines
-
-
-def test_a_stock_script_needs_few_new_lines():
-    """Counts lines of code, whatever their indentation."""
+    # Counts lines of code, whatever their indentation.
     before, after = (
         [line.strip() for line in lines if line.strip() and "examples/" not in line]
         for lines in lines_before_and_after()
@@ -134,3 +133,103 @@ def test_the_page_and_the_docstring_show_the_command(path):
     for text in (PAGE, docstring):
         commands = [line for line in text.splitlines() if name in line]
         assert any("mpirun -np" in line or "torchrun" in line for line in commands)
+
+
+FOLDER = ROOT / "examples/cluster"
+SCRIPTS = sorted([*FOLDER.glob("*.sbatch"), *FOLDER.glob("*.sh")])
+MANIFESTS = sorted(FOLDER.glob("*.yaml"))
+MPIRUN_OPTIONS = {"hostfile", "with-ft", "bind-to", "x"}
+
+# The fields of kubeflow.org/v2beta1 that the manifests use, as its documentation lists them.
+MPIJOB_FIELDS = {
+    *("slotsPerWorker", "runLauncherAsWorker", "sshAuthMountPath", "launcherCreationPolicy"),
+    *("mpiImplementation", "runPolicy", "mpiReplicaSpecs"),
+}
+POLICY_FIELDS = {"cleanPodPolicy", "ttlSecondsAfterFinished", "backoffLimit", "suspend"}
+
+
+def objects():
+    for path in MANIFESTS:
+        for content in yaml.safe_load_all(path.read_text()):
+            yield pytest.param(content, id=f"{path.name}-{content['kind']}")
+
+
+def launch_scripts():
+    """Return all shell scripts by their names, those in manifests too."""
+    found = {path.name: path.read_text() for path in SCRIPTS}
+    for path in MANIFESTS:
+        job = next(yaml.safe_load_all(path.read_text()))
+        pod = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["command"] == ["bash", "-c"]
+        (found[path.name],) = container["args"]
+    return found
+
+
+@pytest.mark.parametrize("name", launch_scripts())
+def test_shells_accept_the_scripts_and_commands_the_flags(name):
+    script = launch_scripts()[name]
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = re.sub(r"\\\n\s*", "", script).splitlines()
+    (line,) = (x for x in lines if "kaitian-train" in x and not x.lstrip().startswith("#"))
+    words = shlex.split(line.replace("${arguments[@]}", "$@").rstrip("&)"))
+    at = next(index for index, word in enumerate(words) if word.endswith("kaitian-train"))
+    parse_config("kaitian-train", [word for word in words[at + 1 :] if word != "$@"])
+    if "mpirun" in words[:at]:
+        launcher = parse_launcher(words)
+        assert {part.name for part in launcher.parts if part.name} <= MPIRUN_OPTIONS
+        assert launcher.arguments[0] == words[at]
+
+
+@pytest.mark.parametrize(
+    "content", [each for each in objects() if each.values[0]["kind"] == "MPIJob"]
+)
+def test_manifests_have_the_fields_of_an_mpijob(content):
+    assert content["apiVersion"] == "kubeflow.org/v2beta1"
+    spec = content["spec"]
+    assert spec.keys() <= MPIJOB_FIELDS
+    assert spec["runPolicy"].keys() <= POLICY_FIELDS
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert {"Launcher", "Worker"} == spec["mpiReplicaSpecs"].keys()
+    for replicas in spec["mpiReplicaSpecs"].values():
+        assert replicas["replicas"] >= 1
+        assert replicas["template"]["spec"]["containers"]
+
+
+def test_unlike_pods_belong_together():
+    contents = yaml.safe_load_all((FOLDER / "mpijob-unlike.yaml").read_text())
+    by_kind = {content["kind"]: content for content in contents}
+    job, pods = by_kind["MPIJob"], by_kind["StatefulSet"]
+    names = {kind: content["metadata"]["name"] for kind, content in by_kind.items()}
+    template, service = pods["spec"]["template"], by_kind["Service"]["spec"]["selector"]
+    assert template["metadata"]["labels"] == pods["spec"]["selector"]["matchLabels"] == service
+    assert pods["spec"]["serviceName"] == names["Service"]
+    hosts = [line.split()[0] for line in by_kind["ConfigMap"]["data"]["hostfile"].splitlines()]
+    pod = f"{names['StatefulSet']}-{{}}.{names['Service']}"
+    assert hosts == [*map(pod.format, range(pods["spec"]["replicas"]))]
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    assert volumes["ssh"]["secret"]["secretName"] == f"{names['MPIJob']}-ssh"
+    (container,) = template["spec"]["containers"]
+    mount = {"name": "ssh", "mountPath": job["spec"]["sshAuthMountPath"]}
+    assert mount in container["volumeMounts"]
+
+
+def test_images_copy_what_exists_and_the_page_names_every_file():
+    text = re.sub(r"\\\n", "", (FOLDER / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    words = {line.split()[0] for line in lines}
+    assert words == {"ARG", "FROM", "USER", "RUN", "COPY", "ENV", "WORKDIR"}
+    copied = [source for line in lines if line.startswith("COPY") for source in line.split()[1:-1]]
+    definition = (FOLDER / "apptainer.def").read_text()
+    sections = dict(re.findall(r"^%(\w+)\n((?: .*\n|\n)*)", definition, re.M))
+    copied += [line.split()[0] for line in sections["files"].splitlines() if line.strip()]
+    assert set(copied) == {"pyproject.toml", "README.md", "LICENSE", "kaitian_mpi"}
+    assert all((ROOT / source).exists() for source in copied)
+    names = r"[\w-]+\.(?:sbatch|def)|pbs\.sh|\bmpijob[\w-]*\.yaml|Dockerfile"
+    named = re.findall(names, (ROOT / "docs/clusters.md").read_text())
+    assert set(named) == {path.name for path in FOLDER.iterdir()}
+    scripts = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN")]
+    for script in [*scripts, *(sections[name] for name in ("post", "environment", "runscript"))]:
+        done = subprocess.run(["sh", "-n"], input=script, text=True, check=False)
+        assert done.returncode == 0, script

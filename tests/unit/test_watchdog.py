@@ -66,7 +66,7 @@ def test_verdict_on_a_rank():
         assert found == reason if reason is None else reason in found
 
 
-def test_the_newest_well_formed_report_counts():
+def test_the_newest_well_formed_report_and_the_state_of_a_process_count():
     known = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
     assert (known.where, known.beat) == ("backward of step 12", 2)
     assert newest_report(known, []) is known
@@ -74,9 +74,6 @@ def test_the_newest_well_formed_report_counts():
     for line in (b"", b"\xff\x00\xfe", report()[:9], *wrong):
         assert newest_report(None, [line]) is None
         assert newest_report(known, [line]) is known
-
-
-def test_the_state_of_a_process_is_read():
     assert parse_stat(b"7 (python) S 5 7 7 0 -1") == ("S", 5)
     assert parse_stat(b"7 (a) T 9 (b) T 5 7 7") == ("T", 5)
     assert parse_stat(b"7 (a b\nc)) R 1 7") == ("R", 1)
@@ -317,8 +314,7 @@ def test_a_rank_ends_with_its_launcher_if_configured(follows):
     assert (out, err) == (("", told) if follows else ("left\n", ""))
 
 
-def test_a_blocked_stderr_does_not_delay_the_kill(rank):
-    body = """
+BLOCKED = """
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
 try:
@@ -331,10 +327,9 @@ watchdog.close()
 unheard.enter("forward")
 time.sleep(60)
 """
-    code, _, _ = rank(body).wait()
-    assert code == -signal.SIGKILL
 
 
-def test_the_watchdog_imports_little():
+def test_a_blocked_stderr_does_not_delay_the_kill_and_the_watchdog_imports_little(rank):
+    assert rank(BLOCKED).wait()[0] == -signal.SIGKILL
     script = "import sys, kaitian_mpi.runtime.watchdog; print({'torch', 'mpi4py'} & {*sys.modules})"
     assert start(script).communicate(timeout=LONGEST_SEC) == ("set()\n", "")
