@@ -84,7 +84,8 @@ def test_the_script_of_the_readme_trains(mpirun, tmp_path):
     (script,) = blocks((ROOT / "README.md").read_text(), "python")
     (tmp_path / "script.py").write_text(PARTS + script)
     ended = mpirun(2, PYTHON, "script.py")
-    assert re.search(r"^24 \d\.\d+ \[\d+, \d+\]$", ended.out, re.M), ended.text
+    # A rank may be excluded, if another program slows it down in the benchmark.
+    assert re.search(r"^24 \d\.\d+ \[\d+(, \d+)?\]$", ended.out, re.M), ended.text
 
 
 def test_the_script_with_batch_sizes_by_hand_trains(mpirun):
