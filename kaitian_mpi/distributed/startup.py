@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.distributed import BACKEND, SCHEME, registration
 from kaitian_mpi.distributed.registration import replace
@@ -105,7 +106,8 @@ def use_backend_for(names: Iterable[str]) -> None:
     Replaces `init_process_group` and `new_group` in torch.distributed, so it must be called before
     the script imports them. A default group without a store uses `mpi://`, so that no port is
     opened; a script's own store or other init_method is kept. `names` are backends, such as `nccl`,
-    also as part of `cpu:gloo,cuda:nccl`.
+    also as part of `cpu:gloo,cuda:nccl`. DistributedDataParallel takes no notice of the devices
+    that a script names for a model on the CPU, which torch refuses.
     """
     registration.register()
     overridden = frozenset(names)
@@ -130,6 +132,22 @@ def use_backend_for(names: Iterable[str]) -> None:
 
     replace(start, init_process_group)
     replace(subgroup, new_group)
+    if overridden:
+        _allow_devices_of_cpus()
+
+
+def _allow_devices_of_cpus() -> None:
+    create = DistributedDataParallel.__init__
+
+    @functools.wraps(create)
+    def create_on_device(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(create).bind(*args, **kwargs).arguments
+        if all(parameter.device.type == "cpu" for parameter in given["module"].parameters()):
+            given.pop("device_ids", None)
+            given.pop("output_device", None)
+        create(**given)
+
+    DistributedDataParallel.__init__ = create_on_device  # type: ignore[method-assign]
 
 
 def _override(backend: str | None, overridden: frozenset[str]) -> str | None:

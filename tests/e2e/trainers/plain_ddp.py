@@ -16,7 +16,7 @@ sampler = DistributedSampler(data, seed=1)
 loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=int(sys.argv[1]))
 held_out = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))
 own = classifier()
-model = DistributedDataParallel(own)
+model = DistributedDataParallel(own, device_ids=[torch.device("cpu")])  # as timm says it
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 recorded, evaluated = [], []
 for epoch in range(2):
