@@ -106,7 +106,12 @@ class Adaptive:
 
     def divide(self, cut: Cut, rows: int) -> list[int]:
         """Return how many rows of a batch each rank takes."""
-        return self._plans[cut.rows].divide(rows)
+        plan = self._plans.get(cut.rows) or Plan(cut.rows, self.world.infos, min_batch=2)
+        return plan.divide(rows)
+
+    def is_training(self) -> bool:
+        """Return whether a model is in training mode, such as before its first batch."""
+        return any(model.module.training for model in self._rules)
 
     def has_new_plan(self) -> bool:
         """Return whether the ranks' times of the last step have changed the plan. Collective."""
@@ -126,7 +131,7 @@ class Adaptive:
             self._uncut_turn = turn
         else:
             self._turns[cut] = turn
-            if any(model.module.training for model in self._rules):
+            if self.is_training():
                 self._training_turns[cut] = turn
 
     def _extend_ddp(self) -> Callable[[], None]:

@@ -42,6 +42,9 @@ class Planner(Protocol):
     def divide(self, cut: Cut, rows: int) -> list[int]:
         """Return how many rows of a batch each rank takes."""
 
+    def is_training(self) -> bool:
+        """Return whether a model is in training mode, such as before its first batch."""
+
     def has_new_plan(self) -> bool:
         """Return whether the shares have changed since the last call. Collective."""
 
@@ -94,7 +97,7 @@ class Cut(BatchSampler):
         again = [batch for batch, _ in epoch.fetched]
         epoch.fetched.clear()
         for batch in itertools.chain(again, epoch.batches):
-            if batch.own is None and not self.trains:
+            if batch.own is None and not self._is_divided(batch):
                 return
             rows, given = self._take(batch)
             epoch.fetched.append((batch, given))
@@ -150,9 +153,17 @@ class Cut(BatchSampler):
         """Yield the batches of an epoch."""
         raise NotImplementedError
 
+    def _is_divided(self, batch: _Batch) -> bool:
+        """Return whether the ranks take their shares of a batch, and not those of their samplers.
+
+        Equal shares of a full batch are the same. A partial one may be the first, after a resume.
+        """
+        is_partial = len(batch.whole) < self.rows * self._planner.size
+        return self.trains or (is_partial and self._planner.is_training())
+
     def _take(self, batch: _Batch) -> tuple[list[int], Given]:
         """Return this rank's rows."""
-        if not self.trains:
+        if not self._is_divided(batch):
             own = batch.own or []
             return own, Given(len(own), len(own) * self._planner.size)
         shares = self._planner.divide(self, len(batch.whole))

@@ -91,8 +91,8 @@ def test_a_lightning_module(mpirun):
     ("trainer", "killed_at"),
     [
         ("plain_ddp", 19),
-        pytest.param("accelerate", 6, marks=needs_accelerate),
-        pytest.param("hugging_face", 22, marks=needs_accelerate),
+        pytest.param("accelerate", 25, marks=needs_accelerate),
+        pytest.param("hugging_face", 13, marks=needs_accelerate),
         pytest.param("lightning", 15, marks=needs_lightning),
     ],
 )

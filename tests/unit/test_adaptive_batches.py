@@ -24,11 +24,15 @@ class Planner:
         self.rank = rank
         self.plan = Plan(ROWS, [None] * RANKS)
         self.plan.shares = shares
+        self.in_training = False
         self.changes: dict[int, list[int]] = {}  # by the number of batches given before
         self._given = itertools.count()
 
     def divide(self, cut, rows):
         return self.plan.divide(rows)
+
+    def is_training(self):
+        return self.in_training
 
     def has_new_plan(self):
         new = self.changes.get(next(self._given))
@@ -51,12 +55,14 @@ def prepared(data, rank, drop_last, **options):
     return DataLoader(data, batch_sampler=own, **options)
 
 
-def epoch(make, length, drop_last, shares, trains=True, changes=None, skipped=0, workers=0):
+def epoch(
+    make, length, drop_last, shares, trains=True, changes=None, skipped=0, workers=0, mode=False
+):
     """Return each rank's batches of an epoch."""
     found = []
     for rank in range(RANKS):
         plan = Planner(rank, shares or [ROWS] * RANKS)
-        plan.changes = changes or {}
+        plan.changes, plan.in_training = changes or {}, mode
         restore = cut_loaders(plan) if shares else lambda: None
         try:
             loader = make(list(range(length)), rank, drop_last, num_workers=workers)
@@ -96,6 +102,14 @@ def test_an_epoch_has_each_row_once_in_as_many_steps(make, shares, length):
     # A full step has the rows that the ranks' own batches would have had together.
     for step, own in zip(steps[:full], zip(*plain, strict=True), strict=False):
         assert sorted(step) == sorted(row for part in own for row in part)
+
+
+@pytest.mark.parametrize("make", [distributed, prepared])
+@pytest.mark.parametrize("length", [3, 11, 12])
+def test_a_partial_batch_may_be_the_first_of_a_training(make, length):
+    """As after a resume: nobody has trained on the loader's batches yet."""
+    cut = epoch(make, length, False, [2, 2, 2], trains=False, mode=True)
+    assert sorted(row for rank in cut for part in rank for row in part) == list(range(length))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
