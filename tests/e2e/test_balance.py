@@ -18,7 +18,7 @@ def slowed(tmp_path_factory):
     return folder, run_ranks(2, *TRAIN, *flags.split(), cwd=folder)
 
 
-def test_plan_follows_a_rank_that_becomes_slow(slowed):
+def test_plan_follows_a_rank_that_becomes_slow_which_is_named_with_the_reason(slowed):
     folder, ended = slowed
     plans = read_lines(folder / "run" / "plan.jsonl")
     assert plans[0]["reason"] == "the benchmark"
@@ -33,16 +33,10 @@ def test_plan_follows_a_rank_that_becomes_slow(slowed):
     assert float(named[1]) > 1.5
     assert f"new plan {after}" in ended.out
     summary = summary_of(folder)
-    assert summary["plans"] == len(plans)
-    assert summary["batch_sizes"] == after
+    assert (summary["plans"], summary["batch_sizes"]) == (len(plans), after)
     assert summary["emulated"] is True
-
-
-def test_slow_rank_is_named_with_the_reason(slowed):
-    folder, ended = slowed
-    found = summary_of(folder)["slow_ranks"]
+    found = summary["slow_ranks"]
     slow = [entry for entry in found if entry["rank"] == 1 and entry["kind"] == "compute"]
-    assert slow
     assert any(10 <= entry["since_step"] <= 20 for entry in slow)
     assert {"host", "device", "device_kind", "since_step", "amount", "text"} <= set(slow[0])
     assert "rank 1 (" in ended.out
