@@ -172,16 +172,7 @@ def test_alpha_and_beta_are_told_apart(slowness, part):
         assert cost.seconds(32) == pytest.approx(step_sec, rel=0.02)
 
 
-def test_times_that_come_late_belong_to_the_steps_they_were_measured_in():
-    for seed in SEEDS:
-        job = Job(models([1, 3]), uniform(0.02), seed, lag=3).run(60)
-        assert job.steps_to_95 <= 40
-        for cost, model in zip(job.learner.costs, job.models, strict=True):
-            for samples in (16, 32, 48):
-                assert cost.seconds(samples) == pytest.approx(model.seconds(samples), rel=0.06)
-
-
-def test_a_batch_at_most_doubles_until_the_fastest_split_is_reached():
+def test_batches_at_most_double_and_times_that_come_late_belong_to_their_steps():
     for slowness in ([1, *[20] * 15], [1] + [5] * 63, [1, 50]):
         job = Job(models(slowness)).run(45)
         largest = job.history[0]
@@ -189,6 +180,12 @@ def test_a_batch_at_most_doubles_until_the_fastest_split_is_reached():
             assert all(new <= 2 * old for new, old in zip(sizes, largest, strict=True))
             largest = [max(pair) for pair in zip(sizes, largest, strict=True)]
         assert (job.efficiency(45) > 0.95, job.learned_at < 45) == (True, True)
+    for seed in SEEDS:
+        job = Job(models([1, 3]), uniform(0.02), seed, lag=3).run(60)
+        assert job.steps_to_95 <= 40
+        for cost, model in zip(job.learner.costs, job.models, strict=True):
+            for samples in (16, 32, 48):
+                assert cost.seconds(samples) == pytest.approx(model.seconds(samples), rel=0.06)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 64])

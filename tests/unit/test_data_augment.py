@@ -55,7 +55,7 @@ def test_augmentation_depends_only_on_the_sample_the_epoch_and_the_seed(arrays, 
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
 
 
-def test_a_flipped_image_is_the_crop_mirrored(arrays):
+def test_a_flipped_image_is_the_crop_mirrored_and_shifts_are_uniform_and_zero_padded(arrays):
     everything = list(range(50))
     plain, _ = replace(arrays, augment="crop")[everything]
     mirrored, _ = replace(arrays, augment="crop-flip")[everything]
@@ -64,9 +64,6 @@ def test_a_flipped_image_is_the_crop_mirrored(arrays):
     for index, flag in enumerate(flags.tolist()):
         expected = plain[index].flip(2) if flag else plain[index]
         assert torch.equal(mirrored[index], expected)
-
-
-def test_shifts_are_uniform_and_zero_padded():
     # The first outputs of splitmix64 seeded with 1234567, as published with its C source.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

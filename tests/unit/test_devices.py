@@ -183,7 +183,7 @@ def taken(hosts, environs=({},)):
 TWO, EIGHT, ONE = UUIDS[:2], UUIDS, UUIDS[:1]
 
 
-def test_every_way_to_ask_leads_to_the_ranks_own_device():
+def test_every_way_to_ask_leads_to_the_ranks_own_device_of_those_made_visible():
     for hosts, expected in (
         ([(ONE, "cpu,cuda:0")], [(1, "cpu"), (0, "GPU-a")]),
         ([(TWO, "auto")], [(0, "GPU-a"), (1, "GPU-b")]),
@@ -198,9 +198,6 @@ def test_every_way_to_ask_leads_to_the_ranks_own_device():
         ([(EIGHT, "cuda:7,cuda:7,cpu")], [(7, "GPU-h"), (7, "GPU-h"), (2, "cpu")]),  # shared
     ):
         assert taken(hosts) == expected
-
-
-def test_what_the_user_makes_visible_stays_so():
     for devices, listed, expected in (
         ("cuda:2,cpu", ["7,6,5,4"], [(2, "GPU-f"), (1, "cpu")]),
         ("cuda:1,cuda:3", ["GPU-h,GPU-g,GPU-f,GPU-e"], [(1, "GPU-g"), (3, "GPU-e")]),

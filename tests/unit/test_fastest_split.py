@@ -41,7 +41,7 @@ def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
             assert weight > 0 or share == 0
 
 
-def test_micro_batches_are_equal_to_within_one_and_neither_too_large_nor_too_small():
+def test_micro_batches_are_equal_to_within_one_and_small_shares_merged():
     for samples, most, min_batch, known in (
         *((10, None, 1, [10]), (0, 4, 1, [0]), (10, 4, 1, [4, 3, 3]), (5, 2, 2, [3, 2])),
         *((3, 2, 2, [3]), (1, 2, 2, [1]), (0, 2, 2, [0])),  # no part smaller than the share
@@ -56,9 +56,6 @@ def test_micro_batches_are_equal_to_within_one_and_neither_too_large_nor_too_sma
         assert min_batch <= min(parts) <= max(parts) <= max(most, 2 * min_batch - 1)
         if most >= 2 * min_batch - 1:
             assert len(parts) == -(-samples // most)
-
-
-def test_shares_that_are_too_small_are_merged():
     for shares, planned, min_batch, merged in (
         ([4, 4, 1, 1], [96, 96, 32, 32], 2, [4, 4, 2, 0]),
         ([4, 4, 1, 1, 1], [9, 9, 3, 3, 4], 2, [5, 4, 0, 0, 2]),

@@ -28,7 +28,7 @@ def measured(latency, per_byte, **ranks):
     return MeasuredAllreduce(ranks, AllreduceCost(latency, per_byte))
 
 
-def test_exposed_communication_computed_by_hand():
+def test_exposed_communication_and_forecasts_computed_by_hand():
     for gradient_bytes, buckets in (
         *((0, []), (1000, [1000]), (MIB, [MIB]), (26 * MIB, [MIB, 25 * MIB])),
         (60 * MIB + 5, [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]),
@@ -43,23 +43,6 @@ def test_exposed_communication_computed_by_hand():
     ):
         found = exposed_seconds(9.0, buckets, AllreduceCost(4.0, 0.0), micro_batches)
         assert found == pytest.approx(exposed_sec)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
-    chance = random.Random(seed)
-    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
-    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
-    compute_sec = chance.random() * 50
-    end = ready_bytes = 0.0
-    for size in buckets:
-        ready_bytes += size
-        ready = compute_sec * (1 + 2 * ready_bytes / sum(buckets)) / 3
-        end = max(end, ready) + cost.seconds(size)
-    assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
-
-
-def test_a_forecast_computed_by_hand():
     for cohorts, buckets, latency, batch_sizes, compute_sec, exposed_sec, efficiency in (
         # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
         ([(2.0, 1.0), (0.0, 2.0)], [MIB], 2.0, [6, 4], 8, 2, 1 / (6 / 8 + 4 / 8)),
@@ -75,6 +58,20 @@ def test_a_forecast_computed_by_hand():
         assert found.exposed_sec == pytest.approx(exposed_sec)
         assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
         assert found.efficiency == pytest.approx(efficiency)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
+    chance = random.Random(seed)
+    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
+    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
+    compute_sec = chance.random() * 50
+    end = ready_bytes = 0.0
+    for size in buckets:
+        ready_bytes += size
+        ready = compute_sec * (1 + 2 * ready_bytes / sum(buckets)) / 3
+        end = max(end, ready) + cost.seconds(size)
+    assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
 
 
 def test_every_choice_of_kinds_is_forecast_and_judged():
@@ -117,7 +114,7 @@ ENTRIES = [
 ]
 
 
-def test_scaling_to_another_world_or_to_what_was_not_measured():
+def test_scaling_reuses_measured_costs_in_turn_and_names_what_was_not_measured():
     for world, latency_sec, sec_per_byte in (
         # The measured world.
         *((e.ranks_per_kind, e.cost.latency_sec, e.cost.sec_per_byte) for e in ENTRIES),
@@ -145,9 +142,6 @@ def test_scaling_to_another_world_or_to_what_was_not_measured():
     ):
         with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
             scale_allreduce(entries, world)
-
-
-def test_ranks_reuse_the_measured_costs_in_turn():
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
     found = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})
     rows = [(each.kind, each.cost.beta_sec, each.ranks) for each in found]

@@ -107,7 +107,7 @@ def test_the_environments_of_a_host_are_read_in_order_and_wrong_files_named(tmp_
     assert read_environments(str(tmp_path / "hosts.toml")) == {"a": tuple(BOTH), "b": tuple(B)}
 
 
-def test_what_a_host_answers():
+def test_what_a_host_answers_and_this_machine_without_ssh():
     for ended, answer in (
         (Ended(0, f"Welcome!\n{__version__}\n"), __version__),
         (Ended(0, "9\n"), f"b has kaitian-mpi 9, and this host {__version__}; install the same"),
@@ -119,9 +119,6 @@ def test_what_a_host_answers():
     ):
         found = judge(ended, "b", "/p", 8.0, False)
         assert answer in (found.fault or found.version)
-
-
-def test_this_machine_is_asked_without_ssh():
     hosts = [Host(name=name) for name in "abc"]
     pythons = {"a": [sys.executable, "/nowhere/python"], "b": [], "c": ["/proc/version"]}
     found = ask_hosts(["false"], hosts, pythons, {"a", "b", "c"})

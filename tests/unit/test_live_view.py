@@ -82,15 +82,6 @@ def test_view_has_bars_figures_and_a_row_for_each_rank():
     assert len(rest) == 1
 
 
-def test_slow_and_lost_ranks_are_named_until_they_recover():
-    slow = [("on_reading", reading(ranks=2)), ("on_event", event("slow", [1], cause="compute"))]
-    assert shown(*slow)[6].rstrip().endswith("slow: compute")
-    assert "slow" not in shown(*slow, ("on_event", event("slow_end", [1])))[6]
-    lost = shown(*slow, ("on_event", event("loss", [2])))
-    assert "lost rank 2" in lost[3]
-    assert "slow" not in lost[6]
-
-
 @pytest.mark.parametrize("width", [72, 80, 120, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_terminal(width, encoding):
@@ -107,10 +98,16 @@ def test_no_line_is_wider_than_the_terminal(width, encoding):
         assert "%" in row  # the busy share is there in any width
 
 
-def test_as_many_ranks_are_shown_as_fit():
+def test_as_many_ranks_are_shown_as_fit_and_slow_and_lost_ones_named():
     found = shown(("on_reading", reading(ranks=64)), width=80, height=12)
     assert [int(row.split()[0]) for row in found[5:-1]] == list(range(6))
     assert (found[-1].rstrip(), len(found)) == ("and 58 more ranks", 12)
+    slow = [("on_reading", reading(ranks=2)), ("on_event", event("slow", [1], cause="compute"))]
+    assert shown(*slow)[6].rstrip().endswith("slow: compute")
+    assert "slow" not in shown(*slow, ("on_event", event("slow_end", [1])))[6]
+    lost = shown(*slow, ("on_event", event("loss", [2])))
+    assert "lost rank 2" in lost[3]
+    assert "slow" not in lost[6]
 
 
 def test_what_is_printed_meanwhile_appears_above_the_view_and_the_cursor_is_shown(capsys):

@@ -190,7 +190,7 @@ def test_a_task_gets_the_settings_and_the_seed_and_names_the_run_folder():
         assert parse(*words).memory_format == "auto"
 
 
-def test_a_function_that_cannot_be_used_is_a_one_line_error():
+def test_settings_are_read_as_toml_or_text_and_a_function_that_cannot_be_used_is_named():
     for name, settings, message in (
         ("build", {}, r"--set do not fit: missing a required argument: 'width'; it takes width, "),
         ("build", {"width": 1, "nam": 2}, r"argument 'nam'; it takes width, name"),
@@ -206,9 +206,6 @@ def test_a_function_that_cannot_be_used_is_a_one_line_error():
     ):
         with one_line_error(message):
             build(name, **settings)
-
-
-def test_settings_are_read_as_toml_or_else_as_text():
     dates = {"2024-01-01": "2024-01-01", "[2024-01-01]": "[2024-01-01]"}  # not for config.json
     values = {"3": 3, "3e-4": 3e-4, "true": True, '"3"': "3", "[1, 2]": [1, 2], "": ""}
     texts = {"adam": "adam", "a=b": "a=b", "1\nlr = 2": "1\nlr = 2"}

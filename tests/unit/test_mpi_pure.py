@@ -112,7 +112,7 @@ def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts():
         assert environ == theirs  # what the user has set is kept
 
 
-def test_ranks_are_grouped_by_kind_or_by_host_too_where_that_differs_in_use():
+def test_ranks_are_grouped_by_kind_or_by_host_too_and_described_in_one_line():
     for kinds, nodes, expected in (
         ("a", None, [("a", (0,), None)]),
         ("aa", None, [("a", (0, 1), None)]),
@@ -134,9 +134,6 @@ def test_ranks_are_grouped_by_kind_or_by_host_too_where_that_differs_in_use():
         ("aabaab", (0, 0, 0, 1, 1, 1), True),
     ):
         assert may_group_by_host(kinds, nodes) == may
-
-
-def test_ranks_and_their_errors_are_described_in_one_line():
     for kind, device, name in (
         ("cuda", "cuda:0", "rank 2 (node-b, cuda:0)"),
         ("cpu", "cpu", "rank 2 (node-b, cpu)"),

@@ -216,7 +216,7 @@ def test_every_way_of_saying_too_little_memory_is_known(device):
     assert [str(each) for each in others if device.is_out_of_memory(each)] == []
 
 
-def test_ranks_on_one_device_share_its_memory():
+def test_ranks_on_one_device_share_its_memory_and_a_containers_limit_applies(tmp_path):
     gauge = MemoryGauge(make_world(CpuDevice()))
     assert [gauge.try_step(batch, float) for batch in (8, 16)] == [8, 16]
     assert gauge.has_room_for(17)
@@ -239,9 +239,6 @@ def test_ranks_on_one_device_share_its_memory():
             gauge.try_step(batch, float)
     # Of 90% of 6,000 bytes.
     assert [gauge.largest_batch(9) for gauge in (alone, beside_another)] == [5, 2]
-
-
-def test_a_containers_memory_limit_applies(tmp_path):
     assert available_bytes(tmp_path) > 0
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")

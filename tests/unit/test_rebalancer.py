@@ -112,7 +112,7 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
     assert "x as long as planned" in first.reason
 
 
-def test_plans_from_constant_times():
+def test_plans_from_constant_times_at_most_double_a_batch_computed_at_once():
     for rows, min_batch, batch_sizes, factors, gain in (
         # A wrong benchmark is corrected.
         ([(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)], 1, [48, 16], [1.0, 3.0], 1.0),
@@ -133,9 +133,6 @@ def test_plans_from_constant_times():
         for plan in plans:
             assert plan.factors == pytest.approx(factors)
             assert plan.gain == pytest.approx(gain)
-
-
-def test_a_batch_that_is_computed_at_once_at_most_doubles_from_plan_to_plan():
     rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [8, 56], max_growth=2)
     largest, sizes = 8, []
     for _ in range(60):

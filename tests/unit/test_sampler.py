@@ -42,7 +42,7 @@ def draw_plan(draw, ranks, min_batch=1):
     return plan
 
 
-def test_shares_of_step():
+def test_shares_of_steps_and_an_order_that_depends_on_seed_and_epoch_not_on_the_split():
     for remaining, plan, min_batch, shares in (
         (100, [6, 3, 1], 1, [6, 3, 1]),
         (10, [6, 3, 1], 1, [6, 3, 1]),
@@ -58,6 +58,13 @@ def test_shares_of_step():
         assert shares_of_step(remaining, plan, min_batch) == shares
         lengths = 2, 4, 5, 6, 9, 10
         assert [steps_per_epoch(length, 4, 2) for length in lengths] == [1, 1, 1, 2, 2, 3]
+    plans = [7], [3, 4], [0, 5, 2, 1]
+    assert len({tuple(flat(take(make_ranks(50, plan)))) for plan in plans}) == 1
+    pairs = [(seed, epoch) for seed in range(4) for epoch in range(4)]
+    orders = [tuple(flat(take(make_ranks(40, [8], epoch, seed=seed)))) for seed, epoch in pairs]
+    assert len(set(orders)) == 16
+    unshuffled = take(make_ranks(7, [2, 1], shuffle=False))
+    assert unshuffled == [[[0, 1], [2]], [[3, 4], [5]], [[6], []]]
 
 
 @pytest.mark.parametrize("min_batch", [1, 2, 3])
@@ -78,16 +85,6 @@ def test_every_epoch_contains_each_sample_once_and_no_batch_is_too_small(min_bat
         for size, most in zip(sizes_of(taken[-1]), plan, strict=True):
             assert size == 0 or min_batch <= size < most + min_batch
         assert_known(samplers[0], taken)
-
-
-def test_the_sample_order_depends_on_seed_and_epoch_and_not_on_the_split():
-    plans = [7], [3, 4], [0, 5, 2, 1]
-    assert len({tuple(flat(take(make_ranks(50, plan)))) for plan in plans}) == 1
-    pairs = [(seed, epoch) for seed in range(4) for epoch in range(4)]
-    orders = [tuple(flat(take(make_ranks(40, [8], epoch, seed=seed)))) for seed, epoch in pairs]
-    assert len(set(orders)) == 16
-    unshuffled = take(make_ranks(7, [2, 1], shuffle=False))
-    assert unshuffled == [[[0, 1], [2]], [[3, 4], [5]], [[6], []]]
 
 
 def test_a_new_plan_applies_from_the_next_step():

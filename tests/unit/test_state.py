@@ -168,10 +168,26 @@ def test_statistics_lag_in_a_short_epoch():
         assert RunningStatistics(nn.Sequential(*layers)).lag(steps) is lags
 
 
+def test_new_ranks_get_the_statistics_of_all_samples():
+    shares = [5, 1, 10]
+    samples = torch.randn(sum(shares), 3, dtype=torch.float64) * 3 + 7
+    state, other, own = make_state(), make_state(seed=1), []
+    for rank, part in enumerate(samples.split(shares)):
+        state.model.norm.running_mean.copy_(part.mean(0))
+        state.model.norm.running_var.copy_(part.var(0, correction=0))
+        state.model.whole.fill_(rank)
+        own.append(from_bytes(to_bytes(state.rank_state())))
+    other.load_pooled_statistics(own, shares)
+    pooled, variance = other.model.norm, samples.var(0, correction=0)
+    torch.testing.assert_close(pooled.running_mean.double(), samples.mean(0))
+    torch.testing.assert_close(pooled.running_var.double(), variance, rtol=1e-5, atol=1e-4)
+    assert other.model.whole.tolist() == [0] * 5, "what cannot be pooled is the first rank's"
+
+
 HALF_WAY = {"step": 15, "epoch": 1, "position": 50}
 
 
-def test_total_steps_are_done_plus_remaining():
+def test_total_steps_are_done_plus_remaining_and_the_schedule_counts_samples():
     for done, epochs, max_steps, batch, steps in (
         *(({}, 4, 0, 25, 16), ({}, 4, 0, 30, 16), ({}, 4, 7, 30, 7), ({}, 4, 70, 30, 16)),
         # half of the second epoch was done in steps of 10; what is left is in steps of 25
@@ -181,9 +197,6 @@ def test_total_steps_are_done_plus_remaining():
     ):
         config = TrainConfig(epochs=epochs, max_steps=max_steps)
         assert count_steps(config, 100, batch, 1, Progress(0, **done)) == steps
-
-
-def test_the_schedule_counts_samples_whatever_the_global_batch_and_goes_on_in_mid_epoch():
     for batch in (10, 20, 50):
         progress = Progress(0)
         for step in range(400 // batch):

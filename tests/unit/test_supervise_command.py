@@ -15,7 +15,7 @@ from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, T
 from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 
-def test_mpirun_options_are_parsed():
+def test_mpirun_options_are_parsed_and_replaced_in_place():
     for options, ranks, files, lists in (
         ("", None, [], []),
         ("-np 4", 4, [], []),
@@ -47,6 +47,18 @@ def test_mpirun_options_are_parsed():
         assert command.values(HOST_LISTS) == lists
         assert command.arguments == ("-np", "9", "--host", "z")
         assert command.words == words
+    given = parse_command(
+        "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
+    )
+    for names, values, options in (
+        (RANKS, ["3"], "-np 3 --hostfile=hf --host a --host=b"),
+        (HOSTFILES, ["new"], "-np 4 --hostfile=new --host a --host=b"),
+        (HOST_LISTS, ["x"], "-np 4 --hostfile=hf --host x"),
+        (HOST_LISTS, ["", "y"], "-np 4 --hostfile=hf --host=y"),
+        (HOST_LISTS, [], "-np 4 --hostfile=hf"),
+    ):
+        words = f"mpirun {options} kaitian-train -np 4".split()
+        assert given.replaced(names, values).words == words
 
 
 def test_the_training_program_is_found_and_others_are_rejected():
@@ -77,21 +89,6 @@ def test_the_training_program_is_found_and_others_are_rejected():
         why = "has several programs separated by ':'" if ":" in line else "must start kaitian-train"
         with pytest.raises(UserError, match=f"the command {why}"):
             parse_command(line.split())
-
-
-def test_values_are_replaced_in_place_and_keep_their_form():
-    given = parse_command(
-        "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
-    )
-    for names, values, options in (
-        (RANKS, ["3"], "-np 3 --hostfile=hf --host a --host=b"),
-        (HOSTFILES, ["new"], "-np 4 --hostfile=new --host a --host=b"),
-        (HOST_LISTS, ["x"], "-np 4 --hostfile=hf --host x"),
-        (HOST_LISTS, ["", "y"], "-np 4 --hostfile=hf --host=y"),
-        (HOST_LISTS, [], "-np 4 --hostfile=hf"),
-    ):
-        words = f"mpirun {options} kaitian-train -np 4".split()
-        assert given.replaced(names, values).words == words
 
 
 def test_a_variable_of_the_ranks_is_read_and_the_launch_agent_mpiruns():
@@ -130,7 +127,7 @@ def slots_of(hosts):
     return {host.name: host.slots for host in hosts}
 
 
-def test_parsing_a_hostfile():
+def test_hostfiles_are_parsed_and_lost_hosts_removed_from_them():
     for text, slots in (
         ("", {}),
         ("# nothing\n\n  \n// nothing\n", {}),
@@ -146,6 +143,11 @@ def test_parsing_a_hostfile():
         ("a slots=2\r\nb slots=1\r\n", {"a": 2, "b": 1}),
     ):
         assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
+    text = "# ours\nb slots=1\na slots = 2 max_slots=3 # fast\nme@b\nbb:2\n"
+    assert hostfile_without(text, {"b"}) == "a slots = 2 max_slots=3 # fast\nbb:2\n"
+    assert hostfile_without(text, {"a", "b", "bb"}) == ""
+    assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
+    assert host_list_without("b", {"b"}) == ""
 
 
 def test_a_host_is_probed_by_its_login_without_a_shell_or_prompt():
@@ -194,11 +196,3 @@ def test_a_host_list_is_parsed_filters_the_hostfile_and_sets_the_slots():
     assert choose(from_file, ()) == from_file
     assert slots_of(choose((), parse_host_list("b:2"))) == {"b": 2}
     assert choose((), ()) == ()
-
-
-def test_lost_hosts_are_removed_from_hostfiles_and_host_lists():
-    text = "# ours\nb slots=1\na slots = 2 max_slots=3 # fast\nme@b\nbb:2\n"
-    assert hostfile_without(text, {"b"}) == "a slots = 2 max_slots=3 # fast\nbb:2\n"
-    assert hostfile_without(text, {"a", "b", "bb"}) == ""
-    assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
-    assert host_list_without("b", {"b"}) == ""

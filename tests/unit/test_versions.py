@@ -31,7 +31,7 @@ def release(text):
     return tuple(int(part) for part in text.split("."))
 
 
-def test_documented_releases_match_the_package_metadata():
+def test_documented_releases_match_the_metadata_and_pinned_packages_the_oldest_python():
     major, minor = release(BEYOND)
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
     assert f"torch {OLDEST} to {major}.{minor - 1}" in readme
@@ -43,10 +43,7 @@ def test_documented_releases_match_the_package_metadata():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     for text in (readme, page):
         assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in text
-
-
-def test_pinned_packages_install_on_the_first_release_of_the_oldest_python():
-    """Debian's Python 3.11.2 cannot install a package that requires 3.11.5."""
+    # Debian's Python 3.11.2 cannot install a package that requires 3.11.5.
     oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
     pinned = {canonicalize_name(pin) for pin in re.findall(r"^([\w.-]+)==", CONSTRAINTS, re.M)}
     requires = {
