@@ -44,7 +44,6 @@ DEVICES = Devices(
     error="",
     ram_bytes=32 * GIB,
     ram_free_bytes=30 * GIB,
-    packages={},
     drivers={},
 )
 STORAGE = Storage(folder="/runs", free_bytes=100 * GIB, error="")

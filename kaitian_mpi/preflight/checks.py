@@ -233,21 +233,6 @@ def _judge_drivers(job: JobFacts) -> Iterator[Verdict]:
             yield ok(drivers, host)
 
 
-def _judge_vendor_packages(job: JobFacts) -> Iterator[Verdict]:
-    found: dict[tuple[str, str], dict[int, str]] = {}
-    for facts in job.ranks:
-        if facts.devices is not None and not facts.devices.is_host:
-            for name, version in {**facts.devices.packages, **facts.devices.drivers}.items():
-                found.setdefault((facts.devices.kind, name), {})[facts.rank] = version
-    for (kind, name), versions in found.items():
-        if differ(versions):
-            yield warning(
-                f"{name} differs between ranks of kind {kind}: {by_value(versions)}",
-                "install the same release: different releases of the vendor's libraries may be "
-                "incompatible",
-            )
-
-
 def _judge_links(job: JobFacts) -> Iterator[Verdict]:
     between_hosts = any(link.hosts[0] != link.hosts[1] for link in job.links)
     for link in job.links:
@@ -288,7 +273,6 @@ CHECKS: Mapping[str, job_checks.Check] = {
     "survival": _judge_survival,
     "devices": _judge_devices,
     "drivers": _judge_drivers,
-    "vendor packages": _judge_vendor_packages,
     "cores": _judge_cores,
     "memory": _judge_ram,
     "shared memory": job_checks.judge_shared_memory,

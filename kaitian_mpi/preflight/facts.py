@@ -113,8 +113,6 @@ class Devices:
     ram_bytes: int
     ram_free_bytes: int
     """Memory that the host, or the container, still has for new processes."""
-    packages: Mapping[str, str]
-    """Installed vendor packages and their versions."""
     drivers: Mapping[str, str]
     """Kernel drivers of accelerators that are loaded, and their versions."""
 

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,6 @@ from kaitian_mpi.runtime.system import die_with_parent
 if TYPE_CHECKING:
     from kaitian_mpi.devices.registry import Kinds
 
-_VENDOR_PACKAGE = re.compile(
-    r"torch[-_].+|nvidia-(nccl|cuda-runtime|cudnn)\b.*|(intel|oneccl)[-_].*torch.*|.*[-_]pt|triton.*"
-)
 _DRIVERS = (
     *("nvidia", "amdgpu", "cambricon", "cambricon_drv"),
     *("drv_devmm_host", "mtgpu", "xe", "i915"),
@@ -91,7 +87,6 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
         shares=share,
         ram_bytes=int(psutil.virtual_memory().total),
         ram_free_bytes=available_bytes(CGROUP),
-        packages=vendor_packages(),
         drivers=loaded_drivers(),
     )
     try:
@@ -126,16 +121,6 @@ def _with_device(facts: Devices, known: Kinds, rank: int, size: int, host: str) 
         memory_bytes=device.memory_bytes(index),
         is_host=device.is_host,
     )
-
-
-def vendor_packages() -> dict[str, str]:
-    """Return the installed packages that belong to a vendor's torch, and their versions."""
-    found = {each.metadata["Name"] or "": each.version for each in distributions()}
-    return {
-        name: release
-        for name, release in sorted(found.items())
-        if _VENDOR_PACKAGE.fullmatch(name.lower())
-    }
 
 
 def loaded_drivers() -> dict[str, str]:

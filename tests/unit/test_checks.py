@@ -105,9 +105,6 @@ WARNINGS = {
         "no acme"),
     "an idle driver": (with_devices(drivers={"acmedrv": "1.2"}),
         "driver acmedrv 1.2 is loaded, but torch finds no accelerator"),
-    "vendor packages differ": (job(*(rank_facts(n, host, devices={**ACME, "packages":
-            {"torch-acme": str(n + 1)}}) for n, host in enumerate("ab"))),
-        "torch-acme differs between ranks of kind acme: 1 on rank 0, 2 on rank 1"),
     "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "/runs: 1 MiB free; make"),
     "a slow link": (job(links=(link((0, 1), 900.0), link((0, 2), 90.0), link((1, 2), 900.0))),
         "between a (rank 0) and c (rank 2): 90 MB/s; choose the network"),
