@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import kaitian_mpi
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.runtime import lifecycle
 from kaitian_mpi.runtime.mpi_libraries import MPICH
 from kaitian_mpi.runtime.polling import wait_until
 
@@ -139,17 +138,6 @@ def test_another_backend_is_named(monkeypatch):
             kaitian_mpi.init()
     finally:
         dist.destroy_process_group()
-
-
-def test_what_communicates_by_the_others_is_closed_first(monkeypatch):
-    """A Training that the script never closes needs its communicators to save and to end."""
-    monkeypatch.setattr(lifecycle, "_closers", [])
-    order = []
-    lifecycle.register_close(lambda: order.append("group"))
-    lifecycle.register_close(lambda: order.append("training"), ends_work=True)
-    lifecycle.register_close(lambda: order.append("group of its steps"))
-    lifecycle._close_all()
-    assert order == ["training", "group of its steps", "group"]
 
 
 FORKING_RANK = """

@@ -143,7 +143,7 @@ def test_nothing_is_said_against_what_is_well():
         assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
 
 
-def test_versions_that_may_differ_are_listed():
+def test_versions_that_may_differ_are_listed_and_what_is_found_is_said_briefly():
     other = {**with_package("torch", "2.14.1"), "python": "3.12.1"}
     found = [str(v) for name, v in judge(two(software=other)) if name == "software"]
     assert found[1:] == [
@@ -156,9 +156,6 @@ def test_versions_that_may_differ_are_listed():
     ]
     assert differing_software(infos) == ["torch: 2.13.0 on rank 0, 2.14.1 on rank 1"]
     assert differing_software(infos[:1]) == []
-
-
-def test_what_is_found_is_said_briefly():
     facts = job(links=tuple(replace(link((0, 1), 900.0), latency_us=us) for us in (0.4, 4.0)))
     assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [str(verdict) for _, verdict in judge(facts)]
 

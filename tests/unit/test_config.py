@@ -60,7 +60,7 @@ def test_help_shows_at_most_45_flags_and_the_ten_that_matter_first():
     assert not {flag_name(name) for name in HIDDEN} & set(flags)
 
 
-def test_every_setting_is_reached_by_a_flag_by_set_and_by_a_file(tmp_path):
+def test_every_setting_is_reached_by_a_flag_by_set_and_by_a_file_below_the_command_line(tmp_path):
     texts = {"warmup": "0.5", "parity": "false", "group_by": "kind", "snapshots": "12"}
     for name, text in texts.items():
         config = parse_config("kaitian-train", ["--set", f"{name}={text}"])
@@ -77,6 +77,15 @@ def test_every_setting_is_reached_by_a_flag_by_set_and_by_a_file(tmp_path):
     for words, lr in (("--optimizer adamw", 1e-3), ("--optimizer adamw --lr 0.05", 0.05)):
         config = parse_config("kaitian-train", words.split())
         assert (config.lr, config.weight_decay) == (lr, 0.01)  # its own defaults
+    content = "lr = 1\nglobal-batch-size = 64\nmax_steps = 5\nnesterov = false\n"
+    config = parse_file(tmp_path, content, "--max-steps", "7")
+    expected = TrainConfig(lr=1, global_batch_size=64, max_steps=7, nesterov=False)
+    assert dataclasses.replace(config, config="") == expected
+    # A value on the command line counts although it is the default.
+    assert parse_file(tmp_path, content, "--lr", "0.05").lr == 0.05
+    content = 'task = "a:b"\nset = {lr = 0.1, layers = 2}\n'  # merged by name
+    assert parse_file(tmp_path, content, "--set", "lr=0.2").set == {"lr": 0.2, "layers": 2}
+    assert parse_file(tmp_path, content).set == {"lr": 0.1, "layers": 2}
 
 
 def toml(name, text):
@@ -87,18 +96,6 @@ def toml(name, text):
 def parse_file(tmp_path, content, *arguments):
     (tmp_path / "run.toml").write_text(content)
     return parse_config("kaitian-train", ["--config", str(tmp_path / "run.toml"), *arguments])
-
-
-def test_a_file_sets_flags_and_the_command_line_wins(tmp_path):
-    content = "lr = 1\nglobal-batch-size = 64\nmax_steps = 5\nnesterov = false\n"
-    config = parse_file(tmp_path, content, "--max-steps", "7")
-    expected = TrainConfig(lr=1, global_batch_size=64, max_steps=7, nesterov=False)
-    assert dataclasses.replace(config, config="") == expected
-    # A value on the command line counts although it is the default.
-    assert parse_file(tmp_path, content, "--lr", "0.05").lr == 0.05
-    content = 'task = "a:b"\nset = {lr = 0.1, layers = 2}\n'  # merged by name
-    assert parse_file(tmp_path, content, "--set", "lr=0.2").set == {"lr": 0.2, "layers": 2}
-    assert parse_file(tmp_path, content).set == {"lr": 0.1, "layers": 2}
 
 
 def test_errors_in_a_file_and_one_that_cannot_be_read_are_one_line(tmp_path):

@@ -148,7 +148,7 @@ def test_strong_noise_costs_little(noise):
     assert min(job.efficiency(40) for job in jobs) > 0.85
 
 
-def test_slow_first_steps_and_partial_last_ones_of_epochs_do_no_harm():
+def test_slow_first_steps_partial_last_ones_and_sizes_that_cannot_vary_do_no_harm():
     job = Job(models([1, 3]), uniform(0.02), 3, warm_up=500.0, first_of_size=20.0).run(30)
     assert (job.steps_to_95 <= 12, job.learned_at < 25) == (True, True)
     for cost, model in zip(job.learner.costs, job.models, strict=True):
@@ -156,6 +156,18 @@ def test_slow_first_steps_and_partial_last_ones_of_epochs_do_no_harm():
     job = Job(models([1, 3]), uniform(0.05), epoch=4).run(44)
     assert job.learner.costs is not None
     assert min(job.efficiency(s) for s in range(25, 45) if s % 4) > 0.95
+    for batch in (1, 32):  # of a single rank
+        job = Job(models([1]), batch=batch).run(30)
+        assert job.history == [[batch]] * 30
+        assert job.learner.costs[0].seconds(batch) == pytest.approx(job.seconds([batch]), rel=0.01)
+    learner, never = CostLearner([32, 32], ahead=4), CostLearner([32, 32])
+    for _ in range(100):
+        learner.observe(rank_steps((1, 10, 0.1, 0.0), (1, 10, 0.3, 0.0)))
+        assert never.observe(rank_steps((0, 32, 0.0, 0.0), (1, 32, 0.3, 0.0))) is None
+    assert sum(learner.batch_sizes) == 64
+    ratio = learner.costs[1].seconds(10) / learner.costs[0].seconds(10)
+    assert ratio == pytest.approx(3, rel=0.01)
+    assert never.costs is None, "one of its devices never reports"
 
 
 @pytest.mark.parametrize("slowness", [[1, 3], [1, 1], [1, 1, 1], [1] * 8, [1, 2, 3, 5], [1] * 64])
@@ -199,21 +211,6 @@ def test_small_batches_end_in_a_sane_state(ranks, per_rank, min_batch):
     assert job.learner.costs is not None
     assert all(cost.beta_sec > 0 for cost in job.learner.costs)
     assert job.seconds(job.history[-1]) <= job.seconds(job.history[0]) * (1 + 1e-9)
-
-
-def test_where_no_size_can_be_varied_what_is_known_counts():
-    for batch in (1, 32):  # of a single rank
-        job = Job(models([1]), batch=batch).run(30)
-        assert job.history == [[batch]] * 30
-        assert job.learner.costs[0].seconds(batch) == pytest.approx(job.seconds([batch]), rel=0.01)
-    learner, never = CostLearner([32, 32], ahead=4), CostLearner([32, 32])
-    for _ in range(100):
-        learner.observe(rank_steps((1, 10, 0.1, 0.0), (1, 10, 0.3, 0.0)))
-        assert never.observe(rank_steps((0, 32, 0.0, 0.0), (1, 32, 0.3, 0.0))) is None
-    assert sum(learner.batch_sizes) == 64
-    ratio = learner.costs[1].seconds(10) / learner.costs[0].seconds(10)
-    assert ratio == pytest.approx(3, rel=0.01)
-    assert never.costs is None, "one of its devices never reports"
 
 
 def balancing(tmp_path, costs=None, adaptive=True):
@@ -261,7 +258,7 @@ def test_balancing_learns_first_then_follows(tmp_path, capfd):
     assert train(balance, 40, (3, 3), changes[-1][1])  # the rebalancer takes over
 
 
-def test_balancing_does_not_learn_what_is_known_and_nothing_unless_it_adapts(tmp_path):
+def test_balancing_does_not_learn_what_is_known_and_judges_stragglers_by_learned_costs(tmp_path):
     costs = [RankCost(0.0, 0.01 * times) for times in (1, 3)]
     balance = balancing(tmp_path, costs)
     assert [cost.seconds(1) for cost in balance.costs()] == [0.01, pytest.approx(0.03)]
@@ -271,9 +268,6 @@ def test_balancing_does_not_learn_what_is_known_and_nothing_unless_it_adapts(tmp
     balance = balancing(tmp_path, adaptive=False)
     assert train(balance, 40) == []
     assert balance.costs() is None
-
-
-def test_stragglers_are_judged_by_the_learned_costs(tmp_path):
     balance = balancing(tmp_path)
     train(balance, 40, slowness=(1, 1), alpha=0.3)
     for step in range(41, 81):  # for a rank, half the samples take three quarters of the time

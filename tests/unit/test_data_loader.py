@@ -6,14 +6,12 @@ import random
 import subprocess
 from multiprocessing import reduction
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from jobs import PYTHON, forked
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.images import ImageArrays
 from kaitian_mpi.train.data.batches import Batches, Share, split_share
 from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
 from kaitian_mpi.train.data.shared_tensors import SharedTensors
@@ -21,44 +19,6 @@ from kaitian_mpi.train.data.shared_tensors import SharedTensors
 
 def shares(epoch, count=6):
     return (Share(epoch, 10 * epoch + step, [(1, [step]), (2, [3, 4])]) for step in range(count))
-
-
-class Noted(ImageArrays):
-    """Also returns where each batch was loaded: the process, its open files, random numbers."""
-
-    def __getitem__(self, indices):
-        random_numbers = random.random(), np.random.rand(), torch.rand(1).item()
-        place = os.getpid(), len(os.listdir("/proc/self/fd"))
-        return *super().__getitem__(indices), place, random_numbers
-
-
-# A worker takes seconds to import torch, so one test covers everything that needs one.
-@pytest.mark.parametrize("workers", [0, 1])
-def test_shares_are_loaded_epoch_after_epoch_by_the_same_processes(workers):
-    images = torch.randint(0, 256, (23, 3, 32, 32), dtype=torch.uint8)
-    arrays = images, torch.arange(23), (0.5,) * 3, (0.25,) * 3
-    data, expected = (kind(*arrays, augment="crop-flip") for kind in (Noted, ImageArrays))
-    loader = ShareLoader(data, workers, pin_memory=False)
-    places, numbers, before = [], [], torch.get_rng_state()
-    for epoch, count in ((0, 6), (1, 2), (1, 6), (0, 6)):  # one is left early and begun again
-        for dataset in (expected, data)[: 2 - workers]:
-            dataset.set_epoch(epoch)
-        for number, parts in zip(range(count), loader.load(shares(epoch)), strict=False):
-            assert [part.samples for part in parts] == [1, 2]
-            for part, indices in zip(parts, ([number], [3, 4]), strict=True):
-                for found, wanted in zip(part.batch, expected[indices], strict=False):
-                    assert torch.equal(found, wanted)
-                places.append(part.batch[2])
-                numbers.append(part.batch[3])
-    (pid,) = {process for process, _ in places}
-    if workers:
-        assert numbers[:12] == numbers[-12:]
-        files = [count for _, count in places]
-        assert min(files[-12:]) <= max(files[:12])  # some are open while a batch is on its way
-        assert torch.equal(torch.get_rng_state(), before)  # or a resumed run would differ
-    assert (pid == os.getpid()) == (workers == 0)
-    loader.close()
-    assert psutil.pid_exists(pid) == (workers == 0)
 
 
 class Samples(dict[int, int]):

@@ -327,7 +327,9 @@ def test_the_build_of_torch_says_whose_devices_are_called_cuda(monkeypatch):
         assert known.devices[build].library == library
 
 
-def test_a_build_for_amd_or_intel_without_devices_is_named(devices, monkeypatch):
+def test_a_build_without_devices_is_named_and_a_pci_address_identifies_one_as_in_nccl(
+    devices, monkeypatch
+):
     for kind, tool in (("rocm", "rocminfo"), ("xpu", "sycl-ls")):
         monkeypatch.setattr(f"torch.{devices[kind].torch_type}.device_count", lambda: 0)
         for name in devices[kind].visibility:
@@ -336,9 +338,6 @@ def test_a_build_for_amd_or_intel_without_devices_is_named(devices, monkeypatch)
             devices[kind].count()
         monkeypatch.setenv(devices[kind].visibility[0], "")
         assert devices[kind].count() == 0
-
-
-def test_a_pci_address_identifies_a_device_as_in_nccl(devices, monkeypatch):
     one = SimpleNamespace(pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=0, uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: one)
@@ -426,7 +425,7 @@ def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
     assert not mps.vendor_supports(torch.float32, "SUM")
 
 
-def test_dtypes_and_reductions_without_a_contract(devices):
+def test_dtypes_without_a_contract_and_the_documented_table_are_those_of_the_classes(devices):
     rocm, mlu = (devices[kind].vendor_supports for kind in ("rocm", "mlu"))
     assert rocm(torch.float8_e5m2, None)
     assert mlu(torch.bfloat16, "SUM")
@@ -437,6 +436,15 @@ def test_dtypes_and_reductions_without_a_contract(devices):
         (torch.int32, "BAND"),
     ):
         assert not mlu(dtype, reduction)
+    text = (registry.__file__).replace("kaitian_mpi/devices/registry.py", "docs/devices.md")
+    with open(text) as file:
+        rows = {row.split("|")[1].strip(" `"): row for row in file if row.startswith("| `")}
+    assert [kind for kind in rows if kind in devices] == list(devices)
+    for kind, device in devices.items():
+        assert (device.library or "none") in rows[kind]
+        assert not device.plugin or device.plugin in rows[kind]
+        assert ("not run on hardware" in rows[kind]) == (not device.run_on_hardware)
+        assert PLUGINS.get(kind, "") == device.plugin
 
 
 @pytest.mark.parametrize("library", CONTRACTS)
@@ -455,18 +463,6 @@ def test_each_kind_claims_exactly_what_its_library_does(devices, library):
     assert kind.vendor_lacks == contract.lacks
     for variable in (contract.handling_variable, contract.polls_store_variable):
         assert not variable or "0" in kind.error_handling()[variable]
-
-
-def test_the_documented_table_is_that_of_the_classes(devices):
-    text = (registry.__file__).replace("kaitian_mpi/devices/registry.py", "docs/devices.md")
-    with open(text) as file:
-        rows = {row.split("|")[1].strip(" `"): row for row in file if row.startswith("| `")}
-    assert [kind for kind in rows if kind in devices] == list(devices)
-    for kind, device in devices.items():
-        assert (device.library or "none") in rows[kind]
-        assert not device.plugin or device.plugin in rows[kind]
-        assert ("not run on hardware" in rows[kind]) == (not device.run_on_hardware)
-        assert PLUGINS.get(kind, "") == device.plugin
 
 
 @HAS_PYTHON_DEVICES

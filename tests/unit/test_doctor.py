@@ -42,25 +42,6 @@ def test_the_first_ranks_of_hosts_meet():
         assert job.choose_pairs(hosts) == pairs
 
 
-@pytest.mark.parametrize(("bytes_per_sec", "largest"), [(1e5, 64 << 10), (1e9, 4 << 20)])
-def test_a_slow_link_carries_small_messages_only(monkeypatch, bytes_per_sec, largest):
-    clock, sizes = [0.0], []
-
-    class Post:
-        def push(self, target, content):
-            clock[0] += 1e-5 + len(content) / bytes_per_sec
-            sizes.append(len(content))
-
-        def pull(self, source):
-            clock[0] += 1e-5
-
-    monkeypatch.setattr(job.time, "perf_counter", lambda: clock[0])
-    found = job._time_link(Post(), 1)
-    assert found["mb_per_sec"] == pytest.approx(bytes_per_sec / 1e6, rel=0.01)
-    assert (max(sizes), sizes[-1]) == (largest, 0)
-    assert clock[0] < 20
-
-
 def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
     found = examine_storage(str(tmp_path / "runs" / "new"))
     assert found.folder == str(tmp_path)
@@ -101,16 +82,15 @@ def test_an_examination_is_no_rank_of_the_job_and_what_it_prints_not_its_result(
     assert result_of(start_stage("devices", 10)) == ([], "")
 
 
-def test_a_command_and_its_children_end_at_the_limit(tmp_path):
+def test_commands_run_in_batches_end_with_a_shells_exit_codes_and_at_the_limit(
+    tmp_path, monkeypatch
+):
     pid = tmp_path / "pid"
     process = LimitedProcess(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], 1.0)
     assert process.poll() is None
     assert process.wait().code is None
     stat = Path(f"/proc/{pid.read_text().strip()}/stat")
     assert wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 20)
-
-
-def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monkeypatch):
     monkeypatch.setattr(limited_process, "MAX_AT_ONCE", 2)
     commands = {f"{number}": ["sh", "-c", "echo a; echo b >&2"] for number in range(20)}
     commands |= {"missing": ["/nowhere/python"], "folder": [str(tmp_path)]}
@@ -126,7 +106,7 @@ def report_of(**parts):
     return Report(facts, list(judge(facts, CHECKS)), 1.25)
 
 
-def test_the_report_fits_80_columns_and_names_the_worst():
+def test_the_report_fits_80_columns_the_document_is_json_and_a_wrong_flag_one_line():
     shm = {"shm_free_bytes": 1 << 20}
     text = to_text(report_of(machine=shm, devices={"error": "no such device"}), "0.1.0")
     assert max(map(len, text.splitlines())) <= 80
@@ -135,9 +115,6 @@ def test_the_report_fits_80_columns_and_names_the_worst():
     assert text.endswith("41 problems, 1 warning: training would fail")
     assert "... and 8 more ranks" in text
     assert "problem  devices         ... and 8 more; see --json" in text
-
-
-def test_the_document_is_json_with_an_exit_code_and_a_wrong_flag_one_line():
     report = report_of()
     document = json.loads(json.dumps(to_json(report, "0.1.0", "2026-01-02T03:04:05+0000")))
     expected = {"format": 2, "level": "problem", "training_would_fail": True}

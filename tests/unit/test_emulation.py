@@ -144,7 +144,7 @@ def test_variables_apply_where_there_is_no_flag(agree):
     assert agree(("", ""), (None, None), ["gpu,mlu", "1:3"]) == agree(("gpu,mlu", "1:3"))
 
 
-def test_an_error_names_the_flag(agree):
+def test_errors_name_the_flag_and_refuse_labels_that_would_spoil_tables(agree):
     for kinds, slowdown, other, message in (
         ("a,b", "", ["b,a", ""], "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'"),
         ("a,b,c", "", ["a,b,c", ""], "--emulate-kinds a,b,c: give one kind per rank; mpirun has"),
@@ -154,13 +154,6 @@ def test_an_error_names_the_flag(agree):
             agree((kinds, slowdown), ("", ""), other)
         assert str(caught.value).startswith(message)
         assert caught.value.exit_code == 2
-
-
-SPOIL = "[/red]", "a b", "a\nb", "é", "\udcff", "x:1"
-MALFORMED = "1:0 1:-2 1:nan 1:inf 1:1e300 -1:2 1 1: :2 1:2@ 1:2@x".split()
-
-
-def test_labels_that_would_spoil_tables_and_malformed_slowdowns_are_refused(agree):
     for kinds, slowdown, message in (
         *((f"gpu,{label}", "", "--emulate-kinds: '.*' cannot be") for label in SPOIL),
         *(("", f"0:2, {entry} ,", f"--emulate-slowdown: '{entry}' is not") for entry in MALFORMED),
@@ -169,6 +162,10 @@ def test_labels_that_would_spoil_tables_and_malformed_slowdowns_are_refused(agre
             agree(("", ""), (kinds, slowdown))
         assert str(caught.value).encode()
         assert "\n" not in str(caught.value)
+
+
+SPOIL = "[/red]", "a b", "a\nb", "é", "\udcff", "x:1"
+MALFORMED = "1:0 1:-2 1:nan 1:inf 1:1e300 -1:2 1 1: :2 1:2@ 1:2@x".split()
 
 
 def wrapped(kinds="", slowdown="", device=None, rank=1, **more):

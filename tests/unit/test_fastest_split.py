@@ -68,7 +68,7 @@ def test_micro_batches_are_equal_to_within_one_and_small_shares_merged():
         assert merge_small(shares, planned, min_batch) == merged
 
 
-def test_plans_by_costs_and_by_the_papers_formula():
+def test_plans_of_a_global_batch_and_one_too_small_or_too_large_for_the_memory():
     for alphas, betas, global_batch, expected in (
         ([0, 0, 0, 0], [1, 1, 1, 1], 256, [64, 64, 64, 64]),
         ([0, 0, 0, 0], [1, 1, 3, 3], 256, [96, 96, 32, 32]),
@@ -82,9 +82,6 @@ def test_plans_by_costs_and_by_the_papers_formula():
     assert scores([2.0, 1.0, 4.0]) == [0.5, 1.0, 0.25]
     assert plan_by_paper([1.0, 1.0, 0.33, 0.001], 64) == [64, 64, 21, 1]
     assert plan_by_paper([1.0, 0.001], 64, min_batch=2) == [64, 2]
-
-
-def test_a_global_batch_that_is_too_small_or_takes_too_much_memory_is_a_user_error():
     for total, min_batch, said in (
         (2, 1, "2 is too small for 4 ranks"),
         (7, 2, "7 is too small for 4 ranks, .* least 2 .* 8"),

@@ -167,7 +167,7 @@ def two_ranks(compute, wait, data=(0.0, 0.0), **others):
     return reading(ranks=2, **{**usual, **times, **others})
 
 
-def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds():
+def test_outcome_divides_by_the_ranks_own_speeds_and_advises_on_what_costs_most():
     for readings, devices in (
         # Rank 0 computes 750 samples/s and rank 1 500: 900 of 1250.
         (
@@ -186,9 +186,6 @@ def test_outcome_divides_by_the_sum_of_the_ranks_own_speeds():
         loss = " | loss 1.2346" * len(readings)
         assert reached == f"finish!, in 1:05{loss} | held-out accuracy 0.7500"
         assert used == f"devices: {devices}"
-
-
-def test_outcome_advises_on_what_costs_most_after_naming_lost_and_slow_ranks():
     for compute, wait, data, advice in (
         ([0.05, 0.05], [0.05, 0.05], [0.0, 0.0], "--wire"),
         ([0.05, 0.05], [0.0, 0.0], [0.05, 0.05], "--workers"),

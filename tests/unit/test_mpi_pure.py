@@ -231,7 +231,7 @@ def arrive(store, size, after, departed=lambda missing: []):
     return outcomes
 
 
-def test_all_ranks_get_the_same_name_and_a_new_one_each_time():
+def test_all_ranks_get_the_same_new_name_and_none_waits_for_one_that_has_left():
     store, names = dist.HashStore(), set()
     for _ in range(3):
         outcomes = arrive(store, 3, {0: 0.0, 1: 0.1, 2: 0.0})
@@ -240,9 +240,6 @@ def test_all_ranks_get_the_same_name_and_a_new_one_each_time():
             clear_store_barrier(store, rank)
         assert store.num_keys() == 0
     assert len(names) == 3
-
-
-def test_a_rank_that_has_left_the_job_is_not_waited_for():
     outcomes = arrive(
         dist.HashStore(), 3, {0: 0.0, 2: 0.0}, departed=lambda missing: [r for r in missing if r]
     )

@@ -33,7 +33,7 @@ from kaitian_mpi.errors import UserError
 PAIRWISE, RING = Route("pairwise"), Route("ring")
 
 
-def test_routes_between_hosts_are_all_tried_and_the_fastest_chosen_where_it_pays():
+def test_the_fastest_route_between_hosts_is_chosen_and_interfaces_are_set_or_named():
     assert group_by_host([4, 7, 4, 4, 7]) == ((0, 2, 3), (1, 4))
     lanes = Route("ring", 8)
     assert (routes(["ring"], 1), routes(["ring"], 8)) == (
@@ -54,9 +54,6 @@ def test_routes_between_hosts_are_all_tried_and_the_fastest_chosen_where_it_pays
         long_seconds = dict(zip(names, long, strict=True))
         found = choose(dict(zip(names, short, strict=True)), long_seconds)
         assert found == (chosen, min_bytes, long_seconds)
-
-
-def test_interfaces_are_set_for_mpi_and_vendors_libraries_or_named_as_missing():
     assert "lo" not in found_interfaces()  # which reaches no other host
     environ = {"OMPI_MCA_btl_tcp_if_include": "lo", "PATH": "/bin"}
     limit_to(" eth0, eth1", environ, ["eth0", "eth1", "docker0"])

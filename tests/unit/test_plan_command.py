@@ -117,7 +117,7 @@ def test_a_wrong_value_is_an_error_that_names_it(path, place, value, said):
     assert str(error.value).endswith("save it again with kaitian-plan --save")
 
 
-def test_the_measured_world_is_forecast(run):
+def test_the_measured_world_is_forecast_and_others(run):
     shown = run()
     subsets = plan_job(MEASURED, None)
     assert list(subsets.forecasts) == [("gpu",), ("mlu",), ("gpu", "mlu")]
@@ -132,9 +132,6 @@ def test_the_measured_world_is_forecast(run):
         *("gpu: with gpu ", "mlu: with mlu ", "best: gpu + mlu, "),
     ):
         assert text in shown
-
-
-def test_another_world_and_batch(run):
     for options, said in (
         ("--world 8xgpu,16xmlu", ["global batch: 1,536 samples", "world: 24 ranks"]),  # it grows
         ("--world 2xgpu --global-batch-size 1000", ["global batch: 1,000 samples"]),

@@ -257,7 +257,9 @@ def make_cache(folder, **settings):
     return BenchmarkCache(config, world, make_setup(config, nn.Linear(4, 2)))
 
 
-def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
+def test_cached_results_are_of_the_same_measurement_valid_and_written_by_the_user(
+    tmp_path, monkeypatch
+):
     folder = tmp_path / "new"
     assert make_cache(folder).read() is None
     make_cache(folder).write(FOUND)
@@ -268,9 +270,6 @@ def test_cache_keys_cover_everything_the_result_depends_on(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--benchmark-cache"):
         make_cache(tmp_path / "file").write(FOUND)
-
-
-def test_invalid_results_and_those_writable_by_other_users_are_ignored(tmp_path, monkeypatch):
     cache = make_cache(tmp_path)
     cache.write(FOUND)
     (file,) = tmp_path.glob("*.json")

@@ -174,7 +174,7 @@ def even(work=0.3, wait=0.01):
     return [(1, 32, work, wait) for _ in range(3)]
 
 
-def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
+def test_a_rank_that_slows_down_or_recovers_is_reported_and_not_a_smaller_share():
     watched, seen = watch(50, lambda _: (even(), [0.0] * 3))
     assert (seen, watched.found) == ([], [])
 
@@ -193,6 +193,14 @@ def test_a_rank_that_slows_down_is_reported_and_so_is_its_recovery():
     assert 60 <= slow.until_step <= 70
     assert 2.7 < slow.amount < 3.3
     assert "as long" in slow.text
+    cost = RankCost(0.2, 0.01)
+
+    def told(step):
+        samples = 64 if step < 30 else 16
+        return [(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
+
+    watched, _ = watch(80, told, ranks=2, costs=[cost, cost])
+    assert watched.found == []
 
 
 ROWS, WAITS = even(), (1, 32, 0.3, 0.4)
@@ -214,14 +222,3 @@ def test_a_slow_rank_and_why(rows, data, found):
     assert slow == found
     if found[0][1] == COMPUTE:
         assert "wait for it" in watched.found[0].text
-
-
-def test_a_higher_cost_per_sample_of_a_smaller_share_is_not_reported():
-    cost = RankCost(0.2, 0.01)
-
-    def told(step):
-        samples = 64 if step < 30 else 16
-        return [(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
-
-    watched, _ = watch(80, told, ranks=2, costs=[cost, cost])
-    assert watched.found == []

@@ -165,7 +165,7 @@ print("still here")
 """
 
 
-def test_rank_0_logs_at_the_level_and_the_others_log_warnings_even_to_a_closed_terminal():
+def test_rank_0_logs_at_the_level_the_others_log_warnings_and_an_import_changes_nothing(caplog):
     info, warning = "[3@node-b] step 7", "[3@node-b] warning: step 7"
     debug, error = "[3@node-b] debug: step 7", "[3@node-b] error: step 7"
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
@@ -176,9 +176,6 @@ def test_rank_0_logs_at_the_level_and_the_others_log_warnings_even_to_a_closed_t
         *(error, "not ours"),
     ]
     assert (done.returncode, done.stdout) == (0, "still here\n")
-
-
-def test_importing_the_package_leaves_the_scripts_logging_alone(caplog):
     logger = logging.getLogger("kaitian_mpi")
     assert logger.handlers == []
     assert logger.propagate

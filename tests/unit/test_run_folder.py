@@ -9,7 +9,6 @@ import stat
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,24 +25,6 @@ from kaitian_mpi.observe.folders import (
 from kaitian_mpi.observe.run_folder import DiskFolder, open_run_folder
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
-from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.saving import Saving
-from kaitian_mpi.train.summary import Summary
-
-WEIGHTS = {"weight": torch.arange(3.0)}
-MODEL = "checkpoints/model.pt"
-
-
-class State:
-    """The written part of a state at step 26."""
-
-    progress = Progress(total_steps=26, step=26, epoch=2, is_done=True)
-
-    def weights(self):
-        return WEIGHTS
-
-    def shared(self):
-        return {"model": WEIGHTS, "progress": vars(self.progress)}
 
 
 @pytest.fixture
@@ -73,54 +54,6 @@ def run_in(folder, **flags):
     run_folder = open_run_folder(config, 0)
     run_folder.begin(config, "job")
     return run_folder, Checkpoints(config, folder)
-
-
-def finish(folder, checkpoints, **flags):
-    setup = SimpleNamespace(folder=folder, path=folder.path)
-    run = SimpleNamespace(setup=setup, checkpoints=checkpoints, state=State(), fault=None)
-    run.config, run.current_summary = TrainConfig(**flags), partial(Summary, steps=26)
-    saving = Saving.__new__(Saving)
-    saving._run, saving._checkpoints = run, checkpoints
-    saving._metadata = lambda: SimpleNamespace(to_json=lambda: {"config": {}})
-    try:
-        saving._write_results()
-    except StorageError as error:
-        raise StorageError(f"{error}; {saving._keep()}") from error
-
-
-def summary_in(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-@pytest.mark.parametrize("given", ["", "mine"])
-def test_a_run_is_finished_once_its_results_are_on_disk(tmp_path, memory, monkeypatch, given):
-    run = tmp_path / "run"
-    folder, checkpoints = run_in(run, snapshots=given)
-    folder.save_model({"weight": torch.zeros(3)})  # of an earlier epoch
-    folder.write("summary.json", {"steps": 13, "finished": False})
-    with monkeypatch.context() as context:
-        full(context, "model.pt")
-        folder.save_model(WEIGHTS)
-        with pytest.raises(StorageError) as caught:
-            finish(folder, checkpoints, snapshots=given)
-    text = str(caught.value)
-    assert f"{run}/{MODEL} could not be written: No space" in text
-    assert "bytes needed, " in text
-    assert " free); step 26 is kept in this host's memory: make room, and run the same" in text
-    assert caught.value.exit_code == 74
-    # Earlier valid files are still there, and so are the new ones.
-    assert summary_in(run)["finished"] is False
-    assert torch.load(run / MODEL)["weight"].sum() == 0
-    (snapshots,) = memory.iterdir()
-    name = text.rpartition("--snapshots ")[2]
-    assert name == (given or name)
-    assert snapshots.name.startswith(f"kaitian-{name}-")
-    kept = Checkpoints(TrainConfig(snapshots=name), tmp_path).in_memory.files.newest_good()
-    assert kept.step == 26
-    assert torch.equal(kept.state["model"]["weight"], WEIGHTS["weight"])
-    finish(folder, checkpoints)  # writing is retried
-    assert summary_in(run) == {"steps": 26, "finished": True}
-    assert torch.equal(torch.load(run / MODEL)["weight"], WEIGHTS["weight"])
 
 
 def test_a_disk_full_at_the_start_is_an_error_and_a_partial_line_none(

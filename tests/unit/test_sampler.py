@@ -87,7 +87,7 @@ def test_every_epoch_contains_each_sample_once_and_no_batch_is_too_small(min_bat
         assert_known(samplers[0], taken)
 
 
-def test_a_new_plan_applies_from_the_next_step():
+def test_a_new_plan_applies_from_the_next_step_and_a_resumed_number_of_ranks_too():
     draw = random.Random(3)
     for _ in range(50):
         ranks, length = draw.randrange(1, 5), draw.randrange(1, 300)
@@ -102,9 +102,23 @@ def test_a_new_plan_applies_from_the_next_step():
                 assert sampler.global_batch_size == sum(plan)
         assert flat(taken) == flat(take(make_ranks(length, [length])))
         assert_known(samplers[-1], taken)  # what was fetched by earlier plans
+    draw = random.Random(4)
+    for _ in range(50):
+        length, epoch = draw.randrange(2, 200), draw.randrange(3)
+        before = make_ranks(length, draw_plan(draw, draw.randrange(1, 5)), epoch, seed=7)
+        steps = zip(*before, strict=True)
+        taken = [list(next(steps)) for _ in range(draw.randrange(len(before[0]) + 1))]
+        states = [sampler.state_dict() for sampler in before]
+        assert all(state == states[0] for state in states)
+        after = make_ranks(length, draw_plan(draw, draw.randrange(1, 5)), seed=7)
+        for sampler in after:
+            sampler.load_state_dict(states[0])
+            sampler.set_epoch(epoch)
+        whole = make_ranks(length, [length], epoch, seed=7)
+        assert flat(taken) + flat(take(after)) == flat(take(whole))
 
 
-def test_an_epoch_restarts_after_its_end_and_continues_after_a_break():
+def test_an_epoch_restarts_or_continues_and_a_state_of_another_run_is_rejected():
     (sampler,), (resumed,) = make_ranks(10, [4]), make_ranks(10, [4])
     first = list(sampler)
     resumed.load_state_dict(sampler.state_dict())  # no step is left
@@ -124,26 +138,6 @@ def test_an_epoch_restarts_after_its_end_and_continues_after_a_break():
     assert [sizes_of(step) for step in shares] == [[4, 0, 6], [4, 0, 6], [2, 0, 3]]
     assert flat(shares) == samplers[0].indices(0, 25)
     assert [sampler.position for sampler in samplers] == [20, 20, 20]
-
-
-def test_resume_with_another_number_of_ranks():
-    draw = random.Random(4)
-    for _ in range(50):
-        length, epoch = draw.randrange(2, 200), draw.randrange(3)
-        before = make_ranks(length, draw_plan(draw, draw.randrange(1, 5)), epoch, seed=7)
-        steps = zip(*before, strict=True)
-        taken = [list(next(steps)) for _ in range(draw.randrange(len(before[0]) + 1))]
-        states = [sampler.state_dict() for sampler in before]
-        assert all(state == states[0] for state in states)
-        after = make_ranks(length, draw_plan(draw, draw.randrange(1, 5)), seed=7)
-        for sampler in after:
-            sampler.load_state_dict(states[0])
-            sampler.set_epoch(epoch)
-        whole = make_ranks(length, [length], epoch, seed=7)
-        assert flat(taken) + flat(take(after)) == flat(take(whole))
-
-
-def test_a_state_of_another_run_is_rejected():
     for length, options, message in (
         (10, {"seed": 1}, "seed 0, this run has 1"),
         (9, {}, "dataset length 10, this run has 9"),

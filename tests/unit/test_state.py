@@ -154,7 +154,7 @@ def test_only_a_transaction_that_is_not_committed_is_rolled_back():
         assert equal(after if is_committed else before, buffers(state))
 
 
-def test_statistics_lag_in_a_short_epoch():
+def test_statistics_lag_in_a_short_epoch_and_new_ranks_get_those_of_all_samples():
     norm, half = nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.5)
     for layers, steps, lags in (
         *(([norm], 0, False), ([norm], 1, True), ([norm], 49, True), ([norm], 50, False)),
@@ -166,9 +166,6 @@ def test_statistics_lag_in_a_short_epoch():
         ([nn.Linear(2, 2), nn.LayerNorm(2)], 1, False),
     ):
         assert RunningStatistics(nn.Sequential(*layers)).lag(steps) is lags
-
-
-def test_new_ranks_get_the_statistics_of_all_samples():
     shares = [5, 1, 10]
     samples = torch.randn(sum(shares), 3, dtype=torch.float64) * 3 + 7
     state, other, own = make_state(), make_state(seed=1), []
@@ -349,7 +346,7 @@ def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys():
         assert rates(other, 3) == pytest.approx(expected[3:])
 
 
-def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values():
+def test_extra_state_is_saved_as_plain_values_and_what_cannot_be_is_found_before_training():
     for value, saved in (
         (numpy.float64(0.5), 0.5),
         ({numpy.int64(1): [numpy.bool_(True)]}, {1: [True]}),
@@ -360,6 +357,12 @@ def test_numbers_of_numpy_and_other_containers_are_saved_as_plain_values():
         state.check_restorable()
         found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]
         assert (type(found), found) == (type(saved), saved)
+    for value, message in (
+        *(({1, 2}, VALUE), ([object()], VALUE), (numpy.zeros(2), VALUE)),
+        (torch.ones(2).as_subclass(OwnTensor), OF_A_CLASS),
+    ):
+        with pytest.raises(UserError, match=message):
+            scheduled(None, extra=Counter(value)).check_restorable()
 
 
 class OwnTensor(torch.Tensor):
@@ -368,12 +371,3 @@ class OwnTensor(torch.Tensor):
 
 VALUE = r"Task: extra_state\['extra_state'\]\['value'\].* is a"
 OF_A_CLASS = "state_dict of extra_state cannot be saved and loaded"
-
-
-def test_extra_state_that_checkpoints_cannot_hold_is_found_before_training():
-    for value, message in (
-        *(({1, 2}, VALUE), ([object()], VALUE), (numpy.zeros(2), VALUE)),
-        (torch.ones(2).as_subclass(OwnTensor), OF_A_CLASS),
-    ):
-        with pytest.raises(UserError, match=message):
-            scheduled(None, extra=Counter(value)).check_restorable()

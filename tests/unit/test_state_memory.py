@@ -21,7 +21,6 @@ from kaitian_mpi.observe.tensor_files import UnusableError, map_tensors, tensors
 from kaitian_mpi.train import state_transfer
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
-from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import copy_state
 from kaitian_mpi.train.task import Computation, Task
@@ -143,30 +142,6 @@ def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypat
     assert copies[0] != state.model[0].weight.data_ptr()
 
 
-def test_large_snapshots_take_at_most_a_twentieth_of_the_time(tmp_path, monkeypatch):
-    now, made, state = [100.0], [], make_state()
-    config = TrainConfig(snapshots="job", snapshot_every=1)
-    checkpoints, info = Checkpoints(config, tmp_path), SimpleNamespace(host="a")
-    saving = Saving.__new__(Saving)
-    saving._world = SimpleNamespace(rank=0, infos=[info], info=info, comm=None)
-    saving._run = SimpleNamespace(config=config, state=state)
-    saving._checkpoints, saving._metadata = checkpoints, lambda: METADATA
-    saving._snapshot_sec = saving._snapshot_at = 0.0
-
-    def write(*arguments):
-        made.append(now[0])
-        now[0] += 3.0
-        return True
-
-    monkeypatch.setattr(checkpoints, "write", write)
-    monkeypatch.setattr("kaitian_mpi.train.saving.time.monotonic", lambda: now[0])
-    state.progress.step = 2
-    for seconds in (100, 103, 159, 160.1, 161, 1000):
-        now[0] = max(now[0], seconds)
-        saving._snapshot()
-    assert made == [100, 160.1, 1000]
-
-
 LARGE = 5 << 20  # more than a piece
 
 
@@ -224,7 +199,9 @@ def test_a_copy_shares_no_memory_with_the_file_which_leaves_memory(saved, monkey
     assert_same(file.content, state)
 
 
-def test_large_tensors_are_copied_in_place_if_they_match(saved):
+def test_large_tensors_are_copied_in_place_and_unmapped_files_read_but_no_other_values(
+    saved, monkeypatch
+):
     state, path = saved
     small = torch.zeros(())
     own = {
@@ -241,9 +218,6 @@ def test_large_tensors_are_copied_in_place_if_they_match(saved):
     assert (found["tied"][1].data_ptr(), small) == (own["tied"][0].data_ptr(), 0)
     assert not own["image"].any()
     assert "more" not in found
-
-
-def test_a_file_system_that_maps_no_file_is_read_and_plain_values_alone(saved, monkeypatch):
     (state, path), load = saved, torch.load
 
     def refuse(*args, mmap=False, **options):

@@ -127,7 +127,7 @@ def slots_of(hosts):
     return {host.name: host.slots for host in hosts}
 
 
-def test_hostfiles_are_parsed_and_lost_hosts_removed_from_them():
+def test_hostfiles_are_parsed_lost_hosts_removed_and_others_probed_without_a_prompt():
     for text, slots in (
         ("", {}),
         ("# nothing\n\n  \n// nothing\n", {}),
@@ -148,9 +148,6 @@ def test_hostfiles_are_parsed_and_lost_hosts_removed_from_them():
     assert hostfile_without(text, {"a", "b", "bb"}) == ""
     assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
     assert host_list_without("b", {"b"}) == ""
-
-
-def test_a_host_is_probed_by_its_login_without_a_shell_or_prompt():
     for line, user, port in (
         ("a", "", 0),
         ("me@a slots=2", "me", 0),

@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(cluster, text, fault):
     assert "none" in fault or told.endswith("; until then, the previous hosts are kept")
 
 
-def test_the_file_must_be_the_users_own(tmp_path):
+def test_a_hosts_file_must_be_the_users_own_and_is_in_place_of_mpiruns_options(tmp_path):
     own, others, fifo, binary = (tmp_path / name for name in ("own", "others", "fifo", "binary"))
     own.write_text(TWO)
     assert read_hosts_file(str(own)) == TWO
@@ -235,9 +235,6 @@ def test_the_file_must_be_the_users_own(tmp_path):
     ):
         with pytest.raises(UserError, match=fault):
             read_hosts_file(str(file))
-
-
-def test_a_hosts_file_is_in_place_of_mpiruns_options(tmp_path):
     (tmp_path / "hosts").write_text(TWO)
     file = HostsFile(str(tmp_path / "hosts"), print)
     for words in (

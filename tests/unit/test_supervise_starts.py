@@ -18,7 +18,7 @@ def hosts(**slots):
     return [Host(name=name, slots=count) for name, count in slots.items()]
 
 
-def test_ranks_are_placed_by_slot():
+def test_ranks_are_placed_by_slot_and_the_command_of_a_start_excludes_lost_hosts():
     for given, ranks, placed in (
         *((hosts(a=2, b=1), 3, "aab"), (hosts(a=2, b=2), 3, "aab"), (hosts(a=2, b=2), 1, "a")),
         *((hosts(a=1, b=2), 5, "abbab"), (hosts(a=None, b=2), 4, "aaaa")),
@@ -26,6 +26,21 @@ def test_ranks_are_placed_by_slot():
         ([], 2, ""),
     ):
         assert "".join(place_by_slot(given, ranks)) == placed
+    for line, lost, words, hostfile, shape in (
+        ("-np 4 --hostfile hf", "", "-np 4 --hostfile hf", "", "4 ranks on a, b, c"),
+        ("-np 4 --hostfile hf", "b", "-np 3 --hostfile new", "a slots=2\n" + C, "3 ranks on a, c"),
+        ("-np 2 --hostfile=hf", "b", "-np 2 --hostfile=new", "a slots=2\n" + C, "2 ranks on a, c"),
+        ("--hostfile hf", "ab", "--hostfile new", C, "1 rank on c"),
+        ("--host a:2,b -n 3", "b", "--host a:2 -n 2", "", "2 ranks on a"),
+        ("--host a:2 -H b -n 3", "a", "-H b -n 1", "", "1 rank on b"),
+        ("--hostfile hf --host c,a", "c", "--hostfile new --host a", AB, "1 rank on a"),
+        ("", "", "", "", "as mpirun chooses"),
+        ("-np 2", "", "-np 2", "", "2 ranks"),
+    ):
+        job = make_job(f"mpirun {line} kaitian-train --lr 1")
+        start = plan_start(job, frozenset(lost), False, "new")
+        assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
+        assert (start.hostfile, start.shape) == (hostfile, shape)
 
 
 C = "c slots=1 # new\n"
@@ -48,24 +63,6 @@ def make_job(line, hostfile=HOSTFILE, **settings):
 
 
 OWN = " --run-dir=runs/x --resume=auto"
-
-
-def test_the_command_of_a_start_excludes_lost_hosts():
-    for line, lost, words, hostfile, shape in (
-        ("-np 4 --hostfile hf", "", "-np 4 --hostfile hf", "", "4 ranks on a, b, c"),
-        ("-np 4 --hostfile hf", "b", "-np 3 --hostfile new", "a slots=2\n" + C, "3 ranks on a, c"),
-        ("-np 2 --hostfile=hf", "b", "-np 2 --hostfile=new", "a slots=2\n" + C, "2 ranks on a, c"),
-        ("--hostfile hf", "ab", "--hostfile new", C, "1 rank on c"),
-        ("--host a:2,b -n 3", "b", "--host a:2 -n 2", "", "2 ranks on a"),
-        ("--host a:2 -H b -n 3", "a", "-H b -n 1", "", "1 rank on b"),
-        ("--hostfile hf --host c,a", "c", "--hostfile new --host a", AB, "1 rank on a"),
-        ("", "", "", "", "as mpirun chooses"),
-        ("-np 2", "", "-np 2", "", "2 ranks"),
-    ):
-        job = make_job(f"mpirun {line} kaitian-train --lr 1")
-        start = plan_start(job, frozenset(lost), False, "new")
-        assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
-        assert (start.hostfile, start.shape) == (hostfile, shape)
 
 
 def flags_of(job, lost, trained=False):

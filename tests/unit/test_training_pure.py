@@ -127,7 +127,7 @@ def test_only_rank_0_writes_complete_files_without_lines_of_repeated_steps(tmp_p
     assert (folder.path / "plan.jsonl").read_text() == ""
 
 
-def test_a_copy_of_the_model_gets_copies_of_the_optimizers_that_were_given():
+def test_a_copy_of_the_model_gets_copies_of_the_optimizers_if_they_can_be_copied():
     model = torch.nn.Linear(2, 3)
     sgd = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
     optimizers = [sgd, torch.optim.AdamW([model.bias], lr=0.2)]
@@ -144,17 +144,6 @@ def test_a_copy_of_the_model_gets_copies_of_the_optimizers_that_were_given():
     for name, value in weights.items():
         assert torch.equal(model.state_dict()[name], value)
         assert not torch.equal(other.state_dict()[name], value)
-
-
-class Own(torch.optim.SGD):
-    """An optimizer with attributes of its own, which torch does not copy."""
-
-    def __init__(self, parameters, attribute):
-        super().__init__(parameters, lr=0.1)
-        self.attribute, self.itself = attribute, self
-
-
-def test_a_copied_optimizer_has_its_own_attributes_or_cannot_be_copied():
     model = torch.nn.Linear(2, 3)
     given = Own(model.parameters(), [1])
     (found,) = Task(model=model, optimizer=given, data=[1]).make_optimizers(copy.deepcopy(model))
@@ -164,6 +153,14 @@ def test_a_copied_optimizer_has_its_own_attributes_or_cannot_be_copied():
     task = Task(model=model, optimizer=Own(model.parameters(), threading.Lock()), data=[1])
     with pytest.raises(UserError, match="give a function that makes it instead, Task"):
         task.make_optimizers(copy.deepcopy(model))
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with attributes of its own, which torch does not copy."""
+
+    def __init__(self, parameters, attribute):
+        super().__init__(parameters, lr=0.1)
+        self.attribute, self.itself = attribute, self
 
 
 THEN = TrainConfig(timeline=True, model="cnn", run_dir="run", resume="auto")
@@ -181,7 +178,7 @@ def compare(**changes):
     return compare_flags(asdict(THEN), TrainConfig(**asdict(THEN) | changes))
 
 
-def test_the_documented_table_has_every_flag():
+def test_the_documented_table_has_every_flag_and_a_changed_one_invalidates_its_part():
     assert REJECTED | SILENT | set(INVALIDATES) <= NAMES
     assert not REJECTED & SILENT
     text = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
@@ -192,6 +189,11 @@ def test_the_documented_table_has_every_flag():
             meaning = "rejected" if name in REJECTED else "specific to each job"
         rows = [row for row in table.splitlines()[2:] if f"`{flag_name(name)}`" in row]
         assert any(re.search(meaning, row) for row in rows), name
+    plan = {Invalidated.EXCLUSION, Invalidated.PLAN}
+    assert compare(precision="bf16")[1] == {Invalidated.COSTS, *plan}
+    assert compare(global_batch_size=128)[1] == plan
+    assert compare(allreduce="flat")[1] == {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}
+    assert compare() == compare_flags({"model": "cnn"}, THEN) == ([], set())  # of an older version
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -206,14 +208,6 @@ def test_a_changed_flag_is_rejected_silent_or_applies_with_a_line(name):
     lines, invalidated = compare(**{name: value})
     assert lines == ([] if name in SILENT else [f"{flag} changed from {before!r} to {value!r}"])
     assert invalidated == INVALIDATES.get(name, set())
-
-
-def test_what_a_changed_flag_invalidates():
-    plan = {Invalidated.EXCLUSION, Invalidated.PLAN}
-    assert compare(precision="bf16")[1] == {Invalidated.COSTS, *plan}
-    assert compare(global_batch_size=128)[1] == plan
-    assert compare(allreduce="flat")[1] == {Invalidated.ALLREDUCE, Invalidated.EXCLUSION}
-    assert compare() == compare_flags({"model": "cnn"}, THEN) == ([], set())  # of an older version
 
 
 def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate():

@@ -194,7 +194,7 @@ def test_manifests_have_the_fields_of_an_mpijob(content):
         assert replicas["template"]["spec"]["containers"]
 
 
-def test_unlike_pods_belong_together():
+def test_unlike_pods_belong_together_images_copy_what_exists_and_the_page_names_each():
     contents = yaml.safe_load_all((FOLDER / "mpijob-unlike.yaml").read_text())
     by_kind = {content["kind"]: content for content in contents}
     job, pods = by_kind["MPIJob"], by_kind["StatefulSet"]
@@ -210,9 +210,6 @@ def test_unlike_pods_belong_together():
     (container,) = template["spec"]["containers"]
     mount = {"name": "ssh", "mountPath": job["spec"]["sshAuthMountPath"]}
     assert mount in container["volumeMounts"]
-
-
-def test_images_copy_what_exists_and_the_page_names_every_file():
     text = re.sub(r"\\\n", "", (FOLDER / "Dockerfile").read_text())
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     words = {line.split()[0] for line in lines}

@@ -40,7 +40,7 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
 # decisions ------------------------------------------------------------------------------------
 
 
-def test_verdict_on_a_rank():
+def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
     for now, line, anew, state, reason in (
         (60.0, report(), 0, "S", None),
         (61.0, report(), 0, "T", "no heartbeat for 61 s (stopped), last in forward of step 12"),
@@ -64,9 +64,6 @@ def test_verdict_on_a_rank():
     ):
         found = kill_reason(now, Report(line), anew, state)
         assert found == reason if reason is None else reason in found
-
-
-def test_the_newest_well_formed_report_and_the_state_of_a_process_count():
     known = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
     assert (known.where, known.beat) == ("backward of step 12", 2)
     assert newest_report(known, []) is known
