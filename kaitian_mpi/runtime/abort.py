@@ -53,8 +53,8 @@ def abort_on_error(program: str) -> Iterator[None]:
 def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> None:
     if isinstance(error, UserError):
         is_agreed = isinstance(error, AgreedError)
-        if not is_mpi_running() or (hook and not is_agreed):
-            _let_rank_0_print()
+        if (not is_mpi_running() or (hook and not is_agreed)) and not _speaks_first():
+            time.sleep(_WAIT_FOR_RANK_0_SEC)  # it usually finds the same; its exit ends the job
         if _speaks_first() or not is_agreed:
             print_to_stderr(f"{program}: error: {error}")
         if read_launch(os.environ).world_size > 1 and not is_agreed:
@@ -186,12 +186,6 @@ def _end_other_ranks(code: int) -> None:
             ulfm.exit_all_ranks(code)
         MPI.COMM_WORLD.Abort(code)
     end_job_before_mpi(os.environ, code)
-
-
-def _let_rank_0_print() -> None:
-    """Wait a moment: rank 0 usually finds the same error, and its exit ends the job."""
-    if not _speaks_first():
-        time.sleep(_WAIT_FOR_RANK_0_SEC)
 
 
 def _speaks_first() -> bool:
