@@ -142,7 +142,7 @@ def _allow_devices_of_cpus() -> None:
     @functools.wraps(create)
     def create_on_device(*args: Any, **kwargs: Any) -> None:
         given = inspect.signature(create).bind(*args, **kwargs).arguments
-        if all(parameter.device.type == "cpu" for parameter in given["module"].parameters()):
+        if all(parameter.is_cpu for parameter in given["module"].parameters()):
             given.pop("device_ids", None)
             given.pop("output_device", None)
         create(**given)
