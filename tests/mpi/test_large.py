@@ -1,6 +1,7 @@
 """Tensors of more elements than a C int can count. Only run on request: see below."""
 
 import os
+from functools import partial
 
 import psutil
 import pytest
@@ -42,8 +43,7 @@ def values(seed, start):
     return _ASCENDING[first : first + _CHUNK]
 
 
-def filled(length, seed):
-    tensor = empty(length)
+def fill(tensor, seed):
     for number, chunk in enumerate(tensor.split(_CHUNK)):
         chunk.copy_(values(seed, number * _CHUNK)[: len(chunk)])
     return tensor
@@ -66,28 +66,22 @@ def hold(pieces, start=0):
     return all(holds(piece, rank, start=start) for rank, piece in enumerate(pieces))
 
 
-TO_BOTH, OF_1 = [(0, 1), (0, 1)], [(1,), (1,)]
-
-
-@pytest.mark.parametrize(
-    ("call", "of_ranks"),
-    [
-        (lambda tensor, rank: dist.all_reduce(tensor), TO_BOTH),
-        (lambda tensor, rank: dist.reduce(tensor, 1), [(0,), (0, 1)]),
-        (lambda tensor, rank: dist.broadcast(tensor, 1), OF_1),
-        (lambda tensor, rank: (dist.send if rank else dist.recv)(tensor, 1 - rank), OF_1),
-    ],
-    ids=["all_reduce", "reduce", "broadcast", "send and recv"],
-)
-def test_one_tensor(world, call, of_ranks):
-    tensor = filled(LARGE, world.rank)
-    call(tensor, world.rank)
-    assert holds(tensor, *of_ranks[world.rank])
+def test_one_tensor(world):
+    rank, tensor = world.rank, empty(LARGE)
+    for call, of_ranks in (
+        (dist.all_reduce, [(0, 1), (0, 1)]),
+        (partial(dist.reduce, dst=1), [(0,), (0, 1)]),
+        (partial(dist.broadcast, src=1), [(1,), (1,)]),
+        (partial(dist.send, dst=0) if rank else partial(dist.recv, src=1), [(1,), (1,)]),
+    ):
+        fill(tensor, rank)
+        call(tensor)
+        assert holds(tensor, *of_ranks[rank]), call
 
 
 @pytest.mark.parametrize("lengths", [(HALF, HALF), (LARGE, LARGE), (LARGE, 8), (8, LARGE)])
 def test_pieces_of_two_ranks(world, lengths):
-    own = filled(lengths[world.rank], world.rank)
+    own = fill(empty(lengths[world.rank]), world.rank)
     pieces = [empty(length) for length in lengths]
     dist.all_gather(pieces, own)
     assert hold(pieces)
@@ -107,15 +101,16 @@ def test_pieces_of_two_ranks(world, lengths):
 
 
 def test_parts_for_both_ranks(world):
-    own, received, start = filled(LARGE, world.rank), empty(LARGE), world.rank * HALF
-    parts = list(received.split(HALF))
+    own, received, start = fill(empty(LARGE), world.rank), empty(LARGE), world.rank * HALF
+    parts, to_the_other = list(received.split(HALF)), [0, LARGE][:: 1 - 2 * world.rank]
     dist.reduce_scatter_single(parts[0], own)
     assert holds(parts[0], 0, 1, start=start)
-    dist.all_to_all_single(received, own)
-    assert hold(parts, start)
-    received.zero_()
-    dist.all_to_all(parts, list(own.split(HALF)))
-    assert hold(parts, start)
-    everything_to_the_other = [0, LARGE] if world.rank == 0 else [LARGE, 0]
-    dist.all_to_all_single(received, own, everything_to_the_other, everything_to_the_other)
+    for call, *arguments in (
+        (dist.all_to_all_single, received, own),
+        (dist.all_to_all, parts, list(own.split(HALF))),
+    ):
+        received.zero_()
+        call(*arguments)
+        assert hold(parts, start)
+    dist.all_to_all_single(received, own, to_the_other, to_the_other)
     assert holds(received, 1 - world.rank)

@@ -1,11 +1,15 @@
-"""Allreduce between hosts; which rank is on which host is made up here."""
+"""Allreduce between hosts and between kinds; which rank is on which host is made up here."""
 
+import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.network.allreduce import (
     HostAllreduce,
     Route,
@@ -14,9 +18,11 @@ from kaitian_mpi.distributed.network.allreduce import (
 )
 from kaitian_mpi.distributed.network.crossing import EXCHANGES
 from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, links_of
+from kaitian_mpi.mpi import exchange
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import RelaySettings
+from kaitian_mpi.train.measure import allreduce
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -67,7 +73,7 @@ def routes_on(hosts):
 def test_every_dtype_operation_and_length_is_exact_wherever_the_ranks_are(world):
     for nodes in placements(world.size):
         hosts = group_by_host(nodes)
-        allreduce = HostAllreduce(world.comm, hosts)
+        whole = HostAllreduce(world.comm, hosts)
         one_round = round_elements(torch.zeros(70_001), len(hosts))
         assert one_round < 70_001  # several rounds are in progress
         cases = [(dtype, name, 1003) for dtype in DTYPES for name in ops_for(dtype)]
@@ -76,7 +82,7 @@ def test_every_dtype_operation_and_length_is_exact_wherever_the_ranks_are(world)
         for route, case in itertools.product(routes_on(hosts), cases):
             dtype, name, length = case
             tensor = values(dtype, world.rank, length)
-            allreduce.run(tensor, reduction(dtype, OPS[name]), route)
+            whole.run(tensor, reduction(dtype, OPS[name]), route)
             assert torch.equal(tensor, expected(dtype, name, world.size, length)), (case, route)
 
 
@@ -154,3 +160,19 @@ def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monke
     lanes = {"flat": world.size, "leader": 1, "striped": comms.lanes}[algorithm]
     assert len(used) == (comms.own.ranks.index(world.rank) < lanes)
     dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, monkeypatch, is_slow):
+    rounds, group, sums = [], dist.group.WORLD, allreduce.sum_gradients
+    monkeypatch.setattr(allreduce, "sum_gradients", lambda *a: rounds.append(1) or sums(*a))
+    if is_slow and world.rank == 1:  # slow for one rank only
+        clock = SimpleNamespace(perf_counter=lambda: 3.0 * len(rounds))
+        monkeypatch.setattr(exchange, "time", clock)
+    measured = allreduce.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
+    assert set(measured) == set(ALGORITHMS)
+    assert len(set(gather_values(world.comm, group.algorithm))) == 1
+    group.algorithm = "flat"
+    assert len(rounds) == len(ALGORITHMS) * (2 if is_slow else 7)  # one warms up
+    (flag,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "allreduce")
+    assert flag.metadata["choices"] == ("auto", *ALGORITHMS)

@@ -344,15 +344,6 @@ def test_a_dataset_is_told_the_epoch_also_in_loading_processes(world, workers):
     assert told == [(epoch, {epoch}) for epoch in (0, 0, 1, 1, 2, 2)]
 
 
-def test_step_loss_is_the_mean_over_the_global_batch(world):
-    task = language()
-    data, sampler = task.data, LoadAdaptiveSampler(task.data, [BATCH], 0)
-    first = pad([data[index] for index in next(iter(sampler))])
-    expected = token_loss(task.model, first).item()
-    (step,) = train(world, task, max_steps=1)
-    assert step.loss == pytest.approx(expected, rel=1e-12)
-
-
 @ALSO_ALONE
 def test_a_scheduler_is_told_the_steps_of_the_ranks_that_train(world, monkeypatch):
     """Before that, they were counted with ranks that are spares now."""
@@ -361,22 +352,6 @@ def test_a_scheduler_is_told_the_steps_of_the_ranks_that_train(world, monkeypatc
     task = language(scheduler=lambda o, steps: told.append(steps) or OneCycleLR(o, 0.1, steps))
     assert len(train(world, task)) == told[-1] == 7 * EPOCHS
     assert told == [2, 7 * EPOCHS]
-
-
-def test_only_trainable_parameters_are_sent_and_unused_ones_stay(world):
-    made, sent = [], []
-    task = language(optimizer=lambda m: made.append(AdamW(m.parameters(), lr=0.02)) or made[-1])
-    unused, frozen = task.model.unused.weight.clone(), task.model.frozen.weight.clone()
-    with Training(task, **{**QUIET, "max_steps": 2}) as training:
-        for _ in training:
-            sent += [p.shape for p in training._loop._gradients._parameters]
-    assert torch.equal(task.model.unused.weight, unused)
-    assert torch.equal(task.model.frozen.weight, frozen)
-    state = made[-1].state
-    assert task.model.hidden.weight in state
-    assert not {task.model.unused.weight, task.model.frozen.weight} & set(state)
-    # Embedding, tied to the head, hidden, unused and the head's bias; not the frozen layer.
-    assert len(sent) == 2 * 6
 
 
 @dataclass

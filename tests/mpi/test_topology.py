@@ -4,7 +4,7 @@ import torch
 import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
-from kaitian_mpi.mpi.topology import GROUP_VARIABLE, agree_on_settings, split_into_groups, subset
+from kaitian_mpi.mpi.topology import GROUP_VARIABLE, agree_on_settings, split_into_groups
 from kaitian_mpi.mpi.world import _exchange_visible, join_world
 
 
@@ -75,14 +75,6 @@ def test_one_rank_may_say_how_to_group_and_another_way_is_an_error_on_every_rank
         given = "kind" if world.rank else "kind-and-host"
         with pytest.raises(AgreedError, match=r"rank 0: 'kind-and-host'; ranks? 1"):
             agree_on_settings(world.comm, given)
-
-
-@pytest.mark.ranks(2)
-def test_a_subset_is_created_by_its_members_alone(world):
-    if world.rank < 2:
-        comm = subset(world.comm, [1, 0], "pair")
-        assert comm.rank == 1 - world.rank
-        comm.Free()
 
 
 def test_one_ranks_error_is_raised_on_every_rank(world):

@@ -1,5 +1,6 @@
 """Changing plans and splitting shares into micro-batches keeps the weights and loses no sample."""
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from loops import Run, make_state, make_task, reverse, shares_of, uneven
+from loops import (
+    EPOCHS,
+    STEPS,
+    RefusedError,
+    Run,
+    make_state,
+    make_task,
+    reverse,
+    shares_of,
+    uneven,
+)
 from samples import BATCH, LENGTH, Points
 from torch import nn
 
@@ -17,7 +28,7 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step import StepExchange, StepObserver
+from kaitian_mpi.train.step import StepExchange
 
 pytestmark = pytest.mark.sizes(1, 3)
 
@@ -100,22 +111,6 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
             assert values.tolist() == list(own)
             assert type(values.tolist()[0]) is type(own[0])
     exchange.close()
-
-
-def test_a_requested_checkpoint_is_due_after_the_same_step_on_all_ranks(world):
-    run = Run(world, uneven(world))
-    due = []
-
-    class Requests(StepObserver):
-        def step_done(self, step, reports):
-            due.append(reports is not None and any(reports.wants_checkpoint))
-
-    run.loop.observers.append(Requests())
-    run.loop.wants_checkpoint = lambda: world.rank == 0 and run.loop.progress.step == 3
-    for step in run.epoch():
-        run.loop.step_done(step)
-    run.close()
-    assert [number for number, is_due in enumerate(due, 1) if is_due] == [4]
 
 
 @pytest.mark.ranks(3)
@@ -294,12 +289,85 @@ def test_a_rank_that_differs_by_more_is_named_whatever_its_device(world, part, w
     assert compare(world, state) == [wrong]
 
 
-@pytest.mark.ranks(2)
-def test_ranks_that_are_behind_get_the_state_and_others_keep_theirs(world):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    state = make_state(world, make_task(model))
-    model[1].running_mean.fill_(world.rank)
-    state.progress.step, state.is_begun = 7, world.rank > 0
-    assert state.sync_to_latest(world) == 1
-    assert model[1].running_mean.tolist() == [max(1, world.rank)] * 4
-    assert state.progress.step == 7
+# A step or an evaluation that does not come about is done again, and leaves no trace. What refuses
+# here is the commit: it raises on every rank, as it does after a loss, and a new loop goes on from
+# the same state.
+
+COMMITS = STEPS + 1  # of an epoch: its steps, and the evaluation
+
+
+class Commit:
+    """A commit that fails at some calls, counted from 0."""
+
+    def __init__(self, refused=()):
+        self.refused, self.calls = refused, 0
+
+    def __call__(self, succeeded):
+        assert succeeded
+        call, self.calls = self.calls, self.calls + 1
+        if call in self.refused:
+            raise RefusedError("planted")
+
+
+def with_norm(world, commit=None, **settings):
+    # Over four numbers of a sample, so that even a single sample has statistics.
+    norm = nn.Unflatten(1, (4, 4)), nn.BatchNorm1d(4), nn.Flatten()
+    return Run(world, uneven(world), layers=norm, commit=commit, **settings)
+
+
+def momenta(run):
+    of_parameters = run.state.optimizers[0].state.values()
+    return torch.cat([value["momentum_buffer"].flatten() for value in of_parameters])
+
+
+def assert_same(run, other):
+    run.assert_each_sample_once()
+    assert run.by_step() == other.by_step()
+    assert (run.weights() - other.weights()).abs().max() < 1e-12
+    assert (momenta(run) - momenta(other)).abs().max() < 1e-12
+    for one, another in zip(run.model.buffers(), other.model.buffers(), strict=True):
+        assert (one - another).abs().max() < 1e-12
+    ours, theirs = (copy.copy(vars(r.state.progress)) for r in (run, other))
+    del ours["training_sec"], theirs["training_sec"]
+    assert ours == theirs
+    for one, another in zip(run.results, other.results, strict=True):
+        assert one["accuracy"] == another["accuracy"]
+        assert one["loss"] == pytest.approx(another["loss"], abs=1e-12)
+
+
+PLACES = {
+    "nowhere": [],
+    "the first step": [0],
+    "in mid-epoch": [3],
+    "the same step twice": [3, 4],
+    "the last, partial step": [STEPS - 1],
+    "the evaluation": [STEPS],
+    "the second epoch's first step": [COMMITS],
+    "the last evaluation": [2 * COMMITS - 1],
+    "several": [1, 5, STEPS + 2, COMMITS + 5],
+}
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("refused", PLACES.values(), ids=PLACES)
+def test_a_refused_step_is_repeated_without_a_trace(world, refused):
+    commit = Commit(refused)
+    run = with_norm(world, commit).train()
+    assert run.refusals == len(refused)
+    assert refused or commit.calls == EPOCHS * COMMITS
+    assert_same(run, with_norm(world).train())
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_recovery_is_exact_with_micro_batches_workers_and_another_split(world, workers):
+    commit = Commit([2, COMMITS + 3])
+    run = with_norm(world, commit, micro_batch_size=5, workers=workers).train()
+    assert run.refusals == 2
+    assert_same(run, with_norm(world, micro_batch_size=5).train())
+    run = Run(world, uneven(world), commit=Commit([4]), workers=workers)
+    run.train(other_shares=reverse(world))
+    assert run.refusals == 1
+    assert_same(run, Run(world, uneven(world)).train())
+    sizes = [len(indices) for indices in run.taken[3:5]]
+    assert sizes == [uneven(world)[world.rank], reverse(world)[world.rank]]

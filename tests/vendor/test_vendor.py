@@ -25,7 +25,6 @@ from collective_cases import (
 )
 from contracts import CONTRACTS, chosen_name
 from fake_device import Stream, current_stream, on_device, values
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from uneven import by_hook, by_reducer, check_like_one_process, network
 
@@ -33,7 +32,6 @@ from kaitian_mpi.distributed.collectives import vendor
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
 from kaitian_mpi.distributed.gradients import sum_on_host
-from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES
 from kaitian_mpi.train.step import StepClock, StepInProgress
@@ -389,23 +387,6 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm, la
 )
 def test_uneven_ranks_train_like_one_process(world, algorithm, way):
     check_like_one_process(world, way)
-
-
-def test_a_reducers_parameters_that_some_ranks_do_not_use(world, device_of, algorithm):
-    sizes = (5, 20_000, 7, 30)
-    model = nn.ParameterList([nn.Parameter(device_of(torch.ones(n))) for n in sizes])
-    reducer = GradientReducer(model)
-    for _ in range(2):
-        for parameter in model:
-            parameter.grad = None
-        reducer.arm((world.rank + 1) / 2)
-        sum((p * 2.0).sum() for p in list(model)[: 2 if world.rank else 3]).backward()
-        reducer.finish()
-        for parameter, expected in zip(model, (factor(world), factor(world), 1), strict=False):
-            assert values(parameter.grad).unique().tolist() == [float(expected)]
-        assert model[3].grad is None
-        assert reducer.is_finite()
-    reducer.close()
 
 
 def test_stock_ddp(world, algorithm):
