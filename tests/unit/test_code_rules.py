@@ -20,17 +20,10 @@ def strings(path):
     return [value for value in constants if isinstance(value, str)]
 
 
-def test_only_one_file_names_mpi_libraries_and_their_variables():
+def test_one_file_names_mpi_libraries_and_one_room_asks_for_device_kinds_or_prints():
     assert {path for path in FILES if any(map(NAMES.search, strings(path)))} == {THE_FILE}
     quoted = re.compile(r"""["'](Open MPI|MPICH|hydra_pmi_proxy|prted|orted)["' ]""")
     assert {path for path in FILES if quoted.search(path.read_text())} == {THE_FILE}
-
-
-def is_type_of_device(node):
-    return isinstance(node, ast.Attribute) and node.attr == "type"
-
-
-def test_no_other_module_asks_what_kind_a_device_is_or_prints():
     for path in FILES:
         for node in nodes(path) if path.parent != ROOT / "devices" else ():
             if isinstance(node, ast.Constant):
@@ -50,6 +43,10 @@ def test_no_other_module_asks_what_kind_a_device_is_or_prints():
                 assert node.func.id != "print" or place in ("cli", "observe"), path
             if isinstance(node, ast.Attribute) and node.attr in ("basicConfig", "StreamHandler"):
                 assert place == "cli", path
+
+
+def is_type_of_device(node):
+    return isinstance(node, ast.Attribute) and node.attr == "type"
 
 
 # Modules whose loading functions can execute code.

@@ -10,7 +10,7 @@ from kaitian_mpi.config import TrainConfig, TrainingConfig, flag_name
 from kaitian_mpi.errors import UserError
 
 
-def test_errors_name_the_wrong_argument():
+def test_errors_in_arguments_and_files_are_one_line_that_names_them(tmp_path):
     for arguments, message in (
         ("--no-such", "unrecognized arguments: --no-such; see kaitian-train --help"),
         ("--mod cnn", "unrecognized arguments: --mod"),
@@ -48,6 +48,29 @@ def test_errors_name_the_wrong_argument():
     ):
         with one_line_error(message):
             parse_config("kaitian-train", arguments.split())
+    for content, message in (
+        ("learning-rate = 1", r"run.toml: there is no setting 'learning-rate'; write a flag of"),
+        ("epoch = 1", r"no setting 'epoch'; did you mean epochs\?"),
+        ("globl-batch-size = 1", r"did you mean global-batch-size\?"),
+        ("config = 'other.toml'", r"no setting 'config'"),
+        ("epochs = 1.5", r"--epochs must be a whole number, not 1\.5"),
+        ("epochs = '1'", r"--epochs must be a whole number, not '1'"),
+        ("model = 3", r"--model must be a string, not 3"),
+        ("nesterov = 1", r"--nesterov must be true or false, not 1"),
+        ("epochs = 0", r"--epochs must be a whole number, at least 1"),
+        ("max-steps = 1\nmax_steps = 2", r"max_steps is set twice"),
+        ("lr = ", r"is not valid TOML \(Invalid value"),
+        ("task = 'a:b'\nlr = 1.0", r"--lr cannot be combined with --task"),
+        ("set = 3", r"run.toml: .set. must be a table of arguments, not 3"),
+        ("task = 'a:b'\nset = {day = 2024-01-01}", r"set: day is a date or time"),
+        ("task = 'a:b'\nset = {x-y = 1}", r"set: 'x-y' cannot be the name of an argument"),
+    ):
+        with one_line_error(message):
+            parse_file(tmp_path, content)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "not valid TOML")):
+        with pytest.raises(UserError, match=f"--config .*{message}"):
+            parse_config("kaitian-train", [f"--config={tmp_path / name}"])
 
 
 def test_help_shows_at_most_45_flags_and_the_ten_that_matter_first():
@@ -96,32 +119,6 @@ def toml(name, text):
 def parse_file(tmp_path, content, *arguments):
     (tmp_path / "run.toml").write_text(content)
     return parse_config("kaitian-train", ["--config", str(tmp_path / "run.toml"), *arguments])
-
-
-def test_errors_in_a_file_and_one_that_cannot_be_read_are_one_line(tmp_path):
-    for content, message in (
-        ("learning-rate = 1", r"run.toml: there is no setting 'learning-rate'; write a flag of"),
-        ("epoch = 1", r"no setting 'epoch'; did you mean epochs\?"),
-        ("globl-batch-size = 1", r"did you mean global-batch-size\?"),
-        ("config = 'other.toml'", r"no setting 'config'"),
-        ("epochs = 1.5", r"--epochs must be a whole number, not 1\.5"),
-        ("epochs = '1'", r"--epochs must be a whole number, not '1'"),
-        ("model = 3", r"--model must be a string, not 3"),
-        ("nesterov = 1", r"--nesterov must be true or false, not 1"),
-        ("epochs = 0", r"--epochs must be a whole number, at least 1"),
-        ("max-steps = 1\nmax_steps = 2", r"max_steps is set twice"),
-        ("lr = ", r"is not valid TOML \(Invalid value"),
-        ("task = 'a:b'\nlr = 1.0", r"--lr cannot be combined with --task"),
-        ("set = 3", r"run.toml: .set. must be a table of arguments, not 3"),
-        ("task = 'a:b'\nset = {day = 2024-01-01}", r"set: day is a date or time"),
-        ("task = 'a:b'\nset = {x-y = 1}", r"set: 'x-y' cannot be the name of an argument"),
-    ):
-        with one_line_error(message):
-            parse_file(tmp_path, content)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    for name, message in (("no", "No such file"), (".", "Is a dir"), ("binary", "not valid TOML")):
-        with pytest.raises(UserError, match=f"--config .*{message}"):
-            parse_config("kaitian-train", [f"--config={tmp_path / name}"])
 
 
 def test_a_config_built_in_code_is_validated_and_its_paths_compared_as_given_or_not():

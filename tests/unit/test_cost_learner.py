@@ -148,7 +148,7 @@ def test_strong_noise_costs_little(noise):
     assert min(job.efficiency(40) for job in jobs) > 0.85
 
 
-def test_slow_first_steps_partial_last_ones_and_sizes_that_cannot_vary_do_no_harm():
+def test_batches_at_most_double_and_slow_partial_or_late_steps_do_no_harm():
     job = Job(models([1, 3]), uniform(0.02), 3, warm_up=500.0, first_of_size=20.0).run(30)
     assert (job.steps_to_95 <= 12, job.learned_at < 25) == (True, True)
     for cost, model in zip(job.learner.costs, job.models, strict=True):
@@ -168,6 +168,19 @@ def test_slow_first_steps_partial_last_ones_and_sizes_that_cannot_vary_do_no_har
     ratio = learner.costs[1].seconds(10) / learner.costs[0].seconds(10)
     assert ratio == pytest.approx(3, rel=0.01)
     assert never.costs is None, "one of its devices never reports"
+    for slowness in ([1, *[20] * 15], [1] + [5] * 63, [1, 50]):
+        job = Job(models(slowness)).run(45)
+        largest = job.history[0]
+        for sizes in job.history:
+            assert all(new <= 2 * old for new, old in zip(sizes, largest, strict=True))
+            largest = [max(pair) for pair in zip(sizes, largest, strict=True)]
+        assert (job.efficiency(45) > 0.95, job.learned_at < 45) == (True, True)
+    for seed in SEEDS:
+        job = Job(models([1, 3]), uniform(0.02), seed, lag=3).run(60)
+        assert job.steps_to_95 <= 40
+        for cost, model in zip(job.learner.costs, job.models, strict=True):
+            for samples in (16, 32, 48):
+                assert cost.seconds(samples) == pytest.approx(model.seconds(samples), rel=0.06)
 
 
 @pytest.mark.parametrize("slowness", [[1, 3], [1, 1], [1, 1, 1], [1] * 8, [1, 2, 3, 5], [1] * 64])
@@ -182,22 +195,6 @@ def test_alpha_and_beta_are_told_apart(slowness, part):
         assert cost.alpha_sec == pytest.approx(model.alpha_sec, abs=0.1 * step_sec)
         assert cost.beta_sec == pytest.approx(model.beta_sec, rel=0.15)
         assert cost.seconds(32) == pytest.approx(step_sec, rel=0.02)
-
-
-def test_batches_at_most_double_and_times_that_come_late_belong_to_their_steps():
-    for slowness in ([1, *[20] * 15], [1] + [5] * 63, [1, 50]):
-        job = Job(models(slowness)).run(45)
-        largest = job.history[0]
-        for sizes in job.history:
-            assert all(new <= 2 * old for new, old in zip(sizes, largest, strict=True))
-            largest = [max(pair) for pair in zip(sizes, largest, strict=True)]
-        assert (job.efficiency(45) > 0.95, job.learned_at < 45) == (True, True)
-    for seed in SEEDS:
-        job = Job(models([1, 3]), uniform(0.02), seed, lag=3).run(60)
-        assert job.steps_to_95 <= 40
-        for cost, model in zip(job.learner.costs, job.models, strict=True):
-            for samples in (16, 32, 48):
-                assert cost.seconds(samples) == pytest.approx(model.seconds(samples), rel=0.06)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 64])

@@ -24,7 +24,7 @@ def arrays():
     return ImageArrays(images, torch.arange(50) % 10, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
-def test_images_are_normalized(arrays):
+def test_images_are_normalized_cropped_by_uniform_shifts_and_mirrored(arrays):
     inputs, labels = arrays[[3, 1, 3]]
     assert (inputs.dtype, labels.dtype, labels.tolist()) == (torch.float32, torch.int64, [3, 1, 3])
     mean, std = torch.tensor(arrays.mean), torch.tensor(arrays.std)
@@ -35,27 +35,6 @@ def test_images_are_normalized(arrays):
         inputs, labels = dataset[[]]
         assert (inputs.shape, inputs.dtype) == ((0, 3, 32, 32), torch.float32)
         assert (labels.shape, labels.dtype, len(dataset)) == ((0,), torch.int64, 50)
-
-
-@pytest.mark.parametrize("kind", ["crop", "crop-flip"])
-def test_augmentation_depends_only_on_the_sample_the_epoch_and_the_seed(arrays, kind):
-    augmented = replace(arrays, augment=kind, seed=5)
-    augmented.set_epoch(3)
-    order = np.random.default_rng(0).permutation(50).tolist()
-    together = augmented[order]
-    for parts in ([[index] for index in order], [order[:7], order[7:]]):
-        inputs, labels = map(torch.cat, zip(*(augmented[part] for part in parts), strict=True))
-        assert torch.equal(together[0], inputs)
-        assert torch.equal(together[1], labels)
-    batches = []
-    for seed, epoch in itertools.product(range(3), range(3)):
-        augmented = replace(arrays, augment=kind, seed=seed)
-        augmented.set_epoch(epoch)
-        batches.append(augmented[order][0])
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
-
-
-def test_a_flipped_image_is_the_crop_mirrored_and_shifts_are_uniform_and_zero_padded(arrays):
     everything = list(range(50))
     plain, _ = replace(arrays, augment="crop")[everything]
     mirrored, _ = replace(arrays, augment="crop-flip")[everything]
@@ -81,6 +60,24 @@ def test_a_flipped_image_is_the_crop_mirrored_and_shifts_are_uniform_and_zero_pa
     shifted = crop(image, down, still)
     assert torch.equal(shifted[..., :-1, :], image[..., 1:, :])
     assert not shifted[..., -1, :].any()
+
+
+@pytest.mark.parametrize("kind", ["crop", "crop-flip"])
+def test_augmentation_depends_only_on_the_sample_the_epoch_and_the_seed(arrays, kind):
+    augmented = replace(arrays, augment=kind, seed=5)
+    augmented.set_epoch(3)
+    order = np.random.default_rng(0).permutation(50).tolist()
+    together = augmented[order]
+    for parts in ([[index] for index in order], [order[:7], order[7:]]):
+        inputs, labels = map(torch.cat, zip(*(augmented[part] for part in parts), strict=True))
+        assert torch.equal(together[0], inputs)
+        assert torch.equal(together[1], labels)
+    batches = []
+    for seed, epoch in itertools.product(range(3), range(3)):
+        augmented = replace(arrays, augment=kind, seed=seed)
+        augmented.set_epoch(epoch)
+        batches.append(augmented[order][0])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(batches, 2))
 
 
 class Samples(Dataset):

@@ -26,7 +26,7 @@ TWO_GPUS = {"cuda": 2, "cpu": 8}
 NO_GPU = {"cuda": 0, "cpu": 8}
 
 
-def test_a_rank_takes_the_device_asked_for_if_there_is_one():
+def test_a_rank_takes_the_device_asked_for_and_ranks_of_a_group_that_share_one_are_found():
     for devices, counts, local_rank, local_size, expected in (
         ("auto", NO_GPU, 3, 4, Choice("cpu", 3)),
         ("auto", TWO_GPUS, 1, 2, Choice("cuda", 1)),
@@ -47,6 +47,25 @@ def test_a_rank_takes_the_device_asked_for_if_there_is_one():
     ):
         with pytest.raises(UserError, match=message):
             choose_device(devices, counts, 0, local_size, "h")
+
+    def info(rank, kind, device, library="NCCL"):
+        fields = (rank, rank, "h", kind, "cuda:0", "a GPU", 0, "2.13")
+        return RankInfo(*fields, physical_device=device, library=library)
+
+    def sharing(*infos):
+        return [[each.world_rank for each in some] for some in shared_devices(infos)]
+
+    for first, second in (
+        (("cuda", "0/A"), ("cuda", "0/B")),
+        (("cuda", "0/A"), ("cuda", "8/A")),  # another node's
+        (("cuda", "0/A"), ("mlu", "0/A")),  # another group
+        (("mps", "0/A", ""), ("mps", "0/A", "")),  # no library
+        (("cpu", "", ""), ("cpu", "", "")),
+    ):
+        assert sharing(info(0, *first), info(1, *second)) == []
+    assert sharing(*(info(n, "cuda", f"0/{n % 2}") for n in range(4))) == [[0, 2], [1, 3]]
+    with pytest.raises(AgreedError, match=r"share one device \(A\), which"):
+        check_own_devices([info(rank, "cuda", "0/A") for rank in range(2)])
 
 
 A, B, C = {"cuda": ["A"]}, {"cuda": ["B"]}, {"cuda": ["A", "B", "C"]}
@@ -86,27 +105,6 @@ def test_auto_gives_each_rank_a_device_of_its_own_unless_they_share():
         with pytest.raises(UserError, match=message):
             assign_devices(inventories, "h")
         assert named(assign_devices(inventories, "h", share=True)) == shared
-
-
-def test_ranks_of_a_group_with_one_device_are_found():
-    def info(rank, kind, device, library="NCCL"):
-        fields = (rank, rank, "h", kind, "cuda:0", "a GPU", 0, "2.13")
-        return RankInfo(*fields, physical_device=device, library=library)
-
-    def sharing(*infos):
-        return [[each.world_rank for each in some] for some in shared_devices(infos)]
-
-    for first, second in (
-        (("cuda", "0/A"), ("cuda", "0/B")),
-        (("cuda", "0/A"), ("cuda", "8/A")),  # another node's
-        (("cuda", "0/A"), ("mlu", "0/A")),  # another group
-        (("mps", "0/A", ""), ("mps", "0/A", "")),  # no library
-        (("cpu", "", ""), ("cpu", "", "")),
-    ):
-        assert sharing(info(0, *first), info(1, *second)) == []
-    assert sharing(*(info(n, "cuda", f"0/{n % 2}") for n in range(4))) == [[0, 2], [1, 3]]
-    with pytest.raises(AgreedError, match=r"share one device \(A\), which"):
-        check_own_devices([info(rank, "cuda", "0/A") for rank in range(2)])
 
 
 @pytest.mark.parametrize("kind", known_kinds().devices)

@@ -19,7 +19,7 @@ from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation, Task
 
 
-def test_the_majority_is_asked_first_and_ranks_of_a_kind_agree_if_their_bits_are_equal():
+def test_the_majority_is_asked_first_and_only_hosts_in_float32_are_judged_strictly():
     for own, agree, found in (
         (["a1", "a1", "b2"], [1, 1, 1], [0, 1, 2]),
         (["a1", "a1", "b2"], [1, 1, 0], [0, 1]),
@@ -31,6 +31,10 @@ def test_the_majority_is_asked_first_and_ranks_of_a_kind_agree_if_their_bits_are
         assert alike([((kind,), int(bits)) for kind, bits in own], agree) == found
     values = [5], [7, 5, 5], [5, 7, 7, 5], [1, 7, 2, 7, 3]
     assert [*map(by_frequency, values)] == [[0], [1, 0], [0, 1], [1, 0, 2, 4]]
+    for precision, is_host, unit in (("fp32", True, 2**-20), ("fp32", False, 2**-11)):
+        assert rounding_unit(nn.Linear(1, 1), precision, is_host) == unit
+    assert rounding_unit(nn.Linear(1, 1), "bf16", True) == 2**-8
+    assert rounding_unit(nn.Linear(1, 1).bfloat16(), "fp32", False) == 2**-8
 
 
 def make_state(dtype=torch.float32):
@@ -196,13 +200,6 @@ def test_a_correct_device_agrees_and_a_wrong_one_does_not(judged, fault):
     own, excess = judged
     assert excess(own) < 0.7
     assert excess(replace(own, **fault(own))) > 1
-
-
-def test_only_hosts_in_float32_are_judged_strictly():
-    for precision, is_host, unit in (("fp32", True, 2**-20), ("fp32", False, 2**-11)):
-        assert rounding_unit(nn.Linear(1, 1), precision, is_host) == unit
-    assert rounding_unit(nn.Linear(1, 1), "bf16", True) == 2**-8
-    assert rounding_unit(nn.Linear(1, 1).bfloat16(), "fp32", False) == 2**-8
 
 
 ATTENTION = functional.scaled_dot_product_attention

@@ -32,7 +32,7 @@ def limit(kind, value):
     resource.setrlimit(kind, before)
 
 
-def test_the_first_ranks_of_hosts_meet():
+def test_the_first_ranks_of_hosts_meet_and_the_report_fits_80_columns_or_is_json():
     for hosts, pairs in (
         ("a", []),
         ("aaaaaaaa", [[(0, 1)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)], [(2, 3)]]),
@@ -40,6 +40,29 @@ def test_the_first_ranks_of_hosts_meet():
         ("abcdefghi", [[(n, n + 1) for n in range(at, 8, 2)] for at in (0, 1)] + [[(0, 8)]]),
     ):
         assert job.choose_pairs(hosts) == pairs
+    shm = {"shm_free_bytes": 1 << 20}
+    text = to_text(report_of(machine=shm, devices={"error": "no such device"}), "0.1.0")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "41 ranks on 10 hosts, examined in 1.2 s by kaitian-doctor 0.1.0" in text
+    assert "problem  ranks           rank 40: has died" in text
+    assert text.endswith("41 problems, 1 warning: training would fail")
+    assert "... and 8 more ranks" in text
+    assert "problem  devices         ... and 8 more; see --json" in text
+    report = report_of()
+    document = json.loads(json.dumps(to_json(report, "0.1.0", "2026-01-02T03:04:05+0000")))
+    expected = {"format": 2, "level": "problem", "training_would_fail": True}
+    assert (expected | {"missing": {"40": "has died"}}).items() <= document.items()
+    assert (report.exit_code, len(document["ranks"])) == (1, 40)
+    assert {"check", "level", "found", "advice"} == set(document["checks"][0])
+    for words, reason in (
+        ("--timeout 0", "--timeout must be above 0"),
+        ("--timeout nan", "--timeout must be .*, not nan"),
+        ("--timeout soon", "invalid float value"),
+        ("--run-dir=", "--run-dir must not be empty"),
+        ("--jso", "unrecognized arguments"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            read_options(words.split())
 
 
 def test_the_run_folder_is_written_to_and_nothing_is_left(tmp_path):
@@ -104,29 +127,3 @@ def report_of(**parts):
     ranks = tuple(rank_facts(rank, f"host-{rank // 4}", **parts) for rank in range(40))
     facts = JobFacts(ranks=ranks, missing={40: "has died"})
     return Report(facts, list(judge(facts, CHECKS)), 1.25)
-
-
-def test_the_report_fits_80_columns_the_document_is_json_and_a_wrong_flag_one_line():
-    shm = {"shm_free_bytes": 1 << 20}
-    text = to_text(report_of(machine=shm, devices={"error": "no such device"}), "0.1.0")
-    assert max(map(len, text.splitlines())) <= 80
-    assert "41 ranks on 10 hosts, examined in 1.2 s by kaitian-doctor 0.1.0" in text
-    assert "problem  ranks           rank 40: has died" in text
-    assert text.endswith("41 problems, 1 warning: training would fail")
-    assert "... and 8 more ranks" in text
-    assert "problem  devices         ... and 8 more; see --json" in text
-    report = report_of()
-    document = json.loads(json.dumps(to_json(report, "0.1.0", "2026-01-02T03:04:05+0000")))
-    expected = {"format": 2, "level": "problem", "training_would_fail": True}
-    assert (expected | {"missing": {"40": "has died"}}).items() <= document.items()
-    assert (report.exit_code, len(document["ranks"])) == (1, 40)
-    assert {"check", "level", "found", "advice"} == set(document["checks"][0])
-    for words, reason in (
-        ("--timeout 0", "--timeout must be above 0"),
-        ("--timeout nan", "--timeout must be .*, not nan"),
-        ("--timeout soon", "invalid float value"),
-        ("--run-dir=", "--run-dir must not be empty"),
-        ("--jso", "unrecognized arguments"),
-    ):
-        with pytest.raises(UserError, match=reason):
-            read_options(words.split())

@@ -127,7 +127,7 @@ def agree(monkeypatch):
     return agree
 
 
-def test_variables_apply_where_there_is_no_flag(agree):
+def test_variables_apply_where_there_is_no_flag_and_errors_name_it(agree):
     for variables in (("", ""), (None, None), (" ", "\t\n")):
         found = agree(("", ""), variables)
         assert (found, found.describe()) == (Emulation(schedules=((), ())), "")
@@ -142,9 +142,6 @@ def test_variables_apply_where_there_is_no_flag(agree):
     assert found.describe() == f"device kinds a, b; {slowed} (steps are counted by a Training only)"
     # mpirun passes variables on to other hosts only if told to.
     assert agree(("", ""), (None, None), ["gpu,mlu", "1:3"]) == agree(("gpu,mlu", "1:3"))
-
-
-def test_errors_name_the_flag_and_refuse_labels_that_would_spoil_tables(agree):
     for kinds, slowdown, other, message in (
         ("a,b", "", ["b,a", ""], "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'"),
         ("a,b,c", "", ["a,b,c", ""], "--emulate-kinds a,b,c: give one kind per rank; mpirun has"),

@@ -22,7 +22,7 @@ from kaitian_mpi.balance.shares import (
 from kaitian_mpi.errors import UserError
 
 
-def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
+def test_shares_and_micro_batches_sum_to_the_total_and_small_ones_are_merged():
     for total, weights, shares in (
         *((10, [1], [10]), (0, [1, 2], [0, 0]), (10, [1, 1], [5, 5])),
         *((10, [1, 1, 1], [4, 3, 3]), (11, [1, 1, 1], [4, 4, 3])),  # ties go to the lower index
@@ -39,9 +39,6 @@ def test_shares_sum_to_the_total_and_stay_within_one_of_the_quota():
         for share, weight in zip(shares, weights, strict=True):
             assert abs(share - total * weight / math.fsum(weights)) < 1 + 1e-6
             assert weight > 0 or share == 0
-
-
-def test_micro_batches_are_equal_to_within_one_and_small_shares_merged():
     for samples, most, min_batch, known in (
         *((10, None, 1, [10]), (0, 4, 1, [0]), (10, 4, 1, [4, 3, 3]), (5, 2, 2, [3, 2])),
         *((3, 2, 2, [3]), (1, 2, 2, [1]), (0, 2, 2, [0])),  # no part smaller than the share

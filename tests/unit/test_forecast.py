@@ -28,7 +28,7 @@ def measured(latency, per_byte, **ranks):
     return MeasuredAllreduce(ranks, AllreduceCost(latency, per_byte))
 
 
-def test_exposed_communication_and_forecasts_computed_by_hand():
+def test_forecasts_computed_by_hand_of_every_choice_of_kinds_and_of_many_only_some():
     for gradient_bytes, buckets in (
         *((0, []), (1000, [1000]), (MIB, [MIB]), (26 * MIB, [MIB, 25 * MIB])),
         (60 * MIB + 5, [MIB, 25 * MIB, 25 * MIB, 9 * MIB + 5]),
@@ -58,23 +58,6 @@ def test_exposed_communication_and_forecasts_computed_by_hand():
         assert found.exposed_sec == pytest.approx(exposed_sec)
         assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
         assert found.efficiency == pytest.approx(efficiency)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
-    chance = random.Random(seed)
-    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
-    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
-    compute_sec = chance.random() * 50
-    end = ready_bytes = 0.0
-    for size in buckets:
-        ready_bytes += size
-        ready = compute_sec * (1 + 2 * ready_bytes / sum(buckets)) / 3
-        end = max(end, ready) + cost.seconds(size)
-    assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
-
-
-def test_choices_of_kinds_are_forecast_and_judged_and_of_many_kinds_only_some():
     cohorts = [cohort("gpu", 0.0, 1.0), cohort("mlu", 0.0, 1.0), cohort("cpu", 0.0, 9.0)]
     slow = AllreduceCost(3.0, 0.0)
     entries = [
@@ -102,6 +85,20 @@ def test_choices_of_kinds_are_forecast_and_judged_and_of_many_kinds_only_some():
     found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
     assert (found.whole.batch_sizes, found.best, found.gain("cpu")) == ([5, 0], ("gpu",), 0)
     assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_exposed_time_equals_a_simulated_queue_of_buckets(seed):
+    chance = random.Random(seed)
+    buckets = [chance.randint(1, 100) for _ in range(chance.randint(1, 20))]
+    cost = AllreduceCost(chance.random(), chance.random() * 0.1)
+    compute_sec = chance.random() * 50
+    end = ready_bytes = 0.0
+    for size in buckets:
+        ready_bytes += size
+        ready = compute_sec * (1 + 2 * ready_bytes / sum(buckets)) / 3
+        end = max(end, ready) + cost.seconds(size)
+    assert exposed_seconds(compute_sec, buckets, cost) == pytest.approx(end - compute_sec)
 
 
 ENTRIES = [

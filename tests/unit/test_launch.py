@@ -26,7 +26,7 @@ HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1), Host(name="c", slots=
 TRAIN = "kaitian_mpi.cli.train --lr 1"
 
 
-def test_each_environment_of_each_host_is_a_part_of_the_command():
+def test_each_environment_of_each_host_is_a_part_of_a_command_that_can_be_divided():
     for line, hosts, environments, words in (
         (
             "mpirun --hostfile hf -np 5 --bind-to none kaitian-train --lr 1",
@@ -63,9 +63,6 @@ def test_each_environment_of_each_host_is_a_part_of_the_command():
         assert " ".join(expanded) == words
         listed = ",".join(re.findall(r"--host (\S+)", words)).split(",")
         assert {host.name for host in used} == {each.partition(":")[0] for each in listed}
-
-
-def test_a_command_that_cannot_be_divided():
     for line, hosts, environments, message in (
         ("mpirun -np 7 kaitian-train", HOSTS, {}, "7 ranks have only 6 slots"),
         ("mpirun kaitian-train", HOSTS, {"z": A}, "name z, but the hostfile and --host have"),
@@ -107,7 +104,7 @@ def test_the_environments_of_a_host_are_read_in_order_and_wrong_files_named(tmp_
     assert read_environments(str(tmp_path / "hosts.toml")) == {"a": tuple(BOTH), "b": tuple(B)}
 
 
-def test_what_a_host_answers_and_this_machine_without_ssh():
+def test_what_a_host_answers_and_what_mpirun_will_do_with_a_hostfile():
     for ended, answer in (
         (Ended(0, f"Welcome!\n{__version__}\n"), __version__),
         (Ended(0, "9\n"), f"b has kaitian-mpi 9, and this host {__version__}; install the same"),
@@ -126,9 +123,6 @@ def test_what_a_host_answers_and_this_machine_without_ssh():
     assert not found["a", sys.executable].fault
     assert "a has no /nowhere/python" in found["a", "/nowhere/python"].fault
     assert "c has no /proc/version" in found["c", "/proc/version"].fault
-
-
-def test_what_mpirun_will_do_with_a_hostfile():
     for slots, variable, levels in (
         ((2, 1), "", ["ok"]),
         ((2, 1), ":oversubscribe", ["problem", "ok"]),

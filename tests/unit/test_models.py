@@ -175,7 +175,7 @@ def parse(*arguments):
     return parse_config("kaitian-train", arguments)
 
 
-def test_a_task_gets_the_settings_and_the_seed_and_names_the_run_folder():
+def test_a_task_gets_the_settings_and_the_seed_and_a_function_that_makes_none_is_named():
     task = build("build", width=3, name="narrow")
     assert isinstance(task, Task)
     assert (task.model.out_features, task.name) == (3, "narrow")
@@ -188,9 +188,6 @@ def test_a_task_gets_the_settings_and_the_seed_and_names_the_run_folder():
     assert config.memory_format == "contiguous"
     for words in (["--task", "a:b", "--memory-format", "auto"], []):
         assert parse(*words).memory_format == "auto"
-
-
-def test_settings_are_read_as_toml_or_text_and_a_function_that_cannot_be_used_is_named():
     for name, settings, message in (
         ("build", {}, r"--set do not fit: missing a required argument: 'width'; it takes width, "),
         ("build", {"width": 1, "nam": 2}, r"argument 'nam'; it takes width, name"),

@@ -55,7 +55,7 @@ BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"
 INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def test_placement_is_read_from_the_environment_and_a_single_rank_of_an_allocation_found():
+def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp():
     for environ, expected in (
         ({}, None),
         (SRUN, Launch(5, 6, 0, 1)),
@@ -89,9 +89,6 @@ def test_placement_is_read_from_the_environment_and_a_single_rank_of_an_allocati
         if fault:
             assert found in fault[0]
             assert "mpirun" in fault[1]
-
-
-def test_ranks_yield_without_two_cores_each_and_use_tcp_only_between_hosts():
     for local_size, world_size, cores, yields, threads in (
         *((1, 1, 8, False, "8"), (4, 4, 8, False, "2"), (5, 5, 8, True, "1"), (4, 4, 2, True, "1")),
         (2, 4, 2, True, "1"),

@@ -33,7 +33,9 @@ def run(monkeypatch, capsys):
     return run_command
 
 
-def test_a_page_is_written_into_the_run_folder_and_missing_files_are_reported(run, tmp_path):
+def test_a_page_is_written_for_a_run_or_several_and_missing_files_are_reported(
+    run, tmp_path, monkeypatch
+):
     folder = make_run(tmp_path / "run")
     before = {path.name for path in folder.iterdir()}
     assert run(folder) == (0, f"report in {folder}/report.html\n", "")
@@ -42,9 +44,6 @@ def test_a_page_is_written_into_the_run_folder_and_missing_files_are_reported(ru
     code, _, err = run(folder)
     assert (code, err) == (0, f"{folder}: summary.json cannot be read: not valid JSON\n")
     assert "summary.json cannot be read" in (folder / "report.html").read_text()
-
-
-def test_several_runs_are_compared_in_one_page_and_as_images(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [make_run(tmp_path / "fast"), make_run(tmp_path / "slow")]
     found = run(*folders, "--images", "images")

@@ -42,7 +42,7 @@ def draw_plan(draw, ranks, min_batch=1):
     return plan
 
 
-def test_shares_of_steps_and_an_order_that_depends_on_seed_and_epoch_not_on_the_split():
+def test_the_order_depends_on_seed_and_epoch_and_shares_on_plans_from_the_next_step_on():
     for remaining, plan, min_batch, shares in (
         (100, [6, 3, 1], 1, [6, 3, 1]),
         (10, [6, 3, 1], 1, [6, 3, 1]),
@@ -65,29 +65,6 @@ def test_shares_of_steps_and_an_order_that_depends_on_seed_and_epoch_not_on_the_
     assert len(set(orders)) == 16
     unshuffled = take(make_ranks(7, [2, 1], shuffle=False))
     assert unshuffled == [[[0, 1], [2]], [[3, 4], [5]], [[6], []]]
-
-
-@pytest.mark.parametrize("min_batch", [1, 2, 3])
-def test_every_epoch_contains_each_sample_once_and_no_batch_is_too_small(min_batch):
-    draw = random.Random(min_batch)
-    for _ in range(300):
-        plan = draw_plan(draw, draw.randrange(1, 6), min_batch)
-        length = draw.randrange(min_batch, 4 * sum(plan) + 2)
-        options = {"shuffle": draw.random() < 0.5, "seed": draw.randrange(9)}
-        samplers = make_ranks(length, plan, min_batch=min_batch, **options)
-        steps = steps_per_epoch(length, sum(plan), min_batch)
-        assert min_batch > 1 or steps == -(-length // sum(plan))
-        assert {len(sampler) for sampler in samplers} == {steps}
-        taken = take(samplers)
-        assert (len(taken), sorted(flat(taken))) == (steps, list(range(length)))
-        assert all(sizes_of(step) == plan for step in taken[:-1])
-        assert {sampler.position for sampler in samplers} == {length}
-        for size, most in zip(sizes_of(taken[-1]), plan, strict=True):
-            assert size == 0 or min_batch <= size < most + min_batch
-        assert_known(samplers[0], taken)
-
-
-def test_a_new_plan_applies_from_the_next_step_and_a_resumed_number_of_ranks_too():
     draw = random.Random(3)
     for _ in range(50):
         ranks, length = draw.randrange(1, 5), draw.randrange(1, 300)
@@ -116,6 +93,26 @@ def test_a_new_plan_applies_from_the_next_step_and_a_resumed_number_of_ranks_too
             sampler.set_epoch(epoch)
         whole = make_ranks(length, [length], epoch, seed=7)
         assert flat(taken) + flat(take(after)) == flat(take(whole))
+
+
+@pytest.mark.parametrize("min_batch", [1, 2, 3])
+def test_every_epoch_contains_each_sample_once_and_no_batch_is_too_small(min_batch):
+    draw = random.Random(min_batch)
+    for _ in range(300):
+        plan = draw_plan(draw, draw.randrange(1, 6), min_batch)
+        length = draw.randrange(min_batch, 4 * sum(plan) + 2)
+        options = {"shuffle": draw.random() < 0.5, "seed": draw.randrange(9)}
+        samplers = make_ranks(length, plan, min_batch=min_batch, **options)
+        steps = steps_per_epoch(length, sum(plan), min_batch)
+        assert min_batch > 1 or steps == -(-length // sum(plan))
+        assert {len(sampler) for sampler in samplers} == {steps}
+        taken = take(samplers)
+        assert (len(taken), sorted(flat(taken))) == (steps, list(range(length)))
+        assert all(sizes_of(step) == plan for step in taken[:-1])
+        assert {sampler.position for sampler in samplers} == {length}
+        for size, most in zip(sizes_of(taken[-1]), plan, strict=True):
+            assert size == 0 or min_batch <= size < most + min_batch
+        assert_known(samplers[0], taken)
 
 
 def test_an_epoch_restarts_or_continues_and_a_state_of_another_run_is_rejected():

@@ -27,7 +27,7 @@ KINDS = [("a", GPU), ("a", MLU), ("b", GPU), ("b", MLU), ("b", GPU), ("a", GPU),
 UNLIKE = [make_rank(number, *place) for number, place in enumerate(KINDS)]
 
 
-def test_a_lost_rank_is_replaced_by_the_most_similar_spare_and_one_always_trains():
+def test_the_last_ranks_are_spares_and_the_most_similar_one_replaces_a_lost_rank():
     for infos, before, lost, after in (
         # No rank is on standby.
         (ALIKE, standby(), [0], standby()),
@@ -66,9 +66,6 @@ def test_a_lost_rank_is_replaced_by_the_most_similar_spare_and_one_always_trains
             after = replace_lost(standby(spares, excluded), alive, gone)
             assert after.active(alive)
             assert after.spares | after.excluded <= {info.world_rank for info in alive}
-
-
-def test_the_last_ranks_are_spares_and_one_lost_before_the_start_takes_the_place_of_one():
     for infos, spares, excluded, expected, active in (
         (ALIKE, 0, [], standby(), [0, 1, 2, 3, 4]),
         (ALIKE, 2, [], standby([3, 4]), [0, 1, 2]),

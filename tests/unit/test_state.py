@@ -95,7 +95,7 @@ def equal(some, others):
     )
 
 
-def test_shared_state_is_restored_with_momentum_and_that_of_a_rank_bit_by_bit():
+def test_shared_state_is_restored_with_momentum_but_not_a_jobs_own_settings():
     state, other = make_state(), make_state(seed=1)
     train(state)
     fill_buffers(state.model)
@@ -122,9 +122,6 @@ def test_shared_state_is_restored_with_momentum_and_that_of_a_rank_bit_by_bit():
         torch.manual_seed(5)
         train(each)
     assert equal(parameters(state), parameters(other))
-
-
-def test_a_jobs_own_settings_and_number_of_steps_are_kept():
     state = make_state(lr=7.0, momentum=0.1, nesterov=False, weight_decay=0.3)
     other = make_state()
     train(state)

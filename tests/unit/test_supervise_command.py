@@ -15,7 +15,7 @@ from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, T
 from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 
-def test_mpirun_options_are_parsed_and_replaced_in_place():
+def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_program_found():
     for options, ranks, files, lists in (
         ("", None, [], []),
         ("-np 4", 4, [], []),
@@ -59,9 +59,6 @@ def test_mpirun_options_are_parsed_and_replaced_in_place():
     ):
         words = f"mpirun {options} kaitian-train -np 4".split()
         assert given.replaced(names, values).words == words
-
-
-def test_the_training_program_is_found_and_others_are_rejected():
     for line, arguments in (
         ("mpirun -np 2 kaitian-train --epochs 3", ["--epochs", "3"]),
         ("mpirun -np 2 kaitian-train --run-dir runs/kaitian-train", ["--run-dir", None]),

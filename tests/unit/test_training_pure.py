@@ -210,7 +210,7 @@ def test_a_changed_flag_is_rejected_silent_or_applies_with_a_line(name):
     assert invalidated == INVALIDATES.get(name, set())
 
 
-def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate():
+def test_a_run_is_over_when_nothing_is_left_and_its_summary_is_read_as_written():
     for done, flags, over in (
         ({"epoch": 3}, {"epochs": 3}, True),
         ({"epoch": 3}, {"epochs": 2}, True),
@@ -222,9 +222,6 @@ def test_a_run_is_over_when_nothing_is_left_to_train_or_evaluate():
     ):
         progress = asdict(Progress(0, **{"is_done": True} | done))
         assert is_over(TrainConfig(**flags), progress) is over
-
-
-def test_a_summary_is_read_as_it_was_written_and_a_place_does_not_depend_on_the_rank():
     summary = Summary(
         finished=True, steps=10, groups={"cpu": [0, 1]}, val_loss=0.5, failures=[], emulated=False
     )

@@ -31,7 +31,7 @@ def release(text):
     return tuple(int(part) for part in text.split("."))
 
 
-def test_documented_releases_match_the_metadata_and_pinned_packages_the_oldest_python():
+def test_documented_and_pinned_releases_match_the_metadata_and_ci_covers_them():
     major, minor = release(BEYOND)
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
     assert f"torch {OLDEST} to {major}.{minor - 1}" in readme
@@ -53,6 +53,24 @@ def test_documented_releases_match_the_metadata_and_pinned_packages_the_oldest_p
     }
     assert {"torch", "ruff", "pytest"} <= requires.keys()
     assert [name for name in requires if oldest not in SpecifierSet(requires[name])] == []
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    matrix = {(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]}
+    assert {(PINNED, python) for python in PYTHONS} <= matrix
+    minors = {release(torch)[:2] for torch, python in matrix if python == PYTHONS[0]}
+    major, minor = release(BEYOND)
+    assert {release(OLDEST)[:2], (major, minor - 1)} <= minors
+    assert job["steps"][-1]["run"].endswith('.ci/run --torch "$TORCH" --python "$PYTHON"')
+    assert (ROOT / ".ci/run").read_text().endswith('\nexec bin/test "$@"\n')
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "permissions" not in job
+    for step in job["steps"]:
+        pinned = re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", ""))
+        assert pinned or "run" in step
+        assert "${{" not in step.get("run", "")  # no command has parts of untrusted event data
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["id"] for hook in hooks] == ["ruff-check", "ruff-format", "mypy"]
+    assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)  # without an active one
 
 
 @pytest.mark.parametrize(
@@ -73,27 +91,6 @@ def test_an_invalid_version_is_rejected_before_anything_is_created(command, sett
     assert result.returncode == 2
     assert why in result.stderr
     assert (len(result.stderr.splitlines()), sorted(ROOT.glob(".venv*"))) == (1, before)
-
-
-def test_ci_covers_every_python_and_the_oldest_and_newest_torch_and_may_only_read():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    matrix = {(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]}
-    assert {(PINNED, python) for python in PYTHONS} <= matrix
-    minors = {release(torch)[:2] for torch, python in matrix if python == PYTHONS[0]}
-    major, minor = release(BEYOND)
-    assert {release(OLDEST)[:2], (major, minor - 1)} <= minors
-    assert job["steps"][-1]["run"].endswith('.ci/run --torch "$TORCH" --python "$PYTHON"')
-    assert (ROOT / ".ci/run").read_text().endswith('\nexec bin/test "$@"\n')
-    assert workflow["permissions"] == {"contents": "read"}
-    assert "permissions" not in job
-    for step in job["steps"]:
-        pinned = re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", ""))
-        assert pinned or "run" in step
-        assert "${{" not in step.get("run", "")  # no command has parts of untrusted event data
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert [hook["id"] for hook in hooks] == ["ruff-check", "ruff-format", "mypy"]
-    assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)  # without an active one
 
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

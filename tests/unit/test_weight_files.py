@@ -234,23 +234,9 @@ def test_the_users_own_model_loads_the_file(tmp_path, name):
             assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
 
 
-def test_what_prevents_an_export_is_found_before_training(tmp_path, monkeypatch):
-    for model, message in (
-        (nn.Linear(2, 2, dtype=torch.complex128), "complex128"),
-        (with_buffers(adjacent=torch.eye(2).to_sparse()), "sparse"),
-    ):
-        with one_line_error(f"^--export m.safetensors: a .*cannot hold.*{message}"):
-            check_export(TrainConfig(export="m.safetensors"), model, 1)
-    run = tmp_path / "run"
-    config = TrainConfig(run_dir=str(run), export=str(run / "m.safetensors"))
-    check_export(config, nn.Linear(2, 2), 0)  # in a folder that will be made
-    assert not run.exists()
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(UserError, match=r"safetensors is not installed; pip install 'kaitian"):
-        check_export(config, nn.Linear(2, 2), 1)
-
-
-def test_a_full_disk_leaves_the_earlier_file_and_a_symbolic_link_stays(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_earlier_file_and_what_else_prevents_an_export_is_found_early(
+    tmp_path, monkeypatch
+):
     path, target = tmp_path / "link.safetensors", tmp_path / "elsewhere/model.safetensors"
     path.symlink_to(target)
     export_weights(str(path), nn.Linear(2, 2))  # makes the folder
@@ -265,3 +251,16 @@ def test_a_full_disk_leaves_the_earlier_file_and_a_symbolic_link_stays(tmp_path,
     with pytest.raises(StorageError, match=r"could not be written: No space left .* needed, "):
         export_weights(str(path), nn.Linear(2, 3))
     assert (target.read_bytes(), os.listdir(target.parent)) == (before, ["model.safetensors"])
+    for model, message in (
+        (nn.Linear(2, 2, dtype=torch.complex128), "complex128"),
+        (with_buffers(adjacent=torch.eye(2).to_sparse()), "sparse"),
+    ):
+        with one_line_error(f"^--export m.safetensors: a .*cannot hold.*{message}"):
+            check_export(TrainConfig(export="m.safetensors"), model, 1)
+    run = tmp_path / "run"
+    config = TrainConfig(run_dir=str(run), export=str(run / "m.safetensors"))
+    check_export(config, nn.Linear(2, 2), 0)  # in a folder that will be made
+    assert not run.exists()
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(UserError, match=r"safetensors is not installed; pip install 'kaitian"):
+        check_export(config, nn.Linear(2, 2), 1)
