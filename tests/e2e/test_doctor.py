@@ -1,9 +1,10 @@
 """`kaitian-doctor` under mpirun: one report, whatever happens to a rank."""
 
 import json
+from pathlib import Path
 
 import pytest
-from jobs import PYTHON
+from jobs import PYTHON, summary_of
 
 DOCTOR = (PYTHON, "-m", "kaitian_mpi.cli.doctor")
 LIMIT_SEC = 100  # 15 s on a machine that has nothing else to do
@@ -56,3 +57,13 @@ def test_a_wrong_flag_is_one_line(mpirun):
     ended = mpirun(2, *DOCTOR, "--timeout", "-1", code=2)
     assert ended.out == ""
     assert ended.err.count("kaitian-doctor: error: --timeout must be") == 1
+
+
+def test_a_job_trains_and_is_examined_without_what_only_linux_has(mpirun, tmp_path):
+    """As on macOS, whose other differences are not tested."""
+    without = {"fresh": True, "PYTHONPATH": str(Path(__file__).parents[1] / "without_linux")}
+    command = "kaitian-train --model cnn --max-steps 3 --workers 1 --benchmark-seconds 1"
+    mpirun(2, *f"{command} --run-dir run".split(), **without)
+    assert summary_of(tmp_path)["finished"]
+    ended = mpirun(1, "kaitian-doctor", "--json", **without)
+    assert "not on this system" not in ended.text
