@@ -96,6 +96,7 @@ def test_a_spare_takes_over_in_an_evaluation_after_a_step(survivors):
         ("evaluate:8:1", 8, ""),
         ("between:8:1", 8, ""),
         ("after:8:1", 8, ""),
+        ("between:8:1 after:8:0", 8, ""),
         ("results:15:1", 15, ""),
         ("after:11:1", 11, "steps:10"),
         ("between:8:1", 8, "epochs:7"),

@@ -231,6 +231,27 @@ def test_an_epoch_that_the_last_step_has_cut_is_over_or_goes_on(world, shared_pa
         assert own.shape == other.shape
 
 
+@ALSO_ALONE
+def test_a_signal_between_epochs_has_what_is_done_there_done_again(world, shared_path):
+    """Also in an epoch that an earlier job's last step had cut, and its script had ended."""
+    settings = {**QUIET, "run_dir": str(shared_path / "run"), "resume": "auto"}
+    train(world, max_steps=STEPS + 3, **settings)
+    with Training(Script().task(is_open=False), **settings) as training:
+        for epoch in training.epochs():
+            assert epoch.number == 1
+            assert [step.number for step in epoch] == [11, 12, 13, 14]
+            if world.rank == 0:  # as a forked process does at a signal
+                training._saving._write_at_exit()
+            world.comm.Barrier()
+            break
+        # As if the job had ended there, before any more was saved.
+        training._end(ZeroDivisionError())
+    world.comm.Barrier()
+    _, means, steps = train(world, **settings)
+    assert steps == {1: [], 2: list(range(2 * STEPS + 1, 3 * STEPS + 1))}
+    assert len(means) == 2
+
+
 @IN_BOTH_FORMS
 def test_the_last_epoch_is_evaluated_once_if_the_loop_over_them_is_left_then(world, is_open):
     script = Script()
