@@ -7,6 +7,14 @@ trainer's own loop. With a rank that is three times slower (emulated), the ratio
 samples per second after step 30. Without one it is what `--adaptive` costs. Prints medians, with
 the smallest and the largest.
 
+    python benchmarks/trainers.py --best [--pairs 5]
+
+compares the loop over DDP, from step 30 on, with the same loop with the best fixed split.
+
+    python benchmarks/trainers.py --timm TRAIN_PY [--pairs 5]
+
+compares equal and adaptive batches of timm's own train.py, on random images.
+
     python benchmarks/trainers.py --kills 10 [--trainers …]
 
 kills a rank at a random step of jobs under `kaitian-supervise`, whose scripts resume from their own
@@ -20,15 +28,18 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +53,8 @@ LENGTH, VOCABULARY = 64, 256
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RESUMED = Path(__file__).parents[1] / "tests/e2e/trainers/resumed.py"
 RESUMED_NAMES = {"ddp": "plain_ddp", "huggingface": "hugging_face"}
+SPLIT = os.environ.get("SPLIT", "")  # the rows of each rank
+SPLITS = [f"{rows},{2 * ROWS - rows}" for rows in range(21, 28)]
 TRAINERS = ("ddp", "accelerate", "huggingface", "lightning")
 
 
@@ -83,10 +96,14 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train_ddp(model: nn.Module, times: list[float]) -> None:
-    """Train by a loop of plain PyTorch."""
+    """Train by a loop of plain PyTorch, with a fixed split of the rows if there is one."""
     dist.init_process_group("gloo")
     data = Texts()
-    loader = DataLoader(data, ROWS, sampler=DistributedSampler(data))
+    if SPLIT:
+        own = int(SPLIT.split(",")[dist.get_rank()])
+        loader = DataLoader(data, batch_sampler=[range(own)] * STEPS)
+    else:
+        loader = DataLoader(data, ROWS, sampler=DistributedSampler(data))
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for batch in loader:
@@ -173,21 +190,71 @@ def train(trainer: str) -> None:
         print(f"\n{json.dumps({'samples_per_sec': rate})}", flush=True)
 
 
-def measure(trainer: str, slowdown: bool, adaptive: bool) -> float:
-    """Return the samples per second of one job."""
+def run(slowdown: bool, adaptive: bool, *script: str, **variables: str) -> str:
+    """Return what one job has printed."""
     command = "mpirun -np 2 --map-by core --bind-to core kaitian-run --backend-override gloo,nccl"
     words = command.split() + ["--emulate-slowdown", "1:3"] * slowdown + ["--adaptive"] * adaptive
     ended = subprocess.run(
-        [*words, __file__, "--train", trainer],
+        [*words, *script],
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | variables,
     )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"samples')]
-    if not lines:
-        sys.exit(ended.stdout + ended.stderr)
+    if ended.returncode:
+        sys.exit(ended.stdout)
+    return ended.stdout
+
+
+def measure(trainer: str, slowdown: bool, adaptive: bool, split: str = "") -> float:
+    """Return the samples per second of one job."""
+    output = run(slowdown, adaptive, __file__, "--train", trainer, SPLIT=split)
+    lines = [line for line in output.splitlines() if line.startswith('{"samples')]
     return float(json.loads(lines[0])["samples_per_sec"])
+
+
+def measure_timm(script: str, images: str, slowdown: bool, adaptive: bool) -> float:
+    """Return the samples per second of one job of timm's train.py."""
+    options = (
+        f"--data-dir {images} --model resnet10t --num-classes 2 --input-size 3 64 64 -b {ROWS} "
+        "--workers 1 --log-interval 1 --epochs 1 --warmup-epochs 0 --device cpu "
+        f"--output {images}/out"
+    )
+    output = run(slowdown, adaptive, script, *options.split())
+    seconds = [float(each) for each in re.findall(r"^Train: .*?Time: ([\d.]+)s", output, re.M)]
+    return 2 * ROWS * len(seconds[SETTLED:]) / sum(seconds[SETTLED:])
+
+
+def write_images(folder: str) -> None:
+    """Write the random images of a data set with two classes."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for kind, count in (("train", STEPS * ROWS * 2), ("val", 2 * ROWS)):
+        for name in range(count):
+            path = Path(folder, kind, str(name % 2), f"{name}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(256, size=(64, 64, 3), dtype=np.uint8)).save(path)
+
+
+def show(name: str, pairs: Sequence[Sequence[float]]) -> None:
+    """Print the samples per second of alternating jobs, and their ratios."""
+    ratios = sorted(after / before for before, after in pairs)
+    before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(
+        f"  {name:12} {before:7.1f} -> {after:7.1f} samples/s, ratio "
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        flush=True,
+    )
+
+
+def compare_with_best(count: int) -> None:
+    """Print how the adaptive loop compares with the best fixed split of the first round."""
+    rates = {split: measure("ddp", True, False, split) for split in SPLITS}
+    best = max(rates, key=lambda split: rates[split])
+    pairs = [[measure("ddp", True, False, best), measure("ddp", True, True)] for _ in range(count)]
+    show(f"ddp, {best}", pairs)
 
 
 def kill(trainer: str) -> tuple[float, float]:
@@ -240,26 +307,30 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--trainers", default=",".join(TRAINERS))
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--timm", default="", metavar="TRAIN_PY")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         return train(arguments.train)
     if arguments.kills:
         return measure_kills(arguments.trainers.split(","), arguments.kills)
+    if arguments.best:
+        return compare_with_best(arguments.pairs)
     for slowdown in (True, False):
         print("one rank 3 times slower" if slowdown else "no slow rank", flush=True)
-        for trainer in arguments.trainers.split(","):
-            pairs = [
-                [measure(trainer, slowdown, adaptive) for adaptive in (False, True)]
-                for _ in range(arguments.pairs)
-            ]
-            ratios = sorted(adaptive / equal for equal, adaptive in pairs)
-            equal, adaptive = (statistics.median(column) for column in zip(*pairs, strict=True))
-            print(
-                f"  {trainer:12} {equal:7.1f} -> {adaptive:7.1f} samples/s, ratio "
-                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-                flush=True,
-            )
+        with tempfile.TemporaryDirectory() as images:
+            if arguments.timm:
+                write_images(images)
+                measures = {"timm": partial(measure_timm, arguments.timm, images)}
+            else:
+                names = arguments.trainers.split(",")
+                measures = {name: partial(measure, name) for name in names}
+            for name, rate in measures.items():
+                pairs = [
+                    [rate(slowdown, way) for way in (False, True)] for _ in range(arguments.pairs)
+                ]
+                show(name, pairs)
 
 
 if __name__ == "__main__":
