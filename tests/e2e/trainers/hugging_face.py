@@ -63,12 +63,14 @@ trainer = (OwnLoss if kind.startswith("own") else Recorder)(
     data_collator=partial(collate, classes=classes),
 )
 ended = trainer.train()
+# Older releases also count the labels of the first tokens, for which there is no loss.
+first = 1 if getattr(trainer, "_loss_shifts_labels", False) else 0
 
 
 def backward(model, batches):
     losses = []
     whole = [collate([data[row] for row in rows], classes) for rows in batches]
-    items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in whole if not classes)
+    items = sum(int(batch["labels"][:, first:].ne(-100).sum()) for batch in whole if not classes)
     for batch in whole:
         batch.pop("rows")
         if kind.startswith("own"):
