@@ -100,6 +100,8 @@ def test_of_torch(name, folder):
     method = getattr(CASE, name)
     if getattr(method, "__unittest_skip__", False):
         pytest.skip(method.__unittest_skip_why__)
+    if BACKEND != "gloo" and "monitored_barrier" in name:
+        pytest.skip("torch has it for groups of gloo alone")
     start_group(name, folder)
     meet()
     set_rng_seed(1234)  # torch 2.8 has no default; this is that of later releases
