@@ -115,9 +115,7 @@ def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> b
     if torch.equal(own, other) or not (own.is_floating_point() or own.is_complex()):
         return torch.equal(own, other)
     units = torch.finfo(own.dtype)
-    if own.is_complex():
-        own, other = torch.view_as_real(own), torch.view_as_real(other)
-    own, other = own.double(), other.double()
+    own, other = numbers_of(own), numbers_of(other)
     odd = ~(own.isfinite() & other.isfinite())
     if not torch.equal(own[odd].nan_to_num(0.5), other[odd].nan_to_num(0.5)):
         return False
@@ -127,6 +125,13 @@ def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> b
     of_element = (allowed + _MOST_OF_ELEMENT) * (size + mean) + units.tiny
     norm_fits = change.square().mean().sqrt() <= allowed * mean + units.tiny
     return bool(norm_fits and (change <= of_element).all())
+
+
+def numbers_of(tensor: torch.Tensor, stride: int = 1) -> torch.Tensor:
+    """Return a tensor's numbers, or each `stride`-th: flat, float64, in host memory."""
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()
+    parts = torch.view_as_real(dense) if dense.is_complex() else dense
+    return parts.flatten()[::stride].cpu().double()
 
 
 def by_frequency(values: Sequence[object]) -> list[int]:

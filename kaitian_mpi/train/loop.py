@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.distributed.sync_batch_norm import local_statistics, participate
+from kaitian_mpi.distributed.sync_batch_norm import participate
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
@@ -370,7 +369,6 @@ class Loop:
         return means
 
     @torch.no_grad()
-    @local_statistics()
     def _recompute_statistics(self) -> None:
         """Recompute batch norm's statistics from the epoch's first samples and current weights.
 
@@ -379,10 +377,8 @@ class Loop:
         self._set_epoch()
         count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
         shares = list(self.sampler.first_shares(count))
-        statistics, device = self.state.statistics, self._computation.device
-        statistics.before_step(0, sum(map(len, shares)), count)
-        devices = [] if device_of(device).is_host else [device]
-        with torch.random.fork_rng(devices, device_type=device.type):
+        with self._computation.aside():
+            self.state.statistics.before_step(0, sum(map(len, shares)), count)
             for indices in filter(None, shares):
                 enter_phase("getting a batch")
                 for part in self._loader.data[self._share(indices)]:

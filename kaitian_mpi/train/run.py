@@ -190,7 +190,7 @@ def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | N
         return None
     from kaitian_mpi.train.measure.parity import check_parity
 
-    return check_parity(run.config, run.setup, run.profiles, excluded, world)
+    return check_parity(run.setup, run.profiles, excluded, run.config.seed, world)
 
 
 def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kaitian_mpi.config.factory import parameters_of
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.train.data.batches import place
@@ -255,6 +257,16 @@ class Computation:
         """Return the context in which to compute a forward and a loss, in the precision."""
         dtype = _AUTOCAST_DTYPES.get(self.precision)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Compute forwards besides the training in the block. Not collective.
+
+        They use up none of its random numbers, and no `SyncBatchNorm` waits for other ranks.
+        """
+        devices = [] if device_of(self.device).is_host else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type), local_statistics():
+            yield
 
     def loss(
         self, task: Task, model: nn.Module, batch: Any, needs_gradient: bool = True

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.recipes.image_classification import make_optimizer, make_task
@@ -150,7 +151,7 @@ def test_what_rounding_does_not_do_is_a_difference(change):
 
 
 CPU = torch.device("cpu")
-HOST = Computation(CPU, "fp32", "contiguous")
+HOST, REFERENCE = (Computation(CPU, each, "contiguous") for each in ("fp32", "float64"))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def known():
     task = make_task(TrainConfig(model="cnn", seed=3))
     data = as_batches(task.data, task.collate)
     batch = data[[index * len(task.data) // 4 for index in range(4)]]
-    return task, batch, compute_outcome(task, batch, HOST, 3, torch.float64)
+    return task, batch, compute_outcome(task, batch, REFERENCE, 3)
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "fp16"])
@@ -168,7 +169,7 @@ def judged(known, request):
     task, batch, reference = known
     computation = Computation(CPU, request.param, "channels_last")
     unit = rounding_unit(task.model, request.param, is_host=True)
-    changed = compute_outcome(task, batch, HOST, 3, torch.float64, unit)
+    changed = compute_outcome(task, batch, REFERENCE, 3, unit)
     allowed = tolerances(distances(changed, reference, unit), unit)
 
     def excess(outcome):
@@ -202,6 +203,13 @@ def test_a_correct_device_agrees_and_a_wrong_one_does_not(judged, fault):
     assert excess(replace(own, **fault(own))) > 1
 
 
+class ComputedAgain(nn.Sequential):
+    """Keeps none of its results for backward, as with activation checkpointing."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 ATTENTION = functional.scaled_dot_product_attention
 LAYERS = {
     "dropout": nn.Dropout(0.5),
@@ -210,6 +218,7 @@ LAYERS = {
     "attention": lambda x: ATTENTION(x, x, x, None, 0.5, True),
     "attention by keyword": lambda x: ATTENTION(x, x, x, dropout_p=0.5),
     "a transformer": nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5),
+    "computed again": ComputedAgain(nn.Dropout(0.5), nn.Tanh()),
     "an LSTM": nn.LSTM(6, 6, num_layers=2, dropout=0.5),
 }
 
@@ -234,5 +243,7 @@ def test_no_dropout_is_applied_and_random_numbers_are_noticed(layer):
         return compute_outcome(task, x, HOST, seed)
 
     x = torch.randn(2, 3, 6)
-    assert outcome(1, 0).loss == outcome(2, 0).loss
+    one, other = outcome(1, 0), outcome(2, 0)
+    assert one.loss == other.loss
+    assert all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
     assert outcome(1, 1) is None

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kaitian_mpi.balance.cost_model import RankCost, scores
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
@@ -182,7 +181,7 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     """
     if task.loss is None:
         return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), local_statistics():
+    with computation.aside(), torch.no_grad():
         try:
             trial = copy.deepcopy(task.model).to(computation.device).train()
         except Exception:  # user code may raise anything
