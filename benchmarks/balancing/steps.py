@@ -25,6 +25,7 @@ from kaitian_mpi.devices.pace import Pace, Schedule
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.recipes.datasets import DataSource, load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
@@ -125,7 +126,7 @@ class Bench:
         state = State(setup.task, self.computation(), steps)
         loader = ShareLoader(setup.train, config.workers, pin_memory=False)
         loop = Loop(config, world, setup, state, plan, loader)
-        return Run(loop, Balancing(config, loop, setup.folder))
+        return Run(loop, Balancing(config, loop, setup.folder, Sinks()))
 
     def paced(self, schedules: tuple[Schedule, ...]) -> World:
         """Return the world with a device of this rank's schedule."""

@@ -58,7 +58,7 @@ def make_loop(
     state = State(task, computation, steps)
     loader = ShareLoader(setup.train, config.workers, pin_memory=False)
     loop = Loop(config, world, setup, state, plan, loader, commit)
-    balancing = Balancing(config, loop, setup.folder)
+    balancing = Balancing(config, loop, setup.folder, Sinks())
     run = SimpleNamespace(config=config, setup=setup, state=state, sinks=Sinks())
     loop.observers += [balancing, Metrics(run, loop, balancing, {})]
     return loop

@@ -154,9 +154,7 @@ class Rebalancer:
         total = sum(self.batch_sizes)
         return bool(costs.within(max(0.0, longest) * (1 + 1e-9), total).sum() >= total)
 
-    def _growth_limits(self) -> list[int | None] | None:
-        if math.isinf(self._max_growth):
-            return None
+    def _growth_limits(self) -> list[int]:
         fits = self._costs.largest_micro_batch.tolist()
         return [  # what was planned before has fitted
             max(largest, int(min(self._max_growth * largest, fit)))

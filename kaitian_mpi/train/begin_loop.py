@@ -62,7 +62,7 @@ def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepO
         yield Timeline(world, run.setup.path, recorder.current, state)
     watchdog = current_watchdog()
     if watchdog is not None and world.size > 1:
-        yield Presence(world.comm, watchdog, setup_limit(config.step_timeout))
+        yield Presence(world, watchdog, setup_limit(config.step_timeout))
 
 
 def _assign_files(run: Run, world: World) -> None:

@@ -27,7 +27,7 @@ Print = tuple[tuple[str, ...], int]
 """How a rank rounds, and the checksum of its tensors."""
 
 
-def repair_divergence(world: World, state: State, sinks: Sinks | None = None) -> list[int]:
+def repair_divergence(world: World, state: State, sinks: Sinks) -> list[int]:
     """Make the weights and the optimizers' state the same again on all ranks. Collective.
 
     Ranks apply the same gradients. On identical devices the results are bit-identical, so they
@@ -53,8 +53,7 @@ def repair_divergence(world: World, state: State, sinks: Sinks | None = None) ->
     warn_rank_0(world, text)
     state.copy_from(world, healthy, different)
     repaired = [world.infos[rank].world_rank for rank in different]
-    if sinks is not None:
-        sinks.event("divergence", step, text, repaired)
+    sinks.event("divergence", step, text, repaired)
     return repaired
 
 

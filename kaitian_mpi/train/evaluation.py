@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import Batches
-from kaitian_mpi.train.data.loader import evaluation_indices
 from kaitian_mpi.train.task import Computation, Task
 
 _MAX_BATCH = 64
@@ -57,6 +57,19 @@ def evaluate(
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
     return _means(gather_values(world.comm, totals))
+
+
+def evaluation_indices(
+    length: int, rank: int, shares: Sequence[float], batch: int
+) -> list[list[int]]:
+    """Return this rank's batches of an evaluation over `length` samples.
+
+    Over all ranks each sample is used exactly once, in order, in proportion to their shares.
+    """
+    counts = apportion(length, shares)
+    start = sum(counts[:rank])
+    stop = start + counts[rank]
+    return [list(range(first, min(first + batch, stop))) for first in range(start, stop, batch)]
 
 
 def _measure(

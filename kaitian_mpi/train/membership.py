@@ -62,19 +62,15 @@ class Standby:
         return [rank for rank, info in enumerate(infos) if info.world_rank not in aside]
 
 
-def spares_left(world: World, spares: int) -> int:
-    """Return how many spares there still are: each lost rank took the place of one."""
-    return max(0, min(spares - (world.started - world.size), world.size - 1))
+def plan_standby(world: World, spares: int, excluded: Collection[int]) -> Standby:
+    """Return which of the surviving ranks are on standby; at least one rank stays active.
 
-
-def plan_standby(infos: Sequence[RankInfo], spares: int, excluded: Collection[int] = ()) -> Standby:
-    """Return which of a job's ranks are on standby; at least one rank stays active.
-
-    If no other rank were active, no rank is excluded.
+    Each lost rank takes the place of a spare. If no other rank were active, no rank is excluded.
     """
-    numbers = [info.world_rank for info in infos]
-    last = frozenset(numbers[len(numbers) - spares :])
-    return _with_active(Standby(last, frozenset(excluded) & set(numbers)), infos)
+    numbers = [info.world_rank for info in world.infos]
+    left = max(0, min(spares - (world.started - world.size), world.size - 1))
+    last = frozenset(numbers[world.size - left :])
+    return _with_active(Standby(last, frozenset(excluded) & set(numbers)), world.infos)
 
 
 def replace_lost(
@@ -198,11 +194,10 @@ class Membership:
         """Put some ranks on standby. Collective over all ranks."""
 
         def activate(world: World) -> tuple[Standby, World | None]:
-            standby = plan_standby(world.infos, spares_left(world, spares), excluded)
+            standby = plan_standby(world, spares, excluded)
             return standby, _activate(world, standby)
 
-        left = spares_left(self.all_ranks, spares)
-        if plan_standby(self.all_ranks.infos, left, excluded) != Standby():
+        if plan_standby(self.all_ranks, spares, excluded) != Standby():
             self._standby, self.active = self.attempt(activate)
 
     def share_history(self, world: World) -> None:

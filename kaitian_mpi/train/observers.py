@@ -6,12 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, result_line, warn_rank_0
 from kaitian_mpi.observe.reading import Figures, Reading
 from kaitian_mpi.runtime import tags
@@ -22,9 +22,6 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.step import Step, StepObserver, StepReports, StepTimes
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class Events(StepObserver):
@@ -224,9 +221,9 @@ class Presence(StepObserver):
     that hangs, its own watchdog ends it, and names it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, patience_sec: float) -> None:
-        self._comm, self._watchdog, self._patience_sec = comm, watchdog, patience_sec
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+    def __init__(self, world: World, watchdog: Watchdog, patience_sec: float) -> None:
+        self._comm, self._watchdog, self._patience_sec = world.comm, watchdog, patience_sec
+        self._others = [rank for rank in range(world.size) if rank != world.rank]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kaitian-presence", daemon=True)
         self._thread.start()

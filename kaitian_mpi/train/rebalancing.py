@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class Balancing(StepObserver):
     """Tracks every rank's speed; all ranks reach the same decisions from the same reports."""
 
-    def __init__(
-        self, config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks | None = None
-    ) -> None:
+    def __init__(self, config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks) -> None:
         """Start with the loop's plan. Collective.
 
         All ranks apply a new one at the same step, when every rank has trained the batches that its
@@ -40,7 +38,7 @@ class Balancing(StepObserver):
         """
         world, plan = loop.world, loop.plan
         workers = gather_values(world.comm, loop.workers)
-        self._world, self._folder, self._sinks = world, folder, sinks or Sinks()
+        self._world, self._folder, self._sinks = world, folder, sinks
         self._set_plan, self._steps_ahead = loop.sampler.set_plan, steps_ahead(max(workers))
         self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
         self._min_batch, costs = plan.min_batch, plan.costs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +19,7 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
-from kaitian_mpi.train.data.batches import place
-from kaitian_mpi.train.data.stream import is_stream
+from kaitian_mpi.train.data.batches import is_stream, place
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -140,7 +138,8 @@ class Task:
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise _wrong("optimizer", f"{must} optimizers", optimizer)
-            if _needs_closure(optimizer):
+            # Of the class, for a scheduler has put a method of its own over the optimizer's.
+            if _required_arguments(type(optimizer).step) > 1:  # besides the optimizer itself
                 raise UserError(
                     f"Task: {type(optimizer).__name__} needs a closure that recomputes the loss, "
                     "which Training does not support; use another optimizer"
@@ -174,7 +173,7 @@ class Task:
     @property
     def tells_steps(self) -> bool:
         """Whether the scheduler is given the number of steps of the whole run."""
-        return self.scheduler is not None and _takes_two(self.scheduler)
+        return self.scheduler is not None and _required_arguments(self.scheduler) == 2
 
     def make_schedulers(self, optimizers: Sequence[Optimizer], total_steps: int) -> list[Any]:
         """Return the learning rate schedulers of these optimizers; none if none is wanted.
@@ -311,21 +310,11 @@ def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return other
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    # Of the class, for a scheduler has put a method of its own over the optimizer's.
-    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
-    named = (one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
-    return any(one.default is one.empty for one in named)
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Return whether a function needs or takes two positional arguments."""
-    positional = [
-        one
-        for one in (parameters_of(function) or {}).values()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
-    ]
-    return len(positional) == 2
+def _required_arguments(function: Callable[..., Any]) -> int:
+    """Return how many positional arguments a function requires, as far as that is known."""
+    parameters = (parameters_of(function) or {}).values()
+    positional = [one for one in parameters if one.kind <= one.POSITIONAL_OR_KEYWORD]
+    return sum(one.default is one.empty for one in positional)
 
 
 def _wrong(name: str, must: str, value: object) -> UserError:

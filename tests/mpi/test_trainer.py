@@ -25,6 +25,7 @@ from torch import nn
 from kaitian_mpi.distributed import reducer as reducer_module
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
 from kaitian_mpi.train.rebalancing import Balancing
@@ -118,7 +119,7 @@ def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
     """A rank without workers waits until those with some have used up what they fetched ahead."""
     run = Run(world, uneven(world), workers=world.rank % 2, balance="adaptive")
     plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
-    balancing = Balancing(run.config, run.loop, NoFolder())
+    balancing = Balancing(run.config, run.loop, NoFolder(), Sinks())
     balancing.observe = lambda number, reports: plans.get(number)
     run.loop.observers.append(balancing)
     for _ in range(2):

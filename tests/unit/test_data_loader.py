@@ -13,8 +13,9 @@ from jobs import PYTHON, forked
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.batches import Batches, Share, split_share
-from kaitian_mpi.train.data.loader import ShareLoader, evaluation_indices
+from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.shared_tensors import SharedTensors
+from kaitian_mpi.train.evaluation import evaluation_indices
 
 
 def shares(epoch, count=6):

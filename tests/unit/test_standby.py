@@ -10,7 +10,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.train.measure import exclusion
 from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
-from kaitian_mpi.train.membership import Standby, plan_standby, replace_lost, spares_left
+from kaitian_mpi.train.membership import Standby, plan_standby, replace_lost
 
 
 def make_rank(number, host="a", kind="cpu"):
@@ -75,13 +75,15 @@ def test_the_last_ranks_are_spares_and_the_most_similar_one_replaces_a_lost_rank
         (ALIKE[1:], 0, [0, 2], standby([], [2]), [0, 2, 3]),
         (ALIKE[2:3], 0, [2], standby(), [0]),
     ):
-        assert plan_standby(infos, spares, excluded) == expected
+        world = SimpleNamespace(infos=infos, size=len(infos), started=len(infos))
+        assert plan_standby(world, spares, excluded) == expected
         assert expected.active(infos) == active
     for started, alive, spares, left in (
         *((4, 4, 1, 1), (4, 3, 1, 0), (4, 2, 1, 0), (4, 3, 2, 1)),
         *((2, 1, 1, 0), (3, 3, 5, 2), (3, 3, 0, 0)),
     ):
-        assert spares_left(SimpleNamespace(started=started, size=alive), spares) == left
+        world = SimpleNamespace(infos=ALIKE[:alive], size=alive, started=started)
+        assert len(plan_standby(world, spares, ()).spares) == left
 
 
 FAST, SLOW, SNAIL = (RankCost(0.0, beta_sec) for beta_sec in (0.01, 0.04, 5.0))

@@ -26,7 +26,7 @@ from kaitian_mpi.train.checkpoint.files import (
     snapshot_files,
 )
 from kaitian_mpi.train.checkpoint.metadata import EarlierJob, RunMetadata, compare_flags
-from kaitian_mpi.train.membership import plan_standby, spares_left
+from kaitian_mpi.train.membership import plan_standby
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
@@ -113,7 +113,7 @@ def resume(
         earlier = replace(found, invalidated=earlier.invalidated, summary=earlier.summary)
         if earlier.metadata is None:
             return earlier
-    standby = plan_standby(world.infos, spares_left(world, config.spares), excluded)
+    standby = plan_standby(world, config.spares, excluded)
     active = [world.infos[rank] for rank in standby.active(world.infos)]
     restore(world, state, earlier, config.seed, active)
     print_rank_0(world, f"resuming from step {state.progress.step} ({earlier.name})")

@@ -1,4 +1,4 @@
-"""Data loaders for training and evaluation."""
+"""Loads a rank's batches, in processes of its own if wanted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.context import BaseContext
 from typing import Any, cast
@@ -16,9 +16,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from kaitian_mpi.balance.shares import apportion
-from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches
-from kaitian_mpi.train.data.stream import Stream
+from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches, Stream
 
 _BATCHES_PER_WORKER = 2
 _POLL_SEC = 0.5
@@ -120,16 +118,3 @@ def steps_ahead(workers: int) -> int:
     A plan that is set between two steps takes effect after the batches fetched ahead.
     """
     return workers * _BATCHES_PER_WORKER
-
-
-def evaluation_indices(
-    length: int, rank: int, shares: Sequence[float], batch: int
-) -> list[list[int]]:
-    """Return this rank's batches of an evaluation over `length` samples.
-
-    Over all ranks each sample is used exactly once, in order, in proportion to their shares.
-    """
-    counts = apportion(length, shares)
-    start = sum(counts[:rank])
-    stop = start + counts[rank]
-    return [list(range(first, min(first + batch, stop))) for first in range(start, stop, batch)]

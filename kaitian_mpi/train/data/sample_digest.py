@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kaitian_mpi.train.data.batches import Batches
-from kaitian_mpi.train.data.stream import Stream
+from kaitian_mpi.train.data.batches import Batches, Stream
 
 _MAX_SAMPLES = 16
 _MAX_SEC = 2.0

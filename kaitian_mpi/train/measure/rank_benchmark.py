@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +27,6 @@ from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, max_share
 from kaitian_mpi.train.setup import Setup, describe_model
 from kaitian_mpi.train.summary import describe_rank
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _FILE = "benchmark.json"
 
@@ -49,21 +45,21 @@ def benchmark_ranks(
     is_cached = all(gather_values(comm, own is not None))
     if own is None or not is_cached:
         with torch.random.fork_rng(devices=[]):
-            own = _measure(RankTimer(config, world, setup, min_batch), comm)
+            own = _measure(RankTimer(config, world, setup, min_batch), world)
         with agree_on_errors(comm):
             cache.write(own)
     return [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
 
 
-def _measure(timer: RankTimer, comm: MPI.Intracomm) -> RankMeasurement:
+def _measure(timer: RankTimer, world: World) -> RankMeasurement:
     # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
     # that is done keeps computing until the last one is done.
-    sleeping_barrier(comm)
-    with agree_on_errors(comm):
+    sleeping_barrier(world.comm)
+    with agree_on_errors(world.comm):
         try:
             measured = timer.measure()
         finally:
-            barrier = comm.Ibarrier()
+            barrier = world.comm.Ibarrier()
         while not barrier.Test():
             timer.keep_busy()
         enter_phase("comparing the benchmarks", waits=True, limited=False)
