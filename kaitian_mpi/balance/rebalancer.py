@@ -255,7 +255,7 @@ class _History:
         return self._values[:, -count:]
 
     def keep_newest(self, count: int, of: np.ndarray) -> None:
-        """Drop the values of some ranks but for the newest ones."""
+        """Drop all but the newest values of some ranks."""
         self._values[of, :-count] = _NO_VALUE
         self.counts[of] = count
 

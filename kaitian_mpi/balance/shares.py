@@ -1,4 +1,4 @@
-"""Splits samples in integer shares: the fastest over unlike ranks, equal ones, micro-batches."""
+"""Splits samples in integer shares: the fastest on different ranks, equal ones, micro-batches."""
 
 from __future__ import annotations
 

@@ -97,11 +97,7 @@ def make_parser() -> OneLineParser:
         "backends that kaitian replaces in the script, such as nccl,gloo",
         "LIST",
     )
-    parser.add_argument(
-        "--adaptive",
-        action="store_true",
-        help="divide the batches of the script's trainer by the ranks' speed",
-    )
+    parser.add("--adaptive", "divide the batches of the script's trainer by the ranks' speed")
     add_flags(parser, SECTIONS)
     parser.add_argument(
         "-m",

@@ -151,12 +151,8 @@ class TrainConfig(TrainingConfig):
         if self.nesterov and self.momentum == 0:
             raise UserError("--nesterov requires --momentum above 0; set it, or give --no-nesterov")
 
-    @property
-    def run_name(self) -> str:
-        """The name of the task or the model in a form usable as a folder name."""
-        return Path((self.task or self.model).replace(":", "-")).name
-
     def choose_folder(self) -> Path:
         """Return the folder for results: by default one named after the time, to the second."""
-        name = f"{self.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return Path(self.run_dir) if self.run_dir else Path("runs") / name
+        name = Path((self.task or self.model).replace(":", "-")).name
+        named = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return Path(self.run_dir) if self.run_dir else named

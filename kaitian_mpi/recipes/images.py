@@ -47,7 +47,6 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.labels)
 
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

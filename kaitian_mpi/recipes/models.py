@@ -67,18 +67,15 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        first, second = _conv_bn(inputs, outputs, 3, stride), _conv_bn(outputs, outputs, 3)
+        self.layers = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(*_conv_bn(inputs, outputs, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[N, inputs, H, W]`` to ``[N, outputs, H / stride, W / stride]``."""
-        y = functional.relu(self.norm1(self.conv1(x)))
-        return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        return functional.relu(self.layers(x) + self.shortcut(x))
 
 
 class ResNet18(ImageClassifier):

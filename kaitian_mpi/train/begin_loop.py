@@ -158,7 +158,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     has_results = all(gather_values(world.comm, run.summary.steps == progress.step))
     progress.is_done = progress.is_done and progress.has_all_steps and has_results
     if has_lost and all(gather_values(world.comm, run.is_joining)):
-        # All whose scripts were amid what is done at an epoch's end are lost: it is done again.
+        # All ranks whose scripts were at work between two epochs are lost: that is done again.
         progress.epoch_is_over &= progress.script_is_done
     # With more steps, an epoch continues that the last step of an earlier job has cut.
     progress.epoch_is_over &= progress.has_all_steps or progress.position >= samples

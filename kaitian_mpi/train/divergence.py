@@ -15,7 +15,7 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
 
-# What rounding may do. In 200 steps, CPUs of unlike vector instructions differ by up to 4e-7 in the
+# What rounding may do. In 200 steps, CPUs of different instruction sets differ by up to 4e-7 in the
 # norm, and by 5e-5 in an element that RMSprop once divided by almost nothing.
 _COLUMNS = 61  # a prime, so that data shifted by a power of two changes the sums
 _MAX_ROWS = 1 << 16  # 32 MB
@@ -78,7 +78,7 @@ def _find_majority(
 
 
 def alike(prints: Sequence[Print], agree: Sequence[bool]) -> list[int]:
-    """Return the ranks that agree but those that differ from most others of their kind."""
+    """Return the ranks that agree, except those that differ from most others of their kind."""
     ranks = [rank for rank, yes in enumerate(agree) if yes]
     bits: dict[tuple[str, ...], int] = {}
     for place in by_frequency([prints[rank] for rank in ranks]):
@@ -107,7 +107,7 @@ def _take_rounding(world: World, state: State, source: int, count: int, receives
 
 @torch.no_grad()
 def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> bool:
-    """Return whether rounding explains how a tensor differs from that of an unlike device."""
+    """Return whether rounding explains how a tensor differs from that of another device."""
     own = own.cpu()
     if own.shape != other.shape or own.dtype != other.dtype:
         return False
@@ -156,6 +156,6 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     bits = flat.view(whole)
     body = bits[: bits.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
     rest = bits[body.numel() :].to(torch.int64)
-    # In pieces, for on CPUs each is copied as integers of 64 bits.
+    # In pieces, because CPUs copy each as integers of 64 bits.
     sums = (piece.sum(0, dtype=torch.int64) for piece in body.split(_MAX_ROWS))
     return torch.cat([sum(sums, bits.new_zeros(_COLUMNS, dtype=torch.int64)), rest])

@@ -24,7 +24,7 @@ from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress, StepObserver
-from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.task import Task, aside
 
 _SAMPLES_OF_STATISTICS = 256
 _WARM_UP_STEPS = 3
@@ -57,8 +57,7 @@ class Loop:
         self.world, self.state, self.plan = world, state, plan
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._pace = state.computation, world.device_kind.pace
-        self._commit, self._loader = commit, loader
-        self._rank, self._ranks = world.rank, world.size
+        self._commit, self._loader, self.workers = commit, loader, loader.workers
         # Whether a share is split: in the open form, only for a script that asks for its parts;
         # with `--sync-bn`, the ranks have to compute equally often.
         self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
@@ -101,11 +100,6 @@ class Loop:
         Not if these cross rounded, which would round it.
         """
         return self._gradients.carries_number and self._config.relay_dtype == "fp32"
-
-    @property
-    def workers(self) -> int:
-        """The number of this rank's processes that load data."""
-        return self._loader.workers
 
     @property
     def progress(self) -> Progress:
@@ -169,7 +163,7 @@ class Loop:
 
     def copy_state(self, receivers: Collection[int]) -> None:
         """Give ranks that are joining the state as the others' scripts have left it."""
-        source = next(rank for rank in range(self._ranks) if rank not in receivers)
+        source = next(rank for rank in range(self.world.size) if rank not in receivers)
         self.state.copy_from(self.world, source, receivers)
         self._count_steps()
 
@@ -203,7 +197,7 @@ class Loop:
         shares = self.sampler.batch_sizes
         self.state.save()
         enter_phase("the statistics of batch norm", waits=True)
-        self.state.statistics.pool(shares[self._rank] / sum(shares))
+        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         self._commit_unit()
         self.progress.epoch_is_over = True
 
@@ -354,7 +348,7 @@ class Loop:
         if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
             self._recompute_statistics()
         enter_phase("the statistics of batch norm", waits=True)
-        self.state.statistics.pool(shares[self._rank] / sum(shares))
+        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
         means: dict[str, float] = {}
         if self._setup.validation is not None:
             from kaitian_mpi.train.evaluation import evaluate
@@ -377,7 +371,7 @@ class Loop:
         self._set_epoch()
         count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
         shares = list(self.sampler.first_shares(count))
-        with self._computation.aside():
+        with aside(self._computation.device):
             self.state.statistics.before_step(0, sum(map(len, shares)), count)
             for indices in filter(None, shares):
                 enter_phase("getting a batch")
@@ -393,7 +387,7 @@ class Loop:
     def _share(self, indices: list[int]) -> Share:
         """Return what to load for the step with these samples, which the sampler is at."""
         limit = self.plan.micro_batch_size if self.has_micro_batches else None
-        place = self.sampler.position * self._ranks + self._rank
+        place = self.sampler.position * self.world.size + self.world.rank
         seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
         least = self.sampler.min_batch
         # Of a stream, which is not to begin again, those that the step has read last.

@@ -121,7 +121,7 @@ class Balancing(StepObserver):
         record_plan(self._world, self._folder, self._sinks, step, text, plan, more)
 
     def _report_slow(self, step: int, slow: SlowPeriod) -> None:
-        """Report that a rank has become slow, or is not any more."""
+        """Report that a rank has become slow, or has recovered."""
         info = self._world.infos[slow.rank]
         if slow.until_step is None:
             kind, show = "slow", warn_rank_0

@@ -124,7 +124,7 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
-    on_all = membership.attempt  # all surviving ranks, for none is on standby yet
+    on_all = membership.attempt  # all surviving ranks: none is on standby yet
     # These need neither device, data nor model.
     on_all(lambda world: check_same(world.comm, config.shared_values(), SAME_SETTINGS))
     on_all(check_run_folder, config)

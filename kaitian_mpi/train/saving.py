@@ -186,7 +186,7 @@ class Saving(StepObserver):
         return f"memory is full, too: make room, and {again} to continue from the last checkpoint"
 
     def _save(self, score: float | None = None) -> None:
-        """Save a checkpoint, if there is a run folder; `--checkpoint-minutes` begin again."""
+        """Save a checkpoint, if there is a run folder; restart `--checkpoint-minutes`."""
         self._saved_at = time.monotonic()
         self._requested = self._has_reported = False
         if self._checkpoints.on_disk is not None:

@@ -29,8 +29,10 @@ from kaitian_mpi.train.state_transfer import (
 from kaitian_mpi.train.task import Computation, Task
 
 _PARTS = {
-    **{"model": "the model", "optimizers": "the optimizer"},
-    **{"schedulers": "the scheduler", "extra": "extra_state"},
+    "model": "the model",
+    "optimizers": "the optimizer",
+    "schedulers": "the scheduler",
+    "extra": "extra_state",
 }
 """The parts of the shared state that the user's objects return, and the objects."""
 
@@ -39,7 +41,7 @@ class State:
     """The model, its optimizers and the progress, as each rank holds them.
 
     Between two steps they are bit-identical on all ranks of equal devices, except for the result of
-    `rank_state`. Unlike devices round differently; a comparison repairs that.
+    `rank_state`. Different devices round differently; a comparison repairs that.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ def check_loadable(value: Any, where: str) -> None:
 
 
 def check_reloadable(state: Any, where: str) -> None:
-    """Raise a `UserError` if what of a state is no ordinary large tensor cannot be reloaded."""
+    """Raise a `UserError` if a state, without its large tensors, cannot be saved and reloaded."""
     try:
         from_bytes(to_bytes(_split(state)[0]))
     except Exception as error:  # of tensors of the user's own classes

@@ -36,7 +36,7 @@ class Summary:
     relay: dict[str, Any] | None = None
     """How tensors cross between groups; None with a single one."""
     wire: str | None = None
-    """What gradients are sent as between hosts."""
+    """The gradient format between hosts."""
     parity: bool | None = None
     """Whether all kinds of devices computed alike before training; not known if not compared."""
     failures: list[dict[str, Any]] | None = None

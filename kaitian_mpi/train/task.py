@@ -138,7 +138,7 @@ class Task:
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise _wrong("optimizer", f"{must} optimizers", optimizer)
-            # Of the class, for a scheduler has put a method of its own over the optimizer's.
+            # Of the class, because a scheduler may have replaced the optimizer's own.
             if _required_arguments(type(optimizer).step) > 1:  # besides the optimizer itself
                 raise UserError(
                     f"Task: {type(optimizer).__name__} needs a closure that recomputes the loss, "
@@ -257,16 +257,6 @@ class Computation:
         dtype = _AUTOCAST_DTYPES.get(self.precision)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Compute forwards besides the training in the block. Not collective.
-
-        They use up none of its random numbers, and no `SyncBatchNorm` waits for other ranks.
-        """
-        devices = [] if device_of(self.device).is_host else [self.device]
-        with torch.random.fork_rng(devices, device_type=self.device.type), local_statistics():
-            yield
-
     def loss(
         self, task: Task, model: nn.Module, batch: Any, needs_gradient: bool = True
     ) -> torch.Tensor:
@@ -274,6 +264,17 @@ class Computation:
         assert task.loss is not None
         with self.autocast():
             return check_loss(task.loss(model, batch), needs_gradient)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Compute forwards in the block that are not part of the training. Not collective.
+
+    They use up none of its random numbers, and no `SyncBatchNorm` waits for other ranks.
+    """
+    devices = [] if device_of(device).is_host else [device]
+    with torch.random.fork_rng(devices, device_type=device.type), local_statistics():
+        yield
 
 
 def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import textwrap
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,7 @@ def load_weights(model: nn.Module, path: str) -> None:
     except Exception as error:  # also of a module's own loading code, which may raise anything
         faults = [str(error)]
     if faults:
-        reason = " ".join("; ".join(faults).split())
-        reason = f"{reason[:_MAX_REASON]} …" if len(reason) > _MAX_REASON else reason
+        reason = textwrap.shorten("; ".join(faults), _MAX_REASON, placeholder=" …")
         raise UserError(
             f"--init {path}: the weights do not fit: {reason}; give the weights of exactly this "
             "model, or load the matching ones in your own code"

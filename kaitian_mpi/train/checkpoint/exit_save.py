@@ -59,7 +59,10 @@ class StateLock:
             # In this order: a signal handler that runs in between finds one or the other.
             self._owner = threading.get_ident()
             if self._is_ending:
-                self._save_unchanged()
+                if self._prepare is not None and not self._child:
+                    self._prepare()
+                if self._fork():
+                    self._finish(None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._depth == 1:
@@ -86,12 +89,6 @@ class StateLock:
         self._is_ending = True
         if self._owner == threading.get_ident() and self._prepare is None:
             self._saves_on_release = self._fork()  # once the child has completed the change
-
-    def _save_unchanged(self) -> None:
-        if self._prepare is not None and not self._child:
-            self._prepare()
-        if self._fork():
-            self._finish(None)
 
     def _fork(self) -> bool:
         """Fork, once; return whether this is the child."""

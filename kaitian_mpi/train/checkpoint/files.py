@@ -78,7 +78,6 @@ class CheckpointFiles:
     """The checkpoints of one run, in a folder to which one process writes at a time."""
 
     def __init__(self, folder: Path, keep: int, private: bool = False) -> None:
-        """Create the object only; nothing on disk changes."""
         self.folder, self.keep, self._private = folder, keep, private
 
     def write(
@@ -195,7 +194,7 @@ class CheckpointFiles:
         return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in found if m[3] in suffixes})
 
     def _remove_superseded(self, written: _Name) -> None:
-        """Keep of those up to this one the newest, and the best, which is the newest of equals."""
+        """Keep the newest up to this one, and the best; of equally good ones, the newest."""
         with contextlib.suppress(OSError):  # the new one is intact; the next write tries again
             complete = set(self._names("json")) & set(self._names("pt"))
             past = [name for name in self._names("pt", "json") if name <= written]

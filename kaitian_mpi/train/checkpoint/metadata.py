@@ -40,7 +40,6 @@ class RunMetadata:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> RunMetadata:
-        """Convert back from the result of `to_json`."""
         profiles = {
             place: Profile(**{**profile, "cost": cost and RankCost(**cost)})
             for place, profile in content["profiles"].items()
@@ -83,7 +82,7 @@ class Invalidated(Enum):
 
 # Any other changed flag applies from the resumed step on, which is reported in one line.
 REJECTED = frozenset({"task", "model", "dataset", "val_split", "optimizer", "seed"})
-"""It would be another run: a one-line error, exit code 2."""
+"""Flags that would make it another run: a one-line error, exit code 2."""
 SILENT = frozenset(
     {
         "config",  # the settings in it are compared themselves
@@ -96,7 +95,7 @@ SILENT = frozenset(
         *("tensorboard", "wandb", "mlflow"),
     }
 )
-"""It determines how the job runs, not what it trains: it applies without a message."""
+"""Flags for how the job runs, not for what it trains: they apply without a message."""
 
 # Other costs make another plan, and other ranks may be worth their communication.
 _COSTS = frozenset({Invalidated.COSTS, Invalidated.EXCLUSION, Invalidated.PLAN})

@@ -41,7 +41,6 @@ class Checkpoints:
     """
 
     def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
-        """Prepare; nothing is written yet."""
         self._max_copied = config.checkpoint_copy_mb << 20
         self.on_disk = self.in_memory = None
         if run_folder is not None:
@@ -58,7 +57,7 @@ class Checkpoints:
     def save(
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
-        """Save the state in the run folder, which there is. Collective."""
+        """Save the state in the run folder; there must be one. Collective."""
         gathered = gather_bytes(world.comm, to_bytes(state.rank_state()), 0)
         if world.rank == 0 and self.on_disk is not None:
             rank_states = [from_bytes(content) for content in gathered]

@@ -76,7 +76,6 @@ class Batches(Dataset[Any]):
         self.collate = collate or default_collate
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.data)
 
     def __getitem__(self, indices: list[int]) -> Any:
@@ -84,7 +83,6 @@ class Batches(Dataset[Any]):
         return self.collate(self.samples(indices))
 
     def samples(self, indices: list[int]) -> list[Any]:
-        """Return these samples."""
         if not hasattr(self.data, "__getitems__"):
             return [self.data[index] for index in indices]
         samples = list(self.data.__getitems__(indices))
@@ -140,7 +138,6 @@ class StepBatches(Dataset[list[MicroBatch]]):
         self._epoch: int | None = None  # of the dataset in a data-loading process
 
     def __getitem__(self, share: Share) -> list[MicroBatch]:
-        """Return the micro-batches of a share."""
         if get_worker_info() is not None:
             self._prepare_process(share)
         try:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing.context import BaseContext
 from typing import Any, cast
 
@@ -65,7 +63,7 @@ class ShareLoader:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self._pin_memory,
-            # Its own, for drawing from torch's would change the dropout of a run that is resumed.
+            # Its own: drawing from torch's would change the dropout of a run that is resumed.
             generator=torch.Generator(),
             multiprocessing_context=_fork_server() if workers else None,
             prefetch_factor=_BATCHES_PER_WORKER if workers else None,
@@ -103,12 +101,8 @@ def _exit_with_rank(_: int) -> None:
 
 
 def _exit_after(rank: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        with suppress(ProcessLookupError):
-            select.select([os.pidfd_open(rank)], [], [])
-    else:  # macOS
-        while psutil.pid_exists(rank):
-            time.sleep(_POLL_SEC)
+    while psutil.pid_exists(rank):  # os.pidfd_open fails with Linux before 5.3
+        time.sleep(_POLL_SEC)
     os._exit(1)
 
 

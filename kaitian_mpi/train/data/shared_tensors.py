@@ -105,9 +105,7 @@ class SharedTensorDataset(Dataset[Any]):
         self._dataset, self._shared = dataset, SharedTensors(dataset)
 
     def __getitem__(self, indices: list[int]) -> Any:
-        """Return a batch, to be sent to another process."""
         return SharedTensors(self._dataset[indices])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the dataset as a `SharedTensors`."""
         return SharedTensorDataset, (self._shared,)

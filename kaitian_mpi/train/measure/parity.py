@@ -30,7 +30,7 @@ from kaitian_mpi.train.divergence import numbers_of
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state_transfer import broadcast_state
-from kaitian_mpi.train.task import Computation, Task
+from kaitian_mpi.train.task import Computation, Task, aside
 
 FILE = "parity.json"
 _SAMPLES = 4
@@ -56,7 +56,7 @@ class Outcome:
 
     loss: float
     gradients: dict[str, torch.Tensor]
-    """Of each parameter; zeros if it has got none."""
+    """By parameter; zeros for one without a gradient."""
     buffers: torch.Tensor
     """The floating-point buffers, such as batch norms' statistics: [2, n], before and after."""
 
@@ -233,7 +233,7 @@ def compute_outcome(
     dtype = torch.float64 if computation.precision == _FLOAT64 else None
     eager = dtype is not None and "torch._dynamo" in sys.modules  # importing it takes a second
     with (
-        computation.aside(),
+        aside(device),
         torch.compiler.set_stance("force_eager") if eager else nullcontext(),
     ):
         for scale in _LOSS_SCALES if computation.scaler.is_enabled() else (1.0,):

@@ -23,7 +23,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benchmark
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, equal_share
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import Computation, Task
+from kaitian_mpi.train.task import Computation, Task, aside
 
 FROM_BENCHMARK = "the benchmark"
 
@@ -181,7 +181,7 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     """
     if task.loss is None:
         return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
-    with computation.aside(), torch.no_grad():
+    with aside(computation.device), torch.no_grad():
         try:
             trial = copy.deepcopy(task.model).to(computation.device).train()
         except Exception:  # user code may raise anything

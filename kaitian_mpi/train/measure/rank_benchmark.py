@@ -27,6 +27,7 @@ from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, max_share
 from kaitian_mpi.train.setup import Setup, describe_model
 from kaitian_mpi.train.summary import describe_rank
+from kaitian_mpi.train.task import aside
 
 _FILE = "benchmark.json"
 
@@ -44,7 +45,7 @@ def benchmark_ranks(
     # All or none: ranks that share a host must be timed while the others compute as well.
     is_cached = all(gather_values(comm, own is not None))
     if own is None or not is_cached:
-        with torch.random.fork_rng(devices=[]):
+        with aside(world.device):
             own = _measure(RankTimer(config, world, setup, min_batch), world)
         with agree_on_errors(comm):
             cache.write(own)

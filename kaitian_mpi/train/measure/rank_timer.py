@@ -13,7 +13,6 @@ from typing import Any
 
 from kaitian_mpi.balance.cost_model import MAX_CHANGE, RankCost, fit, fit_error, is_settled
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -56,7 +55,7 @@ class RankMeasurement:
     @property
     def fit_error(self) -> float:
         """Root mean square of the cost model's relative errors."""
-        line = replace(self.cost, largest_micro_batch=None)
+        line = fit(self.batches, self.seconds)
         return fit_error(line, self.batches, self.seconds)
 
 
@@ -68,7 +67,7 @@ class RankTimer:
     ) -> None:
         self._config, self._world, self._device = config, world, world.device_kind
         self._task, self._data = setup.task, setup.train
-        # In the order of training, so that samples of unlike sizes come as they do there.
+        # In the order of training, so that samples of different sizes come as they do there.
         sampler = LoadAdaptiveSampler(
             setup.train, [1], 0, shuffle=self._task.shuffles, seed=config.seed
         )
@@ -233,8 +232,7 @@ class RankTimer:
         self._world.synchronize()
         start = time.perf_counter()
         self._device.pace.start()
-        with local_statistics():  # the ranks take unlike numbers of steps
-            loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
+        loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
         if loss.requires_grad:  # not of a batch in which nothing counts
             computation.scaler.scale(loss).backward()
         for optimizer in self._optimizers:
