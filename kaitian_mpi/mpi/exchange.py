@@ -28,8 +28,6 @@ SAME_SETTINGS = "give every rank the same settings; each host reads its own --co
 
 def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     """Gather a value (anything JSON can hold) from every rank, in rank order. Collective."""
-    from mpi4py import MPI
-
     own = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
     # When a rank dies, MPI may leave its part unfilled and report it only in the next call.
     lengths = np.full(comm.size, -1, dtype=np.int64)
@@ -38,7 +36,7 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     if lengths.min() < 0:
         raise CollectiveError("the values of a rank did not arrive")
     gathered = np.zeros(lengths.sum(), dtype=np.uint8)
-    wait_request(comm.Iallgatherv((own, MPI.BYTE), (gathered, lengths.tolist(), MPI.BYTE)))
+    wait_request(comm.Iallgatherv(own, (gathered, lengths.tolist())))
     try:
         return [json.loads(part) for part in _parts(gathered, lengths.tolist())]
     except ValueError as error:
@@ -47,29 +45,25 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
 
 def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
     """Return rank `root`'s content on every rank. Collective."""
-    from mpi4py import MPI
-
     length = np.array([len(content or b"")], dtype=np.int64)
     comm.Bcast(length, root)
     buffer = np.empty(int(length[0]), dtype=np.uint8)
     if content is not None:
         buffer[:] = np.frombuffer(content, dtype=np.uint8)
     for begin in range(0, buffer.size, _MAX_BYTES):
-        comm.Bcast((buffer[begin : begin + _MAX_BYTES], MPI.BYTE), root)
+        comm.Bcast(buffer[begin : begin + _MAX_BYTES], root)
     return buffer.tobytes()
 
 
 def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
     """Gather every rank's content on rank `root`, in rank order; [] elsewhere. Collective."""
-    from mpi4py import MPI
-
     lengths = gather_values(comm, len(content))
     own = np.frombuffer(content, dtype=np.uint8)
     if comm.rank != root:
-        comm.Gatherv((own, MPI.BYTE), None, root)
+        comm.Gatherv(own, None, root)
         return []
     gathered = np.empty(sum(lengths), dtype=np.uint8)
-    comm.Gatherv((own, MPI.BYTE), (gathered, lengths, MPI.BYTE), root)
+    comm.Gatherv(own, (gathered, lengths), root)
     return _parts(gathered, lengths)
 
 

@@ -110,12 +110,12 @@ class StoreLink:
 
     def _send(self, operation: str, reply_tag: int, fields: Fields, limit_sec: float) -> None:
         request = pack((operation.encode(), b"%d" % reply_tag, str(limit_sec).encode(), *fields))
-        self.comm.Send([request, MPI.BYTE], 0, STORE_REQUEST)
+        self.comm.Send(request, 0, STORE_REQUEST)
 
     def _receive(self, tag: int, status: MPI.Status) -> Fields:
         """Receive a reply that was probed. It stays until then: no other thread uses its tag."""
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        self.comm.Recv([buffer, MPI.BYTE], 0, tag)
+        buffer = bytearray(status.Get_count())
+        self.comm.Recv(buffer, 0, tag)
         return unpack(bytes(buffer))
 
     def _drop_late_replies(self) -> None:

@@ -187,8 +187,8 @@ class StoreServer:
             self._stop.wait(min(max(idle_sec / 10, self._MIN_POLL_SEC), self._MAX_POLL_SEC))
 
     def _receive(self, message: MPI.Message, status: MPI.Status) -> None:
-        buffer = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([buffer, MPI.BYTE])
+        buffer = bytearray(status.Get_count())
+        message.Recv(buffer)
         operation, tag, timeout, *arguments = unpack(bytes(buffer))
         source, reply_tag = status.Get_source(), int(tag)
 
@@ -198,7 +198,7 @@ class StoreServer:
             message = pack(fields)
             try:
                 # Nonblocking: a stopped rank must not delay the replies to the others.
-                sent = self._comm.Isend([message, MPI.BYTE], source, reply_tag)
+                sent = self._comm.Isend(message, source, reply_tag)
             except MPI.Exception as error:
                 if not may_be_loss(error):  # otherwise the receiver is gone
                     raise

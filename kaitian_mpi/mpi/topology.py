@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.kaitian_train import GROUPINGS
@@ -213,19 +213,13 @@ def group_of(groups: Sequence[Group], rank: int) -> Group:
 
 def subset(base: MPI.Intracomm, members: Sequence[int], name: str) -> MPI.Intracomm:
     """Create a communicator of these ranks of `base`, in this order. Collective over them alone."""
-    from mpi4py import MPI
-
     tag = zlib.crc32(name.encode()) % tags.COUNT
-    comm = base.Create_group(base.group.Incl(list(members)), tag)
-    assert isinstance(comm, MPI.Intracomm)
-    return comm
+    return cast("MPI.Intracomm", base.Create_group(base.group.Incl(list(members)), tag))
 
 
 def translate_ranks(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
     """Return the rank in `world` of each rank of `comm`."""
-    from mpi4py import MPI
-
-    return list(MPI.Group.Translate_ranks(comm.group, range(comm.size), world.group))
+    return comm.group.Translate_ranks(group=world.group)
 
 
 def split_into_groups(

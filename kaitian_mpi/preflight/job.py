@@ -189,9 +189,7 @@ class Post:
 
     def push(self, target: int, content: bytes) -> None:
         """Send bytes."""
-        from mpi4py import MPI
-
-        request = self._comm.Isend([content, MPI.BYTE], target, tags.DOCTOR)
+        request = self._comm.Isend(content, target, tags.DOCTOR)
         self._sent.append((request, content))
 
     def pull(self, source: int, limit_sec: float = 0) -> bytearray:
@@ -201,8 +199,8 @@ class Post:
         status = MPI.Status()
         limit_sec = limit_sec or self._limit_sec
         self._wait(lambda: bool(self._comm.Iprobe(source, tags.DOCTOR, status)), limit_sec)
-        content = bytearray(status.Get_count(MPI.BYTE))
-        request = self._comm.Irecv([content, MPI.BYTE], source, tags.DOCTOR)
+        content = bytearray(status.Get_count())
+        request = self._comm.Irecv(content, source, tags.DOCTOR)
         self._wait(request.Test, limit_sec, request, content)
         return content
 

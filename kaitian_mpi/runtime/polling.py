@@ -65,7 +65,7 @@ class WakeUp:
 
         self.word = b""
         self._buffer = bytearray(1)
-        self._request = comm.Irecv([self._buffer, MPI.BYTE], MPI.ANY_SOURCE, tags.WAKE_UP)
+        self._request = comm.Irecv(self._buffer, MPI.ANY_SOURCE, tags.WAKE_UP)
 
     def has_arrived(self) -> bool:
         """Return whether the message has arrived; not to be called again after True."""
@@ -74,16 +74,14 @@ class WakeUp:
         status = MPI.Status()
         has_arrived = bool(self._request.Test(status))
         if has_arrived:
-            self.word = bytes(self._buffer[: status.Get_count(MPI.BYTE)])
+            self.word = bytes(self._buffer[: status.Get_count()])
         return has_arrived
 
 
 def wake_up(comm: MPI.Comm, ranks: Iterable[int], word: bytes = b"") -> None:
     """Send a wake-up message to ranks of `comm` that wait with a `WakeUp`."""
-    from mpi4py import MPI
-
     for rank in ranks:
-        comm.Send([word, MPI.BYTE], rank, tags.WAKE_UP)
+        comm.Send(word, rank, tags.WAKE_UP)
 
 
 def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:

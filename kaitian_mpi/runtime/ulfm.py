@@ -79,10 +79,7 @@ def is_loss_detected(comm: MPI.Intracomm) -> bool:
 
 def lost_ranks(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks of `comm` that are known to be dead. Not collective."""
-    from mpi4py import MPI
-
-    dead = comm.Get_failed()
-    return list(MPI.Group.Translate_ranks(dead, list(range(dead.size)), comm.group))
+    return comm.Get_failed().Translate_ranks(group=comm.group)
 
 
 def make_progress() -> None:
@@ -148,7 +145,7 @@ def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
         while not stop.wait(_LISTEN_SEC):
             try:
                 if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
-                    comm.Recv([code, MPI.BYTE], MPI.ANY_SOURCE, tags.SHUTDOWN)
+                    comm.Recv(code, MPI.ANY_SOURCE, tags.SHUTDOWN)
                     os._exit(code[0])
             except MPI.Exception:  # a rank is lost: the others may still end the job
                 comm.Ack_failed()
@@ -164,13 +161,11 @@ def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
 
 def exit_all_ranks(code: int) -> None:
     """Make every rank that listens exit with this code, from 1 to 255; does not return."""
-    from mpi4py import MPI
-
     assert _endings is not None
     comm = _endings
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     # Synchronous sends complete only when the message has been received.
-    pending = [comm.Issend([bytes([code]), MPI.BYTE], rank, tags.SHUTDOWN) for rank in others]
+    pending = [comm.Issend(bytes([code]), rank, tags.SHUTDOWN) for rank in others]
 
     def all_received() -> bool:
         pending[:] = [request for request in pending if not is_done(request)]
