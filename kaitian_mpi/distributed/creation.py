@@ -1,18 +1,24 @@
-"""Creates a process group for the ranks that torch names, and the rendezvous `mpi://`."""
+"""Creates a process group for the ranks that torch names, and the rendezvous `mpi://`.
+
+Creating a communicator is a blocking MPI call without a timeout, so the ranks of a new group first
+meet in the group's torch store, after which every rank knows which ranks are missing.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
-from kaitian_mpi.distributed.store_barrier import Departed, clear_store_barrier, store_barrier
-from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.errors import AgreedError, CollectiveError, UserError, format_ranks
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.topology import free_unused_comms, split_into_groups, subset, translate_ranks
 from kaitian_mpi.mpi.world import (
@@ -25,6 +31,7 @@ from kaitian_mpi.mpi.world import (
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
+from kaitian_mpi.runtime.polling import nap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,6 +39,15 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
     from kaitian_mpi.mpi.store import MPIStore
+
+# Longer naps than elsewhere: each check is a request to a store that one thread serves, perhaps on
+# another host.
+_MIN_NAP_SEC, _MAX_NAP_SEC = 1e-3, 0.25
+_DEPARTED_INTERVAL_SEC = 0.5
+_COUNT, _OUTCOME = "kaitian/count", "kaitian/outcome"
+
+Departed = Callable[[list[int]], list[int]]
+"""Returns which of the missing ranks have left the job."""
 
 
 def rendezvous(
@@ -144,6 +160,72 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
 def _wait_for_all(options: Any, name: str, departed: Departed) -> str:
     place = options.group_rank, options.group_size
     return store_barrier(options.store, name, *place, options.timeout, departed)
+
+
+def store_barrier(
+    store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, departed: Departed
+) -> str:
+    """Wait until every rank of a new group has arrived. Collective, by the store alone.
+
+    Returns a unique name for the group, the same on every rank. `name` is the function that the
+    ranks call, for error messages. A rank that arrives after the others have given up fails too.
+    """
+    if size == 1:
+        return uuid.uuid4().hex
+    outcome = _meet(store, rank, size, timeout.total_seconds(), departed)
+    if "missing" in outcome:
+        raise CollectiveError(
+            f"timed out after {timeout.total_seconds():g} s in {name}: waiting for "
+            f"{format_ranks(outcome['missing'], size)}"
+        )
+    if "left" in outcome:
+        raise CollectiveError(
+            f"{name}: {format_ranks(outcome['left'], size)} left the job without calling it; "
+            "every rank must call it"
+        )
+    return str(outcome["unique"])
+
+
+def clear_store_barrier(store: dist.Store, rank: int) -> None:
+    """Delete the barrier's keys: a script may reuse its store for a group of the same name.
+
+    Every rank must have left the barrier.
+    """
+    for key in (*([_COUNT, _OUTCOME] if rank == 0 else []), f"kaitian/{rank}"):
+        store.delete_key(key)
+
+
+def _meet(
+    store: dist.Store, rank: int, size: int, limit_sec: float, departed: Departed
+) -> dict[str, Any]:
+    """Wait for all ranks; return the outcome, the same on every rank: that of the first to set it.
+
+    It has one entry: a name that is `unique`, or the ranks that are `missing` or have `left`.
+    """
+    store.set(f"kaitian/{rank}", "")
+    if store.add(_COUNT, 1) == size:
+        _settle(store, unique=uuid.uuid4().hex)
+    began = checked = time.monotonic()
+    # Polled: `store.wait` would block other threads' use of a TCPStore client, and torch logs its
+    # timeouts.
+    while not store.check([_OUTCOME]):
+        now = time.monotonic()
+        if now - began > limit_sec:
+            return _settle(store, missing=_missing(store, size))
+        if now - checked > _DEPARTED_INTERVAL_SEC:
+            checked = now
+            if left := departed(_missing(store, size)):
+                return _settle(store, left=left)
+        nap(now - began, _MAX_NAP_SEC, _MIN_NAP_SEC)
+    return dict(json.loads(store.get(_OUTCOME)))
+
+
+def _settle(store: dist.Store, **outcome: Any) -> dict[str, Any]:
+    return dict(json.loads(store.compare_set(_OUTCOME, "", json.dumps(outcome))))
+
+
+def _missing(store: dist.Store, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"kaitian/{rank}"])]
 
 
 def _departed(world: World | None) -> list[int]:

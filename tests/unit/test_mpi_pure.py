@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from kaitian_mpi.distributed.store_barrier import clear_store_barrier, store_barrier
+from kaitian_mpi.distributed.creation import clear_store_barrier, store_barrier
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import join_errors
 from kaitian_mpi.mpi.topology import RankInfo, may_group_by_host, plan_groups
