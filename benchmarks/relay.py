@@ -35,7 +35,6 @@ import kaitian_mpi
 from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.mpi import host_collectives
-from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
 
 REPEATS = 7
@@ -74,7 +73,7 @@ class Stages:
         }
 
     def _exchange(self, chunk: torch.Tensor) -> None:
-        host_collectives.allreduce_chunk(self._comm, chunk, SUM)
+        host_collectives.allreduce(self._comm, chunk)
 
     def _exchange_all(self) -> None:
         for chunk in self.chunks:
@@ -119,7 +118,7 @@ def bandwidth_of_mpi(world, total_bytes: int) -> float:
 
     def exchange() -> None:
         for _ in range(total_bytes >> 20):
-            host_collectives.allreduce_chunk(comm, chunk, SUM)
+            host_collectives.allreduce(comm, chunk)
 
     return total_bytes / statistics.median(seconds_of(world, exchange) for _ in range(REPEATS))
 

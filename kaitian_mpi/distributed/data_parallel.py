@@ -80,7 +80,6 @@ class WeightedSum:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Create the hook's state."""
         self.weight = 1.0
         self._group = group
 

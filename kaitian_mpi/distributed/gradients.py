@@ -32,7 +32,6 @@ class Bucket:
     """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
-        """Allocate the buffer."""
         self.indices = sorted(parameters, key=lambda index: parameters[index].numel() < _LARGE)
         """Of the parameters, in the buffer's order: the large ones first."""
         self._parameters = [parameters[index] for index in self.indices]

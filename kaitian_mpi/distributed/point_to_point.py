@@ -10,24 +10,22 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from mpi4py import MPI
 
 from kaitian_mpi.distributed.collectives import staging
 from kaitian_mpi.distributed.collectives.staging import from_host, to_host
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
-from kaitian_mpi.mpi.host_collectives import ANY_SOURCE, Transfer, start_receive, start_send
+from kaitian_mpi.mpi.datatypes import as_raw_buffer
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
 from kaitian_mpi.runtime.system import CommunicationThread
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 
 _CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
@@ -44,15 +42,19 @@ class Message(Queued):
     def __init__(
         self,
         tensor: torch.Tensor,
-        transfer: Transfer,
+        buffer: torch.Tensor,
+        request: MPI.Request,
         peer: int,
-        deliver: Callable[[], Any] = lambda: None,
+        *,
+        is_receive: bool,
         streams: staging.Streams = staging.NO_STREAMS,
     ) -> None:
-        """Create a work that is not done; `deliver` ends it, on `streams`."""
+        """Follow a request, whose buffer is in host memory; what it receives is for `tensor`."""
         super().__init__([tensor])
-        self.transfer, self.peer = transfer, peer
-        self._deliver, self._streams = deliver, streams
+        self.peer, self.is_receive = peer, is_receive
+        self._tensor, self._buffer, self._streams = tensor, buffer, streams
+        self._request, self._status = request, MPI.Status()
+        self._is_transferred = False
         self._source = -1
         self.awaited_since = float("inf")
         """When the first wait for it started, by `time.perf_counter`."""
@@ -64,15 +66,31 @@ class Message(Queued):
 
     source_rank = _source_rank
 
+    def is_transferred(self) -> bool:
+        """Return whether MPI is done with the buffer; lets MPI make progress."""
+        # A second test would clear the status.
+        self._is_transferred = self._is_transferred or self._request.Test(self._status)
+        return self._is_transferred
+
+    @property
+    def is_canceled(self) -> bool:
+        """Whether a receive that MPI is done with was canceled, and so got no message."""
+        return self._status.Is_cancelled()
+
+    def cancel(self) -> None:
+        """Cancel a receive that no message has matched."""
+        self._request.Cancel()
+
     def finish(self) -> None:
-        self._source = self.transfer.source
+        self._source = self._status.Get_source()
         with self._streams:
-            self._deliver()
+            if self.is_receive:
+                from_host(self._buffer, self._tensor, non_blocking=True)
             super().finish()
 
     def describe(self, size: int) -> str:
-        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
-        return f"a message from {who}" if self.transfer.is_receive else f"{who} to receive"
+        who = "any rank" if self.peer == MPI.ANY_SOURCE else format_ranks([self.peer], size)
+        return f"a message from {who}" if self.is_receive else f"{who} to receive"
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # also called by `synchronize`
         self._start_timeout()
@@ -117,16 +135,18 @@ class Mailbox:
         """Start sending a tensor on any device, which must not change until the work is done."""
         self._check("send", target)
         buffer = to_host(tensor)
-        return self._follow(Message(tensor, start_send(self._comm, buffer, target, tag), target))
+        request = self._comm.Isend(as_raw_buffer(buffer), target, tag)
+        return self._follow(Message(tensor, buffer, request, target, is_receive=False))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
-        """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
+        """Start receiving into a tensor on any device; `MPI.ANY_SOURCE` accepts any sender."""
         self._check("recv", source)
         buffer = to_host(tensor, read=False)
-        transfer = start_receive(self._comm, buffer, source, tag)
-        deliver = partial(from_host, buffer, tensor, non_blocking=True)
+        request = self._comm.Irecv(as_raw_buffer(buffer), source, tag)
         streams = self._streams.after_caller(tensor)
-        return self._follow(Message(tensor, transfer, source, deliver, streams))
+        return self._follow(
+            Message(tensor, buffer, request, source, is_receive=True, streams=streams)
+        )
 
     def close(self) -> bool:
         """End the thread, and return whether MPI is done with every message; others fail."""
@@ -143,7 +163,7 @@ class Mailbox:
         if self._broken:
             raise CollectiveError(f"{name}: {self._broken}")
         size = self._comm.size
-        if peer != ANY_SOURCE and not 0 <= peer < size:
+        if peer != MPI.ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(
                 f"{name}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
             )
@@ -176,9 +196,9 @@ class Mailbox:
             if now >= self._closed_at and not is_closing:
                 is_closing = True
                 for item in waiting:
-                    if item.transfer.is_receive:
-                        item.transfer.cancel()
-            if done := [item for item in waiting if item.transfer.done()]:
+                    if item.is_receive:
+                        item.cancel()
+            if done := [item for item in waiting if item.is_transferred()]:
                 self._finish(done)
                 progress_at = now
                 continue
@@ -190,7 +210,7 @@ class Mailbox:
         with self._changed:
             self._pending = [item for item in self._pending if item not in done]
         for item in done:
-            if item.transfer.is_receive and item.transfer.is_canceled:
+            if item.is_receive and item.is_canceled:
                 self._fail_at_end(item)
             else:
                 item.finish()
@@ -203,7 +223,7 @@ class Mailbox:
         """Fail a message that has timed out, or whose other rank has left the group."""
         for item in waiting:
             if now - item.awaited_since > self._timeout_sec:
-                operation = "recv" if item.transfer.is_receive else "send"
+                operation = "recv" if item.is_receive else "send"
                 text = f"timed out after {self._timeout_sec:g} s in {operation}: waiting for "
                 self._fail(item, text + item.describe(self._comm.size))
                 return
@@ -215,7 +235,7 @@ class Mailbox:
         def is_needed() -> bool:
             # Whether this thread has something else to do than to wait for the store.
             is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
-            return is_changed or any(item.transfer.done() for item in waiting)
+            return is_changed or any(item.is_transferred() for item in waiting)
 
         try:
             left = self._arrivals.ranks_left(until=is_needed)
@@ -223,7 +243,7 @@ class Mailbox:
             return
         for item in awaited:
             all_left = len(left) >= self._comm.size - 1
-            has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
+            has_left = all_left if item.peer == MPI.ANY_SOURCE else item.peer in left
             if has_left and item.peer_left:  # what it sent before leaving has arrived by now
                 text = item.describe(self._comm.size)
                 self._fail(item, f"waiting for {text}, which has ended the group")
@@ -231,11 +251,11 @@ class Mailbox:
             item.peer_left = has_left
 
     def _fail(self, item: Message, text: str) -> None:
-        if item.transfer.is_receive:
-            item.transfer.cancel()
-            if not item.transfer.done():
+        if item.is_receive:
+            item.cancel()
+            if not item.is_transferred():
                 return  # it is arriving at this moment
-            if not item.transfer.is_canceled:
+            if not item.is_canceled:
                 self._finish([item])
                 return
         else:

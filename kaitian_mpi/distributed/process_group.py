@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.distributed import BACKEND, device_types
@@ -16,12 +18,11 @@ from kaitian_mpi.distributed.collective_calls import CollectiveCalls
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.collective import Collective, Tensors
 from kaitian_mpi.distributed.collectives.host import HostOperations
-from kaitian_mpi.distributed.collectives.router import OwnDeviceCheck, Router
+from kaitian_mpi.distributed.collectives.router import Router, check_own_device
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.recorder import GroupLabel
@@ -89,7 +90,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._host = self._host_operations(world, infos)
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
-        self._check_devices = OwnDeviceCheck(world.info, world.device)
+        self._check_devices = partial(check_own_device, str(world.info), world.device)
         router = Router(library, self._host, self._worker, streams, label, self._check_devices)
         self._mailbox: Mailbox | None = None
         self._lock = threading.Lock()
@@ -116,7 +117,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
     @property
     def pg_name(self) -> str:
-        """The name torch gave this group."""
         return self._name
 
     group_name = pg_name  # type: ignore[assignment]
@@ -126,7 +126,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         return [torch.device(kind) for kind in device_types()]
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return `kaitian`."""
         return BACKEND
 
     @property
@@ -168,7 +167,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         return self._paced(self._messages("recv").receive)(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
-        return self.recv(tensors, ANY_SOURCE, tag)
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _messages(self, name: str) -> Mailbox:
         with self._lock:

@@ -1,7 +1,4 @@
-"""Collectives and messages of contiguous tensors in host memory, using MPI, in place.
-
-What begins with `start` is nonblocking. Collectives are collective over `comm`.
-"""
+"""Collectives of contiguous tensors in host memory, by MPI, in place. Collective over `comm`."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from kaitian_mpi.mpi.datatypes import (
     separate,
 )
 
-ANY_SOURCE = MPI.ANY_SOURCE
 SHORT_BYTES = 64 << 10
 """Up to this size a reduction by one nonblocking call is the fastest."""
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
@@ -36,8 +32,14 @@ _DIRECT_BYTES = 512 << 10
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction = SUM) -> None:
     """Reduce `tensor` over all ranks, with the result on every rank."""
+    if comm.size == 1:
+        return
     for chunk in allreduce_chunks(comm, tensor.view(-1)):
-        allreduce_chunk(comm, chunk, op)
+        if op.mpi_supports(chunk.dtype):
+            comm.Allreduce(MPI.IN_PLACE, as_buffer(chunk), op.mpi_op)
+            op.divide_average(chunk, comm.size)
+        else:
+            pairwise.allreduce(comm, chunk, op)
 
 
 def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -47,17 +49,6 @@ def allreduce_chunks(comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor
     if tensor.nbytes <= _LONG_BYTES:
         return (tensor,)
     return tensor.split(_PIECE_BYTES // tensor.element_size())
-
-
-def allreduce_chunk(comm: MPI.Comm, chunk: torch.Tensor, op: Reduction) -> None:
-    """Reduce one of the chunks of `allreduce_chunks`, on the host, over all ranks."""
-    if comm.size == 1:
-        return
-    if not op.mpi_supports(chunk.dtype):
-        pairwise.allreduce(comm, chunk, op)
-        return
-    comm.Allreduce(MPI.IN_PLACE, as_buffer(chunk), op.mpi_op)
-    op.divide_average(chunk, comm.size)
 
 
 def broadcast(comm: MPI.Comm, tensor: torch.Tensor, root: int) -> None:
@@ -129,11 +120,6 @@ def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> 
     pairwise.exchange(comm, [tensor] * comm.size, pieces)
 
 
-def start_allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:
-    """Start reducing `tensor` in place; for an average, the caller divides the result."""
-    return comm.Iallreduce(MPI.IN_PLACE, as_buffer(tensor), op.mpi_op)
-
-
 def start_all_to_all(
     comm: MPI.Comm,
     received: torch.Tensor,
@@ -161,46 +147,3 @@ def _by_rank(
     pieces = list(itertools.pairwise(offsets))
     kinds = [absolute_type(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]
     return MPI.BOTTOM, [int(end > start) for start, end in pieces], [0] * len(pieces), kinds
-
-
-class Transfer:
-    """A send or receive in progress. Keeps its buffer alive until MPI is done with it."""
-
-    def __init__(self, request: MPI.Request, buffer: torch.Tensor, *, is_receive: bool) -> None:
-        self._request = request
-        self._buffer = buffer
-        self._status = MPI.Status()
-        self._is_done = False
-        self.is_receive = is_receive
-
-    @property
-    def source(self) -> int:
-        """The sender's rank; only after a completed receive."""
-        return self._status.Get_source()
-
-    def done(self) -> bool:
-        """Return whether MPI is done with the buffer; lets MPI make progress."""
-        # A second test would clear the status.
-        self._is_done = self._is_done or bool(self._request.Test(self._status))
-        return self._is_done
-
-    @property
-    def is_canceled(self) -> bool:
-        """Whether a completed receive was canceled, and so got no message."""
-        return self._status.Is_cancelled()
-
-    def cancel(self) -> None:
-        """Cancel a receive that no message has matched."""
-        self._request.Cancel()
-
-
-def start_send(comm: MPI.Comm, buffer: torch.Tensor, target: int, tag: int) -> Transfer:
-    """Start sending a contiguous host tensor."""
-    request = comm.Isend(as_raw_buffer(buffer), target, tag)
-    return Transfer(request, buffer, is_receive=False)
-
-
-def start_receive(comm: MPI.Comm, buffer: torch.Tensor, source: int, tag: int) -> Transfer:
-    """Start receiving into a contiguous host tensor; `ANY_SOURCE` accepts any sender."""
-    request = comm.Irecv(as_raw_buffer(buffer), source, tag)
-    return Transfer(request, buffer, is_receive=True)

@@ -36,12 +36,12 @@ def exchange(
     """
     requests = [
         comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE)
-        for rank in _others(comm)
+        for rank in others(comm.rank, comm.size)
         if (piece := received[rank]) is not None and piece.numel()
     ]
     requests += [
         comm.Isend(as_raw_buffer(piece), rank, tags.PAIRWISE)
-        for rank in _others(comm)
+        for rank in others(comm.rank, comm.size)
         if (piece := sent[rank]) is not None and piece.numel()
     ]
     target, source = received[comm.rank], sent[comm.rank]
@@ -76,18 +76,15 @@ def reduce_scatter(
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
     """Reduce flat `tensor` over all ranks, in place; the results are bit-identical."""
-    step = elements_per_round(comm, tensor)
-    for start in range(0, tensor.numel(), step):
-        piece = tensor[start : start + step]
-        share = -(-piece.numel() // comm.size)
-        parts = [piece[r * share : (r + 1) * share] for r in range(comm.size)]
-        own = parts[comm.rank]
-        reduce_scatter(comm, own, parts, op)
-        exchange(comm, [own] * comm.size, parts)
+    share = -(-tensor.numel() // comm.size)
+    parts = [tensor[r * share : (r + 1) * share] for r in range(comm.size)]
+    own = parts[comm.rank]
+    reduce_scatter(comm, own, parts, op)
+    exchange(comm, [own] * comm.size, parts)
 
 
 def elements_per_round(comm: MPI.Comm, tensor: torch.Tensor) -> int:
-    """Return how many elements of a tensor of this dtype `allreduce` processes in one round."""
+    """Return how many elements of a tensor of this dtype `allreduce` reduces in one round."""
     return _piece_elements(comm, tensor) * comm.size
 
 
@@ -99,23 +96,23 @@ def _reduce_parts(
     exchange(comm, _without(parts, comm.rank), _without(list(scratch), comm.rank))
     if not length:
         return
-    own, others = parts[comm.rank], [scratch[rank] for rank in _others(comm)]
+    own, arrived = parts[comm.rank], [scratch[rank] for rank in others(comm.rank, comm.size)]
     # A sum of two 16-bit floats is rounded once anyway; a sum of integers is not rounded.
-    is_exact = len(others) == 1 or not result.is_floating_point()
+    is_exact = len(arrived) == 1 or not result.is_floating_point()
     once = result.dtype not in ACCUMULATION_DTYPES or (is_exact and not op.is_average)
     total = result if once else torch.empty(length, dtype=ACCUMULATION_DTYPES[result.dtype])
-    if not once or not others:
+    if not once or not arrived:
         own = total.copy_(own)
-    for other in others:
+    for other in arrived:
         own = op.combine(own, other, out=total)
     op.divide_average(total, comm.size)
     if not once:
         result.copy_(total)
 
 
-def _others(comm: MPI.Comm) -> list[int]:
-    """Return the other ranks, the next one first, so that not all start with the same one."""
-    return [(comm.rank + distance) % comm.size for distance in range(1, comm.size)]
+def others(own: int, size: int) -> list[int]:
+    """Return the other numbers, the next one first, so that not all start with the same one."""
+    return [(own + distance) % size for distance in range(1, size)]
 
 
 def _without(tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor | None]:

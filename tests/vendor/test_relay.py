@@ -152,9 +152,9 @@ def test_slots_are_allocated_once_in_ordinary_memory_if_need_be(caplog, monkeypa
     assert len(memory) == COUNT
     assert slots.provide(3, 40) == COUNT
     assert {slots.take().memory.data_ptr() for _ in range(20)} == memory
-    assert slots.allocated_bytes == COUNT * 100
-    slots.provide(1, 101)
-    assert slots.allocated_bytes == 101
+    assert slots.take().memory.nbytes == 100
+    assert slots.provide(1, 101) == 1
+    assert slots.take().memory.nbytes == 101
     original, given = torch.empty, []
 
     def empty(*sizes, pin_memory=False, **options):
@@ -180,7 +180,8 @@ def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
             tensor = device_of(content * (world.rank + 1))
             dist.all_reduce(tensor)
             assert torch.equal(values(tensor), content * 3), (length, dtype)
-    assert dist.group.WORLD.relay.allocated_bytes <= 1 << 20
+    for _, slots in dist.group.WORLD.relay._paths.values():
+        assert slots.provide(0, 0) * slots.take().memory.nbytes <= 1 << 20
     world.relay.memory_mb = before
 
 
@@ -234,7 +235,7 @@ def test_copies_are_recorded_when_the_device_carries_them_out():
     began = time.monotonic()
     timeline.start_recording(recorder)
     try:
-        assert timeline.recorded(relay, "all_reduce", timeline.NO_LABEL, 1)()
+        assert timeline.recorded(relay, "all_reduce", timeline.GroupLabel("", ""), 1)()
     finally:
         timeline.stop_recording()
         fake_device.set_bandwidth()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,38 +20,32 @@ from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import RankLostError, UnsupportedError
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.recorder import NO_LABEL, GroupLabel, recorded
+from kaitian_mpi.observe.timeline.recorder import GroupLabel, recorded
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.collectives.vendor import Started, VendorLibrary
-    from kaitian_mpi.mpi.topology import RankInfo
 
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-class OwnDeviceCheck:
-    """Warns, once, if this rank communicates tensors of an accelerator that is not its own."""
+def check_own_device(rank: str, device: torch.device, tensors: Tensors) -> None:
+    """Warn if a rank communicates tensors that are neither in host memory nor on its own device."""
+    for tensor in tensors:
+        if not tensor.is_cpu and tensor.device != device:
+            _warn_of_device(rank, tensor.device)
 
-    _has_warned = False  # of all process groups
 
-    def __init__(self, info: RankInfo, device: torch.device) -> None:
-        """Take what this rank reports about itself, and its device."""
-        self._info, self._device = info, device
-
-    def __call__(self, tensors: Tensors) -> None:
-        """Look at the tensors of a call; those in host memory are anybody's."""
-        for tensor in tensors:
-            if not tensor.is_cpu and tensor.device != self._device and not self._has_warned:
-                OwnDeviceCheck._has_warned = True
-                _log.warning(
-                    "%s communicates tensors on %s, which is not its device: it may compute on "
-                    "another rank's. Use the device that kaitian_mpi.init() returns, or start the "
-                    "script by kaitian-run: see 'Which device a rank takes' in docs/scripts.md",
-                    self._info,
-                    tensor.device,
-                )
+@cache
+def _warn_of_device(rank: str, device: torch.device) -> None:
+    """Warn once, whichever process groups a rank communicates the device's tensors in."""
+    _log.warning(
+        "%s communicates tensors on %s, which is not its device: it may compute on another rank's. "
+        "Use the device that kaitian_mpi.init() returns, or start the script by kaitian-run: see "
+        "'Which device a rank takes' in docs/scripts.md",
+        *(rank, device),
+    )
 
 
 class Router:
@@ -67,8 +61,8 @@ class Router:
         host: HostOperations,
         worker: Worker,
         streams: SideStreams,
-        label: GroupLabel = NO_LABEL,
-        check_devices: Callable[[Tensors], None] = lambda _: None,
+        label: GroupLabel,
+        check_devices: Callable[[Tensors], None],
     ) -> None:
         """Route to a library that connects all ranks, if there is one, and to `host`.
 

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
 
 
-def all_gather_single(options: Any, library: Any, outputs: Any, inputs: Any) -> list[Work]:
-    """Start gathering each rank's `inputs[i]` into `outputs[i]` on a vendor's process group."""
-    if hasattr(library, "all_gather_single_coalesced"):
-        return [library.all_gather_single_coalesced(outputs, inputs, options)]
-    # Before 2.14 the coalesced call is not exposed to Python.
-    pairs = zip(outputs, inputs, strict=True)
-    return [library._allgather_base(output, tensor, options) for output, tensor in pairs]
+def _call_coalesced(
+    name: str, single: str, options: Any, library: Any, outputs: Any, inputs: Any
+) -> list[Work]:
+    """Call a vendor's process group for all tensors at once or, before 2.14, for each by itself."""
+    if hasattr(library, name):
+        return [getattr(library, name)(outputs, inputs, options)]
+    call, pairs = getattr(library, single), zip(outputs, inputs, strict=True)
+    return [call(output, tensor, options) for output, tensor in pairs]
 
 
-def reduce_scatter_single(options: Any, library: Any, outputs: Any, inputs: Any) -> list[Work]:
-    """Start a reduce-scatter of each of `inputs` into `outputs`."""
-    if hasattr(library, "reduce_scatter_single_coalesced"):
-        return [library.reduce_scatter_single_coalesced(outputs, inputs, options)]
-    # Before 2.14 the coalesced call is not exposed to Python.
-    pairs = zip(outputs, inputs, strict=True)
-    return [library._reduce_scatter_base(output, tensor, options) for output, tensor in pairs]
+all_gather_single = partial(_call_coalesced, "all_gather_single_coalesced", "_allgather_base")
+reduce_scatter_single = partial(
+    _call_coalesced, "reduce_scatter_single_coalesced", "_reduce_scatter_base"
+)
 
 
 def all_to_all_single(

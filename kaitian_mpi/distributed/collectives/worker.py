@@ -104,8 +104,6 @@ class Worker:
             raise self.broken from None
 
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
-        """Run `callback` after everything queued so far, and before everything queued later."""
-
         def call() -> None:
             callback()
             self._count(-1)
@@ -113,7 +111,6 @@ class Worker:
         self._put(_Task(call, self._streams.after_caller(tensors), is_callback=True))
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """If a callback waits in the worker's thread, run queued tasks until `done`."""
         while self._is_own_thread() and not done():
             try:
                 task = self._tasks.get_nowait()

@@ -66,7 +66,6 @@ class HostAllreduce:
     """The allreduce among the ranks of one communicator, which are on several hosts."""
 
     def __init__(self, comm: MPI.Comm, hosts: Hosts) -> None:
-        """Store where the ranks of `comm` are."""
         self._comm, self._hosts = comm, hosts
         self._here = next(ranks for ranks in hosts if comm.rank in ranks)
         self._unused: list[torch.Tensor] = []

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from kaitian_mpi.distributed.network.formats import WireFormat
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
+from kaitian_mpi.mpi.pairwise import others
 
 Parts = Sequence[torch.Tensor]
 Round = Iterator[Sequence[MPI.Request]]
@@ -33,6 +34,8 @@ class Crossing:
         """The number of this rank's host."""
         self.size = len(lane)
         """The number of hosts."""
+        self.others = others(self.host, self.size)
+        """The other hosts, in the order in which to send to them."""
 
     def reduce_here(self, chunk: torch.Tensor, members: Sequence[int]) -> Round:
         """Reduce the chunks of this host's other ranks to this one's, in the order of ranks."""
@@ -44,11 +47,6 @@ class Crossing:
             self._op.combine(total, arrived, out=total)
         if total is not chunk:
             chunk.copy_(total)
-
-    @property
-    def others(self) -> list[int]:
-        """The other hosts, the next one first, so that not all start with the same one."""
-        return [(self.host + distance) % self.size for distance in range(1, self.size)]
 
     def start_send(self, part: torch.Tensor, host: int) -> MPI.Request:
         """Start sending a part to a host; an empty one is not sent."""

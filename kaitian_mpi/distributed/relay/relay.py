@@ -63,10 +63,6 @@ class Slots:
         self._ring: deque[Slot] = deque()
         self._slot_bytes = 0
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self._slot_bytes * len(self._ring)
-
     def provide(self, chunks: int, chunk_bytes: int) -> int:
         """Make sure that there are slots for so many chunks; return how many there are.
 
@@ -163,10 +159,6 @@ class Relay:
         self._device, self._links = device, links
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
         self._paces: dict[tuple[int, int], ChunkLengths] = {}
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(slots.allocated_bytes for _, slots in self._paths.values())
 
     def exchange(
         self,

@@ -218,9 +218,6 @@ class GroupLabel(NamedTuple):
         return COLLECTIVES if self.name in ("", "0") else f"{COLLECTIVES} of group {self.name}"
 
 
-NO_LABEL = GroupLabel("", "")
-
-
 def recorded(
     call: Callable[[], Result], name: str, group: GroupLabel, number: int, /, **args: Any
 ) -> Callable[[], Result]:
