@@ -27,7 +27,7 @@ BUILT_IN = {
     "mlu": "kaitian_mpi.devices.vendors:MluDevice",
     "musa": "kaitian_mpi.devices.vendors:MusaDevice",
     "xpu": "kaitian_mpi.devices.vendors:XpuDevice",
-    "mps": "kaitian_mpi.devices.mps:MpsDevice",
+    "mps": "kaitian_mpi.devices.vendors:MpsDevice",
     "cpu": "kaitian_mpi.devices.cpu:CpuDevice",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.preflight.verdict import by_value, count_text, differ
+from kaitian_mpi.preflight.verdict import by_value, count_text, differ, size_text
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
 _quiet = False
@@ -45,7 +45,7 @@ def show_topology(world: World, survives: bool = False) -> None:
             info.kind + (" (emulated)" if info.emulated else ""),
             "leader" if info.world_rank in leaders else "member",
             f"{info.device}  {info.device_name}",
-            f"{info.memory_bytes / 2**30:.1f} GiB",
+            size_text(info.memory_bytes),
         )
         for info in world.infos
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.preflight.verdict import size_text
 
 
 @contextlib.contextmanager
@@ -75,11 +76,7 @@ def describe_failure(error: OSError, folder: Path, needed: int) -> str:
         free = shutil.disk_usage(folder).free
     except OSError:
         return reason
-    return f"{reason} ({_size(needed)} needed, {_size(free)} free)"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
+    return f"{reason} ({size_text(needed)} needed, {size_text(free)} free)"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -120,14 +120,9 @@ def withdraw_request(folder: Path) -> bool:
 class RestartRequest:
     """Whether the job is asked to save and end, on the rank that writes the run folder."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        environ: Mapping[str, str] = os.environ,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Start without looking."""
-        self._folder, self._job_id, self._clock = folder, environ.get(SUPERVISED, ""), clock
+    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._job_id = os.environ.get(SUPERVISED, "")
         self._next = 0.0
         self._is_made = False
 

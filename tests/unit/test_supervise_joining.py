@@ -289,12 +289,15 @@ def test_each_host_has_an_interpreter_of_its_own_in_every_start(cluster):
     assert second[at:] == [":", "--host", "c:1", "-np", "1", *module, *flags]
 
 
-def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):
+def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path, monkeypatch):
     clock = [0.0]
-    asked = RestartRequest(tmp_path, {SUPERVISED: "id"}, lambda: clock[0])
-    other = RestartRequest(tmp_path, {SUPERVISED: "other"}, lambda: 9.0)
-    unsupervised = RestartRequest(tmp_path, {}, lambda: 9.0)
-    elsewhere = RestartRequest(None, {SUPERVISED: "id"}, lambda: 9.0)
+    monkeypatch.delenv(SUPERVISED, raising=False)
+    unsupervised = RestartRequest(tmp_path, lambda: 9.0)
+    monkeypatch.setenv(SUPERVISED, "other")
+    other = RestartRequest(tmp_path, lambda: 9.0)
+    monkeypatch.setenv(SUPERVISED, "id")
+    asked = RestartRequest(tmp_path, lambda: clock[0])
+    elsewhere = RestartRequest(None, lambda: 9.0)
     assert not asked.is_made()
     request_restart(tmp_path, "id")
     assert not asked.is_made()  # it looks every half second
@@ -312,4 +315,4 @@ def test_only_the_jobs_own_supervisor_can_ask_it_to_end(tmp_path):
     for number, make in enumerate((os.mkfifo, os.mkdir)):  # nothing is waited for there
         (tmp_path / str(number)).mkdir()
         make(tmp_path / str(number) / "restart-request")
-        assert not RestartRequest(tmp_path / str(number), {SUPERVISED: "id"}).is_made()
+        assert not RestartRequest(tmp_path / str(number)).is_made()
