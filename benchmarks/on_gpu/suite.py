@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kaitian_mpi.devices import known_kinds
-from kaitian_mpi.preflight.probe import loaded_drivers, vendor_packages
+from kaitian_mpi.preflight.probe import loaded_drivers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -193,7 +193,7 @@ class Suite:
 
 def print_table(suite: Suite, rows: list[Row], seconds: float) -> None:
     """Print what ran on what, and the rows."""
-    named = {**loaded_drivers(), **vendor_packages()}
+    named = loaded_drivers()
     lines = [
         time.strftime("%Y-%m-%d %H:%M"),
         f"{suite.count} x {suite.kind}" + (": EMULATED, NOT A GPU" if suite.emulated else ""),
