@@ -73,12 +73,7 @@ def _kept_variable() -> Iterator[None]:
 
 def is_installed(plugin: str) -> bool:
     """Return whether a plug-in is installed, without importing it."""
-    if plugin in sys.modules:
-        return True
-    try:
-        return importlib.util.find_spec(plugin) is not None
-    except (ImportError, ValueError):
-        return False
+    return plugin in sys.modules or importlib.util.find_spec(plugin) is not None
 
 
 def import_plugin(plugin: str) -> None:

@@ -63,7 +63,7 @@ def rendezvous(
     yield store, world.rank if rank is None else rank, world.size
 
 
-def create(options: Any, _: Any = None) -> KaitianProcessGroup:
+def create(options: Any) -> KaitianProcessGroup:
     """Create the process group that torch requests. Collective over the group's ranks."""
     is_default = not options.global_ranks_in_group
     world, comm, unique = _default(options) if is_default else _subgroup(options)
@@ -93,7 +93,7 @@ def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
     _check_world_size(options.group_size)
     # The barrier comes before MPI is initialized, which would wait for every rank as well.
     world = current_world()
-    unique = _wait_for_all(options, "init_process_group", lambda _: _departed(world))
+    unique = store_barrier(options, "init_process_group", lambda _: _departed(world))
     world = _world_of_size(options.group_size)
     ranks = gather_values(world.comm, options.group_rank)
     if sorted(ranks) != list(range(world.size)):
@@ -146,10 +146,10 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
             gone = _departed(world)
             return [rank for rank in missing if places[members[rank]] in gone]
 
-        unique = _wait_for_all(options, "new_group", departed)
+        unique = store_barrier(options, "new_group", departed)
         return world, subset(comms.world, members, str(options.group_id)), unique
     # The default group is another backend's, whose order of ranks may differ from MPI's.
-    unique = _wait_for_all(options, "new_group", lambda _: [])
+    unique = store_barrier(options, "new_group", lambda _: [])
     world = world or _world_of_size(len(members))
     options.store.set(f"mpi/{options.group_rank}", str(world.rank))
     keys = [f"mpi/{rank}" for rank in range(len(members))]
@@ -157,25 +157,19 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
     return world, subset(world.comm, members, str(options.group_id)), unique
 
 
-def _wait_for_all(options: Any, name: str, departed: Departed) -> str:
-    place = options.group_rank, options.group_size
-    return store_barrier(options.store, name, *place, options.timeout, departed)
-
-
-def store_barrier(
-    store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, departed: Departed
-) -> str:
-    """Wait until every rank of a new group has arrived. Collective, by the store alone.
+def store_barrier(options: Any, name: str, departed: Departed) -> str:
+    """Wait until every rank of a new group has arrived. Collective, by the group's store alone.
 
     Returns a unique name for the group, the same on every rank. `name` is the function that the
     ranks call, for error messages. A rank that arrives after the others have given up fails too.
     """
+    size, limit_sec = options.group_size, options.timeout.total_seconds()
     if size == 1:
         return uuid.uuid4().hex
-    outcome = _meet(store, rank, size, timeout.total_seconds(), departed)
+    outcome = _meet(options.store, options.group_rank, size, limit_sec, departed)
     if "missing" in outcome:
         raise CollectiveError(
-            f"timed out after {timeout.total_seconds():g} s in {name}: waiting for "
+            f"timed out after {limit_sec:g} s in {name}: waiting for "
             f"{format_ranks(outcome['missing'], size)}"
         )
     if "left" in outcome:

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from mpi4py import MPI
 
 from kaitian_mpi.distributed.collectives import staging
 from kaitian_mpi.distributed.collectives.staging import from_host, to_host
@@ -21,11 +20,14 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
 from kaitian_mpi.mpi.datatypes import as_raw_buffer
+from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
 from kaitian_mpi.runtime.system import CommunicationThread
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 
 _CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
@@ -50,6 +52,8 @@ class Message(Queued):
         streams: staging.Streams = staging.NO_STREAMS,
     ) -> None:
         """Follow a request, whose buffer is in host memory; what it receives is for `tensor`."""
+        from mpi4py import MPI
+
         super().__init__([tensor])
         self.peer, self.is_receive = peer, is_receive
         self._tensor, self._buffer, self._streams = tensor, buffer, streams
@@ -89,7 +93,7 @@ class Message(Queued):
             super().finish()
 
     def describe(self, size: int) -> str:
-        who = "any rank" if self.peer == MPI.ANY_SOURCE else format_ranks([self.peer], size)
+        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
         return f"a message from {who}" if self.is_receive else f"{who} to receive"
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # also called by `synchronize`
@@ -139,7 +143,7 @@ class Mailbox:
         return self._follow(Message(tensor, buffer, request, target, is_receive=False))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
-        """Start receiving into a tensor on any device; `MPI.ANY_SOURCE` accepts any sender."""
+        """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
         self._check("recv", source)
         buffer = to_host(tensor, read=False)
         request = self._comm.Irecv(as_raw_buffer(buffer), source, tag)
@@ -163,7 +167,7 @@ class Mailbox:
         if self._broken:
             raise CollectiveError(f"{name}: {self._broken}")
         size = self._comm.size
-        if peer != MPI.ANY_SOURCE and not 0 <= peer < size:
+        if peer != ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(
                 f"{name}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
             )
@@ -243,7 +247,7 @@ class Mailbox:
             return
         for item in awaited:
             all_left = len(left) >= self._comm.size - 1
-            has_left = all_left if item.peer == MPI.ANY_SOURCE else item.peer in left
+            has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
             if has_left and item.peer_left:  # what it sent before leaving has arrived by now
                 text = item.describe(self._comm.size)
                 self._fail(item, f"waiting for {text}, which has ended the group")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.distributed import BACKEND, device_types
@@ -23,6 +22,7 @@ from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, not_compiled
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.recorder import GroupLabel
@@ -167,7 +167,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         return self._paced(self._messages("recv").receive)(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
-        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+        return self.recv(tensors, ANY_SOURCE, tag)
 
     def _messages(self, name: str) -> Mailbox:
         with self._lock:

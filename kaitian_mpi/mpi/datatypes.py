@@ -137,15 +137,9 @@ def as_buffer(tensor: torch.Tensor) -> Buffer:
 
 def as_raw_buffer(tensor: torch.Tensor) -> Buffer:
     """Return a contiguous host tensor of any dtype and size as an MPI buffer, to be moved as is."""
-    if tensor.numel() > MAX_COUNT:
-        memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        return memory, _one_of(tensor.nbytes)
-    return as_unit_buffer(tensor, tensor.element_size())
-
-
-def as_unit_buffer(tensor: torch.Tensor, unit_bytes: int) -> Buffer:
-    """Return a contiguous host tensor as an MPI buffer of units of 1, 2, 4, 8 or 16 bytes."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MOVED[unit_bytes]
+    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    is_long = tensor.numel() > MAX_COUNT
+    return memory, _one_of(tensor.nbytes) if is_long else _MOVED[tensor.element_size()]
 
 
 def separate(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

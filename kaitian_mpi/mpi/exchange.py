@@ -55,15 +55,15 @@ def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
     return buffer.tobytes()
 
 
-def gather_bytes(comm: MPI.Comm, content: bytes, root: int) -> list[bytes]:
-    """Gather every rank's content on rank `root`, in rank order; [] elsewhere. Collective."""
+def gather_bytes(comm: MPI.Comm, content: bytes) -> list[bytes]:
+    """Gather every rank's content on rank 0, in rank order; [] elsewhere. Collective."""
     lengths = gather_values(comm, len(content))
     own = np.frombuffer(content, dtype=np.uint8)
-    if comm.rank != root:
-        comm.Gatherv(own, None, root)
+    if comm.rank != 0:
+        comm.Gatherv(own, None)
         return []
     gathered = np.empty(sum(lengths), dtype=np.uint8)
-    comm.Gatherv(own, (gathered, lengths), root)
+    comm.Gatherv(own, (gathered, lengths))
     return _parts(gathered, lengths)
 
 

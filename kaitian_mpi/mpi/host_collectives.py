@@ -17,10 +17,10 @@ from kaitian_mpi.mpi.datatypes import (
     absolute_type,
     as_buffer,
     as_raw_buffer,
-    as_unit_buffer,
     separate,
 )
 
+ANY_SOURCE = MPI.ANY_SOURCE
 SHORT_BYTES = 64 << 10
 """Up to this size a reduction by one nonblocking call is the fastest."""
 # Reductions longer than this are faster in pieces that fit in the cache; see docs/benchmarks.md.
@@ -120,6 +120,11 @@ def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> 
     pairwise.exchange(comm, [tensor] * comm.size, pieces)
 
 
+def start_allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:
+    """Start reducing `tensor` in place; for an average, the caller divides the result."""
+    return comm.Iallreduce(MPI.IN_PLACE, as_buffer(tensor), op.mpi_op)
+
+
 def start_all_to_all(
     comm: MPI.Comm,
     received: torch.Tensor,
@@ -142,7 +147,7 @@ def _by_rank(
     """Return a tensor's pieces as arguments of `Ialltoallw`, whose counts are C ints."""
     offsets = [0, *itertools.accumulate(count * tensor.element_size() for count in counts)]
     if tensor.nbytes <= MAX_COUNT:
-        memory, kind = as_unit_buffer(tensor, tensor.element_size())
+        memory, kind = as_raw_buffer(tensor)
         return memory, list(counts), offsets[:-1], [kind] * len(counts)
     pieces = list(itertools.pairwise(offsets))
     kinds = [absolute_type(tensor, *piece) if piece[1] > piece[0] else MPI.BYTE for piece in pieces]

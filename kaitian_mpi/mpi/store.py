@@ -183,7 +183,8 @@ class MPIStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key. As with torch's TCPStore, the server may do it a moment later."""
-        self._tell("set", self._prefix + key, value)
+        if self.link.tell("set", (_as_bytes(self._prefix + key), _as_bytes(value))) == LOST:
+            raise RankLostError(_CLOSED)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -240,10 +241,6 @@ class MPIStore(dist.Store):
 
     def _placed(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]
-
-    def _tell(self, operation: str, *arguments: str | bytes) -> None:
-        if self.link.tell(operation, tuple(map(_as_bytes, arguments))) == LOST:
-            raise RankLostError(_CLOSED)
 
     def _ask(
         self,

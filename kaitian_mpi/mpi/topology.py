@@ -13,6 +13,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.kaitian_train import GROUPINGS
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values, join_errors
+from kaitian_mpi.preflight.verdict import ranks_by
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive
 from kaitian_mpi.runtime.ulfm import may_be_loss, track_comm
@@ -96,9 +97,7 @@ def plan_groups(
     kinds: Sequence[str], nodes: Sequence[int | None] | None = None
 ) -> tuple[Group, ...]:
     """Group ranks by kind or, given their hosts, by kind and host, in order of first ranks."""
-    members: dict[tuple[str, int | None], list[int]] = {}
-    for rank, key in enumerate(zip(kinds, nodes or [None] * len(kinds), strict=True)):
-        members.setdefault(key, []).append(rank)
+    members = ranks_by(dict(enumerate(zip(kinds, nodes or [None] * len(kinds), strict=True))))
     return tuple(Group(kind, tuple(ranks), node) for (kind, node), ranks in members.items())
 
 

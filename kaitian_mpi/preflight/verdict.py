@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
+
+Value = TypeVar("Value", bound=Hashable)
 
 _MAX_NAMES = 4
 
@@ -71,9 +74,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if is_one else 's'} {', '.join(texts)}"
 
 
-def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
+def ranks_by(values: Mapping[int, Value]) -> dict[Value, list[int]]:
     """Return the ranks with each value."""
-    holders: dict[str, list[int]] = {}
+    holders: dict[Value, list[int]] = {}
     for rank, value in values.items():
         holders.setdefault(value, []).append(rank)
     return holders

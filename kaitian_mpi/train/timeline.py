@@ -75,7 +75,7 @@ class Timeline(StepObserver):
         began = time.monotonic()
         enter_phase("sharing the timeline", waits=True, limited=False)
         align_clocks(self._world.comm, self._nodes, self._recorder.clock, self._recorder.now)
-        by_rank = gather_bytes(self._world.comm, self._lines(), root=0)
+        by_rank = gather_bytes(self._world.comm, self._lines())
         if self._file is not None:
             self._file.append(b"".join(by_rank))
         self._schedule(began)

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -214,9 +215,10 @@ def arrive(store, size, after, departed=lambda missing: []):
 
     def run(rank, seconds):
         time.sleep(seconds)
-        timeout = timedelta(seconds=30)
+        group = {"store": store, "group_rank": rank, "group_size": size}
+        options = SimpleNamespace(**group, timeout=timedelta(seconds=30))
         try:
-            outcomes[rank] = store_barrier(store, "new_group", rank, size, timeout, departed)
+            outcomes[rank] = store_barrier(options, "new_group", departed)
         except CollectiveError as error:
             outcomes[rank] = str(error)
 

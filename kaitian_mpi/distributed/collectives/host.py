@@ -7,15 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from mpi4py import MPI
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import MAX_COUNT, SUM, as_buffer, as_raw_buffer, separate
-from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all
+from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.relay.relay import Relay
     from kaitian_mpi.distributed.residual import Residual
@@ -76,8 +77,7 @@ class HostOperations:
         if tensor.nbytes <= SHORT_BYTES:
             host = to_host(tensor)
             wide = op.in_supported_dtype(host)
-            request = self._comm.Iallreduce(MPI.IN_PLACE, as_buffer(wide), op.mpi_op)
-            self._complete(request, wide)
+            self._complete(start_allreduce(self._comm, wide, op), wide)
             op.divide_average(wide, self.size)
             if wide is not host:
                 host.copy_(wide)

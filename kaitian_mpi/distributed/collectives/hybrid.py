@@ -107,7 +107,8 @@ class HybridOperations(HostOperations):
                 piece.copy_(wide)
             return
         reduce_pieces, gather_pieces = moves
-        total, shares = op.without_division, split_evenly(tensor.numel(), lanes)
+        total, pieces = op.without_division, tensor.tensor_split(lanes)
+        shares = [len(piece) for piece in pieces]
         with part("reduce in the group"):
             reduce_pieces(tensor, shares, total)
         rank, lane = comms.group.rank, comms.lane
@@ -119,11 +120,6 @@ class HybridOperations(HostOperations):
                 # On the host, because devices may differ in the last bit of a division.
                 op.divide_average(chunk, self.size)
 
-            self._relay.exchange(lane, tensor.split(shares)[rank], exchange, precision.dtype)
+            self._relay.exchange(lane, pieces[rank], exchange, precision.dtype)
         with part("gather in the group"):
             gather_pieces(tensor, shares)
-
-
-def split_evenly(total: int, parts: int) -> list[int]:
-    """Split a length into parts that differ by at most one."""
-    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]

@@ -96,13 +96,6 @@ class Worker:
         """Make all later collectives fail: something else in the group has failed."""
         self.broken = self.broken or error
 
-    def check_for_loss(self, name: str, error: Exception) -> None:
-        """Raise a `RankLostError` instead if the error is MPI's about a lost rank."""
-        if ulfm.may_be_loss(error):
-            ulfm.revoke_all()
-            self.broken = RankLostError(f"{name}: a rank is lost ({error})")
-            raise self.broken from None
-
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         def call() -> None:
             callback()
@@ -205,7 +198,10 @@ class Worker:
             self.broken = error.with_operation(name)
             raise self.broken from None
         except Exception as error:
-            self.check_for_loss(name, error)
+            if ulfm.may_be_loss(error):
+                ulfm.revoke_all()
+                self.broken = RankLostError(f"{name}: a rank is lost ({error})")
+                raise self.broken from None
             if not isinstance(error, _ARGUMENT_ERRORS):
                 self.broken = CollectiveError(f"{name}: {type(error).__name__}: {error}")
             raise

@@ -19,6 +19,7 @@ from kaitian_mpi.distributed.network.crossing import EXCHANGES, Crossing, Exchan
 from kaitian_mpi.distributed.network.formats import BLOCK
 from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, SUM, Reduction, as_raw_buffer
+from kaitian_mpi.preflight.verdict import ranks_by
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
@@ -44,10 +45,7 @@ Hosts = tuple[tuple[int, ...], ...]
 
 def group_by_host(nodes: Sequence[int]) -> Hosts:
     """Group ranks 0, 1, … by the numbers of their hosts."""
-    by_host: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_host.setdefault(node, []).append(rank)
-    return tuple(map(tuple, by_host.values()))
+    return tuple(map(tuple, ranks_by(dict(enumerate(nodes))).values()))
 
 
 class Route(NamedTuple):

@@ -58,7 +58,7 @@ class Checkpoints:
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
         """Save the state in the run folder; there must be one. Collective."""
-        gathered = gather_bytes(world.comm, to_bytes(state.rank_state()), 0)
+        gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
         if world.rank == 0 and self.on_disk is not None:
             rank_states = [from_bytes(content) for content in gathered]
             self.write(self.on_disk, state, metadata, rank_states, score)
