@@ -72,7 +72,9 @@ def main() -> None:
         ratios = [k / g for k, g in zip(seconds["kaitian"], seconds["gloo"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         emulated = " (emulated kinds)" if options.emulate_kinds else ""
-        print(f"{world.size} ranks in {len(world.groups)} group(s){emulated}, {group.algorithm}")
+        print(
+            f"{world.size} ranks in {len(world.groups)} group(s){emulated}, {group.host.algorithm}"
+        )
         for name, times in seconds.items():
             print(f"{name:8} median step {statistics.median(times):.4f} s")
         print(f"kaitian / gloo {middle:.3f} (quartiles {low:.3f} to {high:.3f})")

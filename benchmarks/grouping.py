@@ -82,15 +82,15 @@ def work(options: argparse.Namespace) -> None:
     took = seconds_of(world, lambda: choose_allreduce("auto", world, [options.bytes]))
     if world.rank == 0:  # which has printed what was chosen
         print(f"choosing it took {took:.1f} s")
-    for name in group.algorithms:
-        group.algorithm = name
+    for name in group.host.algorithms:
+        group.host.algorithm = name
         check_sum(world, options.bytes // 4)
     tensor = torch.zeros(options.bytes // 4)
-    seconds: dict[str, list[float]] = {name: [] for name in group.algorithms}
-    sent: dict[str, list[int]] = {name: [] for name in group.algorithms}
+    seconds: dict[str, list[float]] = {name: [] for name in group.host.algorithms}
+    sent: dict[str, list[int]] = {name: [] for name in group.host.algorithms}
     for turn in range(options.rounds):
         for name in list(seconds) if turn % 2 else reversed(seconds):
-            group.algorithm = name
+            group.host.algorithm = name
             before = sent_bytes()
             seconds[name].append(seconds_of(world, lambda: dist.all_reduce(tensor)))
             dist.barrier()
@@ -125,10 +125,10 @@ def report_steps(world, steps: int) -> None:
         reducer.finish()
         optimizer.step()
 
-    seconds: dict[str, list[float]] = {name: [] for name in dist.group.WORLD.algorithms}
+    seconds: dict[str, list[float]] = {name: [] for name in dist.group.WORLD.host.algorithms}
     for turn in range(steps + 1):
         for name in list(seconds) if turn % 2 else reversed(seconds):
-            dist.group.WORLD.algorithm = name
+            dist.group.WORLD.host.algorithm = name
             took = seconds_of(world, step)
             if turn:  # the first round warms up
                 seconds[name].append(took)

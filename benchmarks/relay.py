@@ -126,7 +126,7 @@ def bandwidth_of_mpi(world, total_bytes: int) -> float:
 def check_sum(world, tensor: torch.Tensor) -> None:
     """Sum a tensor, with the data moved, in a group of its own; set it to zero. Collective."""
     group = dist.new_group()
-    group.algorithm = "leader"
+    group.host.algorithm = "leader"
     tensor.fill_(world.rank + 1)
     dist.all_reduce(tensor, group=group)
     assert set(fake_device.values(tensor).unique().tolist()) == {3.0}
@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     world = kaitian_mpi.init(devices="vendor,vendor2")
     world.relay.memory_mb = options.memory_mb
-    dist.group.WORLD.algorithm = "leader"
+    dist.group.WORLD.host.algorithm = "leader"
     tensor = torch.zeros(options.megabytes << 18, device=world.device)
     rate = options.gb_per_sec * 1e9 or bandwidth_of_mpi(world, tensor.nbytes)
     fake_device.set_bandwidth(rate)

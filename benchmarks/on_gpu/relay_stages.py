@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", default="auto")
     world = kaitian_mpi.init(devices=parser.parse_args().devices)
-    dist.group.WORLD.algorithm = "flat"
+    dist.group.WORLD.host.algorithm = "flat"
     tensor = torch.ones(ELEMENTS, device=world.device)
     pins = device_of(world.device).pins_memory
     host = torch.ones(ELEMENTS, pin_memory=pins)

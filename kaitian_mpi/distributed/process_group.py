@@ -87,11 +87,12 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             for groups in (comms, comms.by_host):
                 if groups is not None:
                     self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))
-        self._host = self._host_operations(world, infos)
+        self.host = self._host_operations(world, infos)
+        """What works in host memory; its `algorithm` of `allreduce` between kinds can be set."""
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
         self._check_devices = partial(check_own_device, str(world.info), world.device)
-        router = Router(library, self._host, self._worker, streams, label, self._check_devices)
+        router = Router(library, self.host, self._worker, streams, label, self._check_devices)
         self._mailbox: Mailbox | None = None
         self._lock = threading.Lock()
         # It usually returns the function that it is given.
@@ -127,23 +128,6 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
-
-    @property
-    def algorithms(self) -> tuple[str, ...]:
-        """The algorithms that there are for `allreduce` between kinds, on the group's ranks."""
-        return self._host.algorithms
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm of `allreduce` between kinds, one of `algorithms`; settable.
-
-        Must be the same on every rank; has no effect where all ranks are in one group.
-        """
-        return self._host.algorithm
-
-    @algorithm.setter
-    def algorithm(self, name: str) -> None:
-        self._host.algorithm = name
 
     def measure_links(self) -> bool:
         """Measure how to reduce between hosts; False if nothing is, in host memory. Collective.

@@ -59,7 +59,7 @@ def collectives_across_kinds(world) -> None:
         check_moves(world, put, torch.float32, length, [world.size - 1])
         check_reductions(world, put, torch.float32, length)
     for algorithm in ALGORITHMS:
-        dist.group.WORLD.algorithm = algorithm
+        dist.group.WORLD.host.algorithm = algorithm
         for length in (1, 1000, LARGE + 1):
             for dtype in (torch.float32, torch.bfloat16, torch.int64):
                 check_sum(world, put, dtype, length, in_background=True)
@@ -87,7 +87,7 @@ def order_with_streams(world) -> None:
     tensor = torch.zeros(LARGE, device=world.device)
     repeats = min(gather_values(world.comm, repeats_for(tensor, world, QUEUED_SEC)))
     for algorithm in ALGORITHMS:
-        dist.group.WORLD.algorithm = algorithm
+        dist.group.WORLD.host.algorithm = algorithm
         tensor.zero_()
         queue_work(tensor, repeats)
         work = dist.all_reduce(tensor, async_op=True)

@@ -70,9 +70,9 @@ def check_gradients(model, alone, times=1):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_a_hook_gives_the_gradient_of_the_whole_batch(world, algorithm, dtype, tolerance):
-    dist.group.WORLD.algorithm = algorithm
+    dist.group.WORLD.host.algorithm = algorithm
     check_like_one_process(world, by_hook, steps=20, dtype=dtype, tolerance=tolerance)
-    dist.group.WORLD.algorithm = "flat"
+    dist.group.WORLD.host.algorithm = "flat"
 
 
 @pytest.mark.parametrize(

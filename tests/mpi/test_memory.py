@@ -55,9 +55,9 @@ def calls(world, a, b):
 # One rank alone has nothing to split into stripes.
 @pytest.fixture(autouse=True, params=["flat", pytest.param("striped", marks=pytest.mark.sizes(3))])
 def algorithm(request, world):
-    dist.group.WORLD.algorithm = request.param
+    dist.group.WORLD.host.algorithm = request.param
     yield
-    dist.group.WORLD.algorithm = "flat"
+    dist.group.WORLD.host.algorithm = "flat"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -150,7 +150,7 @@ def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monke
     monkeypatch.setattr(HostAllreduce, "run", noting)
     settings = RelaySettings(network_allreduce="ring")
     group.links.update(links_of(group.comms, range(world.size), settings))
-    group.algorithm = algorithm
+    group.host.algorithm = algorithm
     for elements in (20_001, 3_000_001):
         tensor = values(torch.float32, world.rank, elements)
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
@@ -171,8 +171,8 @@ def test_all_ranks_choose_the_same_and_measure_less_if_slow(world, monkeypatch, 
         monkeypatch.setattr(exchange, "time", clock)
     measured = allreduce.choose_algorithm(group, "auto", [1000], torch.device("cpu"))
     assert set(measured) == set(ALGORITHMS)
-    assert len(set(gather_values(world.comm, group.algorithm))) == 1
-    group.algorithm = "flat"
+    assert len(set(gather_values(world.comm, group.host.algorithm))) == 1
+    group.host.algorithm = "flat"
     assert len(rounds) == len(ALGORITHMS) * (2 if is_slow else 7)  # one warms up
     (flag,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "allreduce")
     assert flag.metadata["choices"] == ("auto", *ALGORITHMS)

@@ -52,9 +52,9 @@ def place(request, world):
 
 @pytest.fixture(params=ALGORITHMS)
 def algorithm(request, world):
-    dist.group.WORLD.algorithm = request.param
+    dist.group.WORLD.host.algorithm = request.param
     yield request.param
-    dist.group.WORLD.algorithm = "flat"
+    dist.group.WORLD.host.algorithm = "flat"
 
 
 @pytest.mark.sizes(1, 2, 3, 4)

@@ -58,11 +58,11 @@ def world(request):
 
 @pytest.fixture(params=[*ALGORITHMS, *BY_HOST])
 def algorithm(request, world):
-    if request.param not in dist.group.WORLD.algorithms:
+    if request.param not in dist.group.WORLD.host.algorithms:
         assert request.param in BY_HOST
         assert world.relay.group_by != "auto"
         pytest.skip("all groups are by kind and host")
-    dist.group.WORLD.algorithm = request.param
+    dist.group.WORLD.host.algorithm = request.param
     return request.param
 
 
@@ -104,7 +104,7 @@ def test_no_library_connects_hosts_and_the_lane_crosses_them_once_for_all_kinds(
     monkeypatch.setattr(HostAllreduce, "run", noting_hosts)
     monkeypatch.setattr(world.relay, "network_allreduce", "ring")
     group = dist.new_group()
-    group.algorithm = algorithm
+    group.host.algorithm = algorithm
     tensor = device_of(torch.full((400_000,), world.rank + 1.0))
     dist.all_reduce(tensor, group=group)
     assert values(tensor).unique().tolist() == [float(factor(world))]
@@ -130,12 +130,12 @@ def test_the_measurement_covers_both_and_the_table_says_that_groups_are_by_host(
         assert ("groups by kind and host" in text) == (world.relay.group_by == "kind-and-host")
     group = dist.group.WORLD
     measured = choose_algorithm(group, "auto", [10_000], world.device)
-    assert tuple(measured) == group.algorithms
+    assert tuple(measured) == group.host.algorithms
     expected = [*ALGORITHMS, *(BY_HOST if world.relay.group_by == "auto" else ())]
     assert list(measured) == expected
-    assert set(gather_values(world.comm, group.algorithm)) == {min(measured, key=measured.get)}
+    assert set(gather_values(world.comm, group.host.algorithm)) == {min(measured, key=measured.get)}
     assert choose_algorithm(group, "leader", [10_000], world.device) == {}
-    assert group.algorithm == "leader"
+    assert group.host.algorithm == "leader"
     if "leader-by-host" not in measured:  # as remembered from before a loss
         assert set(choose_algorithm(group, "leader-by-host", [100], world.device)) == set(measured)
 

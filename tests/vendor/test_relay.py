@@ -172,7 +172,7 @@ def test_slots_are_allocated_once_in_ordinary_memory_if_need_be(caplog, monkeypa
 
 @pytest.mark.parametrize("algorithm", ["flat", "leader"])
 def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
-    dist.group.WORLD.algorithm = algorithm
+    dist.group.WORLD.host.algorithm = algorithm
     before, world.relay.memory_mb = world.relay.memory_mb, 1
     for length in (300_001, 70_001):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
@@ -188,7 +188,7 @@ def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
-    dist.group.WORLD.algorithm, world.relay.dtype = algorithm, "bf16"
+    dist.group.WORLD.host.algorithm, world.relay.dtype = algorithm, "bf16"
     generator = torch.Generator().manual_seed(7)
     own = torch.randn(world.size, 200_003, generator=generator)
     exact = own.sum(0)
@@ -208,7 +208,7 @@ def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
 
 
 def test_wait_does_not_wait_for_the_last_copy_back(world, device_of):
-    dist.group.WORLD.algorithm = "leader"
+    dist.group.WORLD.host.algorithm = "leader"
     on_host = world.info.kind == "cpu"
     tensor = device_of(torch.ones(200_000))
     dist.all_reduce(tensor)  # which measures

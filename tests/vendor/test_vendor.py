@@ -55,7 +55,7 @@ def put(request, world):
 
 @pytest.fixture(params=ALGORITHMS)
 def algorithm(request, world):
-    dist.group.WORLD.algorithm = request.param
+    dist.group.WORLD.host.algorithm = request.param
     return request.param
 
 
@@ -323,7 +323,7 @@ def test_ranks_may_use_groups_in_different_orders(world, device_of, algorithm):
         pytest.skip("a vendor's own libraries need one order")
     groups = [dist.new_group() for _ in range(2)]
     for group in groups:
-        group.algorithm = algorithm
+        group.host.algorithm = algorithm
     order = groups if world.rank == 0 else groups[::-1]
     tensors = {group: device_of(torch.full((30_000,), world.rank + 1.0)) for group in groups}
     works = [dist.all_reduce(tensors[group], group=group, async_op=True) for group in order]

@@ -50,15 +50,15 @@ def choose_algorithm(
     """
     if group.has_one_group:
         return {}
-    names = group.algorithms
+    names = group.host.algorithms
     if request in names:
-        group.algorithm = request
+        group.host.algorithm = request
         return {}
     # Each does what it does only once, such as connecting: that may take seconds.
     short = min(max(sizes, default=0), _WARM_UP_ELEMENTS * group.comms.lanes)
     _time(group, names, [short], device, wire, repeats=0)
     measured = _time(group, names, sizes, device, wire)
-    group.algorithm = min(measured, key=lambda name: measured[name])
+    group.host.algorithm = min(measured, key=lambda name: measured[name])
     return measured
 
 
@@ -79,7 +79,7 @@ def _time(
     residuals = [Residuals(wire).add(bucket, {"all": slice(0, len(bucket))}) for bucket in buckets]
 
     def sum_by(name: str) -> None:
-        group.algorithm = name
+        group.host.algorithm = name
         for bucket, residual in zip(buckets, residuals, strict=True):
             sum_gradients(bucket, residual, group)
         device_of(device).synchronize(device.index or 0)
@@ -110,8 +110,8 @@ def choose_allreduce(
         return "direct", {}
     times = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in measured.items())
     shown = f" (measured: {times})" if times else ""
-    print_rank_0(world, f"allreduce: {group.algorithm}{shown}")
-    return group.algorithm, measured
+    print_rank_0(world, f"allreduce: {group.host.algorithm}{shown}")
+    return group.host.algorithm, measured
 
 
 def measure_allreduce(
@@ -127,7 +127,7 @@ def measure_allreduce(
     if world.rank in ranks:
         if not is_world:
             choose_algorithm(group, request, [size // 4 for size in buckets], device, wire)
-        name = group.algorithm
+        name = group.host.algorithm
         seconds = [_time(group, [name], [size // 4], device, wire)[name] for size in sizes]
         if not is_world:
             dist.destroy_process_group(group)
