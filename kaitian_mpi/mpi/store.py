@@ -30,7 +30,7 @@ from kaitian_mpi.mpi.store_server import (
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.tags import STORE_REPLIES, STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import is_revoked, may_be_loss, track_comm
+from kaitian_mpi.runtime.ulfm import is_revoked, tolerating_loss, track_comm
 
 _MAX_NAP_SEC = 5e-3
 _MARGIN_SEC = 5.0  # for the server's answer after a request's own limit
@@ -98,11 +98,8 @@ class StoreLink:
         if self.is_closed:
             return
         if not is_revoked(self.comm):
-            try:
+            with tolerating_loss():
                 self.tell("set", (DEPARTED + b"%d" % self.comm.rank, b""))
-            except MPI.Exception as error:
-                if not may_be_loss(error):
-                    raise
         self.is_closed = True
         if self._server is not None:
             self._server.close()

@@ -14,7 +14,14 @@ from mpi4py import MPI
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import have_failed, is_done, is_enabled, is_revoked, may_be_loss
+from kaitian_mpi.runtime.ulfm import (
+    have_failed,
+    is_done,
+    is_enabled,
+    is_revoked,
+    may_be_loss,
+    tolerating_loss,
+)
 
 OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
 NO_REPLY = -1  # in place of the tag of a reply
@@ -196,14 +203,9 @@ class StoreServer:
             if reply_tag == NO_REPLY:
                 return
             message = pack(fields)
-            try:
+            with tolerating_loss():  # of the receiver
                 # Nonblocking: a stopped rank must not delay the replies to the others.
-                sent = self._comm.Isend(message, source, reply_tag)
-            except MPI.Exception as error:
-                if not may_be_loss(error):  # otherwise the receiver is gone
-                    raise
-            else:
-                self._replies.append((sent, message))
+                self._replies.append((self._comm.Isend(message, source, reply_tag), message))
 
         self.submit(operation, tuple(arguments), float(timeout), reply)
 

@@ -16,7 +16,7 @@ from kaitian_mpi.mpi.exchange import gather_values, join_errors
 from kaitian_mpi.preflight.verdict import ranks_by
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive
-from kaitian_mpi.runtime.ulfm import may_be_loss, track_comm
+from kaitian_mpi.runtime.ulfm import tolerating_loss, track_comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -256,17 +256,9 @@ def _split(
 
 def free_when_unused(comms: GroupComms) -> None:
     """Free communicators once every rank has called this, by a nonblocking barrier."""
-    from mpi4py import MPI
-
     free_unused_comms()
-    try:
-        request = comms.messages.Ibarrier()
-    except MPI.Exception as error:
-        if not may_be_loss(error):
-            raise
-        return
-    with _lock:
-        _waiting.append((request, comms))
+    with tolerating_loss(), _lock:
+        _waiting.append((comms.messages.Ibarrier(), comms))
 
 
 def free_unused_comms() -> None:
@@ -276,15 +268,10 @@ def free_unused_comms() -> None:
 
 
 def _is_kept(request: MPI.Request, comms: GroupComms) -> bool:
-    from mpi4py import MPI
-
-    try:
+    with tolerating_loss():
         if not request.Test():
             return True
-    except MPI.Exception as error:
-        if not may_be_loss(error):
-            raise
-        keep_alive(request, comms)
+        comms.free()
         return False
-    comms.free()
+    keep_alive(request, comms)
     return False

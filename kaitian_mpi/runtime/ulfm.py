@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.mpi_libraries import survival_requested
 from kaitian_mpi.runtime.polling import wait_until
@@ -64,6 +66,16 @@ def may_be_loss(error: BaseException) -> bool:
     from mpi4py import MPI
 
     return is_enabled() and isinstance(error, MPI.Exception)
+
+
+@contextmanager
+def tolerating_loss() -> Iterator[None]:
+    """Leave the block at an error that may mean that a rank is lost."""
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, RankLostError) or may_be_loss(error)):
+            raise
 
 
 def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
@@ -181,9 +193,6 @@ def exit_all_ranks(code: int) -> None:
 
 def is_done(request: MPI.Request) -> bool:
     """Return whether a send is over: its message is received, or its receiver may be dead."""
-    try:
+    with tolerating_loss():
         return request.Test()
-    except Exception as error:
-        if not may_be_loss(error):
-            raise
-        return True
+    return True

@@ -95,12 +95,9 @@ class ArrivalTracker:
 
     def close(self) -> None:
         """Record that this rank has ended the group, for ranks that wait for it. Not collective."""
-        try:
+        # The rank that served the store may have died; ranks that wait learn that from MPI.
+        with ulfm.tolerating_loss():
             self._store.set(f"{_ENDED}{self._comm.rank}", str(self._calls))
-        except Exception as error:
-            # The rank that served the store may have died; ranks that wait learn that from MPI.
-            if not _is_loss(error):
-                raise
 
     def ranks_left(self, until: Callable[[], bool]) -> list[int]:
         """Return the ranks that have ended the group; none if `until` comes before the answer."""
@@ -207,12 +204,9 @@ class LibraryWatch:
             abort_with_traceback("looking for lost ranks failed:\n")
 
     def _failure(self) -> CollectiveError | None:
-        try:
+        with ulfm.tolerating_loss():
             if not (ulfm.is_enabled() and ulfm.is_loss_detected(self._comm)):
                 return self._late()
-        except Exception as error:
-            if not _is_loss(error):
-                raise
         ulfm.revoke_all()
         lost = ulfm.lost_ranks(self._comm)
         named = f": {format_ranks(lost, self._comm.size)}" if lost else ""
@@ -242,10 +236,6 @@ def _limits(timeout: timedelta) -> tuple[float, float]:
     """Return after how many seconds a rank gives up waiting, and records its own arrival."""
     sec = timeout.total_seconds()
     return sec, min(_RECORD_AFTER_SEC, sec / 4)
-
-
-def _is_loss(error: Exception) -> bool:
-    return isinstance(error, RankLostError) or ulfm.may_be_loss(error)
 
 
 def _timed_out(sec: float, name: str, calls: int, missing: Sequence[int], size: int) -> str:

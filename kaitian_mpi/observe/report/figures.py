@@ -6,50 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kaitian_mpi.observe.report import style
 from kaitian_mpi.observe.report.rank_figures import (
     draw_batch_sizes,
     draw_step_times,
     draw_utilization,
 )
 from kaitian_mpi.observe.report.run import Event, Run
-from kaitian_mpi.observe.report.style import (
-    BLACK,
-    BLUE,
-    EMULATED,
-    GREEN,
-    GRID,
-    ORANGE,
-    PURPLE,
-    TIME,
-    VERMILLION,
-    Drawn,
-    drawing,
-    finish_axes,
-    mark_changes,
-    new_figure,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_PANELS = 4
 _MAX_MARKERS = 500
-_TRAINING: dict[str, Any] = {"color": BLUE}
-_HELD_OUT: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
-_LOGGED: dict[str, Any] = {"color": GREEN, "linestyle": "-.", "marker": "^"}
+_TRAINING: dict[str, Any] = {"color": style.BLUE}
+_HELD_OUT: dict[str, Any] = {"color": style.VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
+_LOGGED: dict[str, Any] = {"color": style.GREEN, "linestyle": "-.", "marker": "^"}
 
 
 _EVENT_ROWS = {
-    "new plan": (("plan",), "D", BLUE),
-    "slow rank": (("slow",), "s", ORANGE),
-    "lost rank": (("loss",), "X", VERMILLION),
-    "checkpoint": (("checkpoint",), "o", GREEN),
-    "bad step": (("bad_step", "divergence"), "v", PURPLE),
-    "job": (("start", "resume", "recovery", "stop", "finish", "exclusion"), "|", BLACK),
+    "new plan": (("plan",), "D", style.BLUE),
+    "slow rank": (("slow",), "s", style.ORANGE),
+    "lost rank": (("loss",), "X", style.VERMILLION),
+    "checkpoint": (("checkpoint",), "o", style.GREEN),
+    "bad step": (("bad_step", "divergence"), "v", style.PURPLE),
+    "job": (("start", "resume", "recovery", "stop", "finish", "exclusion"), "|", style.BLACK),
 }
 
 
-def draw_learning(run: Run, title: str) -> Drawn:
+def draw_learning(run: Run, title: str) -> style.Drawn:
     """Draw the losses, and the metrics and the script's own figures in a panel each."""
     measured = [name for each in run.evaluations.values() for name in each if name != "loss"]
     logged = [name for interval in run.intervals for name in interval.logged]
@@ -64,7 +49,7 @@ def draw_learning(run: Run, title: str) -> Drawn:
     text = f"{title} over the steps: " + ("; ".join(parts) or "none yet") + "."
     if not (losses or run.evaluations or names):
         return None, text
-    figure = new_figure(run, title, height=3.2 + 2.2 * len(names))
+    figure = style.new_figure(run, title, height=3.2 + 2.2 * len(names))
     panels: list[Axes] = list(figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0])
     _plot(panels[0], losses, "training", _TRAINING)
     for axes, name in zip(panels, ["loss", *names], strict=True):
@@ -73,32 +58,32 @@ def draw_learning(run: Run, title: str) -> Drawn:
         _plot(axes, held_out, "held-out", _HELD_OUT)
         _plot(axes, of_script, "logged", _LOGGED)
         unit = "mean per sample" if axes is panels[0] else "as reported"
-        finish_axes(axes, "step" if axes is panels[-1] else "", f"{name} ({unit})")
-    mark_changes(panels, run, lambda change: change.step)
+        style.finish_axes(axes, "step" if axes is panels[-1] else "", f"{name} ({unit})")
+    style.mark_changes(panels, run, lambda change: change.step)
     return figure, text
 
 
 def _plot(
-    axes: Axes, points: Sequence[tuple[float, float]], name: str, style: dict[str, Any]
+    axes: Axes, points: Sequence[tuple[float, float]], name: str, look: dict[str, Any]
 ) -> None:
     """Draw a line, if there are any points; the legend has its last value."""
     if points:
         xs, ys = zip(*points, strict=True)
         label = f"{name}: {ys[-1]:.4g}"
-        axes.plot(xs, ys, **style, label=label, markevery=max(1, len(xs) // 30))
+        axes.plot(xs, ys, **look, label=label, markevery=max(1, len(xs) // 30))
 
 
-def draw_rate(run: Run, title: str) -> Drawn:
+def draw_rate(run: Run, title: str) -> style.Drawn:
     """Draw the samples per second over time."""
     points = [(i.at_sec, i.samples_per_sec) for i in run.intervals if i.samples_per_sec]
     if not points:
         return None, "No rate is known."
-    figure = new_figure(run, title, height=3.2)
+    figure = style.new_figure(run, title, height=3.2)
     axes = figure.subplots()
     _plot(axes, points, "all ranks", {**_TRAINING, "marker": "o"})
-    finish_axes(axes, TIME, "samples/s")
+    style.finish_axes(axes, style.TIME, "samples/s")
     axes.set_ylim(bottom=0)
-    mark_changes([axes], run, lambda change: change.at_sec)
+    style.mark_changes([axes], run, lambda change: change.at_sec)
     rates = [rate for _, rate in points]
     return figure, (
         f"{title} over time: {rates[0]:,.0f} samples/s at first, {rates[-1]:,.0f} at last, "
@@ -106,7 +91,7 @@ def draw_rate(run: Run, title: str) -> Drawn:
     )
 
 
-def draw_events(run: Run, title: str) -> Drawn:
+def draw_events(run: Run, title: str) -> style.Drawn:
     """Draw what happened on a time line, a row for each sort."""
     found = {
         name: [event for event in run.events if event.kind in kinds]
@@ -115,11 +100,11 @@ def draw_events(run: Run, title: str) -> Drawn:
     rows = {name: events for name, events in found.items() if events}
     if not rows:
         return None, "Nothing is recorded."
-    figure = new_figure(run, title, height=1.4 + 0.35 * len(rows))
+    figure = style.new_figure(run, title, height=1.4 + 0.35 * len(rows))
     axes = figure.subplots()
     for row, (name, events) in enumerate(rows.items()):
         _, marker, color = _EVENT_ROWS[name]
-        axes.axhline(row, color=GRID, linewidth=0.8, zorder=0)
+        axes.axhline(row, color=style.GRID, linewidth=0.8, zorder=0)
         for event in events if name == "slow rank" else ():
             axes.plot(_slow_period(run, event), [row] * 2, color=color, linewidth=6, alpha=0.45)
         xs = [event.at_sec for event in events[:: len(events) // _MAX_MARKERS + 1]]
@@ -128,7 +113,7 @@ def draw_events(run: Run, title: str) -> Drawn:
     axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(left=False)
-    axes.set_xlabel(TIME)
+    axes.set_xlabel(style.TIME)
     counts = ", ".join(f"{name} {len(events)}" for name, events in rows.items())
     losses = [event.text for event in run.events if event.kind == "loss"][:3]
     return figure, f"{title}, by number: {counts}." + "".join(f" {text}." for text in losses)
@@ -152,17 +137,17 @@ class FigureSpec:
     title: str
     explanation: str
     """How to read it."""
-    _draw: Callable[[Run, str], Drawn]
+    _draw: Callable[[Run, str], style.Drawn]
 
-    def draw(self, run: Run) -> Drawn:
+    def draw(self, run: Run) -> style.Drawn:
         """Return the figure, None if there is nothing to show yet; and its main numbers in words.
 
         Raises:
             UserError: matplotlib is not installed.
         """
-        with drawing():
+        with style.drawing():
             figure, text = self._draw(run, self.title)
-        return figure, text + (f" {EMULATED}." if run.emulated else "")
+        return figure, text + (f" {style.EMULATED}." if run.emulated else "")
 
 
 FIGURES = (

@@ -7,18 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.observe.report import style
 from kaitian_mpi.observe.report.run import PHASES, Interval, Run
-from kaitian_mpi.observe.report.style import (
-    FILLS,
-    MUTED,
-    SMALL,
-    TIME,
-    Drawn,
-    finish_axes,
-    line_style,
-    mark_changes,
-    new_figure,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +64,7 @@ def batch_series(run: Run) -> Series:
     return series
 
 
-def draw_utilization(run: Run, title: str) -> Drawn:
+def draw_utilization(run: Run, title: str) -> style.Drawn:
     """Draw each rank's utilization over time."""
     series = utilization(run)
     if not series:
@@ -84,7 +74,7 @@ def draw_utilization(run: Run, title: str) -> Drawn:
     return figure, f"{title} over time, mean: {_list(means, '{:.0f}%')}."
 
 
-def draw_batch_sizes(run: Run, title: str) -> Drawn:
+def draw_batch_sizes(run: Run, title: str) -> style.Drawn:
     """Draw each rank's batch size over the steps."""
     if not run.plans:
         return None, "No batch sizes are known."
@@ -105,7 +95,7 @@ def _list(values: Mapping[str, float], form: str) -> str:
 
 
 def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
-    figure = new_figure(run, title, height=3.9)
+    figure = style.new_figure(run, title, height=3.9)
     axes = figure.subplots()
     labels = _labels(run, run.ranks, _MAX_LINES)
     shown = list(dict.fromkeys(labels.values()))
@@ -116,18 +106,18 @@ def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
         last = "lost" if label in ended else f"{ys[-1]:.0f}" + "%" * (not is_batch)
         axes.plot(
             *(xs, ys),
-            **line_style(shown.index(label)),
+            **style.line_style(shown.index(label)),
             label=f"{label}: {last}",
             drawstyle="steps-post" if is_batch else "default",
             markevery=1 if is_batch else max(1, len(xs) // 12),
         )
     unit = "samples per step" if is_batch else "computing (% of the step's time)"
-    finish_axes(axes, "step" if is_batch else TIME, unit)
+    style.finish_axes(axes, "step" if is_batch else style.TIME, unit)
     if not is_batch:
         axes.set_ylim(top=104)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    mark_changes([axes], run, lambda change: change.step if is_batch else change.at_sec)
+    style.mark_changes([axes], run, lambda change: change.step if is_batch else change.at_sec)
     return figure
 
 
@@ -172,14 +162,14 @@ def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     return {title: found[title] for title in [*found][:1] + [*found][-1:]}
 
 
-def draw_step_times(run: Run, title: str) -> Drawn:
+def draw_step_times(run: Run, title: str) -> style.Drawn:
     """Draw what each rank spent a step's time on, with the first plan and with the last one."""
     periods = _periods(run)
     if not periods:
         return None, "What each rank spends a step's time on: not known."
     heights = [len(times) + 0.6 for times in periods.values()]
     height = 1.5 + 0.3 * sum(heights) + 0.4 * len(periods)
-    figure = new_figure(run, title, height=height)
+    figure = style.new_figure(run, title, height=height)
     panels = figure.subplots(len(periods), 1, sharex=True, squeeze=False, height_ratios=heights)
     longest = {
         period: 1e3 * max(sum(parts.values()) for parts in times.values())
@@ -202,7 +192,7 @@ def draw_step_times(run: Run, title: str) -> Drawn:
 
 def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: float) -> None:
     left = [0.0] * len(times)
-    for name, (color, hatch) in FILLS.items():
+    for name, (color, hatch) in style.FILLS.items():
         widths = [1e3 * parts.get(name, 0.0) for parts in times.values()]
         if not any(widths):
             continue
@@ -212,13 +202,13 @@ def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: fl
             height=0.74,
             color=color,
             hatch=hatch,
-            edgecolor=MUTED,
+            edgecolor=style.MUTED,
             linewidth=0.6,
             label=_NAMES.get(name, name),
         )
         shown = [f"{width:.3g}" if width > 0.05 * longest else "" for width in widths]
         box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-        for text in axes.bar_label(bars, shown, label_type="center", fontsize=SMALL):
+        for text in axes.bar_label(bars, shown, label_type="center", fontsize=style.SMALL):
             text.set_bbox(box if text.get_text() else None)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(times)), list(times))
