@@ -37,7 +37,6 @@ class Verdict:
     together."""
 
     def __str__(self) -> str:
-        """Return it as one line of a message."""
         return f"{self.found}; {self.advice}" if self.advice else self.found
 
 

@@ -72,7 +72,6 @@ class Machine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -11,7 +11,7 @@ import torch
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.devices.protocol import event_to_wait_for
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT, is_recorded, part
+from kaitian_mpi.observe.timeline.recorder import COPY_BACK, COPY_OUT, part
 
 Event = Any
 """A point of a device's stream, as in `torch.cuda.Event`."""
@@ -101,7 +101,7 @@ class StreamCopies(Copies):
     def _shown(self, lane: str, name: str, chunk: torch.Tensor) -> Iterator[None]:
         """Show the copy in the timeline, if that is recorded, when the device makes it."""
         current = recorder.current
-        if current is None or not is_recorded():
+        if current is None or current.collective_lane is None:
             yield
             return
         start = device_of(self._device).mark()

@@ -28,7 +28,7 @@ _MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
 MAIN, COLLECTIVES, DEVICE = "main", "collectives", "device"
 COPY_OUT, EXCHANGE, COPY_BACK = "relay: copy out", "relay: MPI", "relay: copy back"
 RUN = "run"
-"""The lane of what concerns the whole run, see `Recorder.add_run_event`."""
+"""The lane of what concerns the whole run; the args are an event of the file, but for its time."""
 LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
 """The lanes of a rank, in the order shown; process groups but the default one add their own."""
 
@@ -118,10 +118,6 @@ class Recorder:
     ) -> None:
         """Record work of the device between two marks, whose times are read later."""
         self._keep(self._device_spans, (lane, name, start, end, args or {}))
-
-    def add_run_event(self, time: float, trace: Mapping[str, Any]) -> None:
-        """Record what concerns the whole run: an event of the file, but for its time."""
-        self.add(RUN, "", time, time, trace)
 
     def _keep(self, kept: deque[Item], item: Item) -> None:
         if len(kept) < self._capacity:
@@ -236,11 +232,6 @@ def recorded(
             return call()
 
     return carry_out
-
-
-def is_recorded() -> bool:
-    """Return whether this thread is carrying out a collective that is recorded."""
-    return current is not None and current.collective_lane is not None
 
 
 def part(name: str, lane: str | None = None, **args: Any) -> AbstractContextManager[None]:

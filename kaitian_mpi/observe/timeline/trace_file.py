@@ -155,7 +155,7 @@ class TimelineSink(MetricsSink):
 
     def _add(self, at: float, trace: TraceEvent) -> None:
         now = self._recorder.now() - (time.time() - at)
-        self._recorder.add_run_event(now, trace)
+        self._recorder.add(RUN, "", now, now, trace)
 
 
 class TimelineFile:
