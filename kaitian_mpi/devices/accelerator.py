@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (
     "EI0007",  # HCCL: Allocation_Failure, memory resources are exhausted
     "cnrtErrorNoMem",  # Cambricon's runtime
 )
-"""What drivers and libraries say of too little memory, in torch's errors."""
+"""Phrases in torch's errors by which drivers and libraries report too little memory."""
 
 _OFF = ("0", "n", "no", "f", "false")  # as `getCvarBool` of torch's Utils.hpp reads them
 
@@ -229,7 +229,7 @@ class Accelerator(Device):
         return bool(module.is_available())
 
     def _why_none(self) -> str:
-        """Return why it is a fault that there is no device; "" if it is none."""
+        """Return why having no device is a fault; "" if it is not."""
         if self.lists_devices:
             return f"it finds none ({self.lists_devices} lists those of the driver)"
         return "it finds no device" if self.plugin else ""

@@ -81,13 +81,13 @@ class Device:
     """Whether `torch.futures.Future` makes a waiter's stream wait, not the host."""
 
     pace = Pace()
-    """How fast the steps of a `Training` are, if not as fast as the device is."""
+    """The pace of a `Training`'s steps, if they are to be slower than the device."""
 
     calls = CallPace()
     """The same for a script's own loop."""
 
     run_on_hardware = ""
-    """On what the kind has been run, such as `NVIDIA H100, 2026-11-22`; empty: not on hardware."""
+    """The hardware the kind has been run on, such as `NVIDIA H100, 2026-11-22`; empty if none."""
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         """Return whether the vendor's library can move (None) or reduce (as `AVG`) a dtype.

@@ -25,7 +25,7 @@ REDUCED = frozenset(
 BYTES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 )
-"""Those that NCCL moves as bytes, but does not reduce in every release of torch."""
+"""Dtypes that NCCL moves as bytes, but does not reduce in every release of torch."""
 REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor's number, a class of devices
 

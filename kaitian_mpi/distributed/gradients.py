@@ -33,7 +33,7 @@ class Bucket:
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
         self.indices = sorted(parameters, key=lambda index: parameters[index].numel() < _LARGE)
-        """Of the parameters, in the buffer's order: the large ones first."""
+        """The parameters' indices in the buffer's order: the large ones first."""
         self._parameters = [parameters[index] for index in self.indices]
         self._large = sum(parameter.numel() >= _LARGE for parameter in self._parameters)
         sizes = [parameter.numel() for parameter in self._parameters]

@@ -21,7 +21,7 @@ FLAG = "--network-interface"
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _EXACT = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-"""Of vendors' libraries, which take prefixes of names, or names after a `=`."""
+"""Variables of vendors' libraries, which take prefixes of names or, after `=`, exact names."""
 
 
 def initialize_mpi_on(interfaces: str) -> MPI.Intracomm:

@@ -88,7 +88,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
                 if groups is not None:
                     self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))
         self.host = self._host_operations(world, infos)
-        """What works in host memory; its `algorithm` of `allreduce` between kinds can be set."""
+        """Carries collectives out in host memory; its `algorithm` of `allreduce` can be set."""
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
         self._check_devices = partial(check_own_device, str(world.info), world.device)

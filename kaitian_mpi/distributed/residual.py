@@ -27,22 +27,18 @@ class Residual:
 
     def __init__(self, wire: WireFormat, count: int) -> None:
         self.wire, self.count = wire, count
-        self._kept: torch.Tensor | None = None
+        self.value: torch.Tensor | None = None
+        """The kept residual, [count] in float32 on the host; None if this rank has none."""
         self._next: torch.Tensor | None = None
 
-    @property
-    def value(self) -> torch.Tensor | None:
-        """The kept residual, [count] in float32 on the host; None if this rank has none."""
-        return self._kept
-
-    @value.setter
-    def value(self, value: torch.Tensor | None) -> None:
-        self._kept, self._next = value, None
+    def restore(self, value: torch.Tensor | None) -> None:
+        """Keep this instead of what there is, and of what was noted."""
+        self.value, self._next = value, None
 
     def add_to(self, values: torch.Tensor, start: int) -> None:
         """Add the kept residual to the gradients from `start` on, in place."""
-        if self._kept is not None:
-            values += self._kept[start : start + values.numel()]
+        if self.value is not None:
+            values += self.value[start : start + values.numel()]
 
     def room(self, start: int, count: int) -> torch.Tensor:
         """Return where to note what is rounded off so many gradients from `start` on.
@@ -56,7 +52,7 @@ class Residual:
     def keep(self) -> None:
         """Keep what was noted: the step is done. A NaN or an infinity is not kept."""
         if self._next is not None and math.isfinite(float(self._next.sum())):
-            self._kept, self._next = self._next, self._kept  # its memory is used again
+            self.value, self._next = self._next, self.value  # its memory is used again
 
 
 class Residuals:
@@ -108,7 +104,7 @@ class Residuals:
         for name in known:
             assert value is not None
             value[places[name]] = self._waiting.pop(name)
-        residual.value = value
+        residual.restore(value)
 
 
 def add_up(states: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

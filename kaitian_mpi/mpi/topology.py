@@ -69,7 +69,7 @@ class RankInfo:
 
     @property
     def rounding(self) -> tuple[str, ...]:
-        """What decides how its kernels round: equal where two ranks compute the same bits."""
+        """Identifies how its kernels round: equal for two ranks that compute the same bits."""
         return self.kind, self.device_name, self.cpu_capability, self.torch_version
 
     @property
@@ -109,7 +109,7 @@ def may_group_by_host(kinds: Sequence[str], nodes: Sequence[int]) -> bool:
 
 @dataclass
 class RelaySettings:
-    """What all process groups of a process have in common; must be the same on every rank."""
+    """Settings that all process groups of a process share; must be the same on every rank."""
 
     memory_mb: int = TrainingConfig.relay_memory_mb
     """The host memory of one process group's buffers, in MB."""

@@ -63,7 +63,7 @@ class World:
     comm: MPI.Intracomm
     """The package's own communicator over all ranks."""
     infos: tuple[RankInfo, ...]
-    """What every rank reports about itself, by world rank."""
+    """Each rank's report about itself, by world rank."""
     device_kind: Device
     """The operations of this rank's kind of device."""
     device_index: int
@@ -71,9 +71,9 @@ class World:
     threads: int
     """CPU threads that this rank computes with."""
     started: int
-    """How many ranks mpirun started."""
+    """The number of ranks that mpirun started."""
     emulation: Emulation
-    """By the numbers of the ranks that mpirun started."""
+    """The emulation, by the numbers of the ranks that mpirun started."""
     store: MPIStore
     """The job's store, until the last rank has departed; also of worlds made from this one."""
     relay: RelaySettings = field(default_factory=RelaySettings)
@@ -91,7 +91,7 @@ class World:
 
     @property
     def info(self) -> RankInfo:
-        """What this rank reports about itself."""
+        """This rank's report about itself."""
         return self.infos[self.rank]
 
     @property

@@ -1,7 +1,7 @@
 """Locks on folders: one job at a time trains in a run folder, one process at a time saves there.
 
-A lock is one on a file in the folder: it ends with the process that holds it, however that ends,
-and is seen on every host that shares the file system. Where files cannot be locked, nothing is.
+A folder is locked by a lock on a file in it. That ends with the process that holds it, however it
+ends, and every host that shares the file system sees it. Where no file can be locked, nothing is.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Reading:
     epoch: int
     """From 0."""
     epochs: int
-    """How many the run will have."""
+    """The number of epochs that the run will have."""
     epoch_fraction: float = 0.0
     """The fraction of the epoch's samples that is done, from 0 to 1."""
     steps: int = 1

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
 _PATIENCE_SEC = {True: 30.0, False: 3.0}
-"""By whether the run has finished: if not, other ranks wait for this one to end."""
+"""The longest wait, by whether the run has finished: if not, other ranks wait for this one."""
 
 
 class MetricsSink:

@@ -51,7 +51,7 @@ class Machine:
     """Size of /dev/shm; None if there is none."""
     shm_free_bytes: int | None
     open_files: int
-    """How many files the rank may have open; -1 for no limit."""
+    """The number of files that the rank may have open; -1 for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,11 +206,9 @@ class Post:
 
     def settle(self, limit_sec: float) -> bool:
         """Wait until everything sent has arrived, so that MPI can be finalized; or return False."""
-
-        def is_clean() -> bool:
-            return not self._is_lost and all(request.Test() for request, _ in self._sent)
-
-        return wait_until(is_clean, limit_sec)
+        if self._is_lost:
+            return False
+        return wait_until(lambda: all(request.Test() for request, _ in self._sent), limit_sec)
 
     def _wait(self, condition: Callable[[], bool], limit_sec: float, *kept: object) -> None:
         from mpi4py import MPI

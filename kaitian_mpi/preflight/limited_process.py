@@ -14,7 +14,7 @@ from kaitian_mpi.runtime.system import anonymous_file
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of a shell
 MAX_AT_ONCE = 256
-"""How many processes may run at once: each has two files open, of perhaps 1,024 (`ulimit -n`)."""
+"""The most processes at once: each has two files open, of perhaps 1,024 (`ulimit -n`)."""
 _MAX_BYTES = 1 << 24
 
 
@@ -22,7 +22,7 @@ Name = TypeVar("Name")
 
 
 class Ended(NamedTuple):
-    """How a process has ended."""
+    """The end of a process."""
 
     code: int | None
     """The exit code; None if it took too long."""

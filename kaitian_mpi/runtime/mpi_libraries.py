@@ -21,7 +21,7 @@ class Library:
     name: str
     """As mpi4py and the launcher call it."""
     rank_variables: tuple[str, str, str, str]
-    """What the launcher sets for each rank: world rank, world size, local rank, local size."""
+    """The variables of a rank's world rank, world size, local rank, and local size."""
     joining: str
     """The prefix of the variables by which a rank finds its launcher."""
     processes: tuple[str, ...]
@@ -61,7 +61,7 @@ LIBRARIES = (OPEN_MPI, MPICH)
 allocation, mpirun's ranks see the SLURM_* variables of their daemon."""
 
 RANKS_OF_OTHER_LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
-"""Variables with a rank's number that launchers set which may set none of the others."""
+"""Variables with a rank's number, set by launchers that may set none of the others."""
 
 SRUN_FLAGS = {OPEN_MPI.name: "--mpi=pmix", MPICH.name: "--mpi=pmi2", "Intel MPI": "--mpi=pmi2"}
 """With these, tasks of Slurm's srun find each other by MPI."""
@@ -70,13 +70,13 @@ FORWARDED_PREFIX = "OMPI_"
 """Open MPI passes variables with such names to the ranks on all hosts; MPICH passes all."""
 
 APP_CONTEXTS = "OMPI_NUM_APP_CTX"
-"""How many commands, with a colon between them, Open MPI's mpirun was given."""
+"""The number of commands, separated by colons, that Open MPI's mpirun was given."""
 
 MAPPING_POLICIES = (
     "PRTE_MCA_rmaps_default_mapping_policy",
     "OMPI_MCA_rmaps_default_mapping_policy",
 )
-"""Where Open MPI reads how it distributes ranks over hosts."""
+"""The variables that tell Open MPI how to distribute ranks over hosts."""
 
 
 NOTICE_DEAD_HOSTS = {

@@ -35,7 +35,7 @@ _program = ""
 
 
 class _Exit(NamedTuple):
-    """What `on_exit_signal` was given."""
+    """The arguments of `on_exit_signal`."""
 
     callback: Callable[[], str | None]
     in_main_thread: Callable[[], None] | None
@@ -56,8 +56,9 @@ def on_exit_signal(
 ) -> Iterator[None]:
     """Call `callback` before a signal ends this process inside the block; print what it returns.
 
-    It has 0.25 s in its own thread, `in_main_thread` runs beside it. It returns None for no line,
-    "" if another rank may be saving. The rank that `reports` says that the job ends; None: rank 0.
+    It has 0.25 s, in a thread of its own, while `in_main_thread` runs in the main one. It returns
+    None to print nothing, and "" if another rank may be saving. The rank that `reports` prints that
+    the job ends; None: rank 0.
     """
     _exits.append(_Exit(callback, in_main_thread, reports))
     try:
@@ -77,7 +78,7 @@ def on_checkpoint_request(callback: Callable[[], None]) -> Iterator[None]:
 
 
 def is_handled() -> bool:
-    """Return whether this process handles its signals already, here or by code of the user's."""
+    """Return whether this process already handles its signals, here or in the user's code."""
     if threading.current_thread() is not threading.main_thread():
         return True
     defaults = (signal.default_int_handler, signal.SIG_DFL)

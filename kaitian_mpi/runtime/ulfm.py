@@ -47,9 +47,7 @@ def track_comm(comm: Comm) -> Comm:
 
 def revoke_all() -> None:
     """Revoke all tracked communicators: ranks waiting in them get an error. Not collective."""
-    from mpi4py import MPI
-
-    alive = [comm for comm in _tracked if comm != MPI.COMM_NULL]
+    alive = [comm for comm in _tracked if comm]  # not freed
     _tracked[:] = alive
     for comm in alive:
         if not comm.Is_revoked():

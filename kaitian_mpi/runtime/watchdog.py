@@ -35,7 +35,7 @@ _SETUP_LIMIT_SEC = 1800.0
 
 
 class Phase(NamedTuple):
-    """What a rank is doing: the arguments of `Watchdog.enter`."""
+    """A rank's activity: the arguments of `Watchdog.enter`."""
 
     name: str
     step: int | None

@@ -39,13 +39,13 @@ from kaitian_mpi.supervise.mpirun_command import Command, read_hostfile
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""
 SECONDS = 8.0
-"""How long all of it may take: users are promised an answer within 10 s."""
+"""The time limit for all of it: users are promised an answer within 10 s."""
 _SHOW_VERSION = 'from importlib.metadata import version; print(version("kaitian-mpi"))'
 _LOGIN = "ssh logs in without a password: ssh -o BatchMode=yes"
 
 
 class HostAnswer(NamedTuple):
-    """What a host has answered."""
+    """A host's answer."""
 
     version: str
     """This package's version there; empty if unknown."""

@@ -48,7 +48,7 @@ class Job:
     memory between starts, and what is emulated, by its flags or by environment variables. Of a
     script, only the run folder is set, and what is emulated."""
     own_flags: int = 0
-    """How many of the command's arguments are `kaitian-run`'s; a script and its own follow."""
+    """The number of `kaitian-run`'s own arguments in the command; a script and its own follow."""
     folder: Path
     """The path of the run folder for this process."""
     job_id: str = ""

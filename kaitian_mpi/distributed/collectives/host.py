@@ -26,12 +26,12 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Precision(NamedTuple):
-    """What an all_reduce may round off its tensor; the same on every rank."""
+    """The rounding that an all_reduce allows; the same on every rank."""
 
     dtype: torch.dtype | None = None
     """The dtype in which the tensor crosses between device kinds; None: its own."""
     residual: Residual | None = None
-    """What slow links round off a buffer of gradients; None: nothing."""
+    """Keeps what slow links round off a buffer of gradients; None: they round nothing off."""
 
 
 EXACT = Precision()
@@ -48,7 +48,7 @@ class HostOperations:
     algorithm = "flat"
     """The algorithm of `allreduce`: a name in `algorithms`; must be the same on every rank."""
     algorithms: tuple[str, ...] = (algorithm,)
-    """Those that there are for these ranks."""
+    """The algorithms that exist for these ranks."""
 
     def __init__(
         self,

@@ -52,7 +52,6 @@ class HybridOperations(HostOperations):
         super().__init__(comms.world, arrivals, links, relay)
         self._relay: Relay
         self.algorithms = ALGORITHMS
-        self.comms = comms
         self._by_kind = self._by_host = comms, libraries[0] if libraries else None
         if comms.by_host is not None:
             self.algorithms += BY_HOST

@@ -96,7 +96,7 @@ def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 class StreamEnd:
-    """What this thread's current stream of a device has been given so far."""
+    """The work that this thread has queued so far on its current stream of a device."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         """Record an event on the stream; `module` has the device's streams, like `torch.cuda`."""

@@ -54,7 +54,7 @@ class Route(NamedTuple):
     algorithm: str
     """`mpi` for MPI's own allreduce among all ranks, or an algorithm's name."""
     lanes: int = 1
-    """How many ranks of each host exchange data with other hosts."""
+    """The number of ranks of each host that exchange data with other hosts."""
 
     def __str__(self) -> str:
         return self.algorithm + (f" in {self.lanes} lanes" if self.lanes > 1 else "")

@@ -1,4 +1,4 @@
-"""What crosses between hosts in one round, and by which messages its parts are reduced."""
+"""One round between hosts: its messages, and how they reduce its parts."""
 
 from __future__ import annotations
 

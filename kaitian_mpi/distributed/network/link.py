@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     """For tensors of `min_bytes` and more; for others, MPI's own allreduce."""
     min_bytes: int = SHORT_BYTES
     seconds: Seconds | None = None
-    """What each route takes for a tensor of `LONG_BYTES`; None if nothing was measured."""
+    """The time of each route for a tensor of `LONG_BYTES`; None if nothing was measured."""
 
     def describe(self) -> str:
         """Describe it in a line, such as `ring (measured, 2 MB: mpi 41.3 ms, ring 23.0 ms)`."""
@@ -77,14 +77,14 @@ def choose(short: Seconds, long: Seconds) -> Choice:
 
 
 class Link:
-    """How one communicator is reduced. Its methods are collective, unless they say otherwise."""
+    """The reductions over one communicator. Methods are collective, unless they say otherwise."""
 
     def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings) -> None:
         """Measure nothing yet, unless the settings force an exchange. Not collective."""
         self.choice: Choice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""
         self.routes = routes(list(EXCHANGES), min(map(len, hosts)))
-        """What there is to choose from."""
+        """The routes to choose from."""
         self._comm, self._hosts, self._settings = comm, hosts, settings
         self._allreduce = HostAllreduce(comm, hosts)
 

@@ -1,4 +1,4 @@
-"""How long the relay's chunks are: measured once per communicator, the same on all its ranks.
+"""The length of the relay's chunks: measured once per communicator, the same on all its ranks.
 
 The exchange of n bytes takes a + n / B seconds, so N bytes in chunks of sqrt(N a B) bytes take the
 least. The product a B is Hockney's half-performance length: at that n a stage reaches half of B.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 COUNT = 4
-"""How many chunks are under way at once: one is copied out, one exchanged, one copied back, and
+"""The number of chunks under way at once: one is copied out, one exchanged, one copied back, and
 one is ready, so that a late copy does not stop the exchange."""
 
 SIZES = 1 << 20, 4 << 20  # shorter ones stay in the cache, and so does the code between them

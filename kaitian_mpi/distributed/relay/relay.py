@@ -139,7 +139,7 @@ def exchange_in_chunks(
 
 
 class Relay:
-    """What the relay of one process group keeps: streams and buffers by device, and its pace.
+    """The relay of one process group: its streams and buffers by device, and its pace.
 
     Used by one thread at a time. The memory is bounded per process group: see `Slots`.
     """

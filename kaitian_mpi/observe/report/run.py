@@ -48,7 +48,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """How long its steps took."""
+        """The seconds that its steps took."""
         return (self.step_time_sec or 0.0) * self.steps
 
     def busy(self) -> dict[int, float]:
@@ -95,14 +95,14 @@ class Run:
     emulated: bool
     ranks: Mapping[int, Rank]
     steps: int
-    """How many are done."""
+    """The number of steps done."""
     intervals: tuple[Interval, ...]
     evaluations: Mapping[int, Mapping[str, float]]
     """Held-out results by step."""
     plans: tuple[PlanChange, ...]
     events: tuple[Event, ...]
     facts: Mapping[str, str]
-    """What the files say of the whole run, ready to show, by name."""
+    """Facts about the whole run from its files, ready to show, by name."""
     samples_per_sec: float | None
     training_time_sec: float | None
     missing: list[str] = field(default_factory=list)

@@ -46,7 +46,7 @@ FILLS = {
 """The color and the hatch of each phase of a step."""
 
 WIDTH = 9.0
-"""Of all figures of a report, in inches."""
+"""The width of all figures of a report, in inches."""
 SMALL = 9
 """The size of the smallest text, in points."""
 TIME = "time since the start (s)"

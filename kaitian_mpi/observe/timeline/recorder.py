@@ -82,7 +82,7 @@ class Recorder:
         self.is_recording = True
         """Whether events are recorded now: in a sampled step, or outside of steps."""
         self.dropped = 0
-        """How many events were not kept because there were too many."""
+        """The number of events that were not kept because there were too many."""
         self._every = every
         self._capacity = capacity
         self._events: deque[Event] = deque()
