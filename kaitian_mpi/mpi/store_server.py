@@ -11,17 +11,10 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
-from kaitian_mpi.runtime.ulfm import (
-    have_failed,
-    is_done,
-    is_enabled,
-    is_revoked,
-    may_be_loss,
-    tolerating_loss,
-)
 
 OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
 NO_REPLY = -1  # in place of the tag of a reply
@@ -149,7 +142,7 @@ class StoreServer:
             keys = apply(self._values, b"items", (DEPARTED,))[::2]
         departed = {int(key.removeprefix(DEPARTED)) for key in keys}
         others = set(range(self._comm.size)) - departed - {self._comm.rank}
-        return not others or (is_enabled() and have_failed(self._comm, others))
+        return not others or (ulfm.is_enabled() and ulfm.have_failed(self._comm, others))
 
     def _serve(self) -> None:
         try:
@@ -157,9 +150,9 @@ class StoreServer:
                 try:
                     self._poll_requests()
                 except MPI.Exception as error:
-                    if not may_be_loss(error):
+                    if not ulfm.may_be_loss(error):
                         raise
-                    if is_revoked(self._comm):
+                    if ulfm.is_revoked(self._comm):
                         self._give_up()
                         return
                     # The others may still need the table until a rank revokes the communicator.
@@ -203,12 +196,12 @@ class StoreServer:
             if reply_tag == NO_REPLY:
                 return
             message = pack(fields)
-            with tolerating_loss():  # of the receiver
+            with ulfm.tolerating_loss():  # of the receiver
                 # Nonblocking: a stopped rank must not delay the replies to the others.
                 self._replies.append((self._comm.Isend(message, source, reply_tag), message))
 
         self.submit(operation, tuple(arguments), float(timeout), reply)
 
     def _drop_sent_replies(self) -> bool:
-        self._replies = [item for item in self._replies if not is_done(item[0])]
+        self._replies = [item for item in self._replies if not ulfm.is_done(item[0])]
         return not self._replies

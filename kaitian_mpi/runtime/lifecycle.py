@@ -13,14 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.runtime import RANK_VARIABLE, ulfm
-from kaitian_mpi.runtime.launcher import (
-    different_mpi,
-    is_from_srun,
-    prepare_environment,
-    read_launch,
-    unlaunched,
-)
+from kaitian_mpi.runtime import RANK_VARIABLE, launcher, ulfm
 from kaitian_mpi.runtime.mpi_libraries import launched_by
 from kaitian_mpi.runtime.polling import reduce_timer_slack
 from kaitian_mpi.runtime.system import usable_cores
@@ -41,9 +34,9 @@ def initialize_mpi() -> MPI.Intracomm:
             'put the training under if __name__ == "__main__":, or set workers=0'
         )
     os.environ[RANK_VARIABLE] = "1"
-    launch = read_launch(os.environ)
+    launch = launcher.read_launch(os.environ)
     reduce_timer_slack()
-    prepare_environment(os.environ, launch, len(usable_cores()))
+    launcher.prepare_environment(os.environ, launch, len(usable_cores()))
     try:
         _take_over_finalize()
         with _ended_by_signals():
@@ -59,9 +52,9 @@ def initialize_mpi() -> MPI.Intracomm:
             "leave mpi4py.rc.threads and mpi4py.rc.thread_level at their defaults"
         )
     size = MPI.COMM_WORLD.size
-    library, by_srun = MPI.get_vendor()[0], is_from_srun(os.environ)
-    fault = different_mpi(launch.world_size, size, library, by_srun)
-    if fault or (size == 1 and (fault := unlaunched(os.environ))):
+    library, by_srun = MPI.get_vendor()[0], launcher.is_from_srun(os.environ)
+    fault = launcher.different_mpi(launch.world_size, size, library, by_srun)
+    if fault or (size == 1 and (fault := launcher.unlaunched(os.environ))):
         raise AgreedError("; ".join(fault))  # from the environment, which is alike on all ranks
     if ulfm.is_enabled() and not ulfm.is_listening():
         register_close(ulfm.start_listening(MPI.COMM_WORLD))

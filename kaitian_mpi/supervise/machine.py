@@ -16,14 +16,8 @@ from typing import Any
 import psutil
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.folder_lock import wait_for_save
-from kaitian_mpi.observe.folders import (
-    SHM,
-    SNAPSHOTS_VARIABLE,
-    remove_private,
-    request_restart,
-    withdraw_request,
-)
 from kaitian_mpi.preflight.verdict import list_names
 from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
@@ -151,7 +145,7 @@ class Machine:
 
     def save_snapshot(self) -> bool:
         """Write this machine's snapshot to disk if it is newer; return whether the disk has it."""
-        if not any(SHM.glob(f"kaitian-{self.job.config.snapshots}-*")):
+        if not any(folders.SHM.glob(f"kaitian-{self.job.config.snapshots}-*")):
             return True
         # It loads torch, for seconds.
         from kaitian_mpi.train.checkpoint.files import save_snapshot
@@ -166,9 +160,9 @@ class Machine:
 
     def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
         """Remove the job's snapshots here and on hosts; return the hosts that do not answer."""
-        for folder in SHM.glob(f"kaitian-{self.job.config.snapshots}-*"):
-            remove_private(folder)
-        words = ["rm", "-rf", f"{SHM}/kaitian-{self.job.config.snapshots}-*"]
+        for folder in folders.SHM.glob(f"kaitian-{self.job.config.snapshots}-*"):
+            folders.remove_private(folder)
+        words = ["rm", "-rf", f"{folders.SHM}/kaitian-{self.job.config.snapshots}-*"]
         codes = run_on(self._agent, hosts, words, self._probe_sec)
         return frozenset(name for name, code in codes.items() if code == NO_ANSWER)
 
@@ -177,13 +171,13 @@ class Machine:
 
         Only from each one's own folder, in case several hosts share a memory.
         """
-        words = ["rm", "-rf", f'"{SHM}/kaitian-{self.job.config.snapshots}-$(hostname)"']
+        words = ["rm", "-rf", f'"{folders.SHM}/kaitian-{self.job.config.snapshots}-$(hostname)"']
         run_on(self._agent, hosts, words, self._probe_sec)
 
     def request_restart(self) -> None:
         """Ask the running job to save and end."""
         try:
-            request_restart(self.job.folder, self.job.job_id)
+            folders.request_restart(self.job.folder, self.job.job_id)
         except OSError as error:
             self.report(
                 f"{self.job.folder}: {error.strerror}; could not ask the job to restart; it "
@@ -192,7 +186,7 @@ class Machine:
 
     def withdraw_request(self) -> bool:
         """Withdraw the request; return whether the job had not fulfilled it."""
-        return withdraw_request(self.job.folder)
+        return folders.withdraw_request(self.job.folder)
 
     def pause(self, seconds: float) -> None:
         """Wait, at most until a signal requests a stop."""
@@ -227,7 +221,7 @@ def environment(job: Job) -> dict[str, str]:
     """
     folder = os.path.abspath(job.folder)
     return {
-        SNAPSHOTS_VARIABLE: job.config.snapshots,
+        folders.SNAPSHOTS_VARIABLE: job.config.snapshots,
         SUPERVISED: job.job_id,
         SUPERVISED_FOLDER: folder,
     }

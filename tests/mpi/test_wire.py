@@ -39,7 +39,7 @@ def hosts_of_group(link, monkeypatch):
     """Let the default process group's ranks be on several hosts."""
     group = dist.group.WORLD
     monkeypatch.setitem(group.links, group.comms.world.py2f(), link)
-    monkeypatch.setattr(group, "algorithm", "flat")  # an earlier test may have set another
+    monkeypatch.setattr(group.host, "algorithm", "flat")  # an earlier test may have set another
 
 
 def exact_sum(comm, values):
