@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _lock = threading.Lock()
 _waiting: list[tuple[MPI.Request, GroupComms]] = []  # communicators to free
 
-
 GROUP_VARIABLE = "KAITIAN_GROUP_BY"
 """The environment variable that acts as `--group-by`."""
 
@@ -123,7 +122,6 @@ class RelaySettings:
     """How ranks are grouped, as `--group-by`; fixed once the job has started."""
 
     def adopt(self, config: TrainingConfig) -> None:
-        """Adopt a run's settings."""
         self.memory_mb, self.dtype = config.relay_memory_mb, config.relay_dtype
         self.network_allreduce, self.wire = config.network_allreduce, config.wire
 

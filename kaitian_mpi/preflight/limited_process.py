@@ -17,7 +17,6 @@ MAX_AT_ONCE = 256
 """The most processes at once: each has two files open, of perhaps 1,024 (`ulimit -n`)."""
 _MAX_BYTES = 1 << 24
 
-
 Name = TypeVar("Name")
 
 

@@ -78,7 +78,6 @@ MAPPING_POLICIES = (
 )
 """The variables that tell Open MPI how to distribute ranks over hosts."""
 
-
 NOTICE_DEAD_HOSTS = {
     "PRTE_MCA_oob_tcp_keepalive_time": "3",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "1",

@@ -38,7 +38,6 @@ class Environment:
 Environments = Mapping[str, Sequence[Environment]]
 """The environments of each host that has some of its own, in the order of their ranks."""
 
-
 _Place = tuple[Host, Environment | None]
 
 

@@ -98,16 +98,15 @@ def ask_hosts(
     hosts: Sequence[Host],
     pythons: Mapping[str, Sequence[str]],
     local: Collection[str],
-    seconds: float = SECONDS,
 ) -> dict[tuple[str, str], HostAnswer]:
     """Ask all hosts whether they answer, and have this package for each of their interpreters."""
     places = {
-        (host.name, python): (host, python, seconds, host.name in local)
+        (host.name, python): (host, python, SECONDS, host.name in local)
         for host in hosts
         for python in pythons[host.name]
     }
     commands = {key: version_command(agent, *place) for key, place in places.items()}
-    answers = run_all(commands, seconds)
+    answers = run_all(commands, SECONDS)
     return {key: judge(ended, key[0], *places[key][1:]) for key, ended in answers.items()}
 
 
@@ -191,9 +190,9 @@ def find_agent(command: Command, environ: Mapping[str, str]) -> list[str]:
 
 
 def probe_command(
-    agent: Sequence[str], host: Host, seconds: float, remote: Sequence[str] = ("true",)
+    agent: Sequence[str], host: Host, seconds: float, remote: Sequence[str]
 ) -> list[str]:
-    """Return the command that runs a remote command on a host, by default `true`."""
+    """Return the command that runs a remote command on a host."""
     words = list(agent)
     if PurePath(agent[0]).name == "ssh":
         # Never prompt: there may be no user to answer.

@@ -158,7 +158,7 @@ def test_hostfiles_are_parsed_lost_hosts_removed_and_others_probed_without_a_pro
         (["rsh", "-x"], "rsh -x me@a true"),
         (["/usr/bin/ssh", "-F", "x"], f"/usr/bin/ssh -F x {options} -p 2222 me@a true"),
     ):
-        assert probe_command(agent, host, 2.5) == words.split()
+        assert probe_command(agent, host, 2.5, ["true"]) == words.split()
     names = "localhost", "127.0.1.1", "198.51.100.1"  # the last one belongs to nobody
     assert [*map(is_local, names)] == [True, True, False]
 

@@ -16,7 +16,6 @@ Streams = AbstractContextManager[None]
 NO_STREAMS: Streams = nullcontext()
 """For tensors on the host."""
 
-
 _MAX_PINNED_BYTES = 64 << 20  # torch keeps page-locked memory, which is scarce
 
 

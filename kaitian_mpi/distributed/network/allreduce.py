@@ -38,7 +38,6 @@ _WIDE_ELEMENTS = 4 << 20  # converted to a wider dtype at once: 16 MB of float32
 _YIELD_SEC = 50e-6
 _NAP_SEC = 100e-6
 
-
 Hosts = tuple[tuple[int, ...], ...]
 """A communicator's ranks on each host, in order; hosts are in the order of their first ranks."""
 

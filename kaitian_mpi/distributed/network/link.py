@@ -27,10 +27,8 @@ _MAX_SEC = 1.0
 Allreduce = Callable[[torch.Tensor, Reduction], None]
 """Reduces a contiguous host tensor, in place. Collective."""
 
-
 SHORT_BYTES, LONG_BYTES = 256 << 10, 2 << 20
 """The sizes that are measured. Below the first one, MPI's own allreduce is always used."""
-
 
 MPI_ROUTE = Route("mpi")
 

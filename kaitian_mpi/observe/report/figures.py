@@ -23,7 +23,6 @@ _TRAINING: dict[str, Any] = {"color": style.BLUE}
 _HELD_OUT: dict[str, Any] = {"color": style.VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
 _LOGGED: dict[str, Any] = {"color": style.GREEN, "linestyle": "-.", "marker": "^"}
 
-
 _EVENT_ROWS = {
     "new plan": (("plan",), "D", style.BLUE),
     "slow rank": (("slow",), "s", style.ORANGE),

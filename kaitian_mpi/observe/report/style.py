@@ -30,7 +30,6 @@ TEXT = "#1A1A1A"
 MUTED = "#555555"
 GRID = "#D9D9D9"
 
-
 Drawn: TypeAlias = "tuple[Figure | None, str]"
 """A figure, None if there is nothing to show, and what it shows in words."""
 

@@ -201,7 +201,6 @@ class TimelineFile:
         return None
 
     def append(self, lines: bytes) -> None:
-        """Append encoded events."""
         try:
             if not (self._path.exists() and self._path.stat().st_size):
                 header = _metadata(_HEADER, RUN_PID, 0, version=1, origin_unix_sec=self.origin)
