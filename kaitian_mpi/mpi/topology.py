@@ -192,7 +192,6 @@ class GroupComms:
 
     @property
     def own(self) -> Group:
-        """This rank's group."""
         return group_of(self.groups, self.world.rank)
 
     def free(self) -> None:

@@ -13,15 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from kaitian_mpi.distributed.collectives import staging
 from kaitian_mpi.distributed.collectives.arrivals import LibraryWatch
-from kaitian_mpi.distributed.collectives.staging import (
-    contiguous,
-    from_host,
-    is_plain,
-    keep_for_current_stream,
-    tensors_in,
-    writing,
-)
 from kaitian_mpi.distributed.collectives.work import Finished
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.runtime import ulfm
@@ -160,14 +153,14 @@ class VendorLibrary:
         self.abort(failure)
 
     def can_use_in_place(self, collective: Collective) -> bool:
-        return all(self._is_in_place(tensor) for tensor in tensors_in(collective))
+        return all(self._is_in_place(tensor) for tensor in staging.tensors_in(collective))
 
     def usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor if it is contiguous and on the device, else such a copy of it.
 
         `staging.from_host` copies the values of a copy back.
         """
-        return tensor if self._is_in_place(tensor) else contiguous(tensor.to(self._device))
+        return tensor if self._is_in_place(tensor) else staging.contiguous(tensor.to(self._device))
 
     def start(self, collective: Collective) -> Started:
         """Start a collective; its tensors may be on any device."""
@@ -195,9 +188,9 @@ class VendorLibrary:
             # Only the current stream has waited, which may not be the one that they were made on.
             for copy, tensor in copies.values():
                 if copy is not tensor:
-                    keep_for_current_stream(copy)
+                    staging.keep_for_current_stream(copy)
             for key in written & copies.keys():
-                from_host(*copies[key])
+                staging.from_host(*copies[key])
 
         return works, finish
 
@@ -239,7 +232,7 @@ class VendorLibrary:
             raise RankLostError(f"a rank is lost ({error})") from None
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._device.type and is_plain(tensor)
+        return tensor.device.type == self._device.type and staging.is_plain(tensor)
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -251,12 +244,12 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def _copy_alone(outputs: Any, inputs: Any, op: Any) -> Work:
     """Carry out a collective of one rank: copy what it reads to what it writes."""
-    outputs, inputs = tensors_in(outputs), tensors_in(inputs)
+    outputs, inputs = staging.tensors_in(outputs), staging.tensors_in(inputs)
     if op == dist.ReduceOp.PREMUL_SUM:
         factor = op.__getstate__()[1]
         inputs = [tensor.detach() * factor for tensor in inputs or outputs]
     if inputs:
-        with writing(outputs) or nullcontext():
+        with staging.writing(outputs) or nullcontext():
             for output, tensor in zip(outputs, inputs, strict=True):
                 output.detach().view(-1).copy_(tensor.detach().view(-1))
     return Finished(outputs)
