@@ -73,14 +73,16 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     if launch.local_size < launch.world_size:
         load_torch(launch)  # while the other hosts' ranks are started
     comm = initialize_mpi_on(config.network_interface)
-    config = with_emulation(config, comm)
+    given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
+    emulation = read_emulation(gather_values(comm, given))
+    kinds, slowdown = emulation.kinds, emulation.slowdown
+    config = replace(config, emulate_kinds=kinds, emulate_slowdown=slowdown)
     check_before_loading(config, comm)
     load_torch(launch)  # late: it takes seconds
 
     from kaitian_mpi.distributed.startup import init
 
-    emulated = config.emulate_kinds, config.emulate_slowdown
-    world = init(config.devices, *emulated, config.share_device, config.group_by)
+    world = init(config.devices, kinds, slowdown, config.share_device, config.group_by)
     import_for_optimizers()
     return config, world
 
@@ -91,13 +93,6 @@ def load_torch(launch: Launch) -> None:
     import_torch()
     with without_collection():
         import_module("kaitian_mpi.train.training")
-
-
-def with_emulation(config: TrainConfig, comm: MPI.Intracomm) -> TrainConfig:
-    """Return a config with the emulation of its own flags or of the variables. Collective."""
-    given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
-    emulation = read_emulation(gather_values(comm, given))
-    return replace(config, emulate_kinds=emulation.kinds, emulate_slowdown=emulation.slowdown)
 
 
 def hide_unused_devices(environ: Any, devices: str) -> None:

@@ -135,7 +135,10 @@ class Loop:
                 return parts
             if not crosses_epochs:
                 self._end_steps()
+                self.state.save()
                 self._pool_statistics()
+                self._commit_unit()
+                self.progress.epoch_is_over = True
                 return None
             self.end_epoch()
         return None
@@ -193,13 +196,9 @@ class Loop:
             observer.epoch_ends()
 
     def _pool_statistics(self) -> None:
-        """End the steps of an epoch whose end is the script's, with equal statistics everywhere."""
         shares = self.sampler.batch_sizes
-        self.state.save()
         enter_phase("the statistics of batch norm", waits=True)
         self.state.statistics.pool(shares[self.world.rank] / sum(shares))
-        self._commit_unit()
-        self.progress.epoch_is_over = True
 
     def fetch(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next global batch; None if the epoch or the run ends."""
@@ -343,18 +342,17 @@ class Loop:
         Statistics that lag behind the weights are recomputed first; not so in the open form,
         in which only the script knows how to compute a batch.
         """
-        shares = self.sampler.batch_sizes
         self.state.save()
         if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
             self._recompute_statistics()
-        enter_phase("the statistics of batch norm", waits=True)
-        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
+        self._pool_statistics()
         means: dict[str, float] = {}
         if self._setup.validation is not None:
             from kaitian_mpi.train.evaluation import evaluate
 
             means = evaluate(
-                *(self._task, self._setup.validation, self._computation, self.world, shares),
+                *(self._task, self._setup.validation, self._computation, self.world),
+                self.sampler.batch_sizes,
                 *(self.plan.micro_batch_size, self._evaluation_limit),
             )
         self._limit.apply()

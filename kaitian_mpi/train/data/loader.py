@@ -5,19 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, cast
 
-import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches, Stream
 
 _BATCHES_PER_WORKER = 2
-_POLL_SEC = 0.5
 
 
 class ShareLoader:
@@ -94,15 +91,13 @@ def _exit_with_rank(_: int) -> None:
     torch watches the worker's parent, which is the fork server and not the rank; and the fork
     server lives as long as the worker does.
     """
+    threading.Thread(target=_exit_after_rank, name="exit-with-rank", daemon=True).start()
+
+
+def _exit_after_rank() -> None:
     rank = multiprocessing.parent_process()
     assert rank is not None
-    args = (rank.pid,)
-    threading.Thread(target=_exit_after, name="exit-with-rank", args=args, daemon=True).start()
-
-
-def _exit_after(rank: int) -> None:
-    while psutil.pid_exists(rank):  # os.pidfd_open fails with Linux before 5.3
-        time.sleep(_POLL_SEC)
+    rank.join()
     os._exit(1)
 
 

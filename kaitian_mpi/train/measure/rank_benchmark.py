@@ -45,26 +45,21 @@ def benchmark_ranks(
     # All or none: ranks that share a host must be timed while the others compute as well.
     is_cached = all(gather_values(comm, own is not None))
     if own is None or not is_cached:
-        with aside(world.device):
-            own = _measure(RankTimer(config, world, setup, min_batch), world)
+        timer = RankTimer(config, world, setup, min_batch)
+        sleeping_barrier(comm)
+        # Ranks may share cores, so each is timed while all others compute too, as in training: a
+        # rank that is done keeps computing until the last one is done.
+        with agree_on_errors(comm), aside(world.device):
+            try:
+                own = timer.measure()
+            finally:
+                barrier = comm.Ibarrier()
+            while not barrier.Test():
+                timer.keep_busy()
+            enter_phase("comparing the benchmarks", waits=True, limited=False)
         with agree_on_errors(comm):
             cache.write(own)
     return [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
-
-
-def _measure(timer: RankTimer, world: World) -> RankMeasurement:
-    # Ranks may share cores, so each is timed while all others compute too, as in training: a rank
-    # that is done keeps computing until the last one is done.
-    sleeping_barrier(world.comm)
-    with agree_on_errors(world.comm):
-        try:
-            measured = timer.measure()
-        finally:
-            barrier = world.comm.Ibarrier()
-        while not barrier.Test():
-            timer.keep_busy()
-        enter_phase("comparing the benchmarks", waits=True, limited=False)
-    return measured
 
 
 def show_benchmark(
