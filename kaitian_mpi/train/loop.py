@@ -225,18 +225,13 @@ class Loop:
         add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
         come first: their gradient is zero and not missing, as it is in a batch with others.
         """
-        self.begin(parts)
-        order = self.order(len(parts))
+        order = self.begin(parts)
         for index in order:
             batch, counts = self.place(parts[index]), self.weight(index) > 0
             loss = self._computation.loss(self._task, self.state.model, batch, counts)
             enter_phase("backward", step=self.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
         return self.finish()
-
-    def order(self, count: int) -> list[int]:
-        """Return in which order to take the micro-batches of the step. Not collective."""
-        return sorted(range(count), key=lambda index: self.weight(index) > 0)
 
     def weight(self, index: int) -> float:
         """Return the weight of a micro-batch of the step. Not collective."""
@@ -247,8 +242,8 @@ class Loop:
         if self.has_micro_batches != is_wanted and not self._config.sync_bn:
             self.has_micro_batches, self._loading = is_wanted, None
 
-    def begin(self, parts: Sequence[MicroBatch]) -> None:
-        """Begin a step with this rank's share of the global batch."""
+    def begin(self, parts: Sequence[MicroBatch]) -> list[int]:
+        """Begin a step with this rank's share; return in which order to take its micro-batches."""
         step, number = self._step, self.progress.step + 1
         step.begin(number, self._task, parts, self.sampler.shares_at(self.progress.position))
         samples = step.samples
@@ -261,6 +256,7 @@ class Loop:
         self._pace.go_to(number)
         self.start_clock()
         enter_phase("forward", step=number)
+        return sorted(range(len(parts)), key=lambda index: self.weight(index) > 0)
 
     def start_clock(self) -> None:
         """Begin the time of the step, perhaps again. Not collective."""

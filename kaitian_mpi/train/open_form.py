@@ -57,9 +57,8 @@ class OpenStep:
 
     def __init__(self, loop: Loop, parts: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's micro-batches. Collective."""
-        loop.begin(parts)
+        self._left = loop.begin(parts)
         self.loop, self._parts, self.is_finished = loop, parts, False
-        self._left = loop.order(len(parts))
         self._current: int | None = None
 
     def micro_batches(self) -> Iterator[Any]:

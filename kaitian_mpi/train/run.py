@@ -101,7 +101,8 @@ class Run:
 
     def current_summary(self, **changes: Any) -> Summary:
         """Return the summary as of now, with some fields changed."""
-        fault = self.checkpoints.fault
+        writer = self.checkpoints.on_disk
+        fault = None if writer is None else writer.fault
         return replace(self.summary, failures=self.failures(), checkpoint_fault=fault, **changes)
 
     def write_summary(self, **changes: Any) -> None:

@@ -51,11 +51,10 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
     has_results = summary.finished and summary.steps == earlier.progress["step"]
     if config.resume == "auto" and has_results and is_over(config, earlier.progress):
         epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
-        done = f"{epochs}, {summary.steps} steps"
         warn_rank_0(
             world,
-            f"{setup.path} is finished ({done}): nothing left to train; to continue it, raise "
-            "--epochs or --max-steps",
+            f"{setup.path} is finished ({epochs}, {summary.steps} steps): nothing left to train; "
+            "to continue it, raise --epochs or --max-steps",
         )
         return replace(earlier, summary=summary, is_finished=True)
     if summary.steps is None or summary.steps > earlier.progress["step"]:

@@ -49,11 +49,6 @@ class Checkpoints:
             self.in_memory = BackgroundWriter(snapshot_files(name))
         self.writers = [each for each in (self.on_disk, self.in_memory) if each is not None]
 
-    @property
-    def fault(self) -> str | None:
-        """Why the last checkpoint could not be written; None if it was, or on another rank."""
-        return (self.on_disk.fault if self.on_disk is not None else "") or None
-
     def save(
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
@@ -132,14 +127,14 @@ class BackgroundWriter:
         files: where to.
         last_written: the step of the last checkpoint that this object wrote; None before the first.
         last_submitted: the step of the last checkpoint that it was given; -1 before the first.
-        fault: why the last one could not be written; "" if it was.
+        fault: why the last one could not be written; None if it was.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files = files
         self.last_written: int | None = None
         self.last_submitted = -1
-        self.fault = ""
+        self.fault: str | None = None
         self._newly_written: int | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: list[Future[None]] = []
@@ -223,4 +218,4 @@ class BackgroundWriter:
             self.fault = reason
         else:
             self.last_written = self._newly_written = step
-            self.fault = ""
+            self.fault = None
