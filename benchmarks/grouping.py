@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from emulated_hosts import EmulatedHosts, why_not_shaped
 from network import check_sum, seconds_of
+from shaped_hosts import ShapedHosts, why_not_shaped
 
 _TIMEOUT_SEC = 280
 _BATCH = 4  # samples of each rank and step
@@ -54,7 +54,7 @@ def start(options: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
         tempfile.TemporaryDirectory(prefix="kaitian-kinds-") as packages,
-        EmulatedHosts(Path(folder), slots) as hosts,
+        ShapedHosts(Path(folder), slots) as hosts,
     ):
         hosts.set_link_speed(options.link_mbit)
         environ = {**os.environ, **dict.fromkeys(_AS_ROOT, "1")}

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from emulated_hosts import EmulatedHosts, why_not_shaped
+from shaped_hosts import ShapedHosts, why_not_shaped
 
 _TIMEOUT_SEC = 110
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -48,7 +48,7 @@ def start(options: argparse.Namespace) -> int:
     slots = [int(word) for word in options.slots.split(",")]
     with (
         tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as folder,
-        EmulatedHosts(Path(folder), slots) as hosts,
+        ShapedHosts(Path(folder), slots) as hosts,
     ):
         hosts.set_link_speed(options.link_mbit)
         forwarded = [word for name in _AS_ROOT for word in ("-x", f"{name}=1")]

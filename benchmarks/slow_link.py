@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from emulated_hosts import EmulatedHosts, why_not_shaped
+from shaped_hosts import ShapedHosts, why_not_shaped
 
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _WARM_UP_STEPS = 3
@@ -113,7 +113,7 @@ class Links:
         while _read(self._is) != str(is_slow):
             time.sleep(0.01)
 
-    def obey(self, hosts: EmulatedHosts, mbit_per_sec: float) -> None:
+    def obey(self, hosts: ShapedHosts, mbit_per_sec: float) -> None:
         """Do what the rank has asked for, if anything is to be done."""
         wanted = _read(self._wanted)
         if wanted and wanted != _read(self._is):
@@ -134,7 +134,7 @@ def _write(path: Path, text: str) -> None:
     whole.replace(path)
 
 
-def run_job(hosts: EmulatedHosts, folder: Path, options: argparse.Namespace) -> list[Pair]:
+def run_job(hosts: ShapedHosts, folder: Path, options: argparse.Namespace) -> list[Pair]:
     """Run the job on the hosts; return what its rank 0 has measured."""
     launch = ["mpirun", "--timeout", "500", "-np", "2", "--hostfile", str(hosts.hostfile)]
     launch += ["--bind-to", "none", *[word for name in _AS_ROOT for word in ("-x", f"{name}=1")]]
@@ -162,7 +162,7 @@ def compare(options: argparse.Namespace) -> None:
     """Run the job, and print what each format reaches."""
     with (
         tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
-        EmulatedHosts(Path(name), [1, 1]) as hosts,
+        ShapedHosts(Path(name), [1, 1]) as hosts,
     ):
         pairs = run_job(hosts, Path(name), options)
     print(

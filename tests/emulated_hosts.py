@@ -28,8 +28,6 @@ _LIMIT_SEC = 10.0
 _SSH = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 _MPICH_SSH = "HYDRA_LAUNCHER_EXEC"  # the same of MPICH's, without arguments
 _POLICY = "PRTE_MCA_rmaps_default_mapping_policy"  # `:oversubscribe` contradicts a host file
-_BURST = "128kb"  # more than the largest packet that the kernel hands to a link
-_QUEUE = "50ms"
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -46,7 +44,7 @@ def why_not() -> str:
     trial = f"kt{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False).returncode:
         return "needs the right to make network namespaces"
-    _run("ip", "netns", "del", trial)
+    run("ip", "netns", "del", trial)
     return ""
 
 
@@ -64,30 +62,7 @@ def unless_required(variable: str, what: str, reason: str) -> str:
     return f"{what}: {reason}" if reason and not required else ""
 
 
-def why_not_shaped() -> str:
-    """Return why links cannot be given a speed here; nothing where they can, or hosts cannot be."""
-    if why_not():
-        return why_not()
-    if not shutil.which("tc"):
-        return "needs tc"
-    trial = f"kt{os.getpid()}"
-    _run("ip", "netns", "add", trial)
-    try:
-        shaped = subprocess.run(
-            ["tc", "-n", trial, *_shape("lo", 1000)], capture_output=True, check=False
-        )
-    finally:
-        _run("ip", "netns", "del", trial)
-    return "needs a kernel with the tbf queueing discipline" if shaped.returncode else ""
-
-
-def _shape(link: str, mbit_per_sec: float) -> tuple[str, ...]:
-    """Return the words for tc that limit what a link sends."""
-    queue = ("tbf", "rate", f"{round(mbit_per_sec * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
-    return ("qdisc", "replace", "dev", link, "root", *queue)
-
-
-def _run(*words: object) -> None:
+def run(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
 
 
@@ -141,7 +116,7 @@ class EmulatedHosts:
         os.makedirs("/run/sshd", exist_ok=True)  # where sshd drops its rights
         for name in ("key", "hostkey"):
             if not (self._folder / name).exists():
-                _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / name)
+                run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._folder / name)
         (self._folder / "sshd_config").write_text(
             f"HostKey {self._folder}/hostkey\nAuthorizedKeysFile {self._folder}/key.pub\n"
             "StrictModes no\nPidFile none\nUsePAM no\n"
@@ -155,8 +130,8 @@ class EmulatedHosts:
         agent.chmod(0o700)
         try:
             self._make_group()
-            _run("ip", "link", "add", self._tag, "type", "bridge")
-            _run("ip", "link", "set", self._tag, "up")
+            run("ip", "link", "add", self._tag, "type", "bridge")
+            run("ip", "link", "set", self._tag, "up")
             for number in self._numbers:
                 self._start(number)
             for number in self._numbers:
@@ -213,27 +188,12 @@ class EmulatedHosts:
     def revive(self, number: int) -> None:
         """Let a host that was killed be as if it had started again."""
         self._servers[number].wait()
-        _run("ip", "link", "set", self._link(number), "up")
+        run("ip", "link", "set", self._link(number), "up")
         self._serve(number)
 
     def unplug(self, number: int) -> None:
         """Take a host's link down; its processes live."""
-        _run("ip", "link", "set", self._link(number), "down")
-
-    def set_link_speed(self, mbit_per_sec: float) -> None:
-        """Limit the link of every host, in each direction, to a speed in 10^6 bits a second.
-
-        See `why_not_shaped`. A host that starts later has no limit.
-        """
-        for number in self._numbers:
-            _run("tc", "-n", self._namespace(number), *_shape("eth0", mbit_per_sec))
-            _run("tc", *_shape(self._link(number), mbit_per_sec))
-
-    def lift_link_speed(self) -> None:
-        """Undo `set_link_speed`."""
-        for number in self._numbers:
-            _run("tc", "-n", self._namespace(number), "qdisc", "del", "dev", "eth0", "root")
-            _run("tc", "qdisc", "del", "dev", self._link(number), "root")
+        run("ip", "link", "set", self._link(number), "down")
 
     def _make_group(self) -> None:
         if parent := _parent_of_groups():
@@ -268,12 +228,12 @@ class EmulatedHosts:
     def _start(self, number: int) -> None:
         namespace, link = self._namespace(number), self._link(number)
         inside = ("ip", "-n", namespace)
-        _run("ip", "netns", "add", namespace)
-        _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        _run("ip", "link", "set", link, "master", self._tag, "up")
-        _run(*inside, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
-        _run(*inside, "link", "set", "eth0", "up")
-        _run(*inside, "link", "set", "lo", "up")
+        run("ip", "netns", "add", namespace)
+        run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        run("ip", "link", "set", link, "master", self._tag, "up")
+        run(*inside, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+        run(*inside, "link", "set", "eth0", "up")
+        run(*inside, "link", "set", "lo", "up")
         self._serve(number)
 
     def _serve(self, number: int) -> None:
@@ -318,6 +278,6 @@ class EmulatedHosts:
         while self._servers:
             number, server = self._servers.popitem()
             server.wait()
-            _run("ip", "netns", "del", self._namespace(number))
+            run("ip", "netns", "del", self._namespace(number))
         subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
         self._remove_group()

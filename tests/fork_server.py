@@ -11,9 +11,9 @@ Unlike a fresh process, a forked rank is not the launcher's child, Python's hash
 all ranks, and at its end what exit handlers leave is not freed object by object, which takes longer
 than many tests. Tests of how processes start and end or of what is imported start fresh ones.
 
-    python fork_server.py SOCKET
+    python fork_server.py SOCKET [MODULE...]
 
-It ends at the end of its standard input.
+It ends at the end of its standard input. It may itself be a fork that loads more modules.
 """
 
 import atexit
@@ -57,7 +57,7 @@ STAND_IN = ("-I", "-S", str(Path(__file__).absolute().with_name("forked_rank.py"
 
 
 def main():
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules  # each rank starts it
     gc.freeze()  # the forks share the memory of these objects

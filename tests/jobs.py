@@ -16,7 +16,8 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,24 +133,35 @@ def write_forking_program(folder: Path) -> Path:
     return program
 
 
-@cache
+@contextmanager
+def fork_server(*modules: str) -> Iterator[str]:
+    """Yield the socket of a fork of the fork server that has loaded more modules."""
+    with _fork_server_of(forked([PYTHON]), *modules) as path:
+        yield path
+
+
 def _fork_server() -> str:
     """Return the socket of a `fork_server.py`: a given one, or one that ends with this process."""
-    if given := os.environ.get("KAITIAN_FORK_SERVER"):
-        return given
+    return os.environ.get("KAITIAN_FORK_SERVER") or _own_fork_server()
+
+
+@cache
+def _own_fork_server() -> str:
+    until_the_end = ExitStack()
+    atexit.register(until_the_end.close)
+    return until_the_end.enter_context(_fork_server_of([PYTHON]))
+
+
+@contextmanager
+def _fork_server_of(python: Sequence[str], *modules: str) -> Iterator[str]:
     # Only this user may enter it. Not below $TMPDIR: a socket's path has 107 characters at most.
-    folder = tempfile.mkdtemp(prefix="kaitian-fork-server-", dir="/tmp")
-    atexit.register(shutil.rmtree, folder)
-    path = f"{folder}/socket"
-    server = subprocess.Popen(
-        [PYTHON, str(_HERE / "fork_server.py"), path],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    atexit.register(server.communicate)  # which closes its stdin
-    assert server.stdout.readline() == b"ready\n"
-    return path
+    with tempfile.TemporaryDirectory(prefix="kaitian-fork-server-", dir="/tmp") as folder:
+        path = f"{folder}/socket"
+        words = [*python, str(_HERE / "fork_server.py"), path, *modules]
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as server:  # closes its stdin
+            assert server.stdout.readline() == b"ready\n"
+            yield path
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
 from kaitian_mpi.runtime.abort import abort_job, write_labeled
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -59,6 +60,22 @@ def pytest_runtest_makereport(item: pytest.Item):
         write_labeled(f"{item.nodeid} failed:\n{report.longreprtext}")
         abort_job(1)
     return report
+
+
+@pytest.fixture(params=ALGORITHMS)
+def algorithm(request, world):
+    """An algorithm of allreduce between kinds, unless the ranks do the same by an earlier one."""
+    use_algorithm(request.param)
+    yield request.param
+    dist.group.WORLD.host.algorithm = "flat"
+
+
+def use_algorithm(name: str) -> None:
+    group = dist.group.WORLD
+    comms = group.comms.by_host if name in BY_HOST else group.comms
+    if (group.has_one_group and name != "flat") or ("striped" in name and comms.lanes == 1):
+        pytest.skip("it is the same as another")
+    group.host.algorithm = name
 
 
 def pytest_sessionfinish() -> None:

@@ -5,13 +5,29 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from jobs import forked, run_alone
+from jobs import fork_server, forked, run_alone
 
 TRAINERS = Path(__file__).parent / "trainers"
 ROWS, RANKS = 203, 2
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl, which CI has not")
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+
+
+@pytest.fixture(scope="module")
+def server():
+    names = {"accelerate": "", "transformers": ".trainer", "lightning": ".pytorch"}
+    with fork_server(*(name + part for name, part in names.items() if find_spec(name))) as path:
+        yield path
+
+
+@pytest.fixture
+def preloaded(server, monkeypatch):
+    """Fork ranks of a process that has loaded the trainers, which takes longer than to train.
+
+    One test of each trainer does without: there, it is loaded once its batches can be divided.
+    """
+    monkeypatch.setenv("KAITIAN_FORK_SERVER", server)
 
 
 def run(mpirun, script, *options, adaptive=True, code=0):
@@ -50,7 +66,9 @@ def test_a_loop_of_plain_torch_with_workers(mpirun):
         ("language", "the loss of the model is the mean over labels after the first"),
     ],
 )
-def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
+def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule, request):
+    if kind == "language":
+        request.getfixturevalue("preloaded")
     found, out = train(mpirun, "accelerate_loop.py", kind)
     assert rule in out
     assert found["evaluated"] == [ROWS, ROWS]
@@ -66,7 +84,9 @@ def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
         ("own_mean", "the mean over rows", "1 0"),
     ],
 )
-def test_hugging_faces_trainer(mpirun, kind, rule, options):
+def test_hugging_faces_trainer(mpirun, kind, rule, options, request):
+    if kind != "language":
+        request.getfixturevalue("preloaded")
     found, out = train(mpirun, "hugging_face.py", kind, *options.split())
     assert f"the loss of the Trainer is {rule}" in out
     assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-6)
@@ -74,6 +94,7 @@ def test_hugging_faces_trainer(mpirun, kind, rule, options):
 
 
 @needs_trl
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
     found, out = train(mpirun, "trl_sft.py", loss_type, difference=1e-7)
@@ -87,6 +108,7 @@ def test_a_lightning_module(mpirun):
     assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
     ("trainer", "killed_at"),
     [
@@ -111,6 +133,7 @@ def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(tmp_path, 
 
 
 @needs_accelerate
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -142,7 +142,8 @@ def run_the_pages_command(hosts, folder, begin, *before):
     (line,) = (line for line in PAGE.splitlines() if line.startswith(begin))
     words = shlex.split(line.replace("$(which kaitian-run)", f"{SCRIPTS}/kaitian-run"))
     words = [*ENV, *words[1:]] if words[0] == "kaitian-env" else words
-    with HostsJob(hosts, *before, *words, cwd=folder, on_all=False, survives=False) as job:
+    options = {"cwd": folder, "on_all": False, "survives": False, "fresh": bool(before)}
+    with HostsJob(hosts, *before, *words, **options) as job:
         ended = job.finish()
     return sorted(re.findall("shown .*", ended.text))
 

@@ -7,20 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import jobs
 import pytest
-from jobs import (
-    EVEN,
-    IS_OPEN_MPI,
-    Job,
-    newest_checkpoint,
-    read_lines,
-    read_readings,
-    run_alone,
-    steps_saved,
-    steps_shown,
-    summary_of,
-    weights_in,
-)
 from processes import assert_gone, processes_of
 
 STEPS_PER_EPOCH = 6
@@ -30,11 +18,11 @@ LIMIT_SEC = 60  # 5 s on a machine that has nothing else to do
 @pytest.mark.any_mpi
 def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
     command = "kaitian-train --model planted:Slow --global-batch-size 24 --workers 1".split()
-    with Job(2, *command, *EVEN, cwd=tmp_path, survives=False, fresh=False) as job:
+    with jobs.Job(2, *command, *jobs.EVEN, cwd=tmp_path, survives=False, fresh=False) as job:
         job.wait_for(r"step 2/")
         job.signal(signal.SIGUSR1, 1)
-        job.wait_until(lambda: steps_saved(tmp_path), "no checkpoint")
-        saved = int(min(steps_saved(tmp_path))[5:])
+        job.wait_until(lambda: jobs.steps_saved(tmp_path), "no checkpoint")
+        saved = int(min(jobs.steps_saved(tmp_path))[5:])
         assert saved >= 2
         job.wait_for(rf"step {saved + 1}/")  # training continues
         # mpirun sends these to every process of a rank: its watchdog and data workers, too.
@@ -42,10 +30,10 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
         processes = [process for rank in ranks for process in processes_of(rank)]
         assert len(processes) >= 2 * 4
         # MPICH's mpirun passes on the first of them only.
-        for number in (signal.SIGUSR1, signal.SIGUSR2)[: 2 if IS_OPEN_MPI else 1]:
-            steps = steps_saved(tmp_path)
+        for number in (signal.SIGUSR1, signal.SIGUSR2)[: 2 if jobs.IS_OPEN_MPI else 1]:
+            steps = jobs.steps_saved(tmp_path)
             job.process.send_signal(number)
-            job.wait_until(lambda known=steps: steps_saved(tmp_path) - known, "no new one")
+            job.wait_until(lambda known=steps: jobs.steps_saved(tmp_path) - known, "no new one")
         assert all(process.is_running() for process in processes)
 
 
@@ -61,7 +49,7 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
 )
 def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model):
     command = f"kaitian-train --model planted:{model} --global-batch-size 24".split()
-    with Job(2, *command, *EVEN, cwd=tmp_path, survives=survives, fresh=False) as job:
+    with jobs.Job(2, *command, *jobs.EVEN, cwd=tmp_path, survives=survives, fresh=False) as job:
         job.wait_for(r"step 3/")
         ranks = job.rank_pids()
         job.process.send_signal(number)
@@ -70,18 +58,18 @@ def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model)
     assert_gone(ranks.values(), LIMIT_SEC)
     assert ended.code != 0
     assert ended.ended_at - signaled_at < LIMIT_SEC
-    assert steps_saved(tmp_path), ended.text
-    saved = int(newest_checkpoint(tmp_path).stem[5:])
+    assert jobs.steps_saved(tmp_path), ended.text
+    saved = int(jobs.newest_checkpoint(tmp_path).stem[5:])
     # mpirun may have dropped the very last line; the file has it.
-    assert saved >= steps_shown(ended)[-1]
-    assert abs(saved - read_readings(tmp_path / "run")[-1]["step"]) <= 1
+    assert saved >= jobs.steps_shown(ended)[-1]
+    assert abs(saved - jobs.read_readings(tmp_path / "run")[-1]["step"]) <= 1
     assert f"step {saved} is saved: --resume auto resumes from it" in ended.text
-    stop = read_lines(tmp_path / "run" / "events.jsonl")[-1]
+    stop = jobs.read_lines(tmp_path / "run" / "events.jsonl")[-1]
     assert (stop["kind"], stop["step"]) == ("stop", saved)
     assert stop["text"] == f"step {saved} is saved: --resume auto resumes from it"
     ours = [line for line in ended.text.splitlines() if line.startswith("kaitian-train: ")]
     # MPICH's mpirun speaks of it, too.
-    assert (ended.text if IS_OPEN_MPI else "".join(ours)).count("Ctrl-C") == 1
+    assert (ended.text if jobs.IS_OPEN_MPI else "".join(ours)).count("Ctrl-C") == 1
     assert "Traceback" not in ended.text
 
 
@@ -108,43 +96,44 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     (small_disk / "checkpoints").mkdir()
     (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
     command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
-    ended = run_alone(*command, *EVEN, cwd=tmp_path)
+    ended = jobs.run_alone(*command, *jobs.EVEN, cwd=tmp_path)
     said = "could not be written: No space left on device; training continues, there is none yet"
     assert said in ended.err
     # One that is queued behind another may be replaced by the next.
     fault = r"checkpoint of step (\d+)(?: could not be written|: an earlier one)"
     assert set(map(int, re.findall(fault, ended.err))) == {4, 6, 8, 12, 16, 18}
-    summary = summary_of(tmp_path)
+    summary = jobs.summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["checkpoint_fault"] == "No space left on device"
     # A checkpoint that is attempted fills the disk for a moment: a line may be lost meanwhile.
-    lines = read_readings(small_disk)
+    lines = jobs.read_readings(small_disk)
     assert all(line["learning_rate"] > 0 for line in lines)  # also in the last step
     metrics = [line["step"] for line in lines]
     assert len(metrics) > 2 * STEPS_PER_EPOCH
     assert metrics == sorted(set(metrics))
     assert not list((small_disk / "checkpoints").glob("step-*"))
-    assert weights_in(tmp_path)  # those of the last epoch have replaced the zeros
+    assert jobs.weights_in(tmp_path)  # those of the last epoch have replaced the zeros
 
 
 @pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
 def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
     train = "kaitian-train --model cnn --dataset synthetic --max-steps 3".split()
-    ended = run_alone("kaitian-supervise", *train, *EVEN, cwd=tmp_path, fresh=True, code=74)
+    words = ("kaitian-supervise", *jobs.forked([*train, *jobs.EVEN]))
+    ended = jobs.run_alone(*words, cwd=tmp_path, fresh=True, code=74)
     (error,) = re.findall("^kaitian-train: error: (.*)", ended.err, re.MULTILINE)
     assert "training is done, but run/checkpoints/model.pt could not be written: No space" in error
     assert ended.err.count("start 1 of 4") == 1
     assert "start 2 of 4" not in ended.err
-    assert summary_of(tmp_path)["finished"] is False
+    assert jobs.summary_of(tmp_path)["finished"] is False
     name = re.search(r"--snapshots (\w+)$", error)[1]
     (snapshots,) = Path("/dev/shm").glob(f"kaitian-{name}-*")
     assert snapshots.stat().st_mode & 0o777 == 0o700
 
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     again = ("--resume", "auto", "--snapshots", name)
-    ended = run_alone(*train, *EVEN, *again, cwd=tmp_path)
+    ended = jobs.run_alone(*train, *jobs.EVEN, *again, cwd=tmp_path)
     assert not re.search(r"step [0-9]+/", ended.text)  # nothing is trained again
-    summary = summary_of(tmp_path)
+    summary = jobs.summary_of(tmp_path)
     assert summary["finished"] is True
     assert (small_disk / "checkpoints" / "model.pt").exists()
     assert not snapshots.exists()

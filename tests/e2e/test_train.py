@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from browser import browse
-from jobs import read_lines, read_readings, run_alone, run_ranks, summary_of
+from jobs import PYTHON, read_lines, read_readings, run_alone, run_ranks, summary_of
 from trace_rules import check_trace, collectives_of, largest_gap_us, spans_of
 
 from kaitian_mpi.observe.report.figures import FIGURES
@@ -239,7 +239,8 @@ def test_a_task_of_ones_own_is_trained_without_a_script(mpirun, tmp_path):
 @pytest.mark.parametrize("what", ["start", "step"])
 def test_a_start_imports_few_modules_and_a_step_passes_few_files(tmp_path, what):
     house = Path(__file__).parents[2] / "benchmarks/house.py"
-    ended = run_ranks(2, "python", str(house), "--rank", what, cwd=tmp_path)
+    words = (PYTHON, str(house), "--rank", what)
+    ended = run_ranks(2, *words, cwd=tmp_path, fresh=what == "start")
     (counts,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
     for name in counts.keys() & AT_MOST.keys():
         assert counts[name] <= AT_MOST[name], name

@@ -8,25 +8,20 @@ import os
 import platform
 import subprocess
 
+import jobs
 import pytest
 import torch
 from emulated_hosts import EmulatedHosts, reason_to_skip
-from jobs import (
-    EVEN,
-    PYTHON,
-    SCRIPTS,
-    HostsJob,
-    largest_difference,
-    newest_checkpoint,
-    summary_of,
-    weights_in,
-)
 
 OTHER = os.environ.get("KAITIAN_TEST_OTHER_PYTHON", "")
 WHY_NOT = reason_to_skip() if OTHER else "KAITIAN_TEST_OTHER_PYTHON names no other environment"
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-TRAIN = (f"{SCRIPTS}/kaitian-train", *"--check-every 1 --global-batch-size 48".split(), *EVEN)
+TRAIN = (
+    f"{jobs.SCRIPTS}/kaitian-train",
+    *"--check-every 1 --global-batch-size 48".split(),
+    *jobs.EVEN,
+)
 ASK = "import platform, torch, kaitian_mpi; print(platform.python_version(), torch.__version__)"
 
 
@@ -66,8 +61,8 @@ def start_job(hosts, folder, *command, pythons):
     folder.mkdir(exist_ok=True)
     tables = [f'["{hosts.address(n)}"]\npython = "{path}"\n' for n, path in enumerate(pythons, 1)]
     (folder / "env.toml").write_text("".join(tables))
-    env = (PYTHON, "-m", "kaitian_mpi.cli.env", "env.toml")
-    return HostsJob(hosts, *env, *"mpirun -np 3".split(), *command, cwd=folder, fresh=True)
+    env = (jobs.PYTHON, "-m", "kaitian_mpi.cli.env", "env.toml")
+    return jobs.HostsJob(hosts, *env, *"mpirun -np 3".split(), *command, cwd=folder, fresh=True)
 
 
 def run_job(hosts, folder, *command, pythons):
@@ -78,7 +73,7 @@ def run_job(hosts, folder, *command, pythons):
 @pytest.mark.parametrize("is_first", [True, False])
 def test_they_train_to_the_weights_of_one_environment(hosts, other, tmp_path, is_first):
     """`is_first`: whether our Python is that of the first host, where rank 0 writes the files."""
-    first, second = (PYTHON, OTHER) if is_first else (OTHER, PYTHON)
+    first, second = (jobs.PYTHON, OTHER) if is_first else (OTHER, jobs.PYTHON)
     command = (*TRAIN, *"--model mobilenetv2 --max-steps 4".split())
     alike, mixed = tmp_path / "alike", tmp_path / "mixed"
     one = run_job(hosts, alike, *command, pythons=(first, first))
@@ -87,7 +82,7 @@ def test_they_train_to_the_weights_of_one_environment(hosts, other, tmp_path, is
     check_shown(other, both.text, is_first)
     # Releases of torch may round differently.
     most = 1e-3 if "torch" in other else 0
-    assert largest_difference(weights_in(mixed), weights_in(alike)) <= most
+    assert jobs.largest_difference(jobs.weights_in(mixed), jobs.weights_in(alike)) <= most
 
 
 @pytest.mark.usefixtures("other")
@@ -95,19 +90,19 @@ def test_each_takes_over_from_the_other(hosts, tmp_path):
     """The spare has the other Python, and continues alone; then ours resumes from what it saved."""
     train = (*TRAIN, *"--model planted:Exact".split())
     whole, cut, resumed = tmp_path / "whole", tmp_path / "cut", tmp_path / "resumed"
-    run_job(hosts, whole, *train, "--epochs", "2", pythons=(PYTHON, PYTHON))
+    run_job(hosts, whole, *train, "--epochs", "2", pythons=(jobs.PYTHON, jobs.PYTHON))
     spare = "--epochs 2 --spares 1 --checkpoint-every 10".split()
-    with start_job(hosts, cut, *train, *spare, pythons=(PYTHON, OTHER)) as job:
+    with start_job(hosts, cut, *train, *spare, pythons=(jobs.PYTHON, OTHER)) as job:
         for lost in (1, 0):
             job.wait_for(r"\| step \d+/")
             job.wait_for(r"\| step \d+/")
             job.kill(lost)
             job.wait_for(rf"rank {lost} .* lost")
         job.finish()
-    summary = summary_of(cut)
+    summary = jobs.summary_of(cut)
     assert summary["finished"] is True
     assert summary["ranks"] == [2]
-    assert largest_difference(weights_in(cut), weights_in(whole)) < 1e-9
-    more = ("--epochs", "3", "--resume", str(newest_checkpoint(cut)))
-    ended = run_job(hosts, resumed, *train, *more, pythons=(PYTHON, PYTHON))
+    assert jobs.largest_difference(jobs.weights_in(cut), jobs.weights_in(whole)) < 1e-9
+    more = ("--epochs", "3", "--resume", str(jobs.newest_checkpoint(cut)))
+    ended = run_job(hosts, resumed, *train, *more, pythons=(jobs.PYTHON, jobs.PYTHON))
     assert f"resuming from step {summary['steps']} " in ended.text

@@ -23,14 +23,14 @@ from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
 from kaitian_mpi.integrations import losses
 from kaitian_mpi.integrations.adaptive import install
 
-ROWS = 37  # 1 more than a multiple of 2 and 3 ranks' batches of 3
+pytestmark = pytest.mark.sizes(3)
+
+ROWS = 37  # 1 more than a multiple of the ranks' batches of 3
 IGNORED = -100
 
 
 @pytest.fixture
 def adaptive(world):
-    if world.size == 1:
-        pytest.skip("a job of one rank has nothing to divide")
     adaptive = install(world)
     yield adaptive
     adaptive.close()

@@ -151,7 +151,6 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
     assert steps == {e: numbers[e * STEPS : (e + 1) * STEPS] for e in range(EPOCHS)}
 
 
-@ALSO_ALONE
 @IN_BOTH_FORMS
 @pytest.mark.parametrize(
     ("end", "last"),
@@ -181,7 +180,6 @@ def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is
     assert list(itertools.chain(*steps.values())) == list(range(done + 1, EPOCHS * STEPS + 1))
 
 
-@ALSO_ALONE
 @IN_BOTH_FORMS
 def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
     world, shared_path, is_open
@@ -231,7 +229,6 @@ def test_an_epoch_that_the_last_step_has_cut_is_over_or_goes_on(world, shared_pa
         assert own.shape == other.shape
 
 
-@ALSO_ALONE
 def test_a_signal_between_epochs_has_what_is_done_there_done_again(world, shared_path):
     """Also in an epoch that an earlier job's last step had cut, and its script had ended."""
     settings = {**QUIET, "run_dir": str(shared_path / "run"), "resume": "auto"}
@@ -350,7 +347,6 @@ def batches_of_stream(epoch):
     return (default_collate(samples[first : first + BATCH]) for first in range(0, LENGTH, BATCH))
 
 
-@ALSO_ALONE
 @IN_BOTH_FORMS
 def test_a_stream_with_a_length_is_trained_in_its_order(world, is_open):
     data = Numbers()

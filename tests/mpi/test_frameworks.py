@@ -155,6 +155,7 @@ def by_a_future(x, group):
     return work.get_future().then(lambda future: future.value()[0] + 1).wait()
 
 
+@pytest.mark.sizes(3)
 @pytest.mark.parametrize(
     "function", [in_background, in_sync_after_a_break, by_messages, by_a_future]
 )

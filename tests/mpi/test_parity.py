@@ -20,7 +20,7 @@ from kaitian_mpi.train.measure.plan import Profiles, profile_unmeasured
 from kaitian_mpi.train.run import compare_kinds
 from kaitian_mpi.train.setup import Setup
 
-pytestmark = pytest.mark.sizes(2, 3)
+pytestmark = pytest.mark.sizes(3)
 
 
 class Kernel(torch.autograd.Function):

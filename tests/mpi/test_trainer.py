@@ -349,14 +349,19 @@ PLACES = {
 }
 
 
+@pytest.fixture(scope="module")
+def unrefused(world):
+    return with_norm(world).train()
+
+
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize("refused", PLACES.values(), ids=PLACES)
-def test_a_refused_step_is_repeated_without_a_trace(world, refused):
+def test_a_refused_step_is_repeated_without_a_trace(world, unrefused, refused):
     commit = Commit(refused)
     run = with_norm(world, commit).train()
     assert run.refusals == len(refused)
     assert refused or commit.calls == EPOCHS * COMMITS
-    assert_same(run, with_norm(world).train())
+    assert_same(run, unrefused)
 
 
 @pytest.mark.sizes(3)

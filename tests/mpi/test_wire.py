@@ -22,7 +22,7 @@ ROUNDING = {"bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}
 STEPS = 12
 
 
-@pytest.fixture(params=["alone", "in twos"])
+@pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.sizes(3)), "in twos"])
 def nodes(request, world):
     """Return the number of each rank's host."""
     return [rank if request.param == "alone" else rank // 2 for rank in range(world.size)]

@@ -22,7 +22,7 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.step import StepReports
 
-SEEDS = range(25)
+SEEDS = range(12)
 NEVER = 1000
 
 

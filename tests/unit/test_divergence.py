@@ -73,7 +73,7 @@ def test_any_flipped_bit_and_another_order_change_the_fingerprint(dtype):
     momenta = [of["momentum_buffer"] for of in state.optimizers[0].state.values()]
     assert len(momenta) == 6
     for tensor in (*state.model.parameters(), *momenta):
-        for index in (0, tensor.numel() // 2, tensor.numel() - 1):
+        for index in (0, tensor.numel() - 1):
             for bit in range(8 * dtype.itemsize):
                 flip(tensor, index, bit)
                 found = fingerprint(state)

@@ -32,7 +32,7 @@ LAYOUTS = {
     ],
     4: [
         ("vendor,cpu,vendor,vendor2", "hccl"),
-        ("vendor,vendor2,vendor2,vendor2", "mccl"),
+        ("vendor,vendor2,vendor2,vendor", "mccl"),
         ("vendor,vendor,vendor,vendor", "nccl"),
     ],
 }

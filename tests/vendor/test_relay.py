@@ -12,7 +12,6 @@ from collective_cases import agree
 from fake_device import Stream, current_stream, on_device, values
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.gradients import sum_gradients
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import StreamCopies
@@ -170,9 +169,7 @@ def test_slots_are_allocated_once_in_ordinary_memory_if_need_be(caplog, monkeypa
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["flat", "leader"])
 def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
-    dist.group.WORLD.host.algorithm = algorithm
     before, world.relay.memory_mb = world.relay.memory_mb, 1
     for length in (300_001, 70_001):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
@@ -186,9 +183,8 @@ def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
-    dist.group.WORLD.host.algorithm, world.relay.dtype = algorithm, "bf16"
+    world.relay.dtype = "bf16"
     generator = torch.Generator().manual_seed(7)
     own = torch.randn(world.size, 200_003, generator=generator)
     exact = own.sum(0)

@@ -6,30 +6,19 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
+import collective_cases as cases
 import fake_device
 import fake_library
 import pytest
 import torch
 import torch.distributed as dist
 from batch_norms import check_any_split
-from collective_cases import (
-    agree,
-    check_average,
-    check_moves,
-    check_reduction_operations,
-    check_reductions,
-    check_sum,
-    check_uneven_parts,
-    check_views_and_lists,
-    factor,
-)
 from contracts import CONTRACTS, chosen_name
 from fake_device import Stream, current_stream, on_device, values
 from torch.nn.parallel import DistributedDataParallel
 from uneven import by_hook, by_reducer, check_like_one_process, network
 
 from kaitian_mpi.distributed.collectives import vendor
-from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS
 from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
 from kaitian_mpi.distributed.gradients import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
@@ -53,12 +42,6 @@ def put(request, world):
     return (lambda tensor: tensor.clone()) if on_host else on_device
 
 
-@pytest.fixture(params=ALGORITHMS)
-def algorithm(request, world):
-    dist.group.WORLD.host.algorithm = request.param
-    return request.param
-
-
 def test_the_vendors_library_is_used(world, device_of, algorithm):
     fake_library.calls.clear()
     dist.all_reduce(device_of(torch.ones(100_000)))
@@ -76,11 +59,11 @@ def test_the_vendors_library_is_used(world, device_of, algorithm):
 def test_all_reduce(world, put, algorithm):
     for number, dtype in enumerate(SUMMED):
         for length in (0, 1, 3, 1_000) if number % 3 == 0 else (3, 1_000):
-            check_sum(world, put, dtype, length, in_background=length in (1, 1_000))
+            cases.check_sum(world, put, dtype, length, in_background=length in (1, 1_000))
     for dtype in (torch.float16, torch.int64, torch.bool, torch.int16):
-        check_reduction_operations(world, put, dtype)
+        cases.check_reduction_operations(world, put, dtype)
     for dtype in (torch.float32, torch.bfloat16):  # a mean is the same on every rank
-        check_average(world, put, dtype)
+        cases.check_average(world, put, dtype)
 
 
 # Up to where one nonblocking call does it; from where it is cut, in pieces of 2 MB; and the
@@ -93,23 +76,23 @@ def test_all_reduce(world, put, algorithm):
 )
 def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, edge):
     edge *= world.size if dtype is torch.bfloat16 else 1
-    check_sum(world, device_of, dtype, edge, in_background=True)
-    check_sum(world, device_of, dtype, edge + 1, in_background=True)
+    cases.check_sum(world, device_of, dtype, edge, in_background=True)
+    cases.check_sum(world, device_of, dtype, edge + 1, in_background=True)
 
 
 def test_operations_that_move_data_and_reduce_it(world, put):
     for number, dtype in enumerate(TYPES):
         # Of seven types that the library supports in a row, and four that it does not, some have
         # each root; two have all.
-        check_moves(world, put, dtype, 7, [number % world.size])
-    for length in (0, 1, 70_001):
-        for dtype in (torch.float32, torch.int16):
-            check_moves(world, put, dtype, length, range(world.size))
-            check_reductions(world, put, dtype, length)
+        cases.check_moves(world, put, dtype, 7, [number % world.size])
+    more = (torch.float32, 0), (torch.float32, 1), (torch.float32, 70_001), (torch.int16, 70_001)
+    for dtype, length in more:
+        cases.check_moves(world, put, dtype, length, range(world.size) if length > 1 else [0])
+        cases.check_reductions(world, put, dtype, length)
     for dtype in SUMMED:
-        check_reductions(world, put, dtype, 7)
-    check_views_and_lists(world, put)
-    check_uneven_parts(world, put)
+        cases.check_reductions(world, put, dtype, 7)
+    cases.check_views_and_lists(world, put)
+    cases.check_uneven_parts(world, put)
 
 
 def test_sparse_sums_and_works_of_several_calls(world, device_of):
@@ -117,7 +100,7 @@ def test_sparse_sums_and_works_of_several_calls(world, device_of):
     work = dist.group.WORLD.allreduce(tensors)
     work.wait()
     for tensor in tensors:
-        assert set(values(tensor).tolist()) == {float(factor(world))}
+        assert set(values(tensor).tolist()) == {float(cases.factor(world))}
     assert work.is_success()
     assert work.exception() is None
     indices = torch.tensor([[world.rank, world.size]])
@@ -172,7 +155,7 @@ def test_groups_are_destroyed_in_any_order_and_leave_no_thread(world, device_of)
     for group in groups if world.rank else groups[::-1]:
         dist.destroy_process_group(group)
     work.wait()
-    assert values(tensor).tolist() == [float(factor(world) * world.size**2)] * 9
+    assert values(tensor).tolist() == [float(cases.factor(world) * world.size**2)] * 9
     alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     dist.all_reduce(tensor, group=alone)
     gathered = torch.zeros_like(tensor)
@@ -240,7 +223,7 @@ def test_premul_sum_works_where_all_ranks_have_nccl(world, put):
             dist.all_reduce(tensor, double)
     else:
         dist.all_reduce(tensor, double)
-        assert values(tensor).tolist() == [2.0 * factor(world)] * 5
+        assert values(tensor).tolist() == [2.0 * cases.factor(world)] * 5
 
 
 class Held:
@@ -269,7 +252,7 @@ def test_an_operation_runs_after_work_queued_on_the_callers_stream(
             time.sleep(0.05)  # long enough to start if it did not wait
         work.wait()
         tensor.mul_(2)  # after it, on the caller's stream
-        assert torch.equal(values(tensor), torch.full((length,), 2.0 * factor(world)))
+        assert torch.equal(values(tensor), torch.full((length,), 2.0 * cases.factor(world)))
 
 
 def test_the_host_sleeps_until_a_futures_result_is_complete(world, device_of, algorithm):
@@ -279,7 +262,7 @@ def test_the_host_sleeps_until_a_futures_result_is_complete(world, device_of, al
     found = doubled.wait()
     if world.info.kind != "cpu":
         world.device_kind.mark().wait()
-    assert torch.equal(values(found), torch.full((100_000,), 2.0 * factor(world)))
+    assert torch.equal(values(found), torch.full((100_000,), 2.0 * cases.factor(world)))
     assert fake_device.spins == []
 
 
@@ -330,7 +313,7 @@ def test_ranks_may_use_groups_in_different_orders(world, device_of, algorithm):
     for work in works:
         work.wait()
     for tensor in tensors.values():
-        assert torch.equal(values(tensor), torch.full((30_000,), float(factor(world))))
+        assert torch.equal(values(tensor), torch.full((30_000,), float(cases.factor(world))))
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -351,7 +334,7 @@ def test_the_vendor_library_sees_all_groups_in_the_callers_order(world, put):
     for work in works:
         work.wait()
     for tensor in tensors:
-        assert set(values(tensor).tolist()) == {factor(world)}
+        assert set(values(tensor).tolist()) == {cases.factor(world)}
     for group in groups[1:]:
         dist.destroy_process_group(group)
 
@@ -393,7 +376,7 @@ def test_stock_ddp(world, algorithm):
     model = DistributedDataParallel(network().to(world.device))
     model(torch.full((2, 3, 8, 8), world.rank + 1.0).to(world.device)).sum().backward()
     for parameter in model.parameters():
-        assert agree(world, parameter.grad)
+        assert cases.agree(world, parameter.grad)
 
 
 @pytest.mark.sizes(2, 3)

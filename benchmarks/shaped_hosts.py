@@ -1,0 +1,54 @@
+"""Emulated hosts whose links have a speed; see tests/emulated_hosts.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from emulated_hosts import EmulatedHosts, run, why_not
+
+_BURST = "128kb"  # more than the largest packet that the kernel hands to a link
+_QUEUE = "50ms"
+
+
+def why_not_shaped() -> str:
+    """Return why links cannot be given a speed here; nothing where they can, or hosts cannot be."""
+    if why_not():
+        return why_not()
+    if not shutil.which("tc"):
+        return "needs tc"
+    trial = f"kt{os.getpid()}"
+    run("ip", "netns", "add", trial)
+    try:
+        shaped = subprocess.run(
+            ["tc", "-n", trial, *_shape("lo", 1000)], capture_output=True, check=False
+        )
+    finally:
+        run("ip", "netns", "del", trial)
+    return "needs a kernel with the tbf queueing discipline" if shaped.returncode else ""
+
+
+def _shape(link: str, mbit_per_sec: float) -> tuple[str, ...]:
+    """Return the words for tc that limit what a link sends."""
+    queue = ("tbf", "rate", f"{round(mbit_per_sec * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
+    return ("qdisc", "replace", "dev", link, "root", *queue)
+
+
+class ShapedHosts(EmulatedHosts):
+    """Hosts whose links can be slowed; see `why_not_shaped`."""
+
+    def set_link_speed(self, mbit_per_sec: float) -> None:
+        """Limit the link of every host, in each direction, to a speed in 10^6 bits a second.
+
+        A host that starts later has no limit.
+        """
+        for number in self._numbers:
+            run("tc", "-n", self._namespace(number), *_shape("eth0", mbit_per_sec))
+            run("tc", *_shape(self._link(number), mbit_per_sec))
+
+    def lift_link_speed(self) -> None:
+        """Undo `set_link_speed`."""
+        for number in self._numbers:
+            run("tc", "-n", self._namespace(number), "qdisc", "del", "dev", "eth0", "root")
+            run("tc", "qdisc", "del", "dev", self._link(number), "root")
