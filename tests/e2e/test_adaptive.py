@@ -52,7 +52,7 @@ def train(mpirun, script, *options, difference=1e-9):
 
 
 def test_a_loop_of_plain_torch_with_workers(mpirun):
-    found, _ = train(mpirun, "plain_ddp.py", "2")
+    found, _ = train(mpirun, "resumed.py", "plain_ddp", "-1", "workers")
     assert found["steps"] == 2 * 13
     # An evaluation's batches are those of the script's own sampler.
     assert found["evaluated"] == [[8] * 12 + [6]] * 2
@@ -104,7 +104,7 @@ def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
 
 @needs_lightning
 def test_a_lightning_module(mpirun):
-    found, _ = train(mpirun, "lightning_module.py", "object")
+    found, _ = train(mpirun, "resumed.py", "lightning", "-1", "object")
     assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2
 
 

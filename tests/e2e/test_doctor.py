@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import PYTHON, summary_of
+from jobs import PYTHON, SOON_SEC, summary_of
 
 DOCTOR = (PYTHON, "-m", "kaitian_mpi.cli.doctor")
-LIMIT_SEC = 100  # 15 s on a machine that has nothing else to do
 HANGING = """
 import os, time
 
@@ -22,7 +21,7 @@ class Device:
 @pytest.mark.any_mpi
 def test_a_job_is_examined_and_reported_as_json(mpirun, tmp_path):
     ended = mpirun(3, *DOCTOR, "--json")
-    assert ended.seconds < LIMIT_SEC
+    assert ended.seconds < SOON_SEC
     report = json.loads(ended.out)
     assert [facts["rank"] for facts in report["ranks"]] == [0, 1, 2]
     assert {facts["devices"]["chosen"] for facts in report["ranks"]} == {"cpu"}
@@ -41,11 +40,11 @@ def test_ranks_that_fail_are_named_and_hold_up_no_other(mpirun, tmp_path):
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[kaitian_mpi.devices]\nacme = acme:Device\n")
     (tmp_path / "acme.py").write_text(HANGING)
-    words = ("--with-ft", "ulfm", *DOCTOR, "--timeout", "9", "--run-dir", "/proc/runs")
+    words = ("--with-ft", "ulfm", *DOCTOR, "--timeout", "20", "--run-dir", "/proc/runs")
     ended = mpirun(2, *words, PYTHONPATH=str(tmp_path), code=1)
-    assert ended.seconds < LIMIT_SEC
+    assert ended.seconds < SOON_SEC
     text = " ".join(ended.out.split())
-    assert "the examination of devices failed (rank 1): no answer within 9 s" in text
+    assert "the examination of devices failed (rank 1): no answer within 20 s" in text
     assert "OSError: libacme.so: cannot open" in text
     assert "/proc cannot be written" in text
     assert "fault tolerance is on" in text

@@ -17,8 +17,6 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 SAMPLES = 1438  # of the digits, for training
 BATCH = 256
 STEPS_PER_EPOCH = 6
-RECOVERY_LIMIT_SEC = 60
-LIMIT_SEC = 60  # 5 s on a machine that has nothing else to do
 
 EXACT = "kaitian-train --model planted:Exact --dataset planted:recorded_digits --epochs 5".split()
 
@@ -65,7 +63,7 @@ def test_job_survives_the_loss_of_rank_0(killed):
     (lost,) = failure["ranks"]
     assert (lost["rank"], lost["host"]) == (0, os.uname().nodename)
     assert 8 < failure["step"] < 5 * STEPS_PER_EPOCH
-    assert 0 < failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+    assert 0 < failure["seconds_to_recover"] < jobs.SOON_SEC
     said = f"rank 0 ({lost['host']}, cpu) was lost at step {failure['step'] - 1}"
     assert f"{said}; 2 ranks continue" in ended.text
     assert f"\nnote: {said}" in ended.text
@@ -101,7 +99,7 @@ def test_events_tell_of_the_loss_and_what_followed(killed):
     assert (loss["ranks"], loss["details"]["remaining"]) == ([0], [1, 2])
     assert loss["step"] == failure["step"] - 1 == recovery["step"] - 1
     assert "rank 0" in loss["text"]
-    assert loss["time"] < recovery["time"] < loss["time"] + RECOVERY_LIMIT_SEC
+    assert loss["time"] < recovery["time"] < loss["time"] + jobs.SOON_SEC
     assert recovery["details"]["recovery_sec"] == failure["seconds_to_recover"]
     assert by_kind["checkpoint"]["step"] == by_kind["finish"]["step"] == 5 * STEPS_PER_EPOCH
     metrics = jobs.read_readings(folder / "run")
@@ -176,7 +174,7 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
     assert lost == [0, 1, 2]
     assert summary["failures"][-1]["step"] == STEPS_PER_EPOCH + 1
     for failure in summary["failures"]:
-        assert failure["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+        assert failure["seconds_to_recover"] < jobs.SOON_SEC
     lost_at = ended.text.index(f"was lost at step {STEPS_PER_EPOCH}; 1 rank continues")
     assert lost_at < ended.text.index("epoch 1 done")
     assert ended.text.count("epoch 1 done") == ended.text.count("epoch 2 done") == 1
@@ -202,7 +200,7 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
     assert [[rank["rank"] for rank in loss["ranks"]] for loss in (first, second)] == [[1], [0]]
     assert first["step"] == 1
     assert second["step"] > 3
-    assert second["seconds_to_recover"] < RECOVERY_LIMIT_SEC
+    assert second["seconds_to_recover"] < jobs.SOON_SEC
     assert re.search(r"rank 2 \(.*\) now writes the files", ended.text)
     assert "differ from the others'" not in ended.text
 
@@ -231,7 +229,7 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
         job.kill(1)
         ended = job.finish(code=None)
     assert ended.code != 0
-    assert ended.ended_at - killed_at < LIMIT_SEC
+    assert ended.ended_at - killed_at < jobs.SOON_SEC
 
     newest = jobs.newest_checkpoint(cut)
     with newest.open("r+b") as file:

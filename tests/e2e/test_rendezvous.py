@@ -7,11 +7,9 @@ import time
 from collections import Counter
 
 import pytest
-from jobs import PLANTED, PYTHON, finish, forked, run_alone, start
+from jobs import PLANTED, PYTHON, SOON_SEC, finish, forked, run_alone, start
 
 SCRIPT = str(PLANTED / "planted_rendezvous.py")
-# A job that is rejected ends in a few seconds; one that hangs, at the tests' limit or never.
-SOON_SEC = 40
 
 
 @pytest.fixture

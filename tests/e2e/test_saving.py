@@ -1,10 +1,12 @@
 """Checkpoints in real jobs that are sent signals, or whose disk is full."""
 
+import os
 import re
 import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import jobs
@@ -12,7 +14,6 @@ import pytest
 from processes import assert_gone, processes_of
 
 STEPS_PER_EPOCH = 6
-LIMIT_SEC = 60  # 5 s on a machine that has nothing else to do
 
 
 @pytest.mark.any_mpi
@@ -37,6 +38,13 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
         assert all(process.is_running() for process in processes)
 
 
+def prefer(pids):
+    """Give processes the cores before others, if root may: mpirun gives a rank 0.25 s to act."""
+    for thread in (each for pid in pids for each in Path(f"/proc/{pid}/task").iterdir()):
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), -20)
+
+
 @pytest.mark.parametrize(
     ("number", "survives", "model"),
     [
@@ -52,12 +60,13 @@ def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model)
     with jobs.Job(2, *command, *jobs.EVEN, cwd=tmp_path, survives=survives, fresh=False) as job:
         job.wait_for(r"step 3/")
         ranks = job.rank_pids()
+        prefer(ranks.values())
         job.process.send_signal(number)
         signaled_at = time.time()
         ended = job.finish(code=None)  # of the process that saves, too: it has mpirun's stderr
-    assert_gone(ranks.values(), LIMIT_SEC)
+    assert_gone(ranks.values(), jobs.SOON_SEC)
     assert ended.code != 0
-    assert ended.ended_at - signaled_at < LIMIT_SEC
+    assert ended.ended_at - signaled_at < jobs.SOON_SEC
     assert jobs.steps_saved(tmp_path), ended.text
     saved = int(jobs.newest_checkpoint(tmp_path).stem[5:])
     # mpirun may have dropped the very last line; the file has it.

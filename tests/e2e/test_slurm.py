@@ -8,22 +8,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import jobs
 import pytest
 from emulated_slurm import has_pmix, reason_to_skip, slurm_on_hosts
-from jobs import (
-    ENVIRONMENT,
-    LONGEST_SEC,
-    PLANTED,
-    read_readings,
-    steps_saved,
-    summary_of,
-    write_forking_program,
-)
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 needs_pmix = pytest.mark.skipif(not has_pmix(), reason="needs libpmix.so, for srun --mpi=pmix")
 
-EXAMPLES = PLANTED.parents[1] / "examples/cluster"
+EXAMPLES = jobs.PLANTED.parents[1] / "examples/cluster"
 SLOW = "--model planted:Slow --global-batch-size 24 --balance off --log-interval 0".split()
 ONE_EACH = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1".split()
 KINDS = ("nvidia", "cambricon")
@@ -48,26 +40,28 @@ class Batch:
 
     def __init__(self, slurm, folder):
         self.slurm, self.folder = slurm, folder
-        own = {"PYTHONPATH": str(PLANTED), "RUN_DIR": "run"}
-        self.environment = {**ENVIRONMENT, **slurm.environment, **own}
+        own = {"PYTHONPATH": str(jobs.PLANTED), "RUN_DIR": "run"}
+        self.environment = {**jobs.ENVIRONMENT, **slurm.environment, **own}
 
     def fork_ranks(self, *, forks=True):
         """Fork the ranks of the jobs that follow, or no longer."""
         folder = self.folder / "forking"
         if self.slurm.hosts.have_group and not folder.exists():
-            write_forking_program(folder)
+            jobs.write_forking_program(folder)
         first = f"{folder}:" if forks and folder.exists() else ""
-        self.environment["PATH"] = f"{first}{ENVIRONMENT['PATH']}"
+        self.environment["PATH"] = f"{first}{jobs.ENVIRONMENT['PATH']}"
 
     def run(self, *words, folder=None):
         command, folder = self.slurm.command(*words), folder or self.folder
         options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        options |= {"timeout": LONGEST_SEC, "check": False}
+        options |= {"timeout": jobs.LONGEST_SEC, "check": False}
         return subprocess.run(command, cwd=folder, env=self.environment, **options)
 
     def run_as_pbs_would(self, folder, arguments):
         """Run pbs.sh on the first node, which PBS would list once for each rank, as the second."""
-        (folder / "planted.py").symlink_to(PLANTED / "planted.py")  # ssh passes no PYTHONPATH on
+        (folder / "planted.py").symlink_to(
+            jobs.PLANTED / "planted.py"
+        )  # ssh passes no PYTHONPATH on
         nodes = folder / "nodes"
         nodes.write_text("".join(f"{self.slurm.address(number)}\n" for number in (1, 2)))
         self.environment |= {
@@ -109,10 +103,10 @@ class BatchJob:
         self.wait_until(lambda: self.shown()["JobState"] in states, f"never {states}")
 
     def wait_until(self, is_true, problem):
-        deadline = time.monotonic() + LONGEST_SEC
+        deadline = time.monotonic() + jobs.LONGEST_SEC
         while not is_true():
             if time.monotonic() > deadline:
-                pytest.fail(f"{problem} within {LONGEST_SEC} s\n{self.shown()}\n{self.log}")
+                pytest.fail(f"{problem} within {jobs.LONGEST_SEC} s\n{self.shown()}\n{self.log}")
             time.sleep(0.2)
 
     def cancel(self, *options):
@@ -126,7 +120,7 @@ def test_a_task_gets_all_its_cpus(tmp_path):
     write_program(tmp_path / "kaitian-train", TELL_CPUS_AND_FINISH)
     with slurm_on_hosts(tmp_path, [2, 2], [2, 2], KINDS, binds=True) as slurm:
         batch = Batch(slurm, tmp_path)
-        batch.environment["PATH"] = f"{tmp_path}:{ENVIRONMENT['PATH']}"
+        batch.environment["PATH"] = f"{tmp_path}:{jobs.ENVIRONMENT['PATH']}"
         for name, nodes in (("slurm-srun.sbatch", 2), ("slurm-unlike.sbatch", 1)):
             if nodes == 1:  # srun may not return from two components: the script must not wait
                 write_program(tmp_path / "srun", f'{shutil.which("srun")} "$@"; exec sleep 1000')
@@ -171,14 +165,14 @@ def limited(batch):
 def check_steps(folder, last):
     """Check that a run has done each step up to its last one once, whatever has interrupted it."""
     log = "".join(path.read_text() for path in sorted(folder.glob("kaitian-*.log")))
-    done = [line["step"] for line in read_readings(folder / "run") if "step" in line]
+    done = [line["step"] for line in jobs.read_readings(folder / "run") if "step" in line]
     assert done == sorted(set(done)), log
     # The line of a step that ends as the signal arrives may be lost; the checkpoint has the step.
     saved = {int(step) for step in re.findall(r"step (\d+) (?:is saved|\(step-)", log)}
     assert set(range(1, last + 1)) - set(done) <= saved, log
     shown = re.findall(r"\| step (\d+)/", log)
     assert len(shown) == len(set(shown)), log
-    assert summary_of(folder)["steps"] == last
+    assert jobs.summary_of(folder)["steps"] == last
 
 
 def test_a_single_rank_in_a_larger_allocation_is_refused(batch, limited):
@@ -200,7 +194,7 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     job.cancel()
     job.wait_for_state("CANCELLED")
     assert "--resume auto resumes from it" in job.log
-    (first,) = steps_saved(folder)
+    (first,) = jobs.steps_saved(folder)
 
     batch.fork_ranks()
     job = batch.submit("slurm-srun.sbatch", *ONE_EACH, **common)
@@ -210,14 +204,14 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
     job.wait_for_state("PENDING")
     assert job.shown()["Restarts"] == "1"
     job.cancel()
-    assert max(steps_saved(folder)) > first
+    assert max(jobs.steps_saved(folder)) > first
 
     (folder / "hurry").touch()
 
     job = batch.submit("slurm-unlike.sbatch", "--ntasks-per-node=1", "--cpus-per-task=1", **common)
     job.wait_for_state("COMPLETED")
     check_steps(folder, 16)
-    summary = summary_of(folder)
+    summary = jobs.summary_of(folder)
     assert summary["finished"] is True
     assert "| host2 |" in job.log
 
@@ -236,4 +230,4 @@ def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
     assert limited.shown()["JobState"] == "COMPLETED", limited.log
     assert "resuming from step" in limited.log
     check_steps(limited.folder, 128)
-    assert summary_of(limited.folder)["finished"] is True
+    assert jobs.summary_of(limited.folder)["finished"] is True

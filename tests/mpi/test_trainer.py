@@ -5,20 +5,10 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import loops
 import pytest
 import torch
 import torch.distributed as dist
-from loops import (
-    EPOCHS,
-    STEPS,
-    RefusedError,
-    Run,
-    make_state,
-    make_task,
-    reverse,
-    shares_of,
-    uneven,
-)
 from samples import BATCH, LENGTH, Points
 from torch import nn
 
@@ -44,8 +34,8 @@ def test_the_loss_travels_with_the_gradients_unless_these_are_rounded(
         monkeypatch.setattr(
             module, name, lambda *a, call=sums_of, **k: calls.append(a) or call(*a, **k)
         )
-    shares = shares_of([1, 3, 0][: world.size])
-    run = Run(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
+    shares = loops.shares_of([1, 3, 0][: world.size])
+    run = loops.Run(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
     computation = run.loop._computation
     loss_of = computation.loss
 
@@ -82,7 +72,9 @@ class Batches(nn.Module):
 def test_every_batch_is_large_enough_for_batch_norm(world, rest, micro_batch_size):
     shares = [5] + [2] * (world.size - 1)
     data, model = Points(2 * sum(shares) + rest), Batches()
-    run = Run(world, shares, model=model, data=data, micro_batch_size=micro_batch_size, min_batch=2)
+    run = loops.Run(
+        world, shares, model=model, data=data, micro_batch_size=micro_batch_size, min_batch=2
+    )
     assert run.steps == 2 * (2 if rest < 2 else 3)
     assert [step.number for step in run.epoch()] == list(range(1, run.steps // 2 + 1))
     result = run.loop.evaluate()
@@ -117,8 +109,8 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
 @pytest.mark.ranks(3)
 def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
     """A rank without workers waits until those with some have used up what they fetched ahead."""
-    run = Run(world, uneven(world), workers=world.rank % 2, balance="adaptive")
-    plans = {2: reverse(world), 5: uneven(world), 6: reverse(world)}
+    run = loops.Run(world, loops.uneven(world), workers=world.rank % 2, balance="adaptive")
+    plans = {2: loops.reverse(world), 5: loops.uneven(world), 6: loops.reverse(world)}
     balancing = Balancing(run.config, run.loop, NoFolder(), Sinks())
     balancing.observe = lambda number, reports: plans.get(number)
     run.loop.observers.append(balancing)
@@ -129,7 +121,7 @@ def test_a_plan_applies_from_the_same_step_on_ranks_with_unlike_workers(world):
         run.loop.progress.epoch_done(2)
     run.close()
     run.assert_each_sample_once()
-    assert gather_values(world.comm, len(run.taken[-2])) == reverse(world)
+    assert gather_values(world.comm, len(run.taken[-2])) == loops.reverse(world)
 
 
 def test_pooled_statistics_equal_those_of_all_samples(world):
@@ -167,7 +159,7 @@ def test_statistics_of_an_epoch_average_its_steps_before_momentum_applies():
 def running_mean(world, shares, micro_batch_size=None, plans=None):
     """Return the running mean of the inputs after two epochs."""
     # An evaluation would compute the statistics again.
-    run = Run(world, shares, micro_batch_size=micro_batch_size, evaluates=False)
+    run = loops.Run(world, shares, micro_batch_size=micro_batch_size, evaluates=False)
     norm = nn.BatchNorm1d(3, momentum=0.2).double()
 
     def see(model, inputs):
@@ -183,8 +175,8 @@ def running_mean(world, shares, micro_batch_size=None, plans=None):
 
 def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
     expected = running_mean(world, [BATCH] + [0] * (world.size - 1))
-    plans = {2: reverse(world), 9: uneven(world), 11: reverse(world)}
-    found = running_mean(world, uneven(world), 5, plans)
+    plans = {2: loops.reverse(world), 9: loops.uneven(world), 11: loops.reverse(world)}
+    found = running_mean(world, loops.uneven(world), 5, plans)
     assert (found - expected).abs().max() < 1e-12
 
 
@@ -193,7 +185,7 @@ def test_an_evaluation_uses_statistics_of_the_current_weights(world, micro_batch
     shares = [BATCH - 4] + [0] * (world.size - 2) + [4] if world.size > 1 else [BATCH]
     norm = nn.BatchNorm1d(16)
     layers = (norm, nn.Dropout())
-    run = Run(world, shares, layers=layers, micro_batch_size=micro_batch_size, min_batch=2)
+    run = loops.Run(world, shares, layers=layers, micro_batch_size=micro_batch_size, min_batch=2)
     for _ in run.epoch():
         pass
     random_state = torch.get_rng_state()
@@ -230,8 +222,8 @@ def replicas(world, off=(), unlike=()):
     ]
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    task = replace(make_task(model), optimizer=lambda m: UlpOff(m.parameters(), lr=0.01))
-    state = make_state(world, task)
+    task = replace(loops.make_task(model), optimizer=lambda m: UlpOff(m.parameters(), lr=0.01))
+    state = loops.make_state(world, task)
     state.optimizers[0].is_off = world.rank in off
     for step in range(20):
         for parameter in model.parameters():
@@ -294,7 +286,7 @@ def test_a_rank_that_differs_by_more_is_named_whatever_its_device(world, part, w
 # here is the commit: it raises on every rank, as it does after a loss, and a new loop goes on from
 # the same state.
 
-COMMITS = STEPS + 1  # of an epoch: its steps, and the evaluation
+COMMITS = loops.STEPS + 1  # of an epoch: its steps, and the evaluation
 
 
 class Commit:
@@ -307,13 +299,13 @@ class Commit:
         assert succeeded
         call, self.calls = self.calls, self.calls + 1
         if call in self.refused:
-            raise RefusedError("planted")
+            raise loops.RefusedError("planted")
 
 
 def with_norm(world, commit=None, **settings):
     # Over four numbers of a sample, so that even a single sample has statistics.
     norm = nn.Unflatten(1, (4, 4)), nn.BatchNorm1d(4), nn.Flatten()
-    return Run(world, uneven(world), layers=norm, commit=commit, **settings)
+    return loops.Run(world, loops.uneven(world), layers=norm, commit=commit, **settings)
 
 
 def momenta(run):
@@ -341,11 +333,11 @@ PLACES = {
     "the first step": [0],
     "in mid-epoch": [3],
     "the same step twice": [3, 4],
-    "the last, partial step": [STEPS - 1],
-    "the evaluation": [STEPS],
+    "the last, partial step": [loops.STEPS - 1],
+    "the evaluation": [loops.STEPS],
     "the second epoch's first step": [COMMITS],
     "the last evaluation": [2 * COMMITS - 1],
-    "several": [1, 5, STEPS + 2, COMMITS + 5],
+    "several": [1, 5, loops.STEPS + 2, COMMITS + 5],
 }
 
 
@@ -360,7 +352,7 @@ def test_a_refused_step_is_repeated_without_a_trace(world, unrefused, refused):
     commit = Commit(refused)
     run = with_norm(world, commit).train()
     assert run.refusals == len(refused)
-    assert refused or commit.calls == EPOCHS * COMMITS
+    assert refused or commit.calls == loops.EPOCHS * COMMITS
     assert_same(run, unrefused)
 
 
@@ -371,9 +363,9 @@ def test_recovery_is_exact_with_micro_batches_workers_and_another_split(world, w
     run = with_norm(world, commit, micro_batch_size=5, workers=workers).train()
     assert run.refusals == 2
     assert_same(run, with_norm(world, micro_batch_size=5).train())
-    run = Run(world, uneven(world), commit=Commit([4]), workers=workers)
-    run.train(other_shares=reverse(world))
+    run = loops.Run(world, loops.uneven(world), commit=Commit([4]), workers=workers)
+    run.train(other_shares=loops.reverse(world))
     assert run.refusals == 1
-    assert_same(run, Run(world, uneven(world)).train())
+    assert_same(run, loops.Run(world, loops.uneven(world)).train())
     sizes = [len(indices) for indices in run.taken[3:5]]
-    assert sizes == [uneven(world)[world.rank], reverse(world)[world.rank]]
+    assert sizes == [loops.uneven(world)[world.rank], loops.reverse(world)[world.rank]]

@@ -15,22 +15,7 @@ from kaitian_mpi.distributed.creation import clear_store_barrier, store_barrier
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import join_errors
 from kaitian_mpi.mpi.topology import RankInfo, may_group_by_host, plan_groups
-from kaitian_mpi.runtime.launcher import (
-    Launch,
-    different_mpi,
-    find_launch,
-    prepare_environment,
-    read_launch,
-    unlaunched,
-)
-from kaitian_mpi.runtime.mpi_libraries import (
-    MPICH,
-    OPEN_MPI,
-    launched_by,
-    report_to_launcher,
-    survival_advice,
-    survival_requested,
-)
+from kaitian_mpi.runtime import launcher, mpi_libraries
 from kaitian_mpi.runtime.polling import wait_request
 
 BY_OPEN_MPI = {
@@ -59,19 +44,25 @@ INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1
 def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp():
     for environ, expected in (
         ({}, None),
-        (SRUN, Launch(5, 6, 0, 1)),
-        ({**SRUN, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, Launch(5, 6, 0, 2)),
+        (SRUN, launcher.Launch(5, 6, 0, 1)),
+        (
+            {**SRUN, "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"},
+            launcher.Launch(5, 6, 0, 2),
+        ),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, None),
-        ({**SRUN, **BY_OPEN_MPI}, Launch(5, 8, 1, 4)),  # its daemon on another node is srun's
+        (
+            {**SRUN, **BY_OPEN_MPI},
+            launcher.Launch(5, 8, 1, 4),
+        ),  # its daemon on another node is srun's
         (BATCH, None),
         (INTERACTIVE, None),
-        (BY_OPEN_MPI, Launch(5, 8, 1, 4)),
-        (BY_MPICH, Launch(2, 3, 0, 1)),
-        ({**BY_MPICH, **BY_OPEN_MPI}, Launch(5, 8, 1, 4)),
+        (BY_OPEN_MPI, launcher.Launch(5, 8, 1, 4)),
+        (BY_MPICH, launcher.Launch(2, 3, 0, 1)),
+        ({**BY_MPICH, **BY_OPEN_MPI}, launcher.Launch(5, 8, 1, 4)),
         ({"OMPI_COMM_WORLD_RANK": "5"}, None),
     ):
-        assert read_launch(environ) == (expected or Launch(0, 1, 0, 1))
-        assert find_launch(environ) == expected
+        assert launcher.read_launch(environ) == (expected or launcher.Launch(0, 1, 0, 1))
+        assert launcher.find_launch(environ) == expected
     for environ, found in (
         ({}, ""),
         (BATCH, "a Slurm job of 6 tasks"),
@@ -85,7 +76,7 @@ def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp()
         ({"K_MPI_JOB_ROLE": "launcher"}, "the launcher of an MPIJob"),
         ({"K_MPI_JOB_ROLE": "worker"}, ""),
     ):
-        fault = unlaunched(environ)
+        fault = launcher.unlaunched(environ)
         assert (fault is not None) == bool(found)
         if fault:
             assert found in fault[0]
@@ -95,7 +86,7 @@ def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp()
         (2, 4, 2, True, "1"),
     ):
         environ: dict[str, str] = {}
-        prepare_environment(environ, Launch(0, world_size, 0, local_size), cores)
+        launcher.prepare_environment(environ, launcher.Launch(0, world_size, 0, local_size), cores)
         assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == yields
         assert environ["OMP_NUM_THREADS"] == threads
         on_one_host = local_size == world_size
@@ -106,7 +97,7 @@ def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp()
         theirs = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0"}
         theirs |= {"OMPI_MCA_btl": "self,tcp"}
         environ = dict(theirs)
-        prepare_environment(environ, Launch(0, 4, 0, 4), 2)
+        launcher.prepare_environment(environ, launcher.Launch(0, 4, 0, 4), 2)
         assert environ == theirs  # what the user has set is kept
 
 
@@ -147,39 +138,42 @@ def test_ranks_are_grouped_by_kind_or_by_host_too_and_described_in_one_line():
         ("Intel MPI", "give srun --mpi=pmi2 ("),
         ("MVAPICH", "--mpi=pmix or --mpi=pmi2"),
     ):
-        assert different_mpi(6, 6, library, by_srun=True) is None
-        found, advice = different_mpi(6, 1, library, by_srun=True)
+        assert launcher.different_mpi(6, 6, library, by_srun=True) is None
+        found, advice = launcher.different_mpi(6, 1, library, by_srun=True)
         assert "srun started 6 tasks, but MPI sees 1" in found
         assert flag in advice
 
 
 RANKS = {
-    OPEN_MPI: dict.fromkeys(OPEN_MPI.rank_variables, "1"),
-    MPICH: dict.fromkeys(MPICH.rank_variables, "1"),
+    mpi_libraries.OPEN_MPI: dict.fromkeys(mpi_libraries.OPEN_MPI.rank_variables, "1"),
+    mpi_libraries.MPICH: dict.fromkeys(mpi_libraries.MPICH.rank_variables, "1"),
 }
 
 
-@pytest.mark.parametrize("library", [OPEN_MPI, MPICH])
+@pytest.mark.parametrize("library", [mpi_libraries.OPEN_MPI, mpi_libraries.MPICH])
 def test_a_launcher_is_known_by_the_variables_of_its_ranks(library):
-    assert launched_by(RANKS[library]) is library
-    assert launched_by({}) is None
-    assert launched_by({**RANKS[OPEN_MPI], **RANKS[MPICH]}) is OPEN_MPI
+    assert mpi_libraries.launched_by(RANKS[library]) is library
+    assert mpi_libraries.launched_by({}) is None
+    assert (
+        mpi_libraries.launched_by({**RANKS[mpi_libraries.OPEN_MPI], **RANKS[mpi_libraries.MPICH]})
+        is mpi_libraries.OPEN_MPI
+    )
     for name in library.rank_variables:
-        assert launched_by({**RANKS[library], name: ""}) is None
+        assert mpi_libraries.launched_by({**RANKS[library], name: ""}) is None
 
 
 def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says():
     asked = {"OMPI_MCA_mpi_ft_enable": "1"}
-    assert survival_requested({**asked, **RANKS[OPEN_MPI]})
-    assert survival_requested(asked)
-    assert not survival_requested({**asked, **RANKS[MPICH]})
-    assert not survival_requested(RANKS[OPEN_MPI])
-    assert survival_advice("Open MPI 5.0.11").startswith("give mpirun --with-ft ulfm")
+    assert mpi_libraries.survival_requested({**asked, **RANKS[mpi_libraries.OPEN_MPI]})
+    assert mpi_libraries.survival_requested(asked)
+    assert not mpi_libraries.survival_requested({**asked, **RANKS[mpi_libraries.MPICH]})
+    assert not mpi_libraries.survival_requested(RANKS[mpi_libraries.OPEN_MPI])
+    assert mpi_libraries.survival_advice("Open MPI 5.0.11").startswith("give mpirun --with-ft ulfm")
     for library in ("Open MPI 4.1.4", "MPICH 5.0.2", "Intel MPI 2021.13"):
         advice = f"{library} cannot survive it; kaitian-supervise starts the job again"
-        assert survival_advice(library).startswith(advice)
-    environ = dict(RANKS[MPICH])  # which library will be loaded is not known yet
-    prepare_environment(environ, Launch(0, 4, 0, 4), 2)
+        assert mpi_libraries.survival_advice(library).startswith(advice)
+    environ = dict(RANKS[mpi_libraries.MPICH])  # which library will be loaded is not known yet
+    launcher.prepare_environment(environ, launcher.Launch(0, 4, 0, 4), 2)
     assert environ["OMPI_MCA_btl"] == "^tcp"
 
 
@@ -188,7 +182,7 @@ def test_nothing_is_written_to_a_file_that_is_not_the_launchers(tmp_path):
     with ours, theirs, (tmp_path / "file").open("w+b") as file:
         theirs.setblocking(False)
         for number in (ours.fileno(), file.fileno(), 9999):
-            report_to_launcher({**RANKS[MPICH], "PMI_FD": str(number)})
+            mpi_libraries.report_to_launcher({**RANKS[mpi_libraries.MPICH], "PMI_FD": str(number)})
         with pytest.raises(BlockingIOError):
             theirs.recv(1)
         assert (tmp_path / "file").read_bytes() == b""

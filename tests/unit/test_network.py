@@ -9,23 +9,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from kaitian_mpi.distributed.collectives import torch_releases as releases
 from kaitian_mpi.distributed.interfaces import found_interfaces, limit_to
+from kaitian_mpi.distributed.network import link
 from kaitian_mpi.distributed.network.allreduce import Route, group_by_host
 from kaitian_mpi.distributed.network.formats import FORMATS
-from kaitian_mpi.distributed.network.link import (
-    LONG_BYTES,
-    MPI_ROUTE,
-    SHORT_BYTES,
-    Choice,
-    choose,
-    routes,
-)
-from kaitian_mpi.distributed.relay.chunking import (
-    COUNT,
-    SIZES,
-    ChunkLengths,
-    half_performance_bytes,
-    longest_chunk,
-)
+from kaitian_mpi.distributed.relay import chunking
 from kaitian_mpi.distributed.relay.relay import Slots
 from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.errors import UserError
@@ -36,23 +23,23 @@ PAIRWISE, RING = Route("pairwise"), Route("ring")
 def test_the_fastest_route_between_hosts_is_chosen_and_interfaces_are_set_or_named():
     assert group_by_host([4, 7, 4, 4, 7]) == ((0, 2, 3), (1, 4))
     lanes = Route("ring", 8)
-    assert (routes(["ring"], 1), routes(["ring"], 8)) == (
-        [MPI_ROUTE, RING],
-        [MPI_ROUTE, RING, lanes],
+    assert (link.routes(["ring"], 1), link.routes(["ring"], 8)) == (
+        [link.MPI_ROUTE, RING],
+        [link.MPI_ROUTE, RING, lanes],
     )
-    measured = Choice(lanes, seconds={MPI_ROUTE: 0.0413, lanes: 0.023})
+    measured = link.Choice(lanes, seconds={link.MPI_ROUTE: 0.0413, lanes: 0.023})
     expected = "ring in 8 lanes (measured, 2 MB: mpi 41.3 ms, ring in 8 lanes 23.0 ms)"
-    assert (measured.describe(), Choice(RING).describe()) == (expected, "ring")
+    assert (measured.describe(), link.Choice(RING).describe()) == (expected, "ring")
     for short, long, chosen, min_bytes in (
-        ((2, 1, 3), (9, 4, 3), RING, LONG_BYTES // 2),
-        ((2, 1, 1), (9, 4, 3), RING, SHORT_BYTES),
-        ((2, 3, 3), (9, 4, 5), PAIRWISE, LONG_BYTES // 2),
-        ((2, 1, 1), (3, 4, 5), MPI_ROUTE, SHORT_BYTES),
-        ((2, 1, 1), (9, 10, 11), PAIRWISE, SHORT_BYTES),  # MPI's is not clearly faster
+        ((2, 1, 3), (9, 4, 3), RING, link.LONG_BYTES // 2),
+        ((2, 1, 1), (9, 4, 3), RING, link.SHORT_BYTES),
+        ((2, 3, 3), (9, 4, 5), PAIRWISE, link.LONG_BYTES // 2),
+        ((2, 1, 1), (3, 4, 5), link.MPI_ROUTE, link.SHORT_BYTES),
+        ((2, 1, 1), (9, 10, 11), PAIRWISE, link.SHORT_BYTES),  # MPI's is not clearly faster
     ):
-        names = MPI_ROUTE, PAIRWISE, RING
+        names = link.MPI_ROUTE, PAIRWISE, RING
         long_seconds = dict(zip(names, long, strict=True))
-        found = choose(dict(zip(names, short, strict=True)), long_seconds)
+        found = link.choose(dict(zip(names, short, strict=True)), long_seconds)
         assert found == (chosen, min_bytes, long_seconds)
     assert "lo" not in found_interfaces()  # which reaches no other host
     environ = {"OMPI_MCA_btl_tcp_if_include": "lo", "PATH": "/bin"}
@@ -146,7 +133,7 @@ MB = 1 << 20
 
 
 def stage(latency_sec, bytes_per_sec):
-    return tuple(latency_sec + size / bytes_per_sec for size in SIZES)
+    return tuple(latency_sec + size / bytes_per_sec for size in chunking.SIZES)
 
 
 def pipeline_sec(lengths, latency_sec, bytes_per_sec):
@@ -155,7 +142,9 @@ def pipeline_sec(lengths, latency_sec, bytes_per_sec):
     done = []
     for number, length in enumerate(lengths):
         took = length / bytes_per_sec
-        copied = max(copied, done[number - COUNT] if number >= COUNT else 0.0) + took
+        copied = (
+            max(copied, done[number - chunking.COUNT] if number >= chunking.COUNT else 0.0) + took
+        )
         exchanged = max(copied, exchanged) + latency_sec + took
         back = max(exchanged, back) + took
         done.append(back)
@@ -166,7 +155,9 @@ def pipeline_sec(lengths, latency_sec, bytes_per_sec):
 @pytest.mark.parametrize("bytes_per_sec", [1e8, 2e9, 2e10])
 @pytest.mark.parametrize("total", [1 * MB, 25 * MB, 64 * MB, 1 << 30])
 def test_no_other_length_is_clearly_faster(latency_sec, bytes_per_sec, total):
-    pace = ChunkLengths(half_performance_bytes(stage(latency_sec, bytes_per_sec)), 8 * MB)
+    pace = chunking.ChunkLengths(
+        chunking.half_performance_bytes(stage(latency_sec, bytes_per_sec)), 8 * MB
+    )
     ours = pipeline_sec(pace.lengths(total), latency_sec, bytes_per_sec)
     sizes = [min(64 << 10 << power, total) for power in range(8)]
     best = min(
@@ -187,11 +178,11 @@ def test_buffers_grow_from_those_of_an_empty_chunk():
 @pytest.mark.parametrize("half", [1, 70_000, 500_000, 3 * MB, 10**9])
 @pytest.mark.parametrize("memory_mb", [1, 3, 32, 1000])
 def test_chunks_add_up_and_fit(half, memory_mb):
-    longest = longest_chunk(memory_mb)
-    assert memory_mb * MB / 2 < COUNT * longest <= memory_mb * MB
+    longest = chunking.longest_chunk(memory_mb)
+    assert memory_mb * MB / 2 < chunking.COUNT * longest <= memory_mb * MB
     for seconds in ((1e-3, 1e-3), (2e-3, 1e-3), (0.0, 0.0), (0.0, 1e-3)):  # under a passing load
-        assert half_performance_bytes(seconds) >= 1
-    pace = ChunkLengths(half, longest)
+        assert chunking.half_performance_bytes(seconds) >= 1
+    pace = chunking.ChunkLengths(half, longest)
     for total in [0, 2, 99_998, 65_536, MB, 25 * MB + 6, 64 * MB, (1 << 30) + 8]:
         lengths = pace.lengths(total)
         assert sum(lengths) == total

@@ -1,4 +1,7 @@
-"""Trainers that save checkpoints, and continue from the last one if they are started again."""
+"""Trainers that save checkpoints, and continue from the last one if they are started again.
+
+resumed.py plain_ddp|accelerate|hugging_face|lightning KILLED_AT [workers] [object]
+"""
 
 import os
 import sys
@@ -10,13 +13,14 @@ from one_process import RecordInFile, classifier, images, report
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-kind, killed_at = sys.argv[1], int(sys.argv[2])
+kind, killed_at, *options = sys.argv[1:]
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-record = RecordInFile(rank, killed_at)
+record = RecordInFile(rank, int(killed_at))
 inputs, labels = images()
 data = TensorDataset(inputs, labels, torch.arange(len(inputs)))
 EPOCHS, PER_RANK, EVERY = 2, 8, 4
 PER_EPOCH = -(-len(data) // (PER_RANK * ranks))
+evaluated = []
 
 
 def loss_of(model, batch):
@@ -30,10 +34,12 @@ def plain_ddp():
         saved = torch.load("last.pt", weights_only=True)
         own.load_state_dict(saved["model"])
         done = saved["steps"]
-    model = nn.parallel.DistributedDataParallel(own)
+    model = nn.parallel.DistributedDataParallel(own, device_ids=[torch.device("cpu")])  # as timm's
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = DistributedSampler(data, seed=1)
-    loader = DataLoader(data, batch_size=PER_RANK, sampler=sampler)
+    workers = 2 if "workers" in options else 0
+    loader = DataLoader(data, batch_size=PER_RANK, sampler=sampler, num_workers=workers)
+    held_out = DataLoader(data, PER_RANK, sampler=DistributedSampler(data, shuffle=False))
     for epoch in range(done // PER_EPOCH, EPOCHS):
         sampler.set_epoch(epoch)
         for index, batch in enumerate(loader, epoch * PER_EPOCH):
@@ -46,6 +52,10 @@ def plain_ddp():
             if rank == 0 and index % EVERY == 0:
                 torch.save({"model": own.state_dict(), "steps": index + 1}, "last.tmp")
                 os.replace("last.tmp", "last.pt")
+        model.eval()
+        with torch.no_grad():
+            evaluated.append([len(model(batch[0])) for batch in held_out])
+        model.train()
     return own
 
 
@@ -54,8 +64,8 @@ def accelerate():
     from accelerate.utils import DataLoaderConfiguration
 
     # Else the order of the rows in an epoch is another one after a resume.
-    options = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
     own = classifier()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     torch.manual_seed(2)
@@ -113,7 +123,7 @@ def hugging_face():
             record.note(self.state.global_step, self.state.global_step // PER_EPOCH, rows, True)
             return super().training_step(model, inputs, *args, **kwargs)
 
-    options = {
+    arguments = {
         "output_dir": "out",
         "per_device_train_batch_size": PER_RANK,
         "num_train_epochs": EPOCHS,
@@ -128,7 +138,7 @@ def hugging_face():
         "use_cpu": True,
     }
     own = WithLoss()
-    trainer = Recorder(own, TrainingArguments(**options), train_dataset=Named())
+    trainer = Recorder(own, TrainingArguments(**arguments), train_dataset=Named())
     last = get_last_checkpoint("out") if os.path.isdir("out") else None
     trainer.train(resume_from_checkpoint=last)
     return own.net
@@ -149,21 +159,30 @@ def lightning():
             record.note(self.global_step, self.current_epoch, batch[2].tolist(), True)
             return loss_of(self.net, batch)
 
+        def validation_step(self, batch, _):
+            evaluated.append(len(batch[0]))
+
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    module = Module()
+    module, strategy, held_out = Module(), "ddp", None
+    if "object" in options:
+        from kaitian_mpi.integrations.lightning import AdaptiveStrategy
+
+        strategy, held_out = AdaptiveStrategy(), DataLoader(data, batch_size=PER_RANK)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
-        strategy="ddp",
+        strategy=strategy,
         devices=ranks,
         precision=64,
         logger=False,
         callbacks=[ModelCheckpoint("saved", save_last=True)],
         enable_progress_bar=False,
+        num_sanity_val_steps=1,
     )
-    trainer.fit(module, DataLoader(data, batch_size=PER_RANK, shuffle=True), ckpt_path="last")
+    loader = DataLoader(data, batch_size=PER_RANK, shuffle=True)
+    trainer.fit(module, loader, held_out, ckpt_path="last")
     return module.net
 
 
@@ -174,4 +193,4 @@ def backward(model, batches):
 
 
 trained = {each.__name__: each for each in (plain_ddp, accelerate, hugging_face, lightning)}[kind]()
-report(record.read(), trained, classifier(), backward)
+report(record.read(), trained, classifier(), backward, evaluated=evaluated)
