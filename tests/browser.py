@@ -24,13 +24,9 @@ def find_browser() -> str:
 
 
 def browse(url: str, folder: Path, *options: str, limit_sec: float = 60) -> str:
-    """Return what a browser writes, such as the page's elements with the option --dump-dom.
+    """Return what a browser writes, such as the page's elements with Chromium's --dump-dom.
 
-    Args:
-        url: of the page; `file://` for one on the disk.
-        folder: where the browser keeps what it needs.
-        options: further ones of Chromium.
-        limit_sec: after which it is ended.
+    It keeps what it needs in the folder.
     """
     command = [find_browser(), "--headless=new", "--no-sandbox", "--disable-gpu", NO_NETWORK]
     command += ["--virtual-time-budget=5000", f"--user-data-dir={folder}", *options, url]

@@ -87,11 +87,9 @@ def _parent_of_groups() -> Path | None:
 
 
 class EmulatedHosts:
-    """Some hosts, numbered from 1; they are gone when the context is left.
+    """Some hosts, numbered from 1, each for so many ranks; they are gone when the context is left.
 
-    Args:
-        folder: an empty one, for keys and settings.
-        slots: how many ranks each host takes.
+    The folder, an empty one, is for keys and settings.
     """
 
     def __init__(self, folder: Path, slots: Sequence[int]) -> None:
@@ -158,7 +156,6 @@ class EmulatedHosts:
         return f"host{number}"
 
     def on_first(self, *words: str) -> list[str]:
-        """Return the command line that runs a command on the first host, such as mpirun."""
         return self.on(1, *words)
 
     def on(self, number: int, *words: str) -> list[str]:

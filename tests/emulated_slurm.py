@@ -85,14 +85,10 @@ def _path() -> str:
 
 
 class EmulatedSlurm:
-    """A Slurm whose nodes are emulated hosts; it is gone when the context is left.
+    """A Slurm whose nodes are emulated hosts, which end its processes; gone when the context is.
 
-    Args:
-        folder: an empty one, for its settings, state and logs.
-        hosts: its nodes, which must be up; they end its processes.
-        slots: how many CPUs each node is said to have.
-        features: the features of each node, for `--constraint`.
-        binds: whether tasks are bound to their cores, which the machine must have then.
+    Each node is said to have so many slots (CPUs), and a feature, for `--constraint`. Where it
+    binds tasks to their cores, the machine must have them.
     """
 
     def __init__(
@@ -136,13 +132,9 @@ class EmulatedSlurm:
     def ask(self, *words: str) -> str:
         """Return what one of Slurm's commands prints; raise RuntimeError if it fails."""
         done = subprocess.run(
-            self.command(*words),
-            env={**os.environ, **self.environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+            self.command(*words), env={**os.environ, **self.environment}, capture_output=True,
+            text=True, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
         return done.stdout
@@ -188,12 +180,10 @@ class EmulatedSlurm:
             self._daemons.append(
                 subprocess.Popen(
                     self.hosts.on(on, str(program), *words[1:]),
-                    env={**os.environ, **self.environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
+                    env={**os.environ, **self.environment}, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=log,
                 )
-            )
+            )  # fmt: skip
 
     def _wait_for_nodes(self) -> None:
         def all_idle() -> bool:

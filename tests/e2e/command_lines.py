@@ -6,7 +6,6 @@ The last one is then run again, and the job ends as the command ends it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -14,8 +13,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-MODULES = {"kaitian-train": "kaitian_mpi.cli.train", "kaitian-plan": "kaitian_mpi.cli.plan"}
 
 
 @dataclass
@@ -33,19 +30,9 @@ class Result:
 def run_each(
     ranks: int, command: Sequence[str], flags: Sequence[str], *options: str, cwd: Path, fresh: bool
 ) -> tuple[dict[str, Result], Result]:
-    """Run a command several times in one job.
+    """Run a command several times in one job, each time with further `flags`; see `run_ranks`.
 
-    Args:
-        ranks: their number.
-        command: the program and the arguments that all command lines have.
-        flags: the further arguments of each command line.
-        options: mpirun's.
-        cwd: the folder of the job.
-        fresh: as for `run_ranks`.
-
-    Returns:
-        The result of each command line by its flags; and how the job has ended, which the last one
-        ends.
+    Return each result by its flags, and how the job has ended, which the last one ends.
     """
     from jobs import PYTHON, run_ranks
 
@@ -72,8 +59,9 @@ def main() -> None:
     from kaitian_mpi.runtime.launcher import read_launch
 
     rank = read_launch(os.environ).world_rank
+    from kaitian_mpi.cli.train import main as run
+
     command, lines = sys.argv[1], json.loads(sys.argv[2])
-    run = importlib.import_module(MODULES[command]).main
     for number, arguments in enumerate(lines):
         sys.argv = [command, *arguments]
         code = None

@@ -75,15 +75,10 @@ def open_training(form="closed", poison=math.inf, **settings):
     scheduler = ExponentialLR(optimizer, 0.3)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     task = kaitian_mpi.Task(
-        model=model,
-        optimizer=optimizer,
-        data=data[:56],
-        loss=compute_loss if form == "closed" else None,
-        clip_norm=1.0,
-        validation=data[56:],
-        metrics=measure,
-        extra_state={"scheduler": scheduler, "average": average},
-    )
+        model=model, optimizer=optimizer, data=data[:56],
+        loss=compute_loss if form == "closed" else None, clip_norm=1.0, validation=data[56:],
+        metrics=measure, extra_state={"scheduler": scheduler, "average": average},
+    )  # fmt: skip
     return kaitian_mpi.Training(task, **{"global_batch_size": 8, "balance": "off", **settings})
 
 

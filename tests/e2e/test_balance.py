@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from command_lines import run_each
 from jobs import PYTHON, read_lines, run_alone, run_ranks, summary_of
 
 TRAIN = "kaitian-train --model planted:Paced --benchmark-cache cache --log-interval 1".split()
@@ -96,17 +95,3 @@ def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(m
     assert "24 ranks" in planned.out
     assert "samples/s" in planned.out
     assert "emulated" in planned.out
-
-
-def test_plan_reports_a_wrong_flag_in_one_line(tmp_path):
-    messages = {
-        "--epoch=3": "unrecognized arguments: --epoch=3; see kaitian-plan --help",
-        "--epochs 0": "--epochs must be a whole number",
-        "--save nowhere/m.json": "--save nowhere/m.json: No such file",
-    }
-    results, _ = run_each(2, ["kaitian-plan"], messages, cwd=tmp_path, fresh=False)
-    for flags, message in messages.items():
-        assert results[flags].codes == [2, 2]
-        (line,) = set(results[flags].text.splitlines())
-        assert line.startswith("kaitian-plan: error: ")
-        assert message in line

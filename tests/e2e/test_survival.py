@@ -91,18 +91,12 @@ def test_a_spare_takes_over_in_an_evaluation_after_a_step(survivors):
 @pytest.mark.parametrize(
     ("kills", "first", "leaves"),
     [
-        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", None, ""),
-        ("script:3:1", 4, ""),
-        ("evaluate:8:1", 8, ""),
-        ("between:8:1", 8, ""),
-        ("after:8:1", 8, ""),
-        ("between:8:1 after:8:0", 8, ""),
-        ("results:15:1", 15, ""),
-        ("after:11:1", 11, "steps:10"),
-        ("between:8:1", 8, "epochs:7"),
-        ("after:8:1", 8, "epochs:7"),
+        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", None, ""), ("script:3:1", 4, ""),
+        ("evaluate:8:1", 8, ""), ("between:8:1", 8, ""), ("after:8:1", 8, ""),
+        ("between:8:1 after:8:0", 8, ""), ("results:15:1", 15, ""), ("after:11:1", 11, "steps:10"),
+        ("between:8:1", 8, "epochs:7"), ("after:8:1", 8, "epochs:7"),
     ],
-)
+)  # fmt: skip
 def test_epochs_go_on_wherever_a_rank_dies(survivors, undisturbed, kills, first, leaves):
     """Also if a spare takes over between two epochs, amid what is done there, from a first step."""
     ranks, settings = (5, []) if first is None else (3, ["spares=1"])

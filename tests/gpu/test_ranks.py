@@ -20,13 +20,9 @@ def found(request, tmp_path_factory):
         pytest.skip(f"needs {accelerators} devices")
     (_, devices) = stand_in.devices(accelerators, 1)
     ended = run_ranks(
-        accelerators + 1,
-        *(PYTHON, SCRIPT, devices),
-        cwd=tmp_path_factory.mktemp("ranks"),
-        fresh=True,
-        **stand_in.environment(),
-        code=None,
-    )
+        accelerators + 1, *(PYTHON, SCRIPT, devices), cwd=tmp_path_factory.mktemp("ranks"),
+        fresh=True, **stand_in.environment(), code=None,
+    )  # fmt: skip
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)
     return lines, ended
 

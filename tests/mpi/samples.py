@@ -12,13 +12,9 @@ LENGTH, BATCH = 150, 24
 EPOCHS, STEPS = 3, 7  # steps an epoch, the last of them with 6 samples
 WORDS = 20
 QUIET = {
-    "global_batch_size": BATCH,
-    "epochs": EPOCHS,
-    "balance": "off",
-    "parity": False,
-    "log_interval": 60.0,
-    "check_every": 0,
-}
+    "global_batch_size": BATCH, "epochs": EPOCHS, "balance": "off", "parity": False,
+    "log_interval": 60.0, "check_every": 0,
+}  # fmt: skip
 ALSO_ALONE = pytest.mark.sizes(1, 3)
 IN_BOTH_FORMS = pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
 

@@ -52,14 +52,11 @@ class Script:
 
     def task(self, is_open, **parts):
         usual = {
-            "model": self.model,
-            "optimizer": self.optimizers,
-            "data": points(),
-            "loss": None if is_open else squares,
-            "validation": points(37),
+            "model": self.model, "optimizer": self.optimizers, "data": points(),
+            "loss": None if is_open else squares, "validation": points(37),
             "metrics": sum_of_squares,
             "extra_state": {"scheduler": self.scheduler, "average": self.average, "none": None},
-        }
+        }  # fmt: skip
         return Task(**{**usual, **parts})
 
     def found(self):

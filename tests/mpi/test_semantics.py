@@ -61,16 +61,13 @@ def test_profiles_name_the_operations(world, in_background):
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [
-        (torch.float32, dist.ReduceOp.BAND),
-        (torch.bfloat16, dist.ReduceOp.BXOR),
-        (torch.complex64, dist.ReduceOp.MAX),
-        (torch.float32, dist._make_nccl_premul_sum(2.0)),
-        (torch.uint16, dist.ReduceOp.SUM),
-        (torch.bool, dist.ReduceOp.AVG),
+        (torch.float32, dist.ReduceOp.BAND), (torch.bfloat16, dist.ReduceOp.BXOR),
+        (torch.complex64, dist.ReduceOp.MAX), (torch.float32, dist._make_nccl_premul_sum(2.0)),
+        (torch.uint16, dist.ReduceOp.SUM), (torch.bool, dist.ReduceOp.AVG),
         (torch.float8_e4m3fn, dist.ReduceOp.SUM),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_undefined_reductions_are_rejected(world, dtype, op):
     tensor = torch.ones(world.size).to(dtype)
     for call in (

@@ -17,16 +17,13 @@ def make_state():
     image = torch.randn(8, 16, 32, 32).to(memory_format=torch.channels_last)
     weights = nn.Linear(300, 200).state_dict()
     return {
-        "model": weights,
-        "tied": [tied, tied],
-        "slice": torch.randn(400, 400)[:, ::2],
-        "image": image,
-        "more than a piece": torch.arange(5 << 20),
+        "model": weights, "tied": [tied, tied], "slice": torch.randn(400, 400)[:, ::2],
+        "image": image, "more than a piece": torch.arange(5 << 20),
         "brief": torch.randn(70_000).to(torch.bfloat16),
         "turns": torch.randn(20_000, dtype=torch.complex64).conj(),
         "small": (torch.tensor(3.5), torch.zeros(0, 5)),
         "plain": {1: [None, True, "text", 0.25], "ordered": OrderedDict(b=1, a=2)},
-    }
+    }  # fmt: skip
 
 
 def assert_same(found, expected):

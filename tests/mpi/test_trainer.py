@@ -329,16 +329,11 @@ def assert_same(run, other):
 
 
 PLACES = {
-    "nowhere": [],
-    "the first step": [0],
-    "in mid-epoch": [3],
-    "the same step twice": [3, 4],
-    "the last, partial step": [loops.STEPS - 1],
-    "the evaluation": [loops.STEPS],
-    "the second epoch's first step": [COMMITS],
-    "the last evaluation": [2 * COMMITS - 1],
+    "nowhere": [], "the first step": [0], "in mid-epoch": [3], "the same step twice": [3, 4],
+    "the last, partial step": [loops.STEPS - 1], "the evaluation": [loops.STEPS],
+    "the second epoch's first step": [COMMITS], "the last evaluation": [2 * COMMITS - 1],
     "several": [1, 5, loops.STEPS + 2, COMMITS + 5],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

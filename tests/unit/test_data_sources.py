@@ -122,17 +122,12 @@ def load(name, **settings):
 
 def test_factories():
     for name, settings, train, validation, classes in (
-        ("one", {}, 8, 2, 4),
-        ("one", {"augment": "none"}, 8, 2, 4),
-        ("two", {}, 10, 6, 5),
-        ("named", {}, 8, 2, 9),
-        ("with_classes", {}, 8, 2, 6),
-        ("with_targets", {}, 8, 2, 7),
-        ("tensors", {}, 6, 2, 8),
-        ("one", {"data_dir": "ignored"}, 8, 2, 4),
+        ("one", {}, 8, 2, 4), ("one", {"augment": "none"}, 8, 2, 4), ("two", {}, 10, 6, 5),
+        ("named", {}, 8, 2, 9), ("with_classes", {}, 8, 2, 6), ("with_targets", {}, 8, 2, 7),
+        ("tensors", {}, 6, 2, 8), ("one", {"data_dir": "ignored"}, 8, 2, 4),
         ("in_folder", {"data_dir": "0123456789"}, 8, 2, 4),
         ("in_optional_folder", {"data_dir": "0123456789"}, 8, 2, 4),
-    ):
+    ):  # fmt: skip
         source = load(name, **settings)
         found = len(source.train), len(source.validation), source.num_classes
         assert found == (train, validation, classes)

@@ -20,10 +20,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 OF_A_USER = ("script.py", "train.py", "runs/")
 MESSAGES = {
     "backend.md": (
-        "timed out after ",
-        "set a longer timeout for the group if they are only slow",
-        " ended the group before ",
-        " left the job ",
+        "timed out after ", "set a longer timeout for the group if they are only slow",
+        " ended the group before ", " left the job ",
         "rank 0, which serves the store, has not answered",
     ),
     "balance.md": (" samples/s, without ", "worth it"),
@@ -38,7 +36,7 @@ MESSAGES = {
         "Task: each parameter of an optimizer must belong to the model",
     ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
-}
+}  # fmt: skip
 PARSERS = {train.PROGRAM: flags.make_parser(train.PROGRAM)}
 PARSERS |= {
     each.PROGRAM: each.make_parser() for each in (report, run, plan, supervise, doctor, env)

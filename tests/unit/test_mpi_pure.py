@@ -26,16 +26,10 @@ BY_OPEN_MPI = {
 }
 BY_MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_NTASKS": "6",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6", "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6",
     "SLURM_STEP_TASKS_PER_NODE": "1,4,1",
-}
+}  # fmt: skip
 # As in the script of a batch job.
 BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
 INTERACTIVE = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}

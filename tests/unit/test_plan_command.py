@@ -29,17 +29,15 @@ MEASURED = Measurements(
     gradient_bytes=9_400_000,
     global_batch_size=256,
     ranks=(
-        bench_rank(0, "gpu", 0.004, 0.0008),
-        bench_rank(1, "gpu", 0.004, 0.0008),
-        bench_rank(2, "mlu", 0.012, 0.0025, 64),
-        bench_rank(3, "mlu", 0.012, 0.0025),
+        bench_rank(0, "gpu", 0.004, 0.0008), bench_rank(1, "gpu", 0.004, 0.0008),
+        bench_rank(2, "mlu", 0.012, 0.0025, 64), bench_rank(3, "mlu", 0.012, 0.0025),
     ),
     allreduces=(
         MeasuredAllreduce({"gpu": 2}, AllreduceCost(2e-4, 2e-10)),
         MeasuredAllreduce({"mlu": 2}, AllreduceCost(2e-4, 3e-10)),
         MeasuredAllreduce({"gpu": 2, "mlu": 2}, AllreduceCost(5e-4, 8e-10)),
     ),
-)
+)  # fmt: skip
 
 
 @pytest.fixture

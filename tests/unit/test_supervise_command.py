@@ -76,13 +76,10 @@ def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_progra
         expected = ["runs/kaitian-train" if word is None else word for word in arguments]
         assert (list(command.arguments), command.words) == (expected, line.split())
     for line in (
-        "",
-        "mpirun -np 2 python train.py",
-        "mpirun -np 2 kaitian-train.py",
-        "mpirun -x kaitian-train python train.py",
-        "mpirun -np 2 python -m kaitian_mpi.cli.plan",
+        "", "mpirun -np 2 python train.py", "mpirun -np 2 kaitian-train.py",
+        "mpirun -x kaitian-train python train.py", "mpirun -np 2 python -m kaitian_mpi.cli.plan",
         "mpirun -np 1 kaitian-train : -np 1 kaitian-train",
-    ):
+    ):  # fmt: skip
         why = "has several programs separated by ':'" if ":" in line else "must start kaitian-train"
         with pytest.raises(UserError, match=f"the command {why}"):
             parse_command(line.split())
@@ -90,16 +87,13 @@ def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_progra
 
 def test_a_variable_of_the_ranks_is_read_and_the_launch_agent_mpiruns():
     for line, value in (
-        ("mpirun -np 2 kaitian-train", "here"),
-        ("mpirun -x A -np 2 kaitian-train", "here"),
+        ("mpirun -np 2 kaitian-train", "here"), ("mpirun -x A -np 2 kaitian-train", "here"),
         ("mpirun -x A=b,c -np 2 kaitian-train", "b,c"),
         ("mpirun -np 2 env B=1 A=b,c kaitian-train", "b,c"),
-        ("env A=b mpirun -np 2 kaitian-train", "b"),
-        ("mpiexec -genv A b -n 2 kaitian-train", "b"),
-        ("mpiexec -env A b -n 2 kaitian-train", "b"),
-        ("mpirun -x A= -np 2 kaitian-train", ""),
+        ("env A=b mpirun -np 2 kaitian-train", "b"), ("mpiexec -genv A b -n 2 kaitian-train", "b"),
+        ("mpiexec -env A b -n 2 kaitian-train", "b"), ("mpirun -x A= -np 2 kaitian-train", ""),
         ("mpirun -x AA=b -np 2 kaitian-train --set A=b", "here"),
-    ):
+    ):  # fmt: skip
         assert parse_command(line.split()).variable("A", {"A": " here "}) == value
     for words, environ, agent in (
         ([], {}, ["ssh"]),

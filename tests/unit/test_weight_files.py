@@ -184,18 +184,14 @@ def parts(all=None):
 
 
 MODELS = {
-    "tied": Frozen,
-    "transposed": transposed,
-    "views": parts,
-    "window": partial(parts, all=True),
-    "bf16": lambda: Frozen().bfloat16(),
-    "float64": lambda: Frozen().double(),
+    "tied": Frozen, "transposed": transposed, "views": parts, "window": partial(parts, all=True),
+    "bf16": lambda: Frozen().bfloat16(), "float64": lambda: Frozen().double(),
     "complex": lambda: nn.Linear(2, 2, dtype=torch.complex64),
     "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
     "compiled": lambda: torch.compile(Frozen()),
     "one part compiled": lambda: nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2)),
     "empty": lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(0, 4)),
-}
+}  # fmt: skip
 
 
 def values(model):

@@ -289,13 +289,9 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, content: torch.Tensor, memory: Memory | None = None) -> DeviceTensor:
         return torch.Tensor._make_wrapper_subclass(
-            cls,
-            content.size(),
-            strides=content.stride(),
-            storage_offset=content.storage_offset(),
-            dtype=content.dtype,
-            device=torch.device(TYPE, 0),
-        )
+            cls, content.size(), strides=content.stride(), storage_offset=content.storage_offset(),
+            dtype=content.dtype, device=torch.device(TYPE, 0),
+        )  # fmt: skip
 
     def __init__(self, content: torch.Tensor, memory: Memory | None = None) -> None:
         self.content = content
@@ -456,27 +452,18 @@ def install() -> torch.library.Library:
     default_stream, reaper = Stream(), Stream()
     module = types.ModuleType(TYPE)
     vars(module).update(
-        Stream=Stream,
-        Event=Event,
-        stream=stream,
-        current_stream=current_stream,
-        default_stream=lambda device=None: default_stream,
-        synchronize=_synchronize,
-        current_device=lambda: 0,
-        set_device=lambda device: None,
+        Stream=Stream, Event=Event, stream=stream, current_stream=current_stream,
+        default_stream=lambda device=None: default_stream, synchronize=_synchronize,
+        current_device=lambda: 0, set_device=lambda device: None,
         get_device_name=lambda device=None: "fake accelerator",
         get_device_properties=lambda device=None: types.SimpleNamespace(total_memory=1 << 32),
-        reset_peak_memory_stats=lambda device=None: None,
-        empty_cache=lambda: None,
-        device_count=lambda: 1,
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        manual_seed_all=lambda seed: None,
-        _is_in_bad_fork=lambda: False,
+        reset_peak_memory_stats=lambda device=None: None, empty_cache=lambda: None,
+        device_count=lambda: 1, is_available=lambda: True, is_initialized=lambda: True,
+        manual_seed_all=lambda seed: None, _is_in_bad_fork=lambda: False,
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-    )
+    )  # fmt: skip
     for switch in switches():
         if switch.startswith("-"):
             delattr(module, switch[1:])

@@ -34,13 +34,10 @@ from kaitian_mpi.runtime.abort import write_labeled
 
 NAME = "fakeccl"
 OPERATIONS = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.PREMUL_SUM: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-}
+    dist.ReduceOp.SUM: torch.add, dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PREMUL_SUM: torch.add, dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum,
+}  # fmt: skip
 HEADER_BYTES = 128
 FIRST_TAG, TAGS_OF_A_RANK = 1_000, 4_096  # above those of `runtime/tags.py`
 THREAD = "fake library"

@@ -53,15 +53,13 @@ if "object" in sys.argv:
 trainer = (OwnLoss if kind.startswith("own") else Recorder)(
     model=own,
     args=TrainingArguments(
-        **ARGUMENTS,
-        gradient_accumulation_steps=accumulated,
-        remove_unused_columns=False,
+        **ARGUMENTS, gradient_accumulation_steps=accumulated, remove_unused_columns=False,
         dataloader_num_workers=workers,
     ),
     train_dataset=data,
     callbacks=callbacks,
     data_collator=partial(collate, classes=classes),
-)
+)  # fmt: skip
 ended = trainer.train()
 # Older releases also count the labels of the first tokens, for which there is no loss.
 first = 1 if getattr(trainer, "_loss_shifts_labels", False) else 0

@@ -7,18 +7,10 @@ from one_process import CLASSES, ROWS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 ARGUMENTS = {
-    "output_dir": "out",
-    "per_device_train_batch_size": 8,
-    "num_train_epochs": 2,
-    "learning_rate": 0.1,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0,
-    "optim": "sgd",
-    "logging_steps": 4,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-}
+    "output_dir": "out", "per_device_train_batch_size": 8, "num_train_epochs": 2,
+    "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd",
+    "logging_steps": 4, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+}  # fmt: skip
 """Of a Trainer whose steps `one_process.report` repeats."""
 
 
@@ -58,15 +50,9 @@ def collate(samples, classes=False):
 def language_model(classes=False):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        num_labels=CLASSES,
-        pad_token_id=0,
-    )
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
+        num_labels=CLASSES, pad_token_id=0,
+    )  # fmt: skip
     kind = AutoModelForSequenceClassification if classes else AutoModelForCausalLM
     return kind.from_config(config).double()

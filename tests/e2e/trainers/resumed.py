@@ -124,19 +124,11 @@ def hugging_face():
             return super().training_step(model, inputs, *args, **kwargs)
 
     arguments = {
-        "output_dir": "out",
-        "per_device_train_batch_size": PER_RANK,
-        "num_train_epochs": EPOCHS,
-        "save_steps": EVERY,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0,
-        "optim": "sgd",
-        "report_to": [],
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+        "output_dir": "out", "per_device_train_batch_size": PER_RANK, "num_train_epochs": EPOCHS,
+        "save_steps": EVERY, "learning_rate": 0.1, "lr_scheduler_type": "constant",
+        "max_grad_norm": 0, "optim": "sgd", "report_to": [], "remove_unused_columns": False,
+        "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
     own = WithLoss()
     trainer = Recorder(own, TrainingArguments(**arguments), train_dataset=Named())
     last = get_last_checkpoint("out") if os.path.isdir("out") else None
@@ -171,16 +163,10 @@ def lightning():
 
         strategy, held_out = AdaptiveStrategy(), DataLoader(data, batch_size=PER_RANK)
     trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        strategy=strategy,
-        devices=ranks,
-        precision=64,
-        logger=False,
-        callbacks=[ModelCheckpoint("saved", save_last=True)],
-        enable_progress_bar=False,
-        num_sanity_val_steps=1,
-    )
+        max_epochs=EPOCHS, accelerator="cpu", strategy=strategy, devices=ranks, precision=64,
+        logger=False, callbacks=[ModelCheckpoint("saved", save_last=True)],
+        enable_progress_bar=False, num_sanity_val_steps=1,
+    )  # fmt: skip
     loader = DataLoader(data, batch_size=PER_RANK, shuffle=True)
     trainer.fit(module, loader, held_out, ckpt_path="last")
     return module.net

@@ -39,11 +39,7 @@ class Recorder(SFTTrainer):
 trainer = Recorder(
     model=own,
     args=SFTConfig(
-        **ARGUMENTS,
-        gradient_accumulation_steps=2,
-        use_cpu=True,
-        bf16=False,
-        loss_type=loss_type,
+        **ARGUMENTS, gradient_accumulation_steps=2, use_cpu=True, bf16=False, loss_type=loss_type,
     ),
     train_dataset=Dataset.from_dict(
         {
@@ -52,7 +48,7 @@ trainer = Recorder(
         }
     ),
     processing_class=tokenizer,
-)
+)  # fmt: skip
 ended = trainer.train()
 
 
