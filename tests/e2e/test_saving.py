@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import jobs
+import psutil
 import pytest
 from processes import assert_gone, processes_of
 
@@ -38,11 +39,13 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
         assert all(process.is_running() for process in processes)
 
 
-def prefer(pids):
-    """Give processes the cores before others, if root may: mpirun gives a rank 0.25 s to act."""
-    for thread in (each for pid in pids for each in Path(f"/proc/{pid}/task").iterdir()):
-        with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), -20)
+def prefer(job):
+    """Give a job the cores before others, if root may: mpirun gives a rank 0.25 s to act."""
+    children = psutil.Process(job.process.pid).children(recursive=True)
+    for pid in (job.process.pid, *(each.pid for each in children), *job.rank_pids().values()):
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), -20)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model)
     with jobs.Job(2, *command, *jobs.EVEN, cwd=tmp_path, survives=survives, fresh=False) as job:
         job.wait_for(r"step 3/")
         ranks = job.rank_pids()
-        prefer(ranks.values())
+        prefer(job)
         job.process.send_signal(number)
         signaled_at = time.time()
         ended = job.finish(code=None)  # of the process that saves, too: it has mpirun's stderr

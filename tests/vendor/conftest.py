@@ -24,12 +24,8 @@ from kaitian_mpi.mpi.world import World
 # Devices, and the library. Each library serves a group of all ranks, and groups beside others.
 LAYOUTS = {
     1: [("vendor", "nccl")],
-    2: [("vendor,cpu", "hccl"), ("auto", "xccl"), ("vendor,vendor", "mccl")],
-    3: [
-        ("vendor,vendor2,cpu", "nccl"),
-        ("vendor,cpu,vendor", "xccl"),
-        ("vendor,vendor,vendor", "hccl"),
-    ],
+    2: [("vendor,cpu", "nccl"), ("auto", "xccl"), ("vendor,vendor", "mccl")],
+    3: [("vendor,cpu,vendor", "xccl"), ("vendor,vendor,vendor", "hccl")],
     4: [
         ("vendor,cpu,vendor,vendor2", "hccl"),
         ("vendor,vendor2,vendor2,vendor", "mccl"),
