@@ -15,8 +15,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -191,6 +191,18 @@ class EmulatedHosts:
     def unplug(self, number: int) -> None:
         """Take a host's link down; its processes live."""
         run("ip", "link", "set", self._link(number), "down")
+
+    @contextmanager
+    def preferred(self) -> Iterator[None]:
+        """Give their processes the cores before others: mpirun gives a rank 0.25 s at a signal."""
+        for name, most in (("cpu.shares", "262144"), ("cpu.weight", "10000")):  # of versions 1, 2
+            if self._group and (path := self._group / name).exists():
+                before = path.read_text()
+                path.write_text(most)
+                yield
+                path.write_text(before)
+                return
+        yield
 
     def _make_group(self) -> None:
         if parent := _parent_of_groups():

@@ -191,8 +191,9 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
 
     job = batch.submit("slurm.sbatch", *ONE_EACH, **common)
     job.wait_for_text("step 3/")
-    job.cancel()
-    job.wait_for_state("CANCELLED")
+    with batch.slurm.hosts.preferred():
+        job.cancel()
+        job.wait_for_state("CANCELLED")
     assert "--resume auto resumes from it" in job.log
     (first,) = jobs.steps_saved(folder)
 
@@ -221,7 +222,8 @@ def test_a_run_goes_on_under_mpirun_srun_and_on_unlike_nodes(batch, limited):
 
 
 def test_a_job_at_its_time_limit_is_requeued_and_finishes(batch, limited):
-    limited.wait_until(lambda: int(limited.shown()["Restarts"]) >= 1, "never requeued")
+    with batch.slurm.hosts.preferred():
+        limited.wait_until(lambda: int(limited.shown()["Restarts"]) >= 1, "never requeued")
     assert "--resume auto resumes from it" in limited.log
     (limited.folder / "hurry").touch()  # not before, or the job ends before its limit does
     # Else the rest has to be done within the next 30 s.
