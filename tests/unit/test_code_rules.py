@@ -145,10 +145,8 @@ def test_unsafe_code_is_detected_and_safe_code_is_not():
     for code, found in (
         ("import pickle", "pickle"),
         ("from pickle import loads as read; read(b'')", "pickle.loads"),
-        ("from marshal import load", "marshal.load"),
-        ("eval('1')", "eval"),
-        ("run = exec", "exec"),
-        ("import torch; torch.load('f')", "torch.load"),
+        ("from marshal import load", "marshal.load"), ("eval('1')", "eval"),
+        ("run = exec", "exec"), ("import torch; torch.load('f')", "torch.load"),
         ("import torch as t; t.load('f', weights_only=False)", "torch.load"),
         ("from torch import load; load('f', weights_only=w)", "torch.load"),
         ("import torch; read = torch.load", "torch.load"),
@@ -158,13 +156,11 @@ def test_unsafe_code_is_detected_and_safe_code_is_not():
         ("import subprocess; subprocess.Popen('ls', shell=flag)", "shell"),
         ("import os; os.system('ls')", "os.system"),
         ("import torch.distributed as dist; dist.all_gather_object([], 1)", "all_gather_object"),
-        ("comm.bcast(1)", "comm.bcast"),
-        ("self._comm.allgather(1)", "self._comm.allgather"),
-        ("partial(lane.send, 1)", "lane.send"),
-        ("comm.Dup().gather(1)", "comm.Dup().gather"),
+        ("comm.bcast(1)", "comm.bcast"), ("self._comm.allgather(1)", "self._comm.allgather"),
+        ("partial(lane.send, 1)", "lane.send"), ("comm.Dup().gather(1)", "comm.Dup().gather"),
         ("from mpi4py import MPI; MPI.COMM_WORLD.scatter([1])", "MPI.COMM_WORLD.scatter"),
         ("import mpi4py.MPI; mpi4py.MPI.COMM_WORLD.recv()", "COMM_WORLD.recv"),
-    ):
+    ):  # fmt: skip
         assert any(found in name for name in unsafe(code))
     for code in (
         "model.eval()",

@@ -30,10 +30,8 @@ MESSAGES = {
         "training.batches() and micro_batches() are for a Task without a loss",
         "call training.backward(loss) before training.step()",
         "call training.backward(loss) and training.step() for each batch",
-        "another Training is open; call close() first",
-        "a tensor of shape",
-        "Task: weight returned",
-        "Task: each parameter of an optimizer must belong to the model",
+        "another Training is open; call close() first", "a tensor of shape",
+        "Task: weight returned", "Task: each parameter of an optimizer must belong to the model",
     ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
 }  # fmt: skip

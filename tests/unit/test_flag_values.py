@@ -105,11 +105,9 @@ def begin_run(path):
 
 
 CHECKS = {
-    "--save": plan.check_can_be_written,
-    "--data-dir": check_data_folder,
-    "--export": check_export_file,
-    "--run-dir": begin_run,
-}
+    "--save": plan.check_can_be_written, "--data-dir": check_data_folder,
+    "--export": check_export_file, "--run-dir": begin_run,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,8 @@ print(json.dumps(seen))
 def run(code, **env):
     ended = subprocess.run(
         [sys.executable, *([code] if code.endswith(".py") else ["-c", code])],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+        env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended
 
@@ -170,11 +166,9 @@ def test_rank_0_logs_at_the_level_the_others_log_warnings_and_an_import_changes_
     debug, error = "[3@node-b] debug: step 7", "[3@node-b] error: step 7"
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.stderr.splitlines() == [
-        *(info, warning, error, "not ours"),
-        *(warning, error, "not ours"),
-        *(debug, info, warning, error, "not ours"),
-        *(error, "not ours"),
-    ]
+        *(info, warning, error, "not ours"), *(warning, error, "not ours"),
+        *(debug, info, warning, error, "not ours"), *(error, "not ours"),
+    ]  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "still here\n")
     logger = logging.getLogger("kaitian_mpi")
     assert logger.handlers == []

@@ -345,11 +345,9 @@ def test_a_learning_rate_may_be_a_tensor_or_a_number_of_numpys():
 
 def test_extra_state_is_saved_as_plain_values_and_what_cannot_be_is_found_before_training():
     for value, saved in (
-        (numpy.float64(0.5), 0.5),
-        ({numpy.int64(1): [numpy.bool_(True)]}, {1: [True]}),
-        (collections.Counter("aab"), {"a": 2, "b": 1}),
-        (torch.Size([1, 2]), (1, 2)),
-    ):
+        (numpy.float64(0.5), 0.5), ({numpy.int64(1): [numpy.bool_(True)]}, {1: [True]}),
+        (collections.Counter("aab"), {"a": 2, "b": 1}), (torch.Size([1, 2]), (1, 2)),
+    ):  # fmt: skip
         state = scheduled(None, extra=Counter(value))
         state.check_restorable()
         found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]

@@ -140,11 +140,9 @@ def test_hostfiles_are_parsed_lost_hosts_removed_and_others_probed_without_a_pro
     assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
     assert host_list_without("b", {"b"}) == ""
     for line, user, port in (
-        ("a", "", 0),
-        ("me@a slots=2", "me", 0),
-        ("a slots=2 username=me", "me", 0),
+        ("a", "", 0), ("me@a slots=2", "me", 0), ("a slots=2 username=me", "me", 0),
         ("a user-name=me port=2222", "me", 2222),
-    ):
+    ):  # fmt: skip
         (host,) = parse_hostfile(line, "hf")
         assert (host.name, host.user, host.port) == ("a", user, port)
     options = "-o BatchMode=yes -o ConnectTimeout=3"

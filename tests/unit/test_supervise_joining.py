@@ -137,16 +137,12 @@ def test_a_new_host_joins_and_then_leaves(cluster):
     assert cluster.play(*script) == 0
     assert cluster.starts == [("3", TWO), ("4", THREE), ("3", TWO)]  # never in another order
     assert cluster.reports == [
-        "start 1: 3 ranks on a, b",
-        "hosts has changed: a slots=2, b slots=1, c slots=1",
-        "host c is ready to join",
-        "asking the job to save and end, to start it again on a, b, c",
-        "start 2: 4 ranks on a, b, c",
-        "hosts has changed: a slots=2, b slots=1",
-        "asking the job to save and end, to start it again on a, b",
-        "start 3: 3 ranks on a, b",
+        "start 1: 3 ranks on a, b", "hosts has changed: a slots=2, b slots=1, c slots=1",
+        "host c is ready to join", "asking the job to save and end, to start it again on a, b, c",
+        "start 2: 4 ranks on a, b, c", "hosts has changed: a slots=2, b slots=1",
+        "asking the job to save and end, to start it again on a, b", "start 3: 3 ranks on a, b",
         "finished after 3 starts",
-    ]
+    ]  # fmt: skip
     assert (cluster.stale, cluster.removed) == ([["c"]], [["c"]])
 
 
@@ -228,11 +224,9 @@ def test_a_hosts_file_must_be_the_users_own_and_is_in_place_of_mpiruns_options(t
     os.mkfifo(fifo)
     binary.write_bytes(b"\xff\xfe")
     for file, fault in (
-        (tmp_path / "none", "No such file"),
-        (others, "another user can write"),
-        (fifo, "not a regular file"),
-        (binary, "not UTF-8 text"),
-    ):
+        (tmp_path / "none", "No such file"), (others, "another user can write"),
+        (fifo, "not a regular file"), (binary, "not UTF-8 text"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=fault):
             read_hosts_file(str(file))
     (tmp_path / "hosts").write_text(TWO)

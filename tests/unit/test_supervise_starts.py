@@ -54,12 +54,10 @@ def make_job(line, hostfile=HOSTFILE, **settings):
     lists = ",".join(command.values(HOST_LISTS))
     chosen = parse_host_list(lists) if lists else ()
     return Job(
-        command=command,
-        hosts=choose(parse_hostfile("\n".join(files.values()), "hf"), chosen),
-        hostfiles=files,
-        folder=Path("runs/x"),
+        command=command, hosts=choose(parse_hostfile("\n".join(files.values()), "hf"), chosen),
+        hostfiles=files, folder=Path("runs/x"),
         config=TrainConfig(run_dir="runs/x", snapshots="beef", **settings),
-    )
+    )  # fmt: skip
 
 
 OWN = " --run-dir=runs/x --resume=auto"

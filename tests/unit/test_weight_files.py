@@ -66,17 +66,14 @@ def in_bf16():
 
 
 FITTING = {
-    "as saved": some,
-    "one of two tied weights": lambda: without("embedding.weight"),
-    "the other one": lambda: without("head.weight"),
-    "of DDP": lambda: with_prefix("module."),
+    "as saved": some, "one of two tied weights": lambda: without("embedding.weight"),
+    "the other one": lambda: without("head.weight"), "of DDP": lambda: with_prefix("module."),
     "compiled": lambda: with_prefix("_orig_mod."),
     "compiled, of DDP": lambda: with_prefix("module._orig_mod."),
     "in a checkpoint": lambda: {"model": some(), "optimizers": [{}], "progress": {"step": 3}},
-    "as in torch's tutorial": lambda: {"epoch": 3, "model_state_dict": some()},
-    "bf16": in_bf16,
+    "as in torch's tutorial": lambda: {"epoch": 3, "model_state_dict": some()}, "bf16": in_bf16,
     "not contiguous": lambda: some(embedding_weight=lambda value: value.T.contiguous().T),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FITTING)
