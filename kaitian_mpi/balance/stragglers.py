@@ -132,26 +132,24 @@ class _Watch:
         `offset` is the rank of the first amount.
         """
         sign = amounts >= self._high
-        known = list(self._current)
-        sign[known] = amounts[known] < self._low
+        slow = list(self._current)
+        sign[slow] = amounts[slow] < self._low
         self._signs = np.where(sign, self._signs + 1, 0)
         persistent = np.flatnonzero(self._signs >= _PERSISTS)
         self._signs[persistent] = 0
-        return [self._change(step, int(i), amounts, text, offset) for i in persistent]
-
-    def _change(
-        self, step: int, index: int, amounts: np.ndarray, text: Callable[[int], str], offset: int
-    ) -> SlowPeriod:
-        known = self._current.pop(index, None)
-        if known is not None:
-            ended = replace(known, until_step=step)
-            self._found[self._found.index(known)] = ended
-            return ended
-        rank, since, amount = index + offset, max(1, step - _NOTICED_AFTER), float(amounts[index])
-        begun = SlowPeriod(rank, self._kind, since, amount, text(rank))
-        self._current[index] = begun
-        self._found.append(begun)
-        return begun
+        changed = []
+        for index in persistent.tolist():
+            period = self._current.pop(index, None)
+            if period is None:
+                rank, since = index + offset, max(1, step - _NOTICED_AFTER)
+                period = SlowPeriod(rank, self._kind, since, float(amounts[index]), text(rank))
+                self._current[index] = period
+                self._found.append(period)
+            else:
+                place = self._found.index(period)
+                period = self._found[place] = replace(period, until_step=step)
+            changed.append(period)
+        return changed
 
 
 def _medians(rows: Sequence[np.ndarray]) -> np.ndarray:

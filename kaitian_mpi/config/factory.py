@@ -21,23 +21,11 @@ def load_factory(flag: str, spec: str) -> Callable[..., Any]:
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise UserError(f"{flag} {spec!r} is not module:factory; write it like mycode:make")
-    factory = getattr(_import(flag, spec, module_name), name, None)
-    if factory is None:
-        raise UserError(f"{flag} {spec}: module {module_name} has no attribute {name!r}")
-    if not callable(factory):
-        raise UserError(
-            f"{flag} {spec} is an object of type {type(factory).__name__}; name a function or a "
-            "class"
-        )
-    return factory
-
-
-def _import(flag: str, spec: str, module_name: str) -> Any:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
@@ -47,6 +35,15 @@ def _import(flag: str, spec: str, module_name: str) -> Any:
         raise UserError(
             f"{flag} {spec}: importing {module_name} raised {one_line(error)}"
         ) from error
+    factory = getattr(module, name, None)
+    if factory is None:
+        raise UserError(f"{flag} {spec}: module {module_name} has no attribute {name!r}")
+    if not callable(factory):
+        raise UserError(
+            f"{flag} {spec} is an object of type {type(factory).__name__}; name a function or a "
+            "class"
+        )
+    return factory
 
 
 def one_line(error: BaseException) -> str:

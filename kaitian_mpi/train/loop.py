@@ -58,6 +58,7 @@ class Loop:
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._pace = state.computation, world.device_kind.pace
         self._commit, self._loader, self.workers = commit, loader, loader.workers
+        self._rank, self._ranks = world.rank, world.size
         # Whether a share is split: in the open form, only for a script that asks for its parts;
         # with `--sync-bn`, the ranks have to compute equally often.
         self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
@@ -166,7 +167,7 @@ class Loop:
 
     def copy_state(self, receivers: Collection[int]) -> None:
         """Give ranks that are joining the state as the others' scripts have left it."""
-        source = next(rank for rank in range(self.world.size) if rank not in receivers)
+        source = next(rank for rank in range(self._ranks) if rank not in receivers)
         self.state.copy_from(self.world, source, receivers)
         self._count_steps()
 
@@ -198,7 +199,7 @@ class Loop:
     def _pool_statistics(self) -> None:
         shares = self.sampler.batch_sizes
         enter_phase("the statistics of batch norm", waits=True)
-        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
+        self.state.statistics.pool(shares[self._rank] / sum(shares))
 
     def fetch(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next global batch; None if the epoch or the run ends."""
@@ -381,7 +382,7 @@ class Loop:
     def _share(self, indices: list[int]) -> Share:
         """Return what to load for the step with these samples, which the sampler is at."""
         limit = self.plan.micro_batch_size if self.has_micro_batches else None
-        place = self.sampler.position * self.world.size + self.world.rank
+        place = self.sampler.position * self._ranks + self._rank
         seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
         least = self.sampler.min_batch
         # Of a stream, which is not to begin again, those that the step has read last.

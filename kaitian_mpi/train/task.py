@@ -156,14 +156,13 @@ class Task:
 
     def _given_optimizers(self, model: nn.Module) -> Any:
         """Return the optimizers that the task was given, or copies of them for a copy of it."""
+        given: Any = self.optimizer
         if model is self.model:
-            return self.optimizer
+            return given
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         memo: dict[int, Any] = {id(own): other for own, other in pairs}
-        given: Any = self.optimizer
-        if isinstance(given, Optimizer):
-            return _copy_optimizer(given, memo)
-        return [_copy_optimizer(optimizer, memo) for optimizer in given]
+        optimizers = [given] if isinstance(given, Optimizer) else given
+        return [_copy_optimizer(optimizer, memo) for optimizer in optimizers]
 
     @property
     def shuffles(self) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kaitian_mpi.balance.cost_model import RankCost, scores
@@ -77,8 +76,8 @@ class Profiles:
 
     def fit_errors(self, infos: Sequence[RankInfo]) -> list[float]:
         """Return the relative errors of these ranks' costs; 0 if this job did not measure it."""
-        found = [self.measured.get(info.place) for info in infos]
-        return [0.0 if result is None else result.fit_error for result in found]
+        places, known = [info.place for info in infos], self.measured
+        return [known[place].fit_error if place in known else 0.0 for place in places]
 
     def learn(self, world: World, costs: Mapping[str, RankCost]) -> Profiles:
         """Return these, updated with costs estimated while training; the same on all ranks.
@@ -182,23 +181,18 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     if task.loss is None:
         return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
     with aside(computation.device), torch.no_grad():
-        try:
-            trial = copy.deepcopy(task.model).to(computation.device).train()
-        except Exception:  # user code may raise anything
+        if _works(task, data, [0], computation):
             return 1
-        if _works(task, trial, data, [0], computation):
-            return 1
-        return 2 if _works(task, trial, data, [0, len(data) - 1], computation) else 1
+        return 2 if _works(task, data, [0, len(data) - 1], computation) else 1
 
 
-def _works(
-    task: Task, model: nn.Module, data: Any, indices: Sequence[int], computation: Computation
-) -> bool:
+def _works(task: Task, data: Any, indices: Sequence[int], computation: Computation) -> bool:
     try:
+        model = copy.deepcopy(task.model).to(computation.device).train()
         batch = data[indices]
         weight = task.weigh(batch, len(indices))
         loss = computation.loss(task, model, computation.place(batch))
         # The mean of nothing is NaN, whatever the model. A device's errors show when it is read.
         return bool(loss.isfinite()) or not weight
-    except Exception:  # as above
+    except Exception:  # user code may raise anything
         return False
