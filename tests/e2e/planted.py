@@ -166,9 +166,9 @@ def raise_error():
     raise ValueError("planted")
 
 
-raising = acting(12, 1, partial(fail, raise_error))
-exiting = acting(12, 1, partial(fail, partial(sys.exit, 3)))
-leaving = acting(12, 1, partial(fail, partial(sys.exit, 0)))
+raising = acting(12, 2, partial(fail, raise_error))
+exiting = acting(12, 2, partial(fail, partial(sys.exit, 3)))
+leaving = acting(12, 2, partial(fail, partial(sys.exit, 0)))
 PrintsFirstStep = acting(1, 1, partial(print, "rank 1 computes", flush=True))
 DiesInFirstForward = acting(1, 1, partial(os.kill, os.getpid(), signal.SIGKILL))
 Hanging = acting(5, 1, partial(time.sleep, 10_000))
