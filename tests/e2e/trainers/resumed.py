@@ -76,9 +76,9 @@ def accelerate():
         accelerator.load_state(str(saved[-1]))
         done = int(saved[-1].name)
     for epoch in range(done // PER_EPOCH, EPOCHS):
-        loader.set_epoch(epoch)
         skipped = max(0, done - epoch * PER_EPOCH)
         left = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        left.set_epoch(epoch)  # before Accelerate 1.15, a loader that skips is at epoch 0
         for index, batch in enumerate(left, epoch * PER_EPOCH + skipped):
             record.note(index, epoch, batch[2].tolist(), True)
             accelerator.backward(loss_of(model, batch))
