@@ -64,14 +64,15 @@ class Adaptive:
         self.world, self._comm = world, world.comm.Dup()
         self.counts_items = False
         """Whether the trainer counts the labels of all ranks."""
-        self.trainer_rule = ""
-        """How the loss that the trainer computes depends on its rows, if known."""
-        self.trainer_labels: torch.Tensor | None = None
+        self.trainer_rules: list[losses.Rule] | None = None
+        """How the loss that the trainer computes may depend on its rows, if known."""
+        self.trainer_inputs: Mapping[str, Any] = {}
+        """The batch that the trainer computes its loss of."""
         self.rule = losses.MEAN
         """How the loss of the latest batch depends on its rows."""
         self.weight: Callable[[], float] = lambda: 1.0
         """Returns what the gradient of the latest batch is multiplied by, on this rank."""
-        self._rules: weakref.WeakKeyDictionary[DistributedDataParallel, str] = (
+        self._rules: weakref.WeakKeyDictionary[DistributedDataParallel, losses.Rule | None] = (
             weakref.WeakKeyDictionary()
         )
         # A forward's rows for each of the batch's; 0 if its first dimension is others.
@@ -141,7 +142,7 @@ class Adaptive:
         @functools.wraps(create)
         def create_and_watch(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             create(model, *args, **kwargs)
-            self._rules[model] = ""  # not known yet
+            self._rules[model] = None  # not known yet
             if "transformers.trainer" in sys.modules:
                 from kaitian_mpi.integrations.logged_losses import weight_losses
 
@@ -168,14 +169,13 @@ class Adaptive:
         if cut is not self._cut:
             self._begin(cut, model.module)
         rows = first_length(args, kwargs) or 0
-        if not self._rules.get(model):
-            self._rules[model] = self._find_rule(model, args, kwargs, output, rows)
-        self.rule = self._rules[model]
+        rule = self._rules.get(model) or self._find_rule(model, args, kwargs, output, rows)
+        self.rule = self._rules[model] = rule
         self._now = self._take_given(cut, rows, self._ratios[model])
         self._forward_turn = next(self._count)
         self._forwards += 1
         self._sums = model.require_backward_grad_sync
-        self.weight = self._weight(self._now, kwargs)
+        self.weight = self._weight(self._now, args, kwargs)
         return losses.scale_gradients(output, self.weight, self._backward_done)
 
     def _training_cut(self) -> Cut:
@@ -221,7 +221,7 @@ class Adaptive:
 
     def _find_rule(
         self, model: DistributedDataParallel, args: Any, kwargs: Any, output: Any, rows: int
-    ) -> str:
+    ) -> losses.Rule:
         """Return how a model's loss depends on its rows. Collective."""
         group: Any = model.process_group
         if group.size() != self.size:
@@ -229,19 +229,21 @@ class Adaptive:
         given = self._cut.given[0] if self._cut is not None and self._cut.given else self._now
         self._ratios[model] = 0 if rows % max(given.own, 1) else rows // max(given.own, 1)
         owner = "model" if losses.loss_of(output) is not None else ""
-        owner = "Trainer" if self.trainer_rule else owner
-        rule = self.trainer_rule or losses.find_rule(model.module, args, kwargs, output)
-        rules = gather_values(self._comm, rule)
-        if losses.UNKNOWN in rules:
+        owner = "Trainer" if self.trainer_rules is not None else owner
+        fitting = self.trainer_rules
+        if fitting is None:
+            fitting = losses.find_rules(model.module, args, kwargs, output)
+        found = gather_values(self._comm, fitting)
+        rule = losses.agreed_rule([[losses.Rule(*each) for each in rules] for rules in found])
+        if rule == losses.UNKNOWN:
             raise AgreedError(
                 f"--adaptive cannot weight the ranks' gradients: the loss that the {owner} returns "
-                f"is {losses.UNKNOWN}, as one with terms between rows is; leave out --adaptive"
+                f"is {rule.text}, as one with terms between rows is; leave out --adaptive"
             )
-        rule = max(sorted(set(rules)), key=rules.count)
         print_rank_0(
             self.world,
             "adaptive: the loss "
-            + (f"of the {owner} is {rule}" if owner else f"is taken as {rule}"),
+            + (f"of the {owner} is {rule.text}" if owner else f"is taken as {rule.text}"),
         )
         return rule
 
@@ -257,7 +259,7 @@ class Adaptive:
             )
         return given
 
-    def _weight(self, given: Given, kwargs: Mapping[str, Any]) -> Callable[[], float]:
+    def _weight(self, given: Given, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], float]:
         if self.rule == losses.SUM:
             # A trainer that counts the labels counts those of a row that is there again, too.
             return lambda: float(given.own > 0 or self.counts_items)
@@ -265,10 +267,11 @@ class Adaptive:
             weight = given.own * self.size / given.all_ranks
             return lambda: weight
         self._receive_labels()
-        labels: Any = kwargs.get("labels")
-        labels = self.trainer_labels if labels is None else labels
-        counted = losses.count_labels(labels, self.rule)
-        own = np.array([int(counted) if given.own else 0], dtype=np.int64)
+        args, kwargs = (
+            ((), self.trainer_inputs) if self.trainer_rules is not None else (args, kwargs)
+        )
+        counted = losses.count_labels(args, kwargs, self.rule)
+        own = np.array([counted if given.own else 0], dtype=np.int64)
         total = np.empty_like(own)
         self._labels = self._comm.Iallreduce(own, total), own, total
 

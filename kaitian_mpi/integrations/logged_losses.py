@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from transformers import Trainer
+from transformers import trainer as trainer_module
+from transformers.trainer_utils import TrainOutput
 
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.integrations.losses import MAX_DEVIATION, SUM, compare_parts, evaluating
+from kaitian_mpi.integrations.losses import MAX_DEVIATION, SUM, Rule, compare_parts, evaluating
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 
@@ -22,10 +24,10 @@ class Weights(Protocol):
     """What is known of the latest batch."""
 
     world: World
-    rule: str
+    rule: Rule
     weight: Callable[[], float]
-    trainer_rule: str
-    trainer_labels: torch.Tensor | None
+    trainer_rules: list[Rule] | None
+    trainer_inputs: Mapping[str, Any]
     counts_items: bool
 
 
@@ -55,9 +57,9 @@ def weight_losses(weights: Weights) -> None:
             )
         items = kwargs.get("num_items_in_batch", args[0] if args else None)
         weights.counts_items = items is not None
-        weights.trainer_labels = inputs.get("labels")
+        weights.trainer_inputs = dict(inputs)
         if trainer not in sums:
-            weights.trainer_rule = _find_trainer_rule(trainer, inputs, items)
+            weights.trainer_rules = _find_trainer_rules(trainer, inputs, items)
         loss = compute(trainer, model, inputs, *args, **kwargs) * weights.weight()
         is_own = type(trainer).compute_loss is not Trainer.compute_loss
         multiplies = weights.counts_items and trainer.model_accepts_loss_kwargs and not is_own
@@ -77,24 +79,30 @@ def weight_losses(weights: Weights) -> None:
             first, total = sums.pop(trainer)
             dist.all_reduce(total)
             steps = max(trainer.state.global_step - first, 1)
-            weights.trainer_rule = ""
+            weights.trainer_rules = None
             logs["train_loss"] = float(total) / dist.get_world_size() / steps
         log(trainer, logs, *args, **kwargs)
 
+    def output(step: int, loss: float, metrics: dict[str, float]) -> TrainOutput:
+        return TrainOutput(step, metrics.get("train_loss", loss), metrics)
+
     vars(training_step)["weighted"] = True
+    vars(trainer_module)["TrainOutput"] = output  # what `train` returns, from its last log
     Trainer.training_step = training_step  # type: ignore[assignment, method-assign]
     Trainer.log = log_mean  # type: ignore[assignment, method-assign]
 
 
-def _find_trainer_rule(trainer: Trainer, inputs: Mapping[str, Any], items: Any) -> str:
-    """Return how the loss that a Trainer computes depends on the rows of its first batch.
+def _find_trainer_rules(
+    trainer: Trainer, inputs: Mapping[str, Any], items: Any
+) -> list[Rule] | None:
+    """Return how the loss that a Trainer computes may depend on the rows of its first batch.
 
     If it is half with twice as many `items`, the labels of all ranks, it is a sum over rows that
-    the Trainer divides by them. Without labels, returns "": not known. Collective, as the Trainer's
-    own metrics may be.
+    the Trainer divides by them. Without labels, returns None: not known. Collective, as the
+    Trainer's own metrics may be.
     """
     if "labels" not in inputs:
-        return ""
+        return None
     inputs = trainer._prepare_inputs(dict(inputs))
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # of TRL
     model: Any = trainer.model
@@ -109,7 +117,7 @@ def _find_trainer_rule(trainer: Trainer, inputs: Mapping[str, Any], items: Any) 
             with evaluating(model, inputs["labels"]):
                 loss, half = (float(compute((), inputs, count)) for count in (items, items * 2))
             if abs(half * 2 - loss) <= MAX_DEVIATION * abs(loss):
-                return SUM
+                return [SUM]
         return compare_parts(model, compute, (), inputs)
     finally:
         if metrics is not None:

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from kaitian_mpi.distributed.data_parallel import first_length
-from kaitian_mpi.errors import AgreedError, UnsupportedError
+from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
 
-MEAN, SUM = "the mean over rows", "a sum over rows"
-TOKENS, SHIFTED_TOKENS = "the mean over labels", "the mean over labels after the first"
-UNKNOWN = "neither a mean nor a sum over rows"
-_BY_LABELS = (TOKENS, SHIFTED_TOKENS)
-MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
-_MAX_COPIED = 1 << 16
 _IGNORED = -100  # of torch's cross entropy
 
 
-def find_rule(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> str:
-    """Return how the loss that a model's forward has returned depends on its rows.
+class Rule(NamedTuple):
+    """How a loss depends on its rows."""
+
+    text: str
+    labels: str = ""
+    """The argument whose entries count, as `_named` names it; empty if the rows do."""
+    ignored: int = _IGNORED
+    """The entry that does not count."""
+    first: int = 0
+    """The first entry of a row that counts."""
+
+
+MEAN, SUM = Rule("the mean over rows"), Rule("a sum over rows")
+TOKENS = Rule("the mean over labels", "labels")
+SHIFTED_TOKENS = Rule("the mean over labels after the first", "labels", first=1)
+UNKNOWN = Rule("neither a mean nor a sum over rows")
+MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
+_MAX_COPIED = 1 << 16
+
+
+def find_rules(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> list[Rule]:
+    """Return how the loss that a model's forward has returned may depend on its rows.
 
     Without a loss in `output`, the script computes it from the output: `MEAN` is assumed.
     """
     if loss_of(output) is None or is_lightning(model):
-        return MEAN
+        return [MEAN]
     return compare_parts(model, lambda args, kwargs: loss_of(model(*args, **kwargs)), args, kwargs)
 
 
@@ -37,38 +52,85 @@ def compare_parts(
     compute: Callable[[Any, Any], torch.Tensor | None],
     args: Any,
     kwargs: Mapping[str, Any],
-) -> str:
-    """Return how the loss that `compute(args, kwargs)` returns depends on the rows.
+) -> list[Rule]:
+    """Return how the loss that `compute(args, kwargs)` returns may depend on the rows.
 
     Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
-    losses add up to a sum, or their mean by rows or by labels is the loss. On a single row there is
-    nothing to compare: `MEAN`.
+    losses add up to a sum, or their mean by rows or by labels is the loss. What is assumed if other
+    ranks' rows fit as well comes first. On a single row there is nothing to compare: all fit, [].
     """
-    labels: Any = kwargs.get("labels")
     rows = first_length(args, kwargs) or 0
     if rows < 2:
-        return MEAN
-    order = torch.arange(rows)
-    if _counts_tokens(labels):
-        # Parts with unlike numbers of labels tell rows and labels apart.
-        order = count_labels(labels, TOKENS, by_row=True).cpu().argsort()
+        return []
+    counts = _counts_of_rules(args, kwargs, rows)
+    # Parts with unlike numbers of labels tell rows and labels apart.
+    order = sum(counts.values(), torch.zeros(rows)).argsort(stable=True)
     parts = order[: rows // 2], order[rows // 2 :]
-    with evaluating(model, labels):
+    with evaluating(model, kwargs.get("labels")):
         found = [compute(*_rows_of(part, args, kwargs, rows)) for part in (order, *parts)]
         whole, *losses = [float(loss) for loss in found if loss is not None] or [0.0]
     if len(losses) < 2:
-        return UNKNOWN  # in eval mode it returns none
-    sizes = [len(part) for part in parts]
-    expected = {SUM: sum(losses), MEAN: _weighted(losses, sizes)}
-    for rule in _BY_LABELS if _counts_tokens(labels) else ():
-        counts = count_labels(labels, rule, by_row=True).cpu()
-        expected[rule] = _weighted(losses, [int(counts[part].sum()) for part in parts])
-    off = {rule: abs(value - whole) for rule, value in expected.items()}
-    # By rows with as many labels each, both means agree, but for rounding (in half precision, more
-    # than the 1e-6 that is allowed here); later batches may not be so.
-    close = [rule for rule in off if off[rule] <= 30 * min(off.values()) + 1e-6 * abs(whole)]
-    rule = min([rule for rule in close if rule in _BY_LABELS] or close, key=off.__getitem__)
-    return rule if off[rule] <= MAX_DEVIATION * abs(whole) else UNKNOWN
+        return [UNKNOWN]  # in eval mode it returns none
+    expected = {SUM: sum(losses), MEAN: _weighted(losses, [len(part) for part in parts])}
+    for rule, by_row in counts.items():
+        expected[rule] = _weighted(losses, [int(by_row[part].sum()) for part in parts])
+    return _fitting({rule: abs(value - whole) for rule, value in expected.items()}, abs(whole))
+
+
+def _fitting(off: Mapping[Rule, float], loss: float) -> list[Rule]:
+    """Return the rules by which a loss is what was expected, from how far it is off by each.
+
+    By rows with as many labels each, both means agree, but for rounding (in half precision, more
+    than the 1e-6 that is allowed here); later batches may not be so, and labels come first.
+    """
+    usual = {rule: off[rule] for rule in (TOKENS, SHIFTED_TOKENS, MEAN, SUM) if rule in off}
+    close = [rule for rule in usual if off[rule] <= 30 * min(usual.values()) + 1e-6 * loss]
+    close.sort(key=lambda rule: (not rule.labels, off[rule]))
+    # There are so many others that one may be near by chance.
+    others = [rule for rule in off if rule not in usual and off[rule] <= 3e-6 * loss]
+    if others and off[close[0]] > 1e-5 * loss:
+        return others
+    return [*close, *others] if off[close[0]] <= MAX_DEVIATION * loss else [UNKNOWN]
+
+
+def agreed_rule(found: list[list[Rule]]) -> Rule:
+    """Return the rule that fits the rows of the most ranks, from those that fit each rank's."""
+    votes = Counter(rule for rules in found for rule in rules)
+    if UNKNOWN in votes:
+        return UNKNOWN
+    return max(votes, key=votes.__getitem__, default=MEAN)  # the first of several
+
+
+def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:
+    """Return how many entries of each row count, by every rule of labels that a loss may have.
+
+    Labels may have any name, and be a mask. Only those named `labels`, with torch's ignored index,
+    are assumed where the rows have as many each.
+    """
+    counts: dict[Rule, torch.Tensor] = {}
+    for name, labels in _named(args, kwargs).items():
+        is_whole = not (labels.is_floating_point() or labels.is_complex())
+        if not is_whole or labels.dim() < 2 or labels.size(0) != rows or not labels.numel():
+            continue
+        for ignored in dict.fromkeys((_IGNORED, -1, 0, int(labels.min()), int(labels.max()))):
+            for first in (0, 1):
+                after = " after the first" * first
+                rule = Rule(f"the mean over {name}{after} but {ignored}", name, ignored, first)
+                if name == "labels" and ignored == _IGNORED:
+                    rule = SHIFTED_TOKENS if first else TOKENS
+                counts[rule] = _counts(labels, rule).flatten(1).sum(1).cpu()
+    return counts
+
+
+def _named(args: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return a forward's tensors by the name or number of their argument."""
+    arguments = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
+    leaves, _ = _pytree.tree_flatten_with_path(arguments)
+    return {
+        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 def _weighted(losses: list[float], weights: list[int]) -> float:
@@ -119,14 +181,24 @@ def loss_of(output: Any) -> torch.Tensor | None:
     return loss if is_loss else None
 
 
-def count_labels(labels: torch.Tensor, rule: str, by_row: bool = False) -> torch.Tensor:
-    """Return the number of labels that a loss is the mean over, of each row or of all."""
-    counted = labels[:, 1:] if rule == SHIFTED_TOKENS else labels
-    return counted.ne(_IGNORED).flatten(1).sum(1) if by_row else counted.ne(_IGNORED).sum()
+def count_labels(args: Any, kwargs: Mapping[str, Any], rule: Rule) -> int:
+    """Return the number of labels that a loss is the mean over, by a forward's arguments.
+
+    Raises:
+        UserError: the argument that held them is missing.
+    """
+    labels = _named(args, kwargs).get(rule.labels)
+    if labels is None:
+        raise UserError(
+            f"--adaptive has found that the loss is {rule.text}, and this batch has no "
+            f"{rule.labels}; pass the same arguments in each step"
+        )
+    return int(_counts(labels, rule).sum())
 
 
-def _counts_tokens(labels: Any) -> bool:
-    return isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+def _counts(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return which labels count."""
+    return labels[:, rule.first :].ne(rule.ignored)
 
 
 def scale_gradients(

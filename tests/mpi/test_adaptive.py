@@ -65,9 +65,14 @@ def data():
     return TensorDataset(inputs, labels, torch.arange(ROWS))
 
 
+def positional(model, x, y):
+    return model(x, y)["loss"]
+
+
 CASES = {
     "mean": (network, lambda model, x, y: cross_entropy(model(x[:, 0]), y[:, 0])),
     "labels": (Language, lambda model, x, y: model(inputs=x, labels=y)["loss"]),
+    "positional": (Language, positional),
     "sum": (lambda: Language(items=7.0), lambda model, x, y: model(inputs=x, labels=y)["loss"]),
 }
 
@@ -281,9 +286,11 @@ def test_a_watched_model_can_be_copied(adaptive):
         (lambda each, labels: each[labels >= 0].mean(), losses.TOKENS),
         (lambda each, labels: each[:, 1:][labels[:, 1:] >= 0].mean(), losses.SHIFTED_TOKENS),
         (lambda each, labels: each.sum().square(), losses.UNKNOWN),
+        (lambda each, labels: each[labels != 2].mean(), "the mean over labels but 2"),
     ],
 )
-def test_the_rule_of_a_loss_is_found_without_a_trace(loss, rule):
+@pytest.mark.parametrize("name", ["labels", "argument 2"])
+def test_the_rule_of_a_loss_is_found_without_a_trace(loss, rule, name):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -295,8 +302,12 @@ def test_the_rule_of_a_loss_is_found_without_a_trace(loss, rule):
     torch.manual_seed(0)
     model, (inputs, labels, _) = Model(), data()[:8]
     kwargs = {"x": inputs.float(), "labels": labels}
-    output, state = model(**kwargs), copy.deepcopy(torch.get_rng_state())
-    assert losses.find_rule(model, (), kwargs, output) == rule
+    args = tuple(kwargs.values()) if name != "labels" else ()
+    kwargs = {} if args else kwargs
+    output, state = model(*args, **kwargs), copy.deepcopy(torch.get_rng_state())
+    found = losses.find_rules(model, args, kwargs, output)[0]
+    text = getattr(rule, "text", rule).replace("labels", name)
+    assert found.text.removesuffix(" but -100") == text
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in model.modules())
     assert all(p.grad is None for p in model.parameters())

@@ -61,6 +61,7 @@ trainer = (OwnLoss if kind.startswith("own") else Recorder)(
     data_collator=partial(collate, classes=classes),
 )  # fmt: skip
 ended = trainer.train()
+assert ended.training_loss == ended.metrics["train_loss"]
 # Older releases also count the labels of the first tokens, for which there is no loss.
 first = 1 if getattr(trainer, "_loss_shifts_labels", False) else 0
 
