@@ -11,7 +11,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -171,6 +171,13 @@ def _program(
     # By local rank, so that each has the devices of all.
     devices = ",".join(device for each in of_host for device in each.devices)
     if name in _COMMANDS:
+        # What follows is the script's own.
+        own = takewhile(lambda each: each != "-m" and not each.endswith(".py"), program[1:])
+        if devices and any(each.split("=")[0] == "--devices" for each in own):
+            raise UserError(
+                f"--devices is given to {name}, and the environments list devices too; leave out "
+                "either"
+            )
         module = f"kaitian_mpi.cli.{name.removeprefix('kaitian-')}"
         flags = ["--devices", devices] if devices else []
         return [environment.python, "-m", module, *flags, *program[1:]]

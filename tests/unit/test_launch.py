@@ -73,6 +73,7 @@ def test_each_environment_of_each_host_is_a_part_of_a_command_that_can_be_divide
         ("mpirun", HOSTS, {"a": A}, "interpreter of no program cannot"),
         ("mpirun kaitian-train", HOSTS[:1], {"a": BOTH}, "of a have 3 devices, but it has only 2"),
         ("mpirun python x.py", (), {"a": BOTH}, "the devices of python cannot .* kaitian-"),
+        ("mpirun kaitian-train --devices=cpu", (), {"a": BOTH}, "--devices is given to kaitian-tr"),
     ):
         with pytest.raises(UserError, match=message):
             expand(parse_launcher(line.split()), hosts, environments)
