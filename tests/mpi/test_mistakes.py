@@ -164,6 +164,7 @@ def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, 
         claim.close()
     sleeping_barrier(world.comm)
     assert train(run_dir=str(folder), resume="auto") == 3
+    sleeping_barrier(world.comm)  # the rank that has claimed it has ended, too
     assert not (folder / ".job").exists()
 
 
