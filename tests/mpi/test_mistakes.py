@@ -152,20 +152,19 @@ def test_a_mistake_is_one_line(world, message):
 
 
 def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, shared_path):
-    folder = shared_path
-    claim = Claim(folder, "another job") if world.rank == 1 else None
+    claim = Claim(shared_path, "another job") if world.rank == 1 else None
     sleeping_barrier(world.comm)
     with pytest.raises(AgreedError, match="another job is training in it") as caught:
-        train(run_dir=str(folder), resume="auto")
+        train(run_dir=str(shared_path), resume="auto")
     assert "\n" not in str(caught.value)
-    assert list(folder.iterdir()) == [folder / ".job"], "nothing is begun"
+    assert list(shared_path.iterdir()) == [shared_path / ".job"], "nothing is begun"
     sleeping_barrier(world.comm)
     if claim is not None:
         claim.close()
     sleeping_barrier(world.comm)
-    assert train(run_dir=str(folder), resume="auto") == 3
+    assert train(run_dir=str(shared_path), resume="auto") == 3
     sleeping_barrier(world.comm)  # the rank that has claimed it has ended, too
-    assert not (folder / ".job").exists()
+    assert not (shared_path / ".job").exists()
 
 
 DIFFERING = {

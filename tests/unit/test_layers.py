@@ -25,8 +25,8 @@ FLOORS = (
     "errors",
 )
 MAX_ROOMS = 13
-MAX_LINES = 32_080
-MAX_FILES = 197
+MAX_LINES = 30_000  # besides the integrations
+MAX_FILES = 191
 
 
 @functools.cache
@@ -89,8 +89,9 @@ def test_modules_of_one_package_have_no_import_cycles():
 
 def test_the_package_can_be_held():
     assert len(FLOORS) - 1 <= MAX_ROOMS
-    assert len(modules()) <= MAX_FILES
-    assert sum(len(path.read_text().splitlines()) for path in modules().values()) <= MAX_LINES
+    assert len(FILES) <= MAX_FILES
+    counted = [path for path in FILES if path.parent.name != "integrations"]
+    assert sum(len(path.read_text().splitlines()) for path in counted) <= MAX_LINES
 
 
 def imported_packages(path: Path) -> set[str]:
