@@ -55,7 +55,7 @@ class RankMeasurement:
     @property
     def fit_error(self) -> float:
         """Root mean square of the cost model's relative errors."""
-        line = fit(self.batches, self.seconds)
+        line = replace(self.cost, largest_micro_batch=None)
         return fit_error(line, self.batches, self.seconds)
 
 
