@@ -17,7 +17,7 @@ from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.hosts import Host, place_by_slot, total_slots
-from kaitian_mpi.supervise.mpirun_command import FOLDERS, HOST_LISTS, RANKS, Command
+from kaitian_mpi.supervise.mpirun_command import FOLDERS, HOST_LISTS, RANKS, Command, is_given
 
 _PYTHON = 'python = "/opt/torch/bin/python"'
 _KEYS = "python and devices"
@@ -173,7 +173,7 @@ def _program(
     if name in _COMMANDS:
         # What follows is the script's own.
         own = takewhile(lambda each: each != "-m" and not each.endswith(".py"), program[1:])
-        if devices and any(each.split("=")[0] == "--devices" for each in own):
+        if devices and is_given("--devices", own):
             raise UserError(
                 f"--devices is given to {name}, and the environments list devices too; leave out "
                 "either"

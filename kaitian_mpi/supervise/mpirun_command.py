@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -158,6 +158,11 @@ def _option(words: Sequence[str]) -> Part:
     following = 2 if name in _TWO_VALUES else int(name in _ONE_VALUE)
     taken = tuple(words[: 1 + max(0, following - bool(equals))])
     return Part(taken, name, ((value,) if equals else ()) + taken[1:] or ("",))
+
+
+def is_given(flag: str, arguments: Iterable[str]) -> bool:
+    """Return whether a flag is among a program's arguments."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in arguments)
 
 
 def read_hosts(command: Command) -> tuple[tuple[Host, ...], dict[str, str]]:

@@ -22,6 +22,7 @@ from kaitian_mpi.supervise.mpirun_command import (
     TRAIN,
     Command,
     Part,
+    is_given,
     parse_launcher,
 )
 from kaitian_mpi.supervise.remote_hosts import is_own_name
@@ -73,7 +74,7 @@ class Job:
     @property
     def owns_snapshots(self) -> bool:
         """Whether the snapshots' name was generated here, not given by the user."""
-        given = _is_given("--snapshots", self.command.arguments)
+        given = is_given("--snapshots", self.command.arguments)
         return self.command.program == TRAIN and not given
 
     @property
@@ -149,7 +150,7 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     if command.program == TRAIN:
         own += [f"--run-dir={job.config.run_dir}"]
         # A user's --resume says where the job starts, not where it resumes after a failure.
-        if trained or not _is_given("--resume", command.arguments):
+        if trained or not is_given("--resume", command.arguments):
             own += ["--resume=auto"]
         words = command.words + own
     else:  # a script resumes by itself, and all that follows it is its own
@@ -197,7 +198,3 @@ def _adapted_flags(job: Job, ranks: int | None) -> list[str]:
     if config.spares:
         flags.append(f"--spares={max(0, config.spares - (job.ranks - ranks))}")
     return flags
-
-
-def _is_given(flag: str, arguments: Sequence[str]) -> bool:
-    return any(word == flag or word.startswith(f"{flag}=") for word in arguments)
