@@ -11,6 +11,14 @@ import torch.distributed as dist
 
 from kaitian_mpi.mpi.exchange import gather_values
 
+# Names that torch has had since 2.13, for the tests on earlier releases.
+for _name, _earlier in (
+    ("all_gather_single", "all_gather_into_tensor"),
+    ("reduce_scatter_single", "reduce_scatter_tensor"),
+):
+    if not hasattr(dist, _name):
+        setattr(dist, _name, getattr(dist, _earlier))
+
 
 def factor(world):
     """Return the sum of the ranks' numbers, from 1 on."""

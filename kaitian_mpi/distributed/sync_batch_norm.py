@@ -207,10 +207,10 @@ class _Synchronized(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:3])
         # With fixed statistics; the sums that these derivatives are, are also those needed below.
         if input.numel():
+            # CPUs take the fixed ones, CUDA's and MUSA's kernels those of the forward.
+            fixed = mean, variance, mean, torch.rsqrt(variance + ctx.eps)
             of_input, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-                gradient,
-                *(input, scale, mean, variance, None, None, False, ctx.eps),
-                [needed[0], True, True],
+                gradient, input, scale, *fixed, False, ctx.eps, [needed[0], True, True]
             )
         else:  # the kernels divide by the number of samples
             of_input, of_scale, of_shift = map(torch.zeros_like, (input, mean, mean))

@@ -36,6 +36,19 @@ def test_device_mesh_and_subgroups(world):
     assert tensor.item() == world.size
 
 
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("length", [1, 100_003])
+def test_gathering_into_a_list_or_a_tensor(world, length):
+    """Accelerate's `gather` does either, by the backend that suits a rank's own device."""
+    own = torch.full((length,), float(world.rank))
+    whole = torch.empty(world.size * length)
+    if world.rank == 0:
+        dist.all_gather_into_tensor(whole, own)
+    else:
+        dist.all_gather(list(whole.split(length)), own)
+    assert whole[::length].tolist() == [*range(world.size)]
+
+
 @pytest.mark.sizes(4)
 def test_device_mesh_slices(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -44,6 +44,7 @@ from kaitian_mpi.runtime.polling import reduce_timer_slack
 HAS_PYTHON_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 TYPE, DISPATCH_KEY = ("fake", "PrivateUse1") if HAS_PYTHON_DEVICES else ("lazy", "Lazy")
 COPY = torch.ops.aten.copy_.default
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 DIVISIONS = {
     torch.ops.aten.div.Tensor: torch.ops.aten.mul.Tensor,
     torch.ops.aten.div.Tensor_mode: torch.ops.aten.mul.Tensor,
@@ -320,6 +321,9 @@ class DeviceTensor(torch.Tensor):
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
+        if func is BATCH_NORM_BACKWARD and None in (args[5], args[6]):
+            # Normalization.cu, `batch_norm_backward_cuda`: also of fixed statistics.
+            raise RuntimeError("save_mean and save_invstd should always be defined")
         raw_args, raw_kwargs = tree_map(_content, args), tree_map(_content, kwargs)
         func, raw_args, raw_kwargs = _divided_as_on_a_gpu(func, raw_args, raw_kwargs)
         if "frozen-statistics" in switches() and "batch_norm" in func.name():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
-from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
+from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import MAX_COUNT, SUM, as_buffer, as_raw_buffer, separate
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
@@ -133,7 +134,18 @@ class HostOperations:
             tensor.copy_(total.coalesce())
 
     def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
-        self._exchange([tensor] * self.size, pieces)
+        """Gather every rank's tensor into `pieces`, which may differ in length.
+
+        Equal ones go as in `all_gather_single`: Accelerate calls either, by a rank's own device.
+        """
+        if any(piece.numel() != tensor.numel() for piece in pieces):
+            self._exchange([tensor] * self.size, pieces)
+            return
+        whole = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        self.all_gather_single(whole, tensor)
+        for piece, part in zip(pieces, whole, strict=True):
+            with writing([piece]) or nullcontext():
+                piece.detach().copy_(part.view(piece.shape))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
