@@ -282,6 +282,9 @@ class State:
 def _copy(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
     pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
+        if source.device != target.device:  # not every plug-in copies lists of them between devices
+            target.copy_(source)
+            continue
         own, other = pairs.setdefault(target.dtype, ([], []))
         own.append(target)
         other.append(source)

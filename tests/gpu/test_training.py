@@ -43,3 +43,14 @@ def test_a_killed_rank_is_survived(tmp_path):
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
     assert summary["ranks"] == [0, 1]
+
+
+def test_resuming_on_other_devices(tmp_path):
+    """A checkpoint of both kinds goes on on the CPU alone, and from there on both again."""
+    for accelerators, steps in ((1, 4), (0, 8), (1, 12)):
+        run_ranks(
+            2, *TRAIN, *stand_in.devices(accelerators, 2 - accelerators),
+            *("--max-steps", str(steps), "--checkpoint-every", "3", "--resume", "auto"),
+            cwd=tmp_path, fresh=True, **stand_in.environment(),
+        )  # fmt: skip
+        assert summary_of(tmp_path)["steps"] == steps
