@@ -48,17 +48,15 @@ def prefer(job):
                 os.setpriority(os.PRIO_PROCESS, int(thread), -20)
 
 
+@pytest.mark.serial  # a fork takes 10 to 30 ms of CPU time, and only root may prefer the job
 @pytest.mark.parametrize(
     ("number", "survives", "model"),
     [
-        # A large one takes longer to write than mpirun gives a rank. To fork it takes 30 ms of CPU
-        # time, for which a rank beside other lanes may wait too long: only root may prefer it.
-        pytest.param(
-            signal.SIGTERM, False, "Large", marks=[pytest.mark.any_mpi, pytest.mark.serial]
-        ),
+        # A large one takes longer to write than mpirun gives a rank.
+        pytest.param(signal.SIGTERM, False, "Large", marks=pytest.mark.any_mpi),
         (signal.SIGTERM, True, "Slow"),
         pytest.param(signal.SIGINT, False, "Slow", marks=pytest.mark.any_mpi),
-        pytest.param(signal.SIGINT, True, "Large", marks=pytest.mark.serial),
+        (signal.SIGINT, True, "Large"),
     ],
 )
 def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model):
