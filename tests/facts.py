@@ -16,7 +16,10 @@ SOFTWARE = Software(
     },
     protocol=1,
 )  # fmt: skip
-MACHINE = Machine(cores=8, shm_bytes=16 * GIB, shm_free_bytes=15 * GIB, open_files=65_536)
+MACHINE = Machine(
+    cores=[*range(8)], launcher_cores=8, shm_bytes=16 * GIB, shm_free_bytes=15 * GIB,
+    open_files=65_536,
+)  # fmt: skip
 MPI = Mpi(
     library="Open MPI 5.0.11", threads="multiple", size=2, launched=2, survives_requested=False,
     survives=True,

@@ -136,7 +136,7 @@ def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
 def _judge_cores(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         on_cpu = [r for r in ranks if r.devices is None or r.devices.is_host]
-        cores = max(facts.machine.cores for facts in ranks)
+        cores = job_checks.count_cores(ranks)
         found = f"{count_text(cores, 'core')} for {count_text(len(ranks), 'rank')}"
         if len(ranks) == ranks[0].local_size and len(on_cpu) > cores:
             yield warning(found, "start fewer ranks there: they train as fast", host)
@@ -274,6 +274,7 @@ CHECKS: Mapping[str, job_checks.Check] = {
     "devices": _judge_devices,
     "drivers": _judge_drivers,
     "cores": _judge_cores,
+    "binding": job_checks.judge_binding,
     "memory": _judge_ram,
     "shared memory": job_checks.judge_shared_memory,
     "limits": job_checks.judge_limits,

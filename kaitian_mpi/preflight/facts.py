@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import is_from_srun, read_launch
 from kaitian_mpi.runtime.mpi_libraries import loaded_library
-from kaitian_mpi.runtime.system import usable_cores
+from kaitian_mpi.runtime.system import launcher_cores, usable_cores
 from kaitian_mpi.runtime.tags import PROTOCOL
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class Software:
 class Machine:
     """A rank's host, as the rank sees it."""
 
-    cores: int
-    """Cores that the rank may run on."""
+    cores: Sequence[int]
+    """The numbers of the cores that the rank may run on."""
+    launcher_cores: int
+    """Cores that the rank's launcher may run on."""
     shm_bytes: int | None
     """Size of /dev/shm; None if there is none."""
     shm_free_bytes: int | None
@@ -237,7 +239,8 @@ def collect(host: str, rank: int) -> RankFacts:
             protocol=PROTOCOL,
         ),
         machine=Machine(
-            cores=len(usable_cores()),
+            cores=sorted(usable_cores()),
+            launcher_cores=len(launcher_cores()),
             shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
             shm_free_bytes=None if shm is None else shm.f_bavail * shm.f_frsize,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],

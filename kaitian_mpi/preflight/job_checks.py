@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from kaitian_mpi.preflight.facts import SHM, JobFacts
+from kaitian_mpi.preflight.facts import SHM, JobFacts, RankFacts
 from kaitian_mpi.preflight.verdict import (
     Verdict,
     by_value,
@@ -71,6 +71,20 @@ def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
             yield ok(found, host)
 
 
+def count_cores(ranks: Iterable[RankFacts]) -> int:
+    """Return how many cores some ranks of one host may run on together."""
+    return len(frozenset().union(*(facts.machine.cores for facts in ranks)))
+
+
+def judge_binding(job: JobFacts) -> Iterator[Verdict]:
+    """Check that mpirun has not kept cores from its ranks; by default it gives two a core each."""
+    for host, ranks in job.hosts.items():
+        cores, most = count_cores(ranks), max(facts.machine.launcher_cores for facts in ranks)
+        if cores < most and any(facts.mpi and not facts.mpi.by_srun for facts in ranks):
+            found = f"mpirun lets {count_text(len(ranks), 'rank')} use {cores} of {most} cores"
+            yield warning(found, "give it --bind-to none", host)
+
+
 def judge_limits(job: JobFacts) -> Iterator[Verdict]:
     """Check that the ranks may open as many files and connections as they need."""
     size = max([len(job.ranks) + len(job.missing), *(f.mpi.size for f in job.ranks if f.mpi)])
@@ -87,6 +101,7 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
 BEFORE_JOBS: Mapping[str, Check] = {
     "versions": judge_versions,
     "shared memory": judge_shared_memory,
+    "binding": judge_binding,
     "limits": judge_limits,
 }
 

@@ -24,6 +24,14 @@ def usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def launcher_cores() -> frozenset[int]:
+    """Return the cores that this process's parent may run on: mpirun binds ranks, not itself."""
+    try:
+        return frozenset(os.sched_getaffinity(os.getppid()))
+    except (AttributeError, OSError):
+        return usable_cores()
+
+
 def die_with_parent(number: signal.Signals, parent: int = 0) -> None:
     """Have the kernel send this process a signal when its parent exits (Linux); 0: the present."""
     parent = parent or os.getppid()

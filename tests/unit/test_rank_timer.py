@@ -108,12 +108,12 @@ def test_batch_sizes_grow(monkeypatch):
         # On a host sizes grow until the cost model is known.
         (HOST, 0.05, {"benchmark_seconds": 10.0}, [2, 4, 8, 16], None),
         # On an accelerator the memory of twice the usual share is tried.
-        (ACCELERATOR, SAMPLE_SEC, {}, [8, 16, 32, 64, 128, 256], None),
-        (ACCELERATOR, SAMPLE_SEC, {"ranks": 4}, [8, 16, 32, 64, 128], None),
+        (ACCELERATOR, SAMPLE_SEC, {}, [64, 256], None),
+        (ACCELERATOR, SAMPLE_SEC, {"ranks": 4}, [16, 64, 128], None),
         # Before memory is full: 90% of 1000 bytes less a base of 100 has room for 80 samples of 10.
-        (Device(1000, is_host=False), SAMPLE_SEC, {}, [8, 16, 32, 64], 80),
+        (Device(1000, is_host=False), SAMPLE_SEC, {"ranks": 4}, [16, 64], 80),
         # At an out-of-memory error.
-        (ACCELERATOR, SAMPLE_SEC, {"most": 40}, [8, 16, 32], 32),
+        (ACCELERATOR, SAMPLE_SEC, {"most": 40, "ranks": 8}, [8, 32], 32),
         # At the user's micro-batch.
         (HOST, SAMPLE_SEC, {"micro_batch_size": 20}, [2, 4, 8, 16, 20], 20),
     ):
@@ -121,6 +121,21 @@ def test_batch_sizes_grow(monkeypatch):
         measured = measure(device, **options)
         assert (measured.batches, measured.largest_micro_batch) == (batches, largest)
         assert measured.seconds == pytest.approx([STEP_SEC + sample_sec * b for b in batches])
+
+
+@pytest.mark.parametrize("options", [{"benchmark_seconds": 10.0}, {"max_steps": 1}, {"ranks": 32}])
+def test_the_first_step_of_a_size_does_not_count_on_an_accelerator(monkeypatch, options):
+    seen = set()
+
+    def prepare_first(model, x):
+        CLOCK.now += 2.0 * (len(x) not in seen)
+        seen.add(len(x))
+        return model.forward(x)
+
+    monkeypatch.setattr(Hungry, "__call__", prepare_first)
+    measured = measure(ACCELERATOR, **options)
+    assert measured.seconds == pytest.approx([STEP_SEC + SAMPLE_SEC * b for b in measured.batches])
+    assert len(measured.batches) >= 2
 
 
 # Seconds of a step and of a sample, as on 4 ranks that share 2 cores.

@@ -21,8 +21,10 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import MEMORY_FORMATS, Computation
 
-# The first batch size that is timed: on a host even a few samples keep a core busy.
-_FIRST_ON_HOST, _FIRST_ON_ACCELERATOR = 2, 8
+# The first batch size that is timed, and how fast it grows: on a host even a few samples keep a
+# core busy. An accelerator takes a second to prepare its kernels for each size: there are few.
+_FIRST_ON_HOST, _FIRST_ON_ACCELERATOR, _PART_ON_ACCELERATOR = 2, 8, 0.25
+_GROWTH_ON_HOST, _GROWTH_ON_ACCELERATOR = 2, 4
 _MIN_TIMED_SEC = 0.1
 _LONG_STEP_SEC = 0.5  # on a host, larger batches cost too much time
 _CANDIDATE_ROUNDS = 4
@@ -77,7 +79,8 @@ class RankTimer:
         self._min_batch = min_batch
         most = min(self._max_share, config.micro_batch_size or self._max_share)
         self._max_batch = max(min_batch, most)
-        first = _FIRST_ON_HOST if self._device.is_host else _FIRST_ON_ACCELERATOR
+        first = max(_FIRST_ON_ACCELERATOR, int(_PART_ON_ACCELERATOR * self._equal_share))
+        first = _FIRST_ON_HOST if self._device.is_host else first
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
         self._smallest = min_batch
@@ -163,14 +166,16 @@ class RankTimer:
     def _grow(self, memory: MemoryGauge) -> dict[int, float]:
         """Return the seconds of a step by batch size, from small to large.
 
-        The sizes double up to the usual share, or on an accelerator twice that; until a step takes
-        half a second on a host; or until memory or time runs out.
+        The sizes grow up to the usual share, or on an accelerator twice that; until a step takes
+        half a second on a host; or until memory or time runs out. On an accelerator the first step
+        of a size never counts: an H200 took 0.1 to 4 s for one of 30 ms.
         """
         batch = self._first_batch
         part_sec = _PART * self._config.benchmark_seconds
         deadline_sec = self._elapsed() + part_sec
         is_host = self._device.is_host
-        enough = self._equal_share * (1 if is_host else 2)
+        growth = _GROWTH_ON_HOST if is_host else _GROWTH_ON_ACCELERATOR
+        enough = min(self._equal_share * (1 if is_host else 2), self._max_batch)
         long_sec = min(part_sec / 2, _LONG_STEP_SEC if is_host else part_sec)
         grown: dict[int, float] = {}
         while memory.has_room_for(batch):
@@ -183,15 +188,17 @@ class RankTimer:
                 continue
             grown[batch] = seconds
             late = self._elapsed() > min(deadline_sec, self._training_sec(seconds / batch))
-            if seconds < _MIN_TIMED_SEC and not late:  # the first of a size prepares its kernels
-                grown[batch] = self._time_step(batch)
-            if batch >= min(enough, self._max_batch) or seconds > long_sec or late:
+            if not is_host or (seconds < _MIN_TIMED_SEC and not late):
+                grown[batch] = seconds = self._time_step(batch)
+            if batch >= enough or seconds > long_sec or late:
                 break
-            batch = min(2 * batch, self._max_batch)
+            batch = min(growth * batch, self._max_batch if is_host else enough)
         if len(grown) > 1:
             return grown
         # At least two sizes are needed to separate alpha from beta.
         smaller = max(self._min_batch, min(grown) // 4)
+        if not is_host:
+            self._time_step(smaller)
         return {smaller: self._time_step(smaller), **grown}
 
     def _half(self, batch: int) -> int:
