@@ -138,6 +138,26 @@ def test_the_first_step_of_a_size_does_not_count_on_an_accelerator(monkeypatch, 
     assert len(measured.batches) >= 2
 
 
+@pytest.mark.parametrize(("epochs", "chosen"), [(10, "contiguous"), (10**6, "channels_last")])
+def test_a_format_that_is_slow_to_prepare_is_for_a_long_training(monkeypatch, epochs, chosen):
+    seen = set()
+
+    def take_time(timer, batch):
+        began, memory_format = CLOCK.now, timer._computation.memory_format
+        CLOCK.now += 3.0 * (not seen)  # for the libraries
+        new = (memory_format, batch) not in seen
+        seen.add((memory_format, batch))
+        seconds, preparation = {"contiguous": (0.03, 0.1), "channels_last": (0.02, 4.0)}[
+            memory_format
+        ]
+        CLOCK.now += seconds + preparation * new
+        return CLOCK.now - began
+
+    monkeypatch.setattr(RankTimer, "_time_step", take_time)
+    options = {"benchmark_seconds": 10.0, "memory_format": "auto", "epochs": epochs}
+    assert measure(ACCELERATOR, **options).memory_format == chosen
+
+
 # Seconds of a step and of a sample, as on 4 ranks that share 2 cores.
 @pytest.mark.parametrize(
     ("step_sec", "sample_sec", "ranks", "steps", "most_sec"),
