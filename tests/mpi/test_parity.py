@@ -81,7 +81,7 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     parts = {"data": data, "loss": task_loss, "parity_loss": parity_loss}
     task = linear_task(6, model=model, **parts)
     folder = Folder()
-    profile = profile_unmeasured(config)
+    profile = profile_unmeasured(config, world.info)
     profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
     of_run = SimpleNamespace(config=config, setup=Setup(task, folder), profiles=profiles)
     found = compare_kinds(of_run, excluded, world)
