@@ -7,11 +7,17 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from kaitian_mpi.cli.flags import OneLineParser
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.supervise.environments import expand, interpreters_of, read_environments
-from kaitian_mpi.supervise.mpirun_command import parse_launcher, read_hosts
+from kaitian_mpi.supervise.environments import (
+    check_devices,
+    expand,
+    interpreters_of,
+    read_environments,
+)
+from kaitian_mpi.supervise.mpirun_command import RUN, parse_launcher, read_hosts
 from kaitian_mpi.supervise.remote_hosts import ask_hosts, find_agent, is_local
 
 PROGRAM = "kaitian-env"
@@ -75,6 +81,13 @@ def plan(options: argparse.Namespace) -> list[str]:
     """Return mpirun's command; ask its hosts whether it can start, unless it is only printed."""
     given = read_environments(options.file)
     launcher = parse_launcher(options.command)
+    program = PurePath(*launcher.arguments[:1]).name
+    flags: Sequence[str] = launcher.arguments[1:]
+    if program == RUN:
+        from kaitian_mpi.cli.run import own_flags
+
+        flags = own_flags(flags)
+    check_devices(program, flags, given)
     words, hosts = expand(launcher, read_hosts(launcher)[0], given)
     if not options.print:
         pythons = {

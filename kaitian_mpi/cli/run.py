@@ -110,6 +110,15 @@ def make_parser() -> OneLineParser:
     return parser
 
 
+def own_flags(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments of this command before the script's name."""
+    chosen = make_parser().parse_args(arguments)
+    end = len(arguments) - len(chosen.arguments)
+    while arguments[end - 1] != chosen.script:  # argparse has dropped a "--" after it
+        end -= 1
+    return arguments[: end - 1]
+
+
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:
     """Set the variables that torchrun sets; MASTER_ADDR and MASTER_PORT given by the user stay."""
     launch = read_launch(environ)

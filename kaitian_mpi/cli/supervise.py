@@ -24,6 +24,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.supervise.environments import (
     Environments,
+    check_devices,
     interpreters_of,
     read_environments,
     with_devices,
@@ -147,11 +148,12 @@ def make_job(
     flags: Sequence[str] = command.arguments
     if is_script:
         chosen = run.make_parser().parse_args(flags)
-        flags = flags[: flags.index(chosen.script)]
+        flags = run.own_flags(flags)
         emulated = {name: getattr(chosen, name) for name in ("emulate_kinds", "emulate_slowdown")}
         config = TrainConfig(**emulated)
     else:
         config = parse_config(TRAIN, flags)
+    check_devices(command.program, flags, environments or {})
     kinds = config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ)
     slowdown = config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ)
     if hosts_file is None:

@@ -11,7 +11,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -94,6 +94,16 @@ def interpreters_of(environments: Environments, host: str) -> list[str]:
     return list(dict.fromkeys(each.python for each in environments.get(host, ())))
 
 
+def check_devices(program: str, flags: Sequence[str], environments: Environments) -> None:
+    """Check that a program's own flags do not list devices that the environments list too."""
+    listed = any(each.devices for of_host in environments.values() for each in of_host)
+    if listed and is_given("--devices", flags):
+        raise UserError(
+            f"--devices is given to {program}, and the environments list devices too; leave out "
+            "either"
+        )
+
+
 def with_devices(hosts: Sequence[Host], environments: Environments) -> list[Host]:
     """Return the hosts; one whose environments have devices has a slot for each of these."""
     found = []
@@ -171,13 +181,6 @@ def _program(
     # By local rank, so that each has the devices of all.
     devices = ",".join(device for each in of_host for device in each.devices)
     if name in _COMMANDS:
-        # What follows is the script's own.
-        own = takewhile(lambda each: each != "-m" and not each.endswith(".py"), program[1:])
-        if devices and is_given("--devices", own):
-            raise UserError(
-                f"--devices is given to {name}, and the environments list devices too; leave out "
-                "either"
-            )
         module = f"kaitian_mpi.cli.{name.removeprefix('kaitian-')}"
         flags = ["--devices", devices] if devices else []
         return [environment.python, "-m", module, *flags, *program[1:]]

@@ -2,10 +2,12 @@
 
 import re
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from kaitian_mpi import __version__
+from kaitian_mpi.cli import env, supervise
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.limited_process import Ended
 from kaitian_mpi.supervise.environments import (
@@ -73,10 +75,39 @@ def test_each_environment_of_each_host_is_a_part_of_a_command_that_can_be_divide
         ("mpirun", HOSTS, {"a": A}, "interpreter of no program cannot"),
         ("mpirun kaitian-train", HOSTS[:1], {"a": BOTH}, "of a have 3 devices, but it has only 2"),
         ("mpirun python x.py", (), {"a": BOTH}, "the devices of python cannot .* kaitian-"),
-        ("mpirun kaitian-train --devices=cpu", (), {"a": BOTH}, "--devices is given to kaitian-tr"),
     ):
         with pytest.raises(UserError, match=message):
             expand(parse_launcher(line.split()), hosts, environments)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_twice"),
+    [
+        ("kaitian-train --devices=cpu", True),
+        ("kaitian-run --devices cpu ./tool", True),
+        ("kaitian-run --log-level info --devices cpu -m tool --devices 2", True),
+        ("kaitian-run ./tool --devices 2", False),
+        ("kaitian-run --log-level info -m info --devices 2", False),
+        ("kaitian-run tool.py -- --devices 2", False),
+    ],
+)
+def test_devices_are_listed_by_a_commands_own_flags_or_by_its_environments(
+    tmp_path, monkeypatch, program, is_twice
+):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "environments.toml"
+    words = f"mpirun --host a:1 {program}".split()
+    for listed in ("", 'devices = ["cuda:0"]'):
+        file.write_text(f'[a]\npython = "/c/python"\n{listed}')
+        for prepare in (
+            lambda: env.plan(env.read_options(["--print", str(file), *words])),
+            lambda: supervise.make_job(words, None, read_environments(str(file))),
+        ):
+            expected = nullcontext()
+            if is_twice and listed:
+                expected = pytest.raises(UserError, match=f"--devices is given to {words[3]}, and")
+            with expected:
+                prepare()
 
 
 PATH_ONLY = "must have the full path of its interpreter"
