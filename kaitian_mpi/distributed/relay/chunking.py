@@ -1,14 +1,15 @@
 """The length of the relay's chunks: measured once per communicator, the same on all its ranks.
 
-The exchange of n bytes takes a + n / B seconds, so N bytes in chunks of sqrt(N a B) bytes take the
-least. The product a B is Hockney's half-performance length: at that n a stage reaches half of B.
+N bytes in chunks of n bytes take N / n times the latency a of the slowest stage, its N / B, and the
+n / C of the other stages for the first and the last chunk: the least where n is sqrt(N a C). The
+product a C is near Hockney's half-performance length if all stages are equally fast.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kaitian_mpi.mpi.exchange import gather_values
@@ -33,7 +34,7 @@ class ChunkLengths(NamedTuple):
     """The lengths on which all ranks of a communicator have agreed."""
 
     half_bytes: int
-    """The half-performance length of the slowest stage."""
+    """The latency of the slowest stage times the bandwidth of the others together."""
     limit_bytes: int
     """The longest chunk."""
 
@@ -43,19 +44,24 @@ class ChunkLengths(NamedTuple):
         All are equal, and multiples of 64 bytes, but for the last one.
         """
         best = max(math.isqrt(total_bytes * self.half_bytes), _MIN_CHUNK_BYTES)
-        count = -(-total_bytes // min(best, max(self.limit_bytes, _MIN_CHUNK_BYTES)))
+        least = -(-total_bytes // max(self.limit_bytes, _MIN_CHUNK_BYTES))
+        count = max(least, round(total_bytes / best))
         each = -(-total_bytes // max(count, 1) // _ALIGNMENT) * _ALIGNMENT
         return [min(each, total_bytes - at) for at in range(0, total_bytes, each or 1)] or [0]
 
 
-def half_performance_bytes(seconds: tuple[float, float]) -> int:
-    """Return the half-performance length of a stage from its seconds for chunks of `SIZES`."""
-    small, large = seconds
-    if large <= small:
+def half_performance_bytes(seconds: Sequence[tuple[float, float]]) -> int:
+    """Return the latency of the slowest stage, in bytes that the other stages move in that time.
+
+    `seconds` are those of chunks of `SIZES`, by stage. A stage alone is its own other.
+    """
+    slowest = max(seconds, key=lambda stage: stage[1])
+    per_byte = [max(0.0, large - small) / (SIZES[1] - SIZES[0]) for small, large in seconds]
+    own = per_byte[seconds.index(slowest)]
+    others = sum(per_byte) - own if len(seconds) > 1 else own
+    if own <= 0.0 or others <= 0.0:
         return _FALLBACK_BYTES
-    bytes_per_sec = (SIZES[1] - SIZES[0]) / (large - small)
-    latency_sec = max(0.0, small - SIZES[0] / bytes_per_sec)
-    return max(1, int(latency_sec * bytes_per_sec))
+    return max(1, int(max(0.0, slowest[0] - SIZES[0] * own) / others))
 
 
 def longest_chunk(memory_mb: int) -> int:
@@ -71,10 +77,16 @@ def agree_on_pace(
     `stages` returns those for a chunk of so many bytes, each of which returns when it is done.
     Those that are collective must come in the same order on every rank.
     """
-    slowest = [max(map(_seconds, stages(size))) for size in SIZES]
-    small, large = map(max, zip(*gather_values(comm, slowest), strict=True))
+    small, large = ([_seconds(stage) for stage in stages(size)] for size in SIZES)
+    # Ranks on the host have no copies.
+    by_rank = gather_values(comm, [*zip(small, large, strict=True)])
+    most = max(map(len, by_rank))
+    slowest = [
+        (max(s for s, _ in column), max(s for _, s in column))
+        for column in zip(*(rank for rank in by_rank if len(rank) == most), strict=True)
+    ]
     limits = gather_values(comm, longest_chunk(memory_mb))
-    return ChunkLengths(half_performance_bytes((small, large)), min(limits))
+    return ChunkLengths(half_performance_bytes(slowest), min(limits))
 
 
 def _seconds(stage: Callable[[], None]) -> float:
