@@ -76,7 +76,7 @@ class Suite:
         return [
             ("relay's copies / page-locked copies", self._copies),
             ("64 MB all_reduce between kinds / its slowest stage", self._relay),
-            ("one rank under kaitian / plain training, step time", self._alone),
+            ("one rank under data_parallel / stock DDP, step time", self._alone),
             ("accelerator and CPU / accelerator alone, samples/s", self._together),
             ("MobileNetV2, held-out accuracy", self._accuracy),
         ]
@@ -117,7 +117,7 @@ class Suite:
         found = self._json(1, "alone.py", *size)
         low, high = found["quartiles"]
         figure = f"{found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
-        return self._judged(name, figure, "at most 1.01", found["ratio"] <= 1.01)
+        return self._judged(name, figure, "at most 1.03", found["ratio"] <= 1.03)
 
     def _together(self, name: str) -> Row:
         """The throughput of the same training with and without a CPU rank; excluded if slower."""

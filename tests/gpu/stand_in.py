@@ -7,6 +7,7 @@ streams and a collective library. It says nothing about a GPU, and shows that th
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,16 @@ needs_accelerator = pytest.mark.skipif(not KIND, reason="no accelerator on this 
 
 def devices(accelerators: int, cpus: int) -> list[str]:
     """Return the flag that gives so many ranks an accelerator each, and the others the CPU."""
-    names = [f"{KIND}:{index}" for index in range(accelerators)]
+    names = [f"{KIND}:{index % COUNT}" for index in range(accelerators)]
     return ["--devices", ",".join([*names, *["cpu"] * cpus])]
+
+
+def command(accelerators: int, *words: str) -> list[str]:
+    """Return the command for ranks with so many accelerators, of which there may be but one."""
+    if accelerators > COUNT and KIND != "cuda":
+        pytest.skip(f"needs {accelerators} devices")
+    shared = [sys.executable, str(_TESTS / "gpu/one_as_two.py")] * (accelerators > COUNT)
+    return [*shared, *map(str, words)]
 
 
 def environment() -> dict[str, str]:

@@ -23,26 +23,23 @@ def test_training_in_both_kinds(tmp_path, precision):
     assert summary["emulated"] is False
 
 
-def test_a_killed_rank_is_survived(tmp_path):
-    """A CPU rank dies; the accelerator and another CPU continue."""
-    with Job(
-        3,
-        *TRAIN,
-        *stand_in.devices(1, 2),
-        *"--global-batch-size 96 --max-steps 60 --log-interval 0".split(),
-        cwd=tmp_path,
-        **stand_in.environment(),
-    ) as job:
+@pytest.mark.parametrize(("accelerators", "lost"), [(1, 2), (1, 0), (2, 2), (2, 1), (3, 2)])
+def test_a_killed_rank_is_survived(tmp_path, accelerators, lost):
+    """A CPU rank dies, the only accelerator, or one that others wait for in their library."""
+    words = [*TRAIN, *stand_in.devices(accelerators, 3 - accelerators)]
+    words += "--global-batch-size 96 --max-steps 60 --log-interval 0".split()
+    command = stand_in.command(accelerators, *words)
+    with Job(3, *command, cwd=tmp_path, **stand_in.environment()) as job:
         job.wait_for(r"step 3/")
-        job.kill(2)
+        job.kill(lost)
         killed_at = time.time()
-        job.wait_for(r"rank 2 .* lost")
+        job.wait_for(rf"rank {lost} .* lost")
         job.wait_for(r"step \d+/")
         assert time.time() - killed_at < SOON_SEC
         job.finish()
     summary = summary_of(tmp_path)
     assert summary["finished"] is True
-    assert summary["ranks"] == [0, 1]
+    assert summary["ranks"] == [rank for rank in range(3) if rank != lost]
 
 
 def test_resuming_on_other_devices(tmp_path):
