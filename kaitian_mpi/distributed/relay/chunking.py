@@ -26,6 +26,7 @@ SIZES = 1 << 20, 4 << 20  # shorter ones stay in the cache, and so does the code
 REPEATS = 4  # the first one warms up
 
 _FALLBACK_BYTES = 256 << 10  # if a longer chunk took no longer, as under a passing load
+_LEAST_LATENCY_SEC = 5e-5  # of the host's own part; a passing load may hide the rest
 _MIN_CHUNK_BYTES = 64 << 10
 _ALIGNMENT = 64  # a multiple of every dtype's size
 
@@ -61,7 +62,7 @@ def half_performance_bytes(seconds: Sequence[tuple[float, float]]) -> int:
     others = sum(per_byte) - own if len(seconds) > 1 else own
     if own <= 0.0 or others <= 0.0:
         return _FALLBACK_BYTES
-    return max(1, int(max(0.0, slowest[0] - SIZES[0] * own) / others))
+    return max(1, int(max(_LEAST_LATENCY_SEC, slowest[0] - SIZES[0] * own) / others))
 
 
 def longest_chunk(memory_mb: int) -> int:
