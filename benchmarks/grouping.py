@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,6 @@ from shaped_hosts import ShapedHosts, why_not_shaped
 
 _TIMEOUT_SEC = 280
 _BATCH = 4  # samples of each rank and step
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,14 +55,10 @@ def start(options: argparse.Namespace) -> int:
         ShapedHosts(Path(folder), slots) as hosts,
     ):
         hosts.set_link_speed(options.link_mbit)
-        environ = {**os.environ, **dict.fromkeys(_AS_ROOT, "1")}
+        environ = dict(os.environ)
         add_to_path(environ, Path(packages))
-        forwarded = [word for name in (*_AS_ROOT, "PYTHONPATH") for word in ("-x", name)]
-        launch = ["mpirun", "--timeout", str(_TIMEOUT_SEC), "-np", str(hosts.slots)]
-        launch += ["--hostfile", str(hosts.hostfile), "--bind-to", "none", *forwarded]
         command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--worker"]
-        words = hosts.on_first(*launch, *command)
-        return subprocess.run(words, env=environ, check=False).returncode
+        return hosts.start_ranks(command, _TIMEOUT_SEC, environ).wait()
 
 
 def work(options: argparse.Namespace) -> None:

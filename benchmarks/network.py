@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from shaped_hosts import ShapedHosts, why_not_shaped
 
 _TIMEOUT_SEC = 110
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,14 +49,8 @@ def start(options: argparse.Namespace) -> int:
         ShapedHosts(Path(folder), slots) as hosts,
     ):
         hosts.set_link_speed(options.link_mbit)
-        forwarded = [word for name in _AS_ROOT for word in ("-x", f"{name}=1")]
-        launch = ["mpirun", "--timeout", str(_TIMEOUT_SEC), "-np", str(hosts.slots)]
-        launch += ["--hostfile", str(hosts.hostfile), "--bind-to", "none", *forwarded]
         command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--worker"]
-        environ = {**os.environ, **dict.fromkeys(_AS_ROOT, "1")}
-        return subprocess.run(
-            hosts.on_first(*launch, *command), env=environ, check=False
-        ).returncode
+        return hosts.start_ranks(command, _TIMEOUT_SEC).wait()
 
 
 def work(options: argparse.Namespace) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from emulated_hosts import EmulatedHosts, run, why_not
 
 _BURST = "128kb"  # more than the largest packet that the kernel hands to a link
 _QUEUE = "50ms"
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def why_not_shaped() -> str:
@@ -37,6 +40,20 @@ def _shape(link: str, mbit_per_sec: float) -> tuple[str, ...]:
 
 class ShapedHosts(EmulatedHosts):
     """Hosts whose links can be slowed; see `why_not_shaped`."""
+
+    def start_ranks(
+        self,
+        command: Sequence[str],
+        timeout_sec: int,
+        environ: Mapping[str, str] = os.environ,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Start a command on all slots, with the PYTHONPATH of `environ`; `options` as Popen's."""
+        words = ["mpirun", "--timeout", str(timeout_sec), "-np", str(self.slots)]
+        words += ["--hostfile", str(self.hostfile), "--bind-to", "none"]
+        words += [word for name in (*_AS_ROOT, "PYTHONPATH") for word in ("-x", name)]
+        environ = {"PYTHONPATH": "", **environ, **dict.fromkeys(_AS_ROOT, "1")}
+        return subprocess.Popen(self.on_first(*words, *command), env=environ, text=True, **options)
 
     def set_link_speed(self, mbit_per_sec: float) -> None:
         """Limit the link of every host, in each direction, to a speed in 10^6 bits a second.

@@ -256,7 +256,7 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
     except OtherVersionError:
         versions = by_value(dict(enumerate(map(version_in, facts))))
         raise AgreedError(
-            f"the builds of kaitian-mpi do not match: {versions}; install the same version on "
+            f"the ranks run different builds of kaitian-mpi ({versions}); install the same one on "
             "every host"
         ) from None
     problems = []

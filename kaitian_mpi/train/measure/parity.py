@@ -47,7 +47,6 @@ _TINY = 1e-300
 _NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
 _MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
 _FLOAT64 = "float64"  # the precision of a reference on a host
-_RANDOM = "the loss draws random numbers"
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class Outcome:
     """By parameter; zeros for one without a gradient."""
     buffers: torch.Tensor
     """The floating-point buffers, such as batch norms' statistics: [2, n], before and after."""
+    is_random: bool
+    """Whether the loss has drawn random numbers, which differ between kinds of devices."""
 
 
 def check_parity(
@@ -130,8 +131,8 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 
 def _make_reference(
     task: Task, batch: Any, computation: Computation, seed: int, unit: float
-) -> tuple[str, dict[str, Any], dict[str, float]] | str:
-    """Return a precision, its `Outcome` as a dict and what may differ; or why nothing is compared.
+) -> tuple[str, dict[str, Any], dict[str, float]]:
+    """Return a precision, its `Outcome` as a dict and what may differ.
 
     It is computed on the host in float64, or else as this rank trains: a large model takes too long
     there, and a model's code may be for one device or dtype only.
@@ -145,25 +146,23 @@ def _make_reference(
             return _make_reference(task, batch, host, seed, unit)
     expected = compute_outcome(task, batch, computation, seed)
     changed = compute_outcome(task, batch, computation, seed, unit)
-    if expected is None or changed is None:
-        return _RANDOM
-    if not math.isfinite(expected.loss):
-        return f"the loss of the first samples is {expected.loss}"
     allowed = tolerances(distances(changed, expected, unit), unit)
     return computation.precision, vars(expected), allowed
 
 
 def _compare(
-    info: RankInfo, precision: str, own: Outcome | None, known: Any, unit: float
+    info: RankInfo, precision: str, own: Outcome, known: Any, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
-    if isinstance(known, str) or own is None:
-        return known if isinstance(known, str) else _RANDOM
-    reference, expected, allowed = known
-    found = distances(own, Outcome(**expected), unit)
+    reference, expected, allowed = known[0], Outcome(**known[1]), known[2]
+    if own.is_random or expected.is_random:
+        return "the loss draws random numbers"
+    if not math.isfinite(expected.loss):
+        return f"the loss of the first samples is {expected.loss}"
+    found = distances(own, expected, unit)
     texts = {name: f"{name} {found[name]:.1e} (allowed {allowed[name]:.1e})" for name in found}
     wrong = [texts[name] for name in found if not found[name] <= allowed[name]]  # also NaN
-    pairs = ((name, own.gradients[name] - g) for name, g in expected["gradients"].items())
+    pairs = ((name, own.gradients[name] - g) for name, g in expected.gradients.items())
     far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
     most = ", ".join(sorted(far, key=lambda name: -far[name])[:_SHOWN])
     return {
@@ -222,20 +221,17 @@ class _WithoutDropout(TorchFunctionMode):
 
 def compute_outcome(
     task: Task, batch: Any, computation: Computation, seed: int, change: float = 0.0
-) -> Outcome | None:
+) -> Outcome:
     """Return what the task's model makes of a batch, without dropout. Not collective.
 
     The model itself, its buffers and torch's random numbers stay as they are. In float64, all
     floating-point numbers are; with a `change`, they are changed at random by at most that part.
-    None if the loss draws random numbers, which differ between kinds of devices.
     """
     device = computation.device
     dtype = torch.float64 if computation.precision == _FLOAT64 else None
     eager = dtype is not None and "torch._dynamo" in sys.modules  # importing it takes a second
-    with (
-        aside(device),
-        torch.compiler.set_stance("force_eager") if eager else nullcontext(),
-    ):
+    stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
+    with aside(device), stance:
         for scale in _LOSS_SCALES if computation.scaler.is_enabled() else (1.0,):
             torch.manual_seed(seed)
             model = copy.deepcopy(task.model).to(device=device, dtype=dtype).train()
