@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -22,6 +23,9 @@ _MAX_ROWS = 1 << 16  # 32 MB
 _UNITS_PER_STEP = 4.0
 _MOST = 0.2
 _MOST_OF_ELEMENT = 0.02
+# Of the coarsest operation, relative; accelerators multiply float32 in TF32 or the like.
+_UNITS = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+_HOST_UNIT = 2.0**-20  # of float32: sums of hundreds of products round more than one operation
 
 Print = tuple[tuple[str, ...], int]
 """How a rank rounds, and the checksum of its tensors."""
@@ -124,6 +128,15 @@ def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> b
     of_element = (allowed + _MOST_OF_ELEMENT) * (size + mean) + units.tiny
     norm_fits = change.square().mean().sqrt() <= allowed * mean + units.tiny
     return bool(norm_fits and (change <= of_element).all())
+
+
+def rounding_unit(model: nn.Module, precision: str, is_host: bool) -> float:
+    """Return the relative error of a rank's coarsest operation, such as 2^-20 in float32."""
+    units = [_HOST_UNIT if is_host and precision == "fp32" else _UNITS[precision]]
+    if torch.get_float32_matmul_precision() != "highest":
+        units.append(_UNITS["bf16"])
+    units += [torch.finfo(p.dtype).eps / 2 for p in model.parameters() if p.is_floating_point()]
+    return max(units)
 
 
 def numbers_of(tensor: torch.Tensor, stride: int = 1) -> torch.Tensor:

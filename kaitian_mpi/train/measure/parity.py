@@ -26,7 +26,7 @@ from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import map_tensors
-from kaitian_mpi.train.divergence import numbers_of
+from kaitian_mpi.train.divergence import numbers_of, rounding_unit
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state_transfer import broadcast_state
@@ -38,15 +38,11 @@ _SHOWN = 3
 _MAX_HOST_PARAMETERS = 50_000_000  # a larger model's reference would take too long on the host
 _MAX_NUMBERS = 1 << 22  # of a gradient; of a larger one, some are compared
 _LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # of fp16, until no gradient overflows
-# Of the coarsest operation, relative; accelerators multiply float32 in TF32 or the like.
-_UNITS = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-_HOST_UNIT = 2.0**-20  # of float32: sums of hundreds of products round more than one operation
 # What rounding may do in any case: a single one may switch a ReLU.
 _LOSS_UNITS, _KINK = 32.0, 0.05
 _TINY = 1e-300
 _NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
 _MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
-_FLOAT64 = "float64"  # the precision of a reference on a host
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,9 @@ class Outcome:
     """The result of a forward and backward: flat float64 tensors in host memory."""
 
     loss: float
-    gradients: dict[str, torch.Tensor]
-    """By parameter; zeros for one without a gradient."""
-    buffers: torch.Tensor
-    """The floating-point buffers, such as batch norms' statistics: [2, n], before and after."""
-    is_random: bool
-    """Whether the loss has drawn random numbers, which differ between kinds of devices."""
+    gradients: dict[str, torch.Tensor]  # by parameter; zeros for one without a gradient
+    buffers: torch.Tensor  # in floating point, as batch norms have: [2, n], before and after
+    is_random: bool = False  # whether the loss drew random numbers, which differ between kinds
 
 
 def check_parity(
@@ -90,13 +83,14 @@ def check_parity(
     compared = list(first.values())
     # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
     hosts = [rank for rank, info in enumerate(world.infos) if info.is_on_host]
-    source, own = (hosts or compared)[0], profiles.by_place[world.info.place]
-    own_unit = rounding_unit(task.model, own.precision, world.info.is_on_host)
-    units = gather_values(world.comm, own_unit)
+    source, info = (hosts or compared)[0], world.info
+    own = profiles.by_place[info.place]
+    units = gather_values(world.comm, rounding_unit(task.model, own.precision, info.is_on_host))
     unit = max(units[rank] for rank in compared)
     batch = _shared_batch(setup, profiles, world, source)
     computation = Computation(world.device, own.precision, own.memory_format)
-    outcome = known = None
+    outcome: Any = None
+    known: Any = None
     with agree_on_errors(world.comm):
         if world.rank in compared:
             outcome = compute_outcome(task, batch, computation, seed)
@@ -104,7 +98,7 @@ def check_parity(
             known = _make_reference(task, batch, computation, seed, unit)
         enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
     known = broadcast_state(world.comm, known, source, receives=world.rank in compared)
-    found = known and _compare(world.info, own.precision, outcome, known, unit)
+    found = known and _compare(info, own.precision, outcome, known, unit)
     by_rank = gather_values(world.comm, found)
     return _conclude(setup.folder, world, source, by_rank, time.perf_counter() - began)
 
@@ -139,9 +133,9 @@ def _make_reference(
     """
     is_large = sum(p.numel() for p in task.model.parameters()) > _MAX_HOST_PARAMETERS
     is_complex = any(p.is_complex() for p in task.model.parameters())
-    if computation.precision != _FLOAT64 and not (is_large or is_complex):
+    if computation.precision != "float64" and not (is_large or is_complex):
         # Contiguous, as any model takes it and convolutions in float64 are faster so.
-        host = Computation(torch.device("cpu"), _FLOAT64, "contiguous")
+        host = Computation(torch.device("cpu"), "float64", "contiguous")
         with suppress(Exception):
             return _make_reference(task, batch, host, seed, unit)
     expected = compute_outcome(task, batch, computation, seed)
@@ -228,7 +222,7 @@ def compute_outcome(
     floating-point numbers are; with a `change`, they are changed at random by at most that part.
     """
     device = computation.device
-    dtype = torch.float64 if computation.precision == _FLOAT64 else None
+    dtype = torch.float64 if computation.precision == "float64" else None
     eager = dtype is not None and "torch._dynamo" in sys.modules  # importing it takes a second
     stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
     with aside(device), stance:
@@ -245,9 +239,8 @@ def compute_outcome(
                 loss = computation.loss(task, model, placed, needs_gradient=False)
             if loss.requires_grad:  # not of a batch in which nothing counts
                 (loss * scale).backward()
-            if not torch.equal(before, _random_state(device)):
-                return None
-            outcome = _outcome(task.model, model, loss, scale)
+            is_random = not torch.equal(before, _random_state(device))
+            outcome = replace(_outcome(task.model, model, loss, scale), is_random=is_random)
             if all(bool(each.isfinite().all()) for each in outcome.gradients.values()):
                 break
     return outcome
@@ -279,15 +272,6 @@ def _outcome(before: nn.Module, after: nn.Module, loss: torch.Tensor, scale: flo
 def _random_state(device: torch.device) -> torch.Tensor:
     state = device_of(device).random_state(device.index or 0)
     return torch.get_rng_state() if state is None else state
-
-
-def rounding_unit(model: nn.Module, precision: str, is_host: bool) -> float:
-    """Return the relative error of a rank's coarsest operation, such as 2^-20 in float32."""
-    units = [_HOST_UNIT if is_host and precision == "fp32" else _UNITS[precision]]
-    if torch.get_float32_matmul_precision() != "highest":
-        units.append(_UNITS["bf16"])
-    units += [torch.finfo(p.dtype).eps / 2 for p in model.parameters() if p.is_floating_point()]
-    return max(units)
 
 
 def distances(own: Outcome, reference: Outcome, unit: float) -> dict[str, float]:
