@@ -1,4 +1,4 @@
-"""`kaitian-train`: train a model or a task on every device that mpirun started a process for."""
+"""`kaitian-train`: trains a model or a task on every device that mpirun started a process for."""
 
 from __future__ import annotations
 

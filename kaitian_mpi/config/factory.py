@@ -1,4 +1,4 @@
-"""Import a user's own model or dataset, given on the command line as `module:factory`."""
+"""Imports a user's own model or dataset, given on the command line as `module:factory`."""
 
 from __future__ import annotations
 

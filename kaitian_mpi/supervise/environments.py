@@ -1,4 +1,4 @@
-"""The user's TOML files with something for each host, and mpirun's command with such interpreters.
+"""The user's TOML files of what differs between hosts, and the mpirun command made from them.
 
 mpirun starts the same path on every host, unless its command has several parts with a colon between
 them; each part has its own hosts and its own program. A host may have several parts: a build of

@@ -1,4 +1,4 @@
-"""What a script's own loop goes over: epochs, and the micro-batches of a step."""
+"""The open form, a script's own loop: the epochs and the micro-batches that it goes over."""
 
 from __future__ import annotations
 
