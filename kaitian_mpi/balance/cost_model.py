@@ -11,7 +11,7 @@ import numpy as np
 
 MAX_CHANGE = 0.03  # of a predicted step, by more measurements
 _NO_LIMIT = 2.0**62
-_MIN_SLOPE = 0.25  # relative to the largest batch's time per sample
+MIN_SLOPE = 0.25  # relative to the largest batch's time per sample
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def fit(
     if max(batches) > min(batches):
         spread = math.fsum(w * (b - mean_batch) * (b - mean_batch) for w, b, _ in measured)
         beta = math.fsum(w * (b - mean_batch) * (s - mean_sec) for w, b, s in measured) / spread
-        beta = max(beta, _MIN_SLOPE * max(zip(batches, seconds, strict=True))[1] / max(batches))
+        beta = max(beta, MIN_SLOPE * max(zip(batches, seconds, strict=True))[1] / max(batches))
         alpha = mean_sec - beta * mean_batch
         if alpha >= 0:
             return RankCost(alpha, beta)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
-from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.cost_model import MIN_SLOPE, CostTable, RankCost
 from kaitian_mpi.balance.shares import plan_fastest
 
 MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
@@ -24,6 +24,7 @@ _WINDOW = 30
 _NEWEST = 3
 _MIN_CHANGE = 0.1  # of the logarithm: about 10%
 _INITIAL_NOISE = 0.1
+_APART = 1.25  # one share relative to another, if they are to tell alpha from beta
 # For normally distributed errors: the median of the differences of neighbors in standard
 # deviations, and a median's standard error relative to that of a mean.
 MEDIAN_DIFFERENCE = 0.954
@@ -66,8 +67,10 @@ class Rebalancer:
     """Tracks the ranks' speeds and proposes a new plan when it gains 5% or more.
 
     A pure function of values that all ranks have exchanged, so every rank arrives at the same plan
-    at the same step. A rank's cost model is only scaled: alpha and beta cannot be separated at a
-    single batch size, and where each rank's time at its own share is known, that does not matter.
+    at the same step. A rank's cost model is scaled: alpha and beta cannot be separated at a single
+    share. If the first steps of a new plan do not take as long as planned, they are separated by
+    the times at its share and the previous one: with a wrong ratio of the two, samples would move
+    back and forth forever.
 
     Noise must not move samples back and forth: the gain has to remain even if every estimate is
     off by 2.5 standard errors toward the values of the current plan. A plan based on the first
@@ -91,6 +94,8 @@ class Rebalancer:
         self._costs = CostTable.of(costs)
         self._monitors = SpeedMonitors(len(costs))
         self._planned_logs = np.zeros(len(costs))
+        # The shares of the previous plan, and their seconds when it was replaced.
+        self._previous: tuple[np.ndarray, np.ndarray] | None = None
         self._waits: deque[float] = deque(maxlen=_WAIT_WINDOW)
         self._steps = 0
         self._refined = False
@@ -118,8 +123,12 @@ class Rebalancer:
         self._monitors.observe(np.maximum(steps.work_sec, 1e-9) / planned_sec, timed)
         self._waits.append(float(steps.wait_sec.min()))
         self._steps += 1
+        if self._steps == _STEPS_BETWEEN and self._previous is not None:
+            self._separate(*self._previous)
         plan = self._better_plan() if self._steps >= _STEPS_BETWEEN else None
         if plan is not None:
+            shares = np.array(self.batch_sizes)
+            self._previous = shares, self._scaled(self._monitors.log_factors).seconds(shares)
             self._refined = plan.gain < _MIN_GAIN
             self.batch_sizes = plan.batch_sizes
             self._largest = list(map(max, self._largest, plan.batch_sizes))
@@ -127,6 +136,26 @@ class Rebalancer:
             self._steps = 0
             self._monitors.restart()
         return plan
+
+    def _separate(self, shares: np.ndarray, seconds: np.ndarray) -> None:
+        """Fit the cost models of ranks that are not as planned to their times at two shares.
+
+        The time of a rank's share of now stays as it is, so that its factor does, too.
+        """
+        own, costs, logs = np.array(self.batch_sizes), self._costs, self._monitors.log_factors
+        here, there = costs.seconds(own), seconds / np.array(_exponentials(logs))
+        smaller, larger = np.minimum(own, shares), np.maximum(own, shares)
+        errors = np.maximum(_STANDARD_ERRORS * self._monitors.log_errors, _MIN_CHANGE)
+        is_wrong = np.abs(logs - self._planned_logs) > errors
+        at_once = (smaller > 0) & (larger <= costs.largest_micro_batch)
+        known = is_wrong & at_once & (larger >= _APART * smaller)
+        # As of a measured line: alpha is not negative, and not more than most of the time.
+        most = here / np.maximum(own, 1)
+        least = MIN_SLOPE * np.where(own < shares, there, here) / np.maximum(larger, 1)
+        slope = (here - there) / np.where(known, own - shares, 1)
+        beta = np.where(known, np.clip(slope, np.minimum(least, most), most), costs.beta_sec)
+        alpha = np.where(known, here - beta * own, costs.alpha_sec)
+        self._costs = replace(costs, alpha_sec=alpha, beta_sec=beta)
 
     def _better_plan(self) -> NewPlan | None:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE

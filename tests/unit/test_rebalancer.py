@@ -146,6 +146,21 @@ def test_plans_from_constant_times_at_most_double_a_batch_computed_at_once():
     assert sizes == [[16, 48], [32, 32], [59, 5]]
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 48])
+def test_a_wrong_alpha_does_not_move_samples_back_and_forth(ranks):
+    chance = random.Random(ranks)
+    # As measured on cores that are shared by many ranks: the samples hardly matter.
+    measured = [RankCost(chance.uniform(0.05, 0.15), 0.0045) for _ in range(ranks)]
+    cost, plans = RankCost(0.003, 0.0125), 0
+    rebalancer = Rebalancer(measured, plan_fastest(measured, 8 * ranks))
+    for _ in range(100):
+        shares = rebalancer.batch_sizes
+        rows = noisy_rows(chance, [cost] * ranks, shares, [0.03] * ranks, 0.001)
+        plans += rebalancer.observe(rank_steps(*rows)) is not None
+    assert plans <= 5
+    assert cost.seconds(max(rebalancer.batch_sizes)) < 1.15 * cost.seconds(8)
+
+
 @pytest.mark.parametrize("seed", [3, 11, 12])
 def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed):
     """The more certain estimates alone would make a difference that is none."""
