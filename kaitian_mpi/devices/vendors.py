@@ -46,6 +46,7 @@ class CudaDevice(LikeCuda):
     kind = torch_type = "cuda"
     vendor_backend = "nccl"
     library = "NCCL"
+    run_on_hardware = "NVIDIA H200, 2026-11-26"
     moved = REDUCED | BYTES
     reductions = REDUCTIONS | {"PREMUL_SUM"}
     refused = LikeCuda.refused | {
@@ -73,6 +74,7 @@ class RocmDevice(CudaDevice):
 
     kind = "rocm"
     library = "RCCL"
+    run_on_hardware = ""
     lists_devices = "rocminfo"
 
     @property

@@ -111,15 +111,6 @@ def gather_pieces(comm: MPI.Comm, tensor: torch.Tensor, shares: Sequence[int]) -
         broadcast(comm, piece, root)
 
 
-def all_gather(comm: MPI.Comm, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Gather every rank's `tensor`, all of equal length, into `gathered`; any dtype and size."""
-    if gathered.numel() <= MAX_COUNT:
-        comm.Allgather(as_raw_buffer(tensor), as_raw_buffer(gathered))
-        return
-    pieces = gathered.view(-1).split(tensor.numel())
-    pairwise.exchange(comm, [tensor] * comm.size, pieces)
-
-
 def start_allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> MPI.Request:
     """Start reducing `tensor` in place; for an average, the caller divides the result."""
     return comm.Iallreduce(MPI.IN_PLACE, as_buffer(tensor), op.mpi_op)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from kaitian_mpi.errors import OPERATION_PLACEHOLDER, CollectiveError, RankLostError, format_ranks
+from kaitian_mpi.mpi import pairwise
 from kaitian_mpi.observe.timeline.recorder import part
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
@@ -79,13 +80,14 @@ class ArrivalTracker:
         """Wait for a request; no other rank has waited for this one since before `since`."""
         self._arrived_at = now = time.monotonic()
         self._calls += 1
-        if not wait_request(request, self._record_after_sec):
-            try:
-                self._wait_recorded(request)
-            except Exception:
-                keep_alive(request, tensors)
-                raise
-            now = time.monotonic()
+        with pairwise.naming_unlike_sizes():
+            if not wait_request(request, self._record_after_sec):
+                try:
+                    self._wait_recorded(request)
+                except Exception:
+                    keep_alive(request, tensors)
+                    raise
+                now = time.monotonic()
         # No rank has given up on one that came before that and has waited for at most as long.
         if now - since > self._late_sec and self._settle(_PASSED) == _FAILED:
             raise CollectiveError(

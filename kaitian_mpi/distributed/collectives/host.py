@@ -12,7 +12,7 @@ import torch
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
 from kaitian_mpi.mpi import host_collectives, pairwise
-from kaitian_mpi.mpi.datatypes import MAX_COUNT, SUM, as_buffer, as_raw_buffer, separate
+from kaitian_mpi.mpi.datatypes import SUM, as_buffer, as_raw_buffer, separate
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.datatypes import Reduction
 
 Tensors = Sequence[torch.Tensor]
+
+_LONG_GATHER_BYTES = 4 << 20
+"""From this size on, ranks exchange parts as fast as MPI gathers them, without copying a list's."""
 
 
 class Precision(NamedTuple):
@@ -138,7 +141,8 @@ class HostOperations:
 
         Equal ones go as in `all_gather_single`: Accelerate calls either, by a rank's own device.
         """
-        if any(piece.numel() != tensor.numel() for piece in pieces):
+        are_equal = all(piece.numel() == tensor.numel() for piece in pieces)
+        if not are_equal or self.size * tensor.nbytes > _LONG_GATHER_BYTES:
             self._exchange([tensor] * self.size, pieces)
             return
         whole = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
@@ -151,13 +155,16 @@ class HostOperations:
         """Gather every rank's tensor into one, along its first dimension."""
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
-        # Two ranks exchange long parts faster.
-        if host.numel() <= MAX_COUNT and (self.size > 2 or host.nbytes <= SHORT_BYTES):
-            request = self._comm.Iallgather(as_raw_buffer(source), as_raw_buffer(host))
-            self._complete(request, host, source)
+        buffers = as_raw_buffer(source), as_raw_buffer(host)
+        if host.nbytes <= (SHORT_BYTES if self.size == 2 else _LONG_GATHER_BYTES):
+            self._complete(self._comm.Iallgather(*buffers), host, source)
+        elif host.nbytes <= _LONG_GATHER_BYTES:
+            self._arrive()
+            self._comm.Allgather(*buffers)
         else:
             self._arrive()
-            host_collectives.all_gather(self._comm, host, source)
+            parts = host.view(-1).split(source.numel())
+            pairwise.exchange(self._comm, [source] * self.size, parts)
         from_host(host, output)
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
