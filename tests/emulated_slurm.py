@@ -131,10 +131,10 @@ class EmulatedSlurm:
 
     def ask(self, *words: str) -> str:
         """Return what one of Slurm's commands prints; raise RuntimeError if it fails."""
+        options = {"env": {**os.environ, **self.environment}, "stdin": subprocess.DEVNULL}
         done = subprocess.run(
-            self.command(*words), env={**os.environ, **self.environment}, capture_output=True,
-            text=True, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            self.command(*words), capture_output=True, text=True, check=False, **options
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
         return done.stdout
@@ -175,15 +175,10 @@ class EmulatedSlurm:
         self._wait_until((folder / "socket").exists, "munged has no socket")
 
     def _start(self, *words: str, on: int) -> None:
-        program = shutil.which(words[0], path=_path())
+        command = self.hosts.on(on, str(shutil.which(words[0], path=_path())), *words[1:])
+        options = {"env": {**os.environ, **self.environment}, "stdin": subprocess.DEVNULL}
         with (self._folder / "daemons.log").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    self.hosts.on(on, str(program), *words[1:]),
-                    env={**os.environ, **self.environment}, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log,
-                )
-            )  # fmt: skip
+            self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log, **options))
 
     def _wait_for_nodes(self) -> None:
         def all_idle() -> bool:

@@ -19,10 +19,8 @@ def found(request, tmp_path_factory):
     (_, devices) = stand_in.devices(accelerators, 1)
     start = [] if accelerators > stand_in.COUNT else [PYTHON]
     command = stand_in.command(accelerators, *start, SCRIPT, devices)
-    ended = run_ranks(
-        accelerators + 1, *command, cwd=tmp_path_factory.mktemp("ranks"),
-        fresh=True, **stand_in.environment(), code=None,
-    )  # fmt: skip
+    options = {"cwd": tmp_path_factory.mktemp("ranks"), **stand_in.environment()}
+    ended = run_ranks(accelerators + 1, *command, fresh=True, code=None, **options)
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)
     return lines, ended
 

@@ -14,10 +14,8 @@ pytestmark = stand_in.needs_accelerator
 def test_training_in_both_kinds(tmp_path, precision):
     if stand_in.KIND == stand_in.STAND_IN and precision != "fp32":
         pytest.skip("torch has no autocast for the fake accelerator")
-    run_ranks(
-        2, *TRAIN, *stand_in.devices(1, 1), *("--max-steps", "5", "--precision", precision),
-        cwd=tmp_path, fresh=True, **stand_in.environment(),
-    )  # fmt: skip
+    command = [*TRAIN, *stand_in.devices(1, 1), "--max-steps", "5", "--precision", precision]
+    run_ranks(2, *command, cwd=tmp_path, fresh=True, **stand_in.environment())
     summary = summary_of(tmp_path)
     assert summary["device_kinds"] == [stand_in.KIND, "cpu"]
     assert summary["emulated"] is False

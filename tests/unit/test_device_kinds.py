@@ -430,11 +430,7 @@ def test_dtypes_without_a_contract_and_the_documented_table_are_those_of_the_cla
     assert rocm(torch.float8_e5m2, None)
     assert mlu(torch.bfloat16, "SUM")
     assert not rocm(torch.bool, "AVG")
-    for dtype, reduction in (
-        (torch.float64, "SUM"),
-        (torch.float32, "AVG"),
-        (torch.int32, "BAND"),
-    ):
+    for dtype, reduction in ((torch.float64, "SUM"), (torch.float32, "AVG"), (torch.int32, "BAND")):
         assert not mlu(dtype, reduction)
     text = (registry.__file__).replace("kaitian_mpi/devices/registry.py", "docs/devices.md")
     with open(text) as file:

@@ -10,11 +10,7 @@ from kaitian_mpi import __version__
 from kaitian_mpi.cli import env, supervise
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.limited_process import Ended
-from kaitian_mpi.supervise.environments import (
-    Environment,
-    expand,
-    read_environments,
-)
+from kaitian_mpi.supervise.environments import Environment, expand, read_environments
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.mpirun_command import parse_launcher
 from kaitian_mpi.supervise.remote_hosts import ask_hosts, judge, judge_hostfile

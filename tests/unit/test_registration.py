@@ -34,10 +34,9 @@ print(json.dumps(seen))
 
 
 def run(code, **env):
-    ended = subprocess.run(
-        [sys.executable, *([code] if code.endswith(".py") else ["-c", code])],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    words = [sys.executable, *([code] if code.endswith(".py") else ["-c", code])]
+    env = {**os.environ, **env}
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     return ended
 

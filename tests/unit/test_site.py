@@ -25,11 +25,9 @@ def site(tmp_path_factory):
     """Build the site as bin/docs does; any warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    done = subprocess.run(
-        [*command, "--config-file", CONFIG, "--site-dir", folder],
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+    command += ["--config-file", CONFIG, "--site-dir", folder]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

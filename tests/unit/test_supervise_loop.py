@@ -94,10 +94,8 @@ def test_a_finished_run_is_started_as_the_command_may_ask_for_more(tmp_path):
 
 
 def test_a_lost_host_is_excluded_until_it_returns(folder):
-    code, world = outcome(
-        folder, Run(0, step=5, lost="b"), Run(1, step=8, lost="bc"), Run(1, step=12),
-        Run(0, step=20, finished=True),
-    )  # fmt: skip
+    runs = Run(0, step=5, lost="b"), Run(1, step=8, lost="bc"), Run(1, step=12)
+    code, world = outcome(folder, *runs, Run(0, step=20, finished=True))
     assert code == 0
     assert hosts_of(world) == ["a:2,b,c", "a:2,c", "a:2", "a:2,b,c"]
     assert [words[words.index("-np") + 1] for words in world.commands] == ["4", "3", "2", "4"]

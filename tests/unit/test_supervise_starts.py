@@ -53,11 +53,9 @@ def make_job(line, hostfile=HOSTFILE, **settings):
     files = dict.fromkeys(command.values(HOSTFILES), hostfile)
     lists = ",".join(command.values(HOST_LISTS))
     chosen = parse_host_list(lists) if lists else ()
-    return Job(
-        command=command, hosts=choose(parse_hostfile("\n".join(files.values()), "hf"), chosen),
-        hostfiles=files, folder=Path("runs/x"),
-        config=TrainConfig(run_dir="runs/x", snapshots="beef", **settings),
-    )  # fmt: skip
+    hosts = choose(parse_hostfile("\n".join(files.values()), "hf"), chosen)
+    config, folder = TrainConfig(run_dir="runs/x", snapshots="beef", **settings), Path("runs/x")
+    return Job(command=command, hosts=hosts, hostfiles=files, folder=folder, config=config)
 
 
 OWN = " --run-dir=runs/x --resume=auto"
