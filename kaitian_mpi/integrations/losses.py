@@ -56,7 +56,8 @@ def compare_parts(
     """Return how the loss that `compute(args, kwargs)` returns may depend on the rows.
 
     Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
-    losses add up to a sum, or their mean by rows or by labels is the loss. What is assumed if other
+    losses add up to a sum, or their mean by rows or by labels is the loss. Whether each row's first
+    label counts is seen if it is changed. What is assumed if other
     ranks' rows fit as well comes first. On a single row there is nothing to compare: all fit, [].
     """
     rows = first_length(args, kwargs) or 0
@@ -66,28 +67,46 @@ def compare_parts(
     # Parts with unlike numbers of labels tell rows and labels apart.
     order = sum(counts.values(), torch.zeros(rows)).argsort(stable=True)
     parts = order[: rows // 2], order[rows // 2 :]
+    given = [(order, kwargs), *((part, kwargs) for part in parts)]
+    if TOKENS in counts:  # on all ranks, as the loss may be collective
+        given.append((order, {**kwargs, "labels": _with_other_first(kwargs["labels"])}))
     with evaluating(model, kwargs.get("labels")):
-        found = [compute(*_rows_of(part, args, kwargs, rows)) for part in (order, *parts)]
-        whole, *losses = [float(loss) for loss in found if loss is not None] or [0.0]
-    if len(losses) < 2:
+        found = [compute(*_rows_of(part, args, named, rows)) for part, named in given]
+        values = [float(loss) for loss in found if loss is not None]
+    if found[0] is None or len(values) < len(given):
         return [UNKNOWN]  # in eval mode it returns none
+    whole, *losses = values[:3]
     expected = {SUM: sum(losses), MEAN: _weighted(losses, [len(part) for part in parts])}
     for rule, by_row in counts.items():
         expected[rule] = _weighted(losses, [int(by_row[part].sum()) for part in parts])
-    return _fitting({rule: abs(value - whole) for rule, value in expected.items()}, abs(whole))
+    off = {rule: abs(value - whole) for rule, value in expected.items()}
+    rules = _fitting(off, abs(whole), torch.finfo(found[0].dtype).eps)
+    if TOKENS in rules and SHIFTED_TOKENS in rules:  # the rows have as many labels each
+        rules.remove(SHIFTED_TOKENS if values[3] != whole else TOKENS)
+    return rules
 
 
-def _fitting(off: Mapping[Rule, float], loss: float) -> list[Rule]:
+def _with_other_first(labels: torch.Tensor) -> torch.Tensor:
+    """Return the labels with each row's first one changed, to one that another row may have."""
+    least, most = labels.min(), labels.max()
+    changed = labels.clone()
+    changed[:, 0] = torch.where(labels[:, 0] == most, least, most)
+    return changed
+
+
+def _fitting(off: Mapping[Rule, float], loss: float, rounding: float) -> list[Rule]:
     """Return the rules by which a loss is what was expected, from how far it is off by each.
 
-    By rows with as many labels each, both means agree, but for rounding (in half precision, more
-    than the 1e-6 that is allowed here); later batches may not be so, and labels come first.
+    By rows with as many labels each, both means agree, but for the rounding of the losses; later
+    batches may not be so, and labels come first.
     """
     usual = {rule: off[rule] for rule in (TOKENS, SHIFTED_TOKENS, MEAN, SUM) if rule in off}
-    close = [rule for rule in usual if off[rule] <= 30 * min(usual.values()) + 1e-6 * loss]
+    near = 30 * min(usual.values()) + max(rounding, 1e-6) * loss
+    close = [rule for rule in usual if off[rule] <= near]
     close.sort(key=lambda rule: (not rule.labels, off[rule]))
-    # There are so many others that one may be near by chance.
-    others = [rule for rule in off if rule not in usual and off[rule] <= 3e-6 * loss]
+    # There are so many others that one may be near by chance, and certainly in half precision.
+    most = 3e-6 * loss if rounding < 1e-6 else -1.0
+    others = [rule for rule in off if rule not in usual and off[rule] <= most]
     if others and off[close[0]] > 1e-5 * loss:
         return others
     return [*close, *others] if off[close[0]] <= MAX_DEVIATION * loss else [UNKNOWN]

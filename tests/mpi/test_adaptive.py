@@ -311,3 +311,21 @@ def test_the_rule_of_a_loss_is_found_without_a_trace(loss, rule, name):
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in model.modules())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("first", "rule"), [(0, losses.TOKENS), (1, losses.SHIFTED_TOKENS)])
+def test_the_first_labels_count_or_not_where_rows_have_as_many_each(dtype, first, rule):
+    torch.manual_seed(0)
+    model, words = nn.Embedding(7, 7).to(dtype), torch.randint(7, (4, 6))
+
+    def loss_of(_, batch):
+        logits, labels = model(batch["x"])[:, first:], batch["labels"][:, first:]
+        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    found = losses.compare_parts(model, loss_of, (), {"x": words, "labels": words})
+    assert [each for each in found if each in (losses.TOKENS, losses.SHIFTED_TOKENS)] == [rule]
+    assert found[0] == rule
+    # Half precision rounds to one in 256: what is nearer is so by chance.
+    off = {losses.SUM: 3.0, losses.MEAN: 0.0, rule: 2**-8, losses.Rule("others", "mask"): 0.0}
+    assert losses._fitting(off, 3.0, 2**-7) == [rule, losses.MEAN]
