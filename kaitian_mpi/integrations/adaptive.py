@@ -13,7 +13,6 @@ import gc
 import itertools
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,14 +23,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kaitian_mpi.balance.rebalancer import RankSteps
-from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.integrations import losses
 from kaitian_mpi.integrations.batches import Cut, Given, cut_loaders
-from kaitian_mpi.integrations.plan import Plan
+from kaitian_mpi.integrations.plan import Plan, StepTimes
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -88,10 +85,7 @@ class Adaptive:
         self._uncut_turn = self._forward_turn = 0
         self._count = itertools.count(1)
         self._sums = False  # whether the next backward sums the gradients
-        self._marks: list[Mark] = []  # of this step: its begin, and when its gradients are computed
-        self._timed: deque[tuple[Mark, Mark, Mark]] = deque()  # of steps, with their ends
-        self._steps = self._forwards = 0
-        self._exchange: tuple[Any, np.ndarray, np.ndarray] | None = None
+        self._times = StepTimes(self._comm, world.device_kind.mark)
         self._labels: tuple[Any, np.ndarray, np.ndarray] | None = None
         self._restore = [cut_loaders(self), self._extend_ddp()]
         self._restore.append(register_optimizer_step_post_hook(self._check_supported).remove)
@@ -116,13 +110,13 @@ class Adaptive:
 
     def has_new_plan(self) -> bool:
         """Return whether the ranks' times of the last step have changed the plan. Collective."""
-        steps = self._receive()
-        if steps is None or self._cut is None:
+        times = self._times.receive()
+        if times is None or self._cut is None:
             return False
         plan = self._plans[self._cut.rows]
-        reason = plan.observe(steps)
+        reason = plan.observe(times)
         if reason:
-            print_rank_0(self.world, f"step {self._steps}: new plan {plan.shares}: {reason}")
+            print_rank_0(self.world, f"step {self._times.steps}: new plan {plan.shares}: {reason}")
         return bool(reason)
 
     def gives(self, cut: Cut | None) -> None:
@@ -173,7 +167,7 @@ class Adaptive:
         self.rule = self._rules[model] = rule
         self._now = self._take_given(cut, rows, self._ratios[model])
         self._forward_turn = next(self._count)
-        self._forwards += 1
+        self._times.batches += 1
         self._sums = model.require_backward_grad_sync
         self.weight = self._weight(self._now, args, kwargs)
         return losses.scale_gradients(output, self.weight, self._backward_done)
@@ -292,45 +286,15 @@ class Adaptive:
         """Mark when all gradients are computed; DDP's callback waits for the ranks after this."""
         if self._sums:
             self._sums = False
-            self._marks.append(self.world.device_kind.mark())
+            self._times.computed()
             torch.autograd.Variable._execution_engine.queue_callback(self._summed)
 
     def _summed(self) -> None:
-        """Exchange the ranks' times of the step."""
-        end, self._marks = self.world.device_kind.mark(), self._marks[-2:]
-        self._steps += 1
-        batches, self._forwards = max(self._forwards, 1), 0
-        if len(self._marks) == 2:  # not in the first step, whose begin is not known
-            self._timed.append((self._marks[0], self._marks[1], end))
-            self._send_times(batches)
-        self._marks = [end]
-
-    def _send_times(self, batches: int) -> None:
-        """Start to exchange the times per step, and per batch that is accumulated in one."""
-        steps, computed, waited = 0, 0.0, 0.0
-        while self._timed and self._timed[0][-1].is_reached():
-            begin, ready, summed = self._timed.popleft()
-            steps += 1
-            computed += ready.seconds_since(begin)
-            waited += summed.seconds_since(ready)
-        per_batch = 1 / (max(steps, 1) * batches)
-        self._receive()
-        own = np.array([steps, self._now.own, computed * per_batch, waited * per_batch])
-        found = np.empty((self.size, len(own)))
-        self._exchange = self._comm.Iallgather(own, found), own, found
-
-    def _receive(self) -> RankSteps | None:
-        """Return what the ranks have exchanged since the last call, if anything."""
-        if self._exchange is None:
-            return None
-        (request, _, found), self._exchange = self._exchange, None
-        wait_request(request)
-        steps, samples = found[:, :2].astype(int).T
-        return RankSteps(steps, samples, found[:, 2], found[:, 3])
+        self._times.summed(self._now.own)
 
     def _receive_all(self) -> None:
         self._receive_labels()
-        self._receive()
+        self._times.receive()
 
     def _check_supported(self, *_: Any) -> None:
         """Refuse a trainer whose batches or gradients are not in our reach. Collective."""

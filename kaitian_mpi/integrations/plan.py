@@ -1,13 +1,22 @@
-"""The plan of adaptive batches: each rank's rows, learned from steps and followed after that."""
+"""The plan of adaptive batches: each rank's rows, from the times of the ranks' steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kaitian_mpi.balance.cost_learner import CostLearner
 from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
 from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.runtime.polling import wait_request
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class Plan:
@@ -62,3 +71,59 @@ class Plan:
         if not any(weights):
             weights = [1] * len(shares)
         return [least + more for more in apportion(rest, weights)]
+
+
+class StepTimes:
+    """Times each step of this rank, and exchanges the times while the next one begins.
+
+    A step begins when the gradients of the one before are summed.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, mark: Callable[[], Mark]) -> None:
+        """Exchange times over `comm`, by marks of this rank's device."""
+        self._comm, self._mark = comm, mark
+        self.steps = self.batches = 0
+        """The steps so far, and the batches since the last one, several if they are accumulated."""
+        self._marks: list[Mark] = []  # of this step: its begin, and when its gradients are computed
+        self._timed: deque[tuple[Mark, Mark, Mark]] = deque()  # of steps, with their ends
+        self._exchange: tuple[Any, np.ndarray, np.ndarray] | None = None
+
+    def computed(self) -> None:
+        """Take note that this rank's gradients of the step are computed."""
+        self._marks.append(self._mark())
+
+    def summed(self, rows: int) -> None:
+        """Start to exchange the times of a step whose gradients are summed. Collective.
+
+        Args:
+            rows: how many rows this rank's last batch has.
+        """
+        end, self._marks = self._mark(), self._marks[-2:]
+        self.steps += 1
+        batches, self.batches = max(self.batches, 1), 0
+        if len(self._marks) == 2:  # not in the first step, whose begin is not known
+            self._timed.append((self._marks[0], self._marks[1], end))
+            self._send(batches, rows)
+        self._marks = [end]
+
+    def _send(self, batches: int, rows: int) -> None:
+        steps, computed, waited = 0, 0.0, 0.0
+        while self._timed and self._timed[0][-1].is_reached():
+            begin, ready, summed = self._timed.popleft()
+            steps += 1
+            computed += ready.seconds_since(begin)
+            waited += summed.seconds_since(ready)
+        per_batch = 1 / (max(steps, 1) * batches)
+        self.receive()
+        own = np.array([steps, rows, computed * per_batch, waited * per_batch])
+        found = np.empty((self._comm.size, len(own)))
+        self._exchange = self._comm.Iallgather(own, found), own, found
+
+    def receive(self) -> RankSteps | None:
+        """Return what the ranks have exchanged since the last call, if anything. Collective."""
+        if self._exchange is None:
+            return None
+        (request, _, found), self._exchange = self._exchange, None
+        wait_request(request)
+        steps, samples = found[:, :2].astype(int).T
+        return RankSteps(steps, samples, found[:, 2], found[:, 3])
