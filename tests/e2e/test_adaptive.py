@@ -115,6 +115,9 @@ def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
 def test_a_lightning_module(mpirun):
     found, _ = train(mpirun, "resumed.py", "lightning", "-1", "object")
     assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2
+    # The mean over an epoch's rows; Lightning divides their number by the ranks', and rounds down.
+    total = sum(loss * rows for loss, rows in found["repeated"][13:])
+    assert found["loss"] == pytest.approx(total / (ROWS // RANKS * RANKS), rel=1e-6)
 
 
 @pytest.mark.usefixtures("preloaded")

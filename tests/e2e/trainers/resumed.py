@@ -20,7 +20,7 @@ inputs, labels = images()
 data = TensorDataset(inputs, labels, torch.arange(len(inputs)))
 EPOCHS, PER_RANK, EVERY = 2, 8, 4
 PER_EPOCH = -(-len(data) // (PER_RANK * ranks))
-evaluated = []
+evaluated, logged, repeated = [], {}, []
 
 
 def loss_of(model, batch):
@@ -149,7 +149,9 @@ def lightning():
 
         def training_step(self, batch, _):
             record.note(self.global_step, self.current_epoch, batch[2].tolist(), True)
-            return loss_of(self.net, batch)
+            loss = loss_of(self.net, batch)
+            self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
 
         def validation_step(self, batch, _):
             evaluated.append(len(batch[0]))
@@ -169,14 +171,17 @@ def lightning():
     )  # fmt: skip
     loader = DataLoader(data, batch_size=PER_RANK, shuffle=True)
     trainer.fit(module, loader, held_out, ckpt_path="last")
+    logged["loss"] = float(trainer.callback_metrics["loss"])
     return module.net
 
 
 def backward(model, batches):
     loss = loss_of(model, data[batches[0]])
     loss.backward()
-    return float(loss.detach())
+    repeated.append([float(loss.detach()), len(batches[0])])
+    return repeated[-1][0]
 
 
 trained = {each.__name__: each for each in (plain_ddp, accelerate, hugging_face, lightning)}[kind]()
-report(record.read(), trained, classifier(), backward, evaluated=evaluated)
+found = {"evaluated": evaluated, "repeated": repeated, **logged}
+report(record.read(), trained, classifier(), backward, **found)
