@@ -49,6 +49,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from kaitian_mpi.runtime.polling import wait_until
 
 STEPS, SETTLED, ROWS = 90, 30, 16
+IMAGE_STEPS, IMAGES = 60, 32  # of timm; its usual batches are larger still
 LENGTH, VOCABULARY = 64, 256
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RESUMED = Path(__file__).parents[1] / "tests/e2e/trainers/resumed.py"
@@ -217,13 +218,15 @@ def measure(trainer: str, slowdown: bool, adaptive: bool, split: str = "") -> fl
 def measure_timm(script: str, images: str, slowdown: bool, adaptive: bool) -> float:
     """Return the samples per second of one job of timm's train.py."""
     options = (
-        f"--data-dir {images} --model resnet10t --num-classes 2 --input-size 3 64 64 -b {ROWS} "
-        "--workers 1 --log-interval 1 --epochs 1 --warmup-epochs 0 --device cpu "
+        f"--data-dir {images} --model resnet10t --num-classes 2 --input-size 3 64 64 -b {IMAGES} "
+        f"--workers 1 --log-interval {SETTLED} --epochs 1 --warmup-epochs 0 --device cpu "
         f"--output {images}/out"
     )
     output = run(slowdown, adaptive, script, *options.split())
-    seconds = [float(each) for each in re.findall(r"^Train: .*?Time: ([\d.]+)s", output, re.M)]
-    return 2 * ROWS * len(seconds[SETTLED:]) / sum(seconds[SETTLED:])
+    logged = re.findall(r"^Train: 0 \[ *(\d+)/.*?Time: .*?\(([\d.]+)s", output, re.M)
+    seconds = {int(step) + 1: (int(step) + 1) * float(mean) for step, mean in logged}
+    done, settled = IMAGE_STEPS, SETTLED + 1
+    return 2 * IMAGES * (done - settled) / (seconds[done] - seconds[settled])
 
 
 def write_images(folder: str) -> None:
@@ -231,7 +234,7 @@ def write_images(folder: str) -> None:
     from PIL import Image
 
     generator = np.random.default_rng(0)
-    for kind, count in (("train", STEPS * ROWS * 2), ("val", 2 * ROWS)):
+    for kind, count in (("train", IMAGE_STEPS * IMAGES * 2), ("val", 2 * IMAGES)):
         for name in range(count):
             path = Path(folder, kind, str(name % 2), f"{name}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
