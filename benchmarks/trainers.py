@@ -284,7 +284,7 @@ def kill(trainer: str) -> tuple[float, float]:
             seconds = time.perf_counter() - began
             code = job.wait()
             output.seek(0)
-            found = [json.loads(line) for line in output if line.startswith('{"diff')]
+            found = [json.loads(line) for line in output if line.startswith('{"')]
         if code or not found or found[0]["rows"] != found[0]["distinct_rows"]:
             return seconds, math.nan
         return seconds, found[0]["difference"]
