@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
-from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.run_folder import RunFolder
@@ -33,8 +32,7 @@ from kaitian_mpi.train.state_transfer import broadcast_state
 from kaitian_mpi.train.task import Computation, Task, aside
 
 FILE = "parity.json"
-_SAMPLES = 4
-_SHOWN = 3
+_SAMPLES, _SHOWN = 4, 3
 _MAX_HOST_PARAMETERS = 50_000_000  # a larger model's reference would take too long on the host
 _MAX_NUMBERS = 1 << 22  # of a gradient; of a larger one, some are compared
 _LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # of fp16, until no gradient overflows
@@ -64,9 +62,8 @@ def check_parity(
     the same few samples with the initial weights and without dropout. The reference is the same in
     float64 on a host, or else one kind's own result. The excluded ranks are not compared.
 
-    Returns True if they agree; None if nothing is compared: with a task without a loss to compare,
-    or a loss that is not finite or draws random numbers. Raises AgreedError if a kind differs by
-    more than rounding explains.
+    Returns True if they agree; None if there is no loss to compare, or one that is not finite or
+    draws random numbers. Raises AgreedError if a kind differs by more than rounding explains.
     """
     began = time.perf_counter()
     task = replace(setup.task, loss=setup.task.loss or setup.task.parity_loss, parity_loss=None)
@@ -89,8 +86,7 @@ def check_parity(
     unit = max(units[rank] for rank in compared)
     batch = _shared_batch(setup, profiles, world, source)
     computation = Computation(world.device, own.precision, own.memory_format)
-    outcome: Any = None
-    known: Any = None
+    outcome = known = None
     with agree_on_errors(world.comm):
         if world.rank in compared:
             outcome = compute_outcome(task, batch, computation, seed)
@@ -98,7 +94,7 @@ def check_parity(
             known = _make_reference(task, batch, computation, seed, unit)
         enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
     known = broadcast_state(world.comm, known, source, receives=world.rank in compared)
-    found = known and _compare(info, own.precision, outcome, known, unit)
+    found = known and _compare(world, own.precision, outcome, known, unit)
     by_rank = gather_values(world.comm, found)
     return _conclude(setup.folder, world, source, by_rank, time.perf_counter() - began)
 
@@ -145,7 +141,7 @@ def _make_reference(
 
 
 def _compare(
-    info: RankInfo, precision: str, own: Outcome, known: Any, unit: float
+    world: World, precision: str, own: Any, known: Any, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
     reference, expected, allowed = known[0], Outcome(**known[1]), known[2]
@@ -160,9 +156,9 @@ def _compare(
     far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
     most = ", ".join(sorted(far, key=lambda name: -far[name])[:_SHOWN])
     return {
-        "rank": info.world_rank,
-        "kind": info.kind,
-        "place": f"{info}, torch {info.torch_version}, {precision}",
+        "rank": world.info.world_rank,
+        "kind": world.info.kind,
+        "place": f"{world.info}, torch {world.info.torch_version}, {precision}",
         "reference": reference,
         "differences": list(texts.values()),
         "wrong": f"{', '.join(wrong)}, gradients most in {most}" if wrong else "",
@@ -230,9 +226,8 @@ def compute_outcome(
             torch.manual_seed(seed)
             model = copy.deepcopy(task.model).to(device=device, dtype=dtype).train()
             changed = partial(_changed, dtype=dtype, part=change)
-            with torch.no_grad():
-                for parameter in model.parameters() if change else ():
-                    parameter.copy_(changed(parameter))
+            for parameter in model.parameters() if change else ():
+                parameter.data.copy_(changed(parameter.data))
             placed = computation.place(map_tensors(batch, changed))
             before = _random_state(device)
             with _WithoutDropout(model):
@@ -294,9 +289,8 @@ def distances(own: Outcome, reference: Outcome, unit: float) -> dict[str, float]
 def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
     """Return the largest differences that rounding may explain.
 
-    That is four times what random changes of the weights and the data by a rounding do: little to a
-    shallow model, much to one whose gradient is ill-conditioned, as with batch norms over few
-    samples. It is at least 32 roundings of the loss, and 5% of the rest.
+    That is four times what random changes of the weights and the data by a rounding do, much if the
+    gradient is ill-conditioned; and at least 32 roundings of the loss, and 5% of the rest.
     """
     loss, norm, direction, buffers = (_NOISE_FACTOR * each for each in noise.values())
     # Of what turns the gradient by an angle, as much may change its norm.
