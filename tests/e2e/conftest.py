@@ -1,7 +1,14 @@
 """Real commands in subprocesses."""
 
 import pytest
+from emulated_hosts import EmulatedHosts
 from jobs import run_ranks
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with EmulatedHosts(tmp_path_factory.mktemp("hosts"), [2, 1]) as hosts:
+        yield hosts
 
 
 @pytest.fixture

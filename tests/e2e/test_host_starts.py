@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from emulated_hosts import EmulatedHosts, reason_to_skip
+from emulated_hosts import reason_to_skip
 from jobs import EVEN, PLANTED, PYTHON, SCRIPTS, SOON_SEC, HostsJob, run_alone, summary_of
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
@@ -39,12 +39,6 @@ if "--lr" in sys.argv:
     shown += [str(int(ranks)), *sys.argv[1:]]
 print("shown", *shown, flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    with EmulatedHosts(tmp_path_factory.mktemp("hosts"), [2, 1]) as hosts:
-        yield hosts
 
 
 @pytest.fixture(scope="module")

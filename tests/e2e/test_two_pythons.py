@@ -11,7 +11,7 @@ import subprocess
 import jobs
 import pytest
 import torch
-from emulated_hosts import EmulatedHosts, reason_to_skip
+from emulated_hosts import reason_to_skip
 
 OTHER = os.environ.get("KAITIAN_TEST_OTHER_PYTHON", "")
 WHY_NOT = reason_to_skip() if OTHER else "KAITIAN_TEST_OTHER_PYTHON names no other environment"
@@ -45,12 +45,6 @@ def check_shown(other, text, ours_first=True):
         first, second = (OURS[name], release) if ours_first else (release, OURS[name])
         assert f"{name}: {first} on ranks 0, 1, {second} on rank 2" in text
     assert "differ from the others'" not in text
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    with EmulatedHosts(tmp_path_factory.mktemp("hosts"), [2, 1]) as hosts:
-        yield hosts
 
 
 def start_job(hosts, folder, *command, pythons):

@@ -154,8 +154,7 @@ def test_a_wrong_alpha_does_not_move_samples_back_and_forth(ranks):
     cost, plans = RankCost(0.003, 0.0125), 0
     rebalancer = Rebalancer(measured, plan_fastest(measured, 8 * ranks))
     for _ in range(100):
-        shares = rebalancer.batch_sizes
-        rows = noisy_rows(chance, [cost] * ranks, shares, [0.03] * ranks, 0.001)
+        rows = noisy_rows(chance, [cost] * ranks, rebalancer.batch_sizes, [0.03] * ranks, 0.001)
         plans += rebalancer.observe(rank_steps(*rows)) is not None
     assert plans <= 5
     assert cost.seconds(max(rebalancer.batch_sizes)) < 1.15 * cost.seconds(8)

@@ -36,7 +36,7 @@ def pages(site):
     return [page for page in site.rglob("*.html") if page.name != "404.html"]
 
 
-def test_every_page_of_the_documentation_is_in_the_site_and_every_name_and_picture(site):
+def test_every_page_of_the_documentation_is_in_the_site_and_every_name(site):
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.name).with_suffix(".html").exists()
     for page, text in (
@@ -46,9 +46,6 @@ def test_every_page_of_the_documentation_is_in_the_site_and_every_name_and_pictu
         *(("api", f'id="kaitian_mpi.{n}"') for n in kaitian_mpi.__all__ if n != "__version__"),
     ):
         assert text in (site / f"{page}.html").read_text()
-    for page in pages(site):
-        for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
-            assert re.search(r'\salt="[^"]{20,}"', picture), picture
 
 
 def test_the_site_loads_nothing_from_a_network(site):

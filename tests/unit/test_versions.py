@@ -62,15 +62,6 @@ def test_documented_and_pinned_releases_match_the_metadata_and_ci_covers_them():
     assert {release(OLDEST)[:2], (major, minor - 1)} <= minors
     assert job["steps"][-1]["run"].endswith('.ci/run --torch "$TORCH" --python "$PYTHON"')
     assert (ROOT / ".ci/run").read_text().endswith('\nexec bin/test "$@"\n')
-    assert workflow["permissions"] == {"contents": "read"}
-    assert "permissions" not in job
-    for step in job["steps"]:
-        pinned = re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", ""))
-        assert pinned or "run" in step
-        assert "${{" not in step.get("run", "")  # no command has parts of untrusted event data
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert [hook["id"] for hook in hooks] == ["ruff-check", "ruff-format", "mypy"]
-    assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)  # without an active one
 
 
 @pytest.mark.parametrize(
@@ -93,8 +84,6 @@ def test_an_invalid_version_is_rejected_before_anything_is_created(command, sett
     assert (len(result.stderr.splitlines()), sorted(ROOT.glob(".venv*"))) == (1, before)
 
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGE = (ROOT / "docs/scripts.md").read_text()
 OWN_TRAINING = (ROOT / "docs/your-own-training.md").read_text()
 MAX_NEW_LINES = 10
 
@@ -120,32 +109,10 @@ def test_the_documented_diff_matches_the_two_scripts_and_has_few_new_lines():
     assert not any("batch_sizes" in line for line in after)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_the_page_and_the_docstring_show_the_command(path):
-    name = f"examples.{path.stem}:" if path.stem == "own_model" else f"examples/{path.name}"
-    docstring = path.read_text().split('"""')[1]
-    for text in (PAGE, docstring):
-        commands = [line for line in text.splitlines() if name in line]
-        assert any("mpirun -np" in line or "torchrun" in line for line in commands)
-
-
 FOLDER = ROOT / "examples/cluster"
 SCRIPTS = sorted([*FOLDER.glob("*.sbatch"), *FOLDER.glob("*.sh")])
 MANIFESTS = sorted(FOLDER.glob("*.yaml"))
 MPIRUN_OPTIONS = {"hostfile", "with-ft", "bind-to", "x"}
-
-# The fields of kubeflow.org/v2beta1 that the manifests use, as its documentation lists them.
-MPIJOB_FIELDS = {
-    *("slotsPerWorker", "runLauncherAsWorker", "sshAuthMountPath", "launcherCreationPolicy"),
-    *("mpiImplementation", "runPolicy", "mpiReplicaSpecs"),
-}
-POLICY_FIELDS = {"cleanPodPolicy", "ttlSecondsAfterFinished", "backoffLimit", "suspend"}
-
-
-def objects():
-    for path in MANIFESTS:
-        for content in yaml.safe_load_all(path.read_text()):
-            yield pytest.param(content, id=f"{path.name}-{content['kind']}")
 
 
 def launch_scripts():
@@ -176,25 +143,10 @@ def test_shells_accept_the_scripts_and_commands_the_flags(name):
         assert launcher.arguments[0] == words[at]
 
 
-@pytest.mark.parametrize(
-    "content", [each for each in objects() if each.values[0]["kind"] == "MPIJob"]
-)
-def test_manifests_have_the_fields_of_an_mpijob(content):
-    assert content["apiVersion"] == "kubeflow.org/v2beta1"
-    spec = content["spec"]
-    assert spec.keys() <= MPIJOB_FIELDS
-    assert spec["runPolicy"].keys() <= POLICY_FIELDS
-    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
-    assert {"Launcher", "Worker"} == spec["mpiReplicaSpecs"].keys()
-    for replicas in spec["mpiReplicaSpecs"].values():
-        assert replicas["replicas"] >= 1
-        assert replicas["template"]["spec"]["containers"]
-
-
-def test_unlike_pods_belong_together_images_copy_what_exists_and_the_page_names_each():
+def test_unlike_pods_belong_together_and_images_copy_what_exists():
     contents = yaml.safe_load_all((FOLDER / "mpijob-unlike.yaml").read_text())
     by_kind = {content["kind"]: content for content in contents}
-    job, pods = by_kind["MPIJob"], by_kind["StatefulSet"]
+    pods = by_kind["StatefulSet"]
     names = {kind: content["metadata"]["name"] for kind, content in by_kind.items()}
     template, service = pods["spec"]["template"], by_kind["Service"]["spec"]["selector"]
     assert template["metadata"]["labels"] == pods["spec"]["selector"]["matchLabels"] == service
@@ -202,24 +154,13 @@ def test_unlike_pods_belong_together_images_copy_what_exists_and_the_page_names_
     hosts = [line.split()[0] for line in by_kind["ConfigMap"]["data"]["hostfile"].splitlines()]
     pod = f"{names['StatefulSet']}-{{}}.{names['Service']}"
     assert hosts == [*map(pod.format, range(pods["spec"]["replicas"]))]
-    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
-    assert volumes["ssh"]["secret"]["secretName"] == f"{names['MPIJob']}-ssh"
-    (container,) = template["spec"]["containers"]
-    mount = {"name": "ssh", "mountPath": job["spec"]["sshAuthMountPath"]}
-    assert mount in container["volumeMounts"]
-    text = re.sub(r"\\\n", "", (FOLDER / "Dockerfile").read_text())
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    words = {line.split()[0] for line in lines}
-    assert words == {"ARG", "FROM", "USER", "RUN", "COPY", "ENV", "WORKDIR"}
+    lines = re.sub(r"\\\n", "", (FOLDER / "Dockerfile").read_text()).splitlines()
     copied = [source for line in lines if line.startswith("COPY") for source in line.split()[1:-1]]
     definition = (FOLDER / "apptainer.def").read_text()
     sections = dict(re.findall(r"^%(\w+)\n((?: .*\n|\n)*)", definition, re.M))
     copied += [line.split()[0] for line in sections["files"].splitlines() if line.strip()]
     assert set(copied) == {"pyproject.toml", "README.md", "LICENSE", "kaitian_mpi"}
     assert all((ROOT / source).exists() for source in copied)
-    names = r"[\w-]+\.(?:sbatch|def)|pbs\.sh|\bmpijob[\w-]*\.yaml|Dockerfile"
-    named = re.findall(names, (ROOT / "docs/clusters.md").read_text())
-    assert set(named) == {path.name for path in FOLDER.iterdir()}
     scripts = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN")]
     for script in [*scripts, *(sections[name] for name in ("post", "environment", "runscript"))]:
         done = subprocess.run(["sh", "-n"], input=script, text=True, check=False)
