@@ -92,14 +92,9 @@ class EmulatedSlurm:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        hosts: EmulatedHosts,
-        slots: Sequence[int],
-        features: Sequence[str] = (),
-        *,
-        binds: bool = False,
-    ) -> None:
+        self, folder: Path, hosts: EmulatedHosts, slots: Sequence[int],
+        features: Sequence[str] = (), *, binds: bool = False,
+    ) -> None:  # fmt: skip
         self._folder, self.hosts, self._binds = folder, hosts, binds
         self._slots, self._features = slots, features
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -207,12 +202,9 @@ class EmulatedSlurm:
 
 @contextmanager
 def slurm_on_hosts(
-    folder: Path,
-    slots: Sequence[int],
-    cpus: Sequence[int],
-    features: Sequence[str],
+    folder: Path, slots: Sequence[int], cpus: Sequence[int], features: Sequence[str],
     **options: bool,
-) -> Iterator[EmulatedSlurm]:
+) -> Iterator[EmulatedSlurm]:  # fmt: skip
     """Yield a Slurm on hosts of its own; see `EmulatedSlurm`."""
     for name in ("hosts", "slurm"):
         (folder / name).mkdir()

@@ -210,14 +210,9 @@ class Job:
     """
 
     def __init__(
-        self,
-        ranks: int,
-        *command: str,
-        cwd: Path,
-        survives: bool = True,
-        fresh: bool = True,
-        **env: str,
-    ) -> None:
+        self, ranks: int, *command: str,
+        cwd: Path, survives: bool = True, fresh: bool = True, **env: str,
+    ) -> None:  # fmt: skip
         words = ("mpirun", *SURVIVING * survives, "-np", str(ranks))
         words += command if fresh else tuple(forked(command))
         self._start(*words, cwd=cwd, env=env)
@@ -311,14 +306,9 @@ class HostsJob(Job):
     """
 
     def __init__(
-        self,
-        hosts: EmulatedHosts,
-        *command: str,
-        cwd: Path,
-        on_all: bool = True,
-        fresh: bool = True,
-        survives: bool = True,
-    ) -> None:
+        self, hosts: EmulatedHosts, *command: str,
+        cwd: Path, on_all: bool = True, fresh: bool = True, survives: bool = True,
+    ) -> None:  # fmt: skip
         self._hosts = hosts
         if IS_OPEN_MPI:
             options = [*SURVIVING * survives, "--bind-to", "none"]

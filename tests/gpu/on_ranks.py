@@ -190,15 +190,9 @@ def sync_batch_norm(world) -> None:
 
 
 CHECKS: tuple[Callable[..., None], ...] = (
-    collectives_across_kinds,
-    vendor_group,
-    order_with_streams,
-    memory_of_dropped_tensors,
-    gradient_of_the_whole_batch,
-    amp_bf16,
-    amp_fp16,
-    sync_batch_norm,
-)
+    collectives_across_kinds, vendor_group, order_with_streams, memory_of_dropped_tensors,
+    gradient_of_the_whole_batch, amp_bf16, amp_fp16, sync_batch_norm,
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ import stand_in
 from jobs import PYTHON, run_ranks
 
 SCRIPT = Path(__file__).with_name("on_ranks.py")
-CHECKS = re.findall(r"^    (\w+),$", SCRIPT.read_text().partition("CHECKS:")[2], re.MULTILINE)
+CHECKS = re.findall(r"\b(\w+),", SCRIPT.read_text().partition("...] = (")[2])
 pytestmark = stand_in.needs_accelerator
 
 

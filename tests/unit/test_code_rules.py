@@ -139,3 +139,36 @@ def unsafe(source: str) -> set[str]:
 def test_the_package_executes_nothing_that_it_reads(path):
     admitted = ADMITTED.get(path.relative_to(ROOT).as_posix(), set())
     assert unsafe(path.read_text()) == admitted
+
+
+def test_unsafe_code_is_detected_and_safe_code_is_not():
+    for code, found in (
+        ("import pickle", "pickle"), ("from pickle import loads; loads(b'')", "pickle.loads"),
+        ("from marshal import load", "marshal.load"), ("eval('1')", "eval"), ("run = exec", "exec"),
+        ("import torch; torch.load('f')", "torch.load"),
+        ("import torch as t; t.load('f', weights_only=False)", "torch.load"),
+        ("from torch import load; load('f', weights_only=w)", "torch.load"),
+        ("import torch; read = torch.load", "torch.load"), ("comm.bcast(1)", "comm.bcast"),
+        ("import numpy as np; np.load('f', allow_pickle=True)", "allow_pickle"),
+        ("import numpy as np; np.load('f', None, True)", "allow_pickle"),
+        ("import pandas; pandas.read_pickle('f')", "pandas.read_pickle"),
+        ("import subprocess; subprocess.Popen('ls', shell=flag)", "shell"),
+        ("import os; os.system('ls')", "os.system"), ("partial(lane.send, 1)", "lane.send"),
+        ("import torch.distributed as dist; dist.all_gather_object([], 1)", "all_gather_object"),
+        ("self._comm.allgather(1)", "_comm.allgather"), ("a.Dup().gather(1)", "a.Dup().gather"),
+        ("from mpi4py import MPI; MPI.COMM_WORLD.scatter([1])", "MPI.COMM_WORLD.scatter"),
+        ("import mpi4py.MPI; mpi4py.MPI.COMM_WORLD.recv()", "COMM_WORLD.recv"),
+    ):  # fmt: skip
+        assert any(found in name for name in unsafe(code)), code
+    for code in (
+        "model.eval(); import re; re.compile('a'); import functools; functools.reduce(f, a)",
+        "import torch; torch.load('f', weights_only=True)['a']",
+        "import numpy as np; np.load('f', allow_pickle=False); np.load('f', 'r')",
+        "import subprocess; subprocess.run(['ls']); subprocess.run(['ls'], shell=False)",
+        "comm.Bcast(a); comm.Allgather(a, b); comm.Send(a, 0); comm.Isend(a, 0); message.Recv(a)",
+        "from kaitian_mpi.mpi import host_collectives; host_collectives.gather(comm, a, b, 0)",
+        "import torch.distributed as dist; dist.scatter(a); dist.all_gather_into_tensor(a, b)",
+        "self.allreduce(a); self._messages('send').send(a, 0, 0)",
+        "from mpi4py import MPI; MPI.COMM_WORLD.Scatter(a, b)",
+    ):
+        assert unsafe(code) == set()

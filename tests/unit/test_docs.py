@@ -128,6 +128,20 @@ def test_documented_commands_parse(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_documented_scripts_have_the_flags_shown(path):
+    """Checks the sources of benchmarks/ and examples/, as running them takes minutes."""
+    quoted = re.findall(r"`([^`\n]+)`", path.read_text()) + prose_and_code(path)[1]
+    for command in quoted:
+        match = re.search(r"((?:benchmarks|examples)/\S+\.py)( .*)?$", command.split("  #")[0])
+        if match and "|" not in command:
+            script = ROOT / match[1]
+            sources = [script, *script.parent.glob("*/*.py")]
+            text = "\n".join(source.read_text() for source in sources)
+            for flag in re.findall(r" (--[\w-]+)", match[2] or ""):
+                assert f'"{flag}"' in text, command
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_code_blocks_parse(path):
     for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.M | re.S):
         match language:

@@ -202,8 +202,7 @@ def test_a_device_that_fits_few_samples_takes_part_and_one_for_none_is_an_error(
 
 # As users report them in the vendors' and their own issue trackers, and as the sources print them.
 TOO_LITTLE_MEMORY = (
-    "CUDA error: out of memory",
-    "CUDA out of memory. Tried to allocate 20.00 MiB",
+    "CUDA error: out of memory", "CUDA out of memory. Tried to allocate 20.00 MiB",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
@@ -219,10 +218,9 @@ TOO_LITTLE_MEMORY = (
     "NPU function error: aclrtMallocHostWithCfg, error code is 207001",
     "call aclnnBatchMatMul failed.\nMemory_Allocation_Failure(EL0004): Failed to allocate memory",
     "Allocation_Failure(EI0007): Failed to allocate resource[qp]. Reason: Memory resources are",
-    "CNNL error: CNNL_STATUS_ALLOC_FAILED",
-    "MUBLAS_STATUS_ALLOC_FAILED",
+    "CNNL error: CNNL_STATUS_ALLOC_FAILED", "MUBLAS_STATUS_ALLOC_FAILED",
     "MPS backend out of memory (MPS allocated: 18.00 GB)",
-)
+)  # fmt: skip
 ON_THE_HOST = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you",
     "DefaultCPUAllocator: not enough memory: you tried",

@@ -59,7 +59,7 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else():
 
 # What a program that never asks for the backend can see of it. Its objects are described by name.
 ELSEWHERE = """
-import atexit, gc, json, logging, multiprocessing, os, signal, sys, threading, warnings
+import atexit, gc, json, logging, os, signal, sys, threading, warnings
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -70,18 +70,6 @@ def outcome(call):
         return call()
     except Exception as error:
         return str(error).splitlines()[0]
-
-def starts_mpi(answer):
-    import mpi4py
-
-    answer.put(mpi4py.rc.initialize)
-
-def in_child(method):
-    context = multiprocessing.get_context(method)
-    answer = context.SimpleQueue()
-    child = context.Process(target=starts_mpi, args=(answer,))
-    child.start()
-    return answer.get()
 
 def in_group(backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -118,8 +106,6 @@ if __name__ == "__main__":
     seen["functions"] = {n: hasattr(f, "__wrapped__") for n, f in sorted(functions.items())}
     seen["registered"] = [list(backend._plugins), len(backend._plugins), bool(backend._plugins)]
     seen["defaults"] = dict(backend.default_device_backend_map)
-    # As mpi4py has it by default: only one of the two programs takes the time to ask.
-    seen["mpi"] = os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0" or in_child("spawn")
     for name in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None):
         seen[f"group {name}"] = in_group(name)
     seen["unknown"] = outcome(lambda: in_group("cpu:unknown"))
