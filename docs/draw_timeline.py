@@ -22,36 +22,35 @@ from matplotlib.patches import Patch
 from kaitian_mpi.observe.report.style import (
     BLACK,
     BLUE,
+    EMULATED,
+    FILLS,
     GREEN,
     MUTED,
     ORANGE,
-    PHASES,
     PURPLE,
     VERMILLION,
     WIDTH,
-    Fill,
     drawing,
-    new_figure,
 )
 
 Span = dict[str, Any]
 
 _PHASES = {
-    "getting a batch": PHASES["data"],
-    "forward": PHASES["forward"],
-    "backward": PHASES["backward"],
-    "the sum of gradients": Fill(ORANGE, "--"),
-    "the optimizer": PHASES["optimizer"],
-    "reporting the step": Fill(PURPLE, "..."),
-    "evaluation": Fill("#BBBBBB", "///"),
-    "recovery": Fill(VERMILLION, "xx"),
+    "getting a batch": FILLS["data"],
+    "forward": FILLS["forward"],
+    "backward": FILLS["backward"],
+    "the sum of gradients": (ORANGE, "--"),
+    "the optimizer": FILLS["optimizer"],
+    "reporting the step": (PURPLE, "..."),
+    "evaluation": ("#BBBBBB", "///"),
+    "recovery": (VERMILLION, "xx"),
 }
 _COMMUNICATION = {
-    "wait for all ranks": PHASES["wait"],
-    "all_reduce": Fill(BLUE, ""),
-    "reduce in the group": Fill("#7FB2D6", "///"),
-    "gather in the group": Fill("#BFD9EA", "\\\\\\"),
-    "exchange": Fill(GREEN, "..."),
+    "wait for all ranks": FILLS["wait"],
+    "all_reduce": (BLUE, ""),
+    "reduce in the group": ("#7FB2D6", "///"),
+    "gather in the group": ("#BFD9EA", "\\\\\\"),
+    "exchange": (GREEN, "..."),
 }
 _LANES = {"main": "phases", "collectives": "collectives", "relay: MPI": "between kinds"}
 _EVENTS = {"plan": ":", "loss": "-", "recovery": "--", "slow": "-."}
@@ -90,11 +89,12 @@ def draw(trace: Sequence[dict[str, Any]], first: int, last: int) -> Figure:
     rows = rows_of(shown, lanes)
     with drawing():
         which = f"Step {first}" if first == last else f"Steps {first} to {last}"
-        figure = new_figure(
-            f"{which} on all ranks",
-            emulated=any("emulated" in name for name in names.values()),
-            height=1.7 + _ROW_INCHES * len(rows),
+        figure = Figure(
+            (WIDTH, 1.7 + _ROW_INCHES * len(rows)), layout="constrained", facecolor="white"
         )
+        emulated = any("emulated" in name for name in names.values())
+        title = f"{which} on all ranks" + f" · {EMULATED}" * emulated
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         axes = figure.add_subplot()
         for place, (rank, lane) in enumerate(rows):
             in_row = [s for s in shown if (s["pid"], lanes[s["pid"], s["tid"]]) == (rank, lane)]
@@ -137,14 +137,14 @@ def rows_of(spans: Sequence[Span], lanes: dict[tuple[int, int], str]) -> list[tu
 def draw_row(axes: Axes, place: int, spans: Sequence[Span], start: float) -> None:
     """Draw a row's spans, the long ones below those inside them."""
     for span in sorted(spans, key=lambda span: -span["dur"]):
-        fill = {**_PHASES, **_COMMUNICATION}.get(span["name"])
-        if fill is None:
+        if (fill := {**_PHASES, **_COMMUNICATION}.get(span["name"])) is None:
             continue
+        color, hatch = fill
         axes.broken_barh(
             [((span["ts"] - start) / 1e3, span["dur"] / 1e3)],
             (place - _BAR / 2, _BAR),
-            facecolor=fill.color,
-            hatch=fill.hatch,
+            facecolor=color,
+            hatch=hatch,
             edgecolor=MUTED,
             linewidth=0.4,
         )
@@ -172,8 +172,8 @@ def add_legends(figure: Figure, spans: Sequence[Span]) -> None:
     """Explain the colors and hatches of what is shown."""
     seen = {span["name"] for span in spans}
     handles = [
-        Patch(facecolor=fill.color, hatch=fill.hatch, edgecolor=MUTED, label=name)
-        for name, fill in {**_PHASES, **_COMMUNICATION}.items()
+        Patch(facecolor=color, hatch=hatch, edgecolor=MUTED, label=name)
+        for name, (color, hatch) in {**_PHASES, **_COMMUNICATION}.items()
         if name in seen
     ]
     figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
