@@ -7,8 +7,8 @@ once; sums of 8 and 16-bit integers wrap. Collective; tensors are contiguous, on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from mpi4py import MPI
@@ -48,30 +48,29 @@ def exchange(
     if target is not None and source is not None and target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))
     statuses: list[MPI.Status] = []
-    with naming_unlike_sizes(statuses):
-        try:
-            MPI.Request.Waitall(requests, statuses)
-        except MPI.Exception:
-            for request in requests:  # MPI would write to memory that is no longer ours
-                with suppress(MPI.Exception):
-                    request.Wait()
-            raise
-
-
-@contextmanager
-def naming_unlike_sizes(statuses: Sequence[MPI.Status] = ()) -> Iterator[None]:
-    """Raise a `CollectiveError` if a rank has been sent more than it has room for."""
     try:
-        yield
+        MPI.Request.Waitall(requests, statuses)
     except MPI.Exception as error:
-        codes = {MPI.Get_error_class(status.Get_error()) for status in statuses}
-        if MPI.ERR_TRUNCATE not in codes | {error.Get_error_class()}:
+        if (unlike := unlike_sizes(error, statuses)) is None:
             raise
-        raise CollectiveError(
-            "the ranks' tensors have unlike sizes, or they called different collectives; pad "
-            "tensors to one shape first, as those of unequal batches (Accelerate's "
-            "pad_across_processes does)"
-        ) from error
+        for request in requests:  # MPI would write to memory that is no longer ours
+            with suppress(MPI.Exception):
+                request.Wait()
+        raise unlike from error
+
+
+def unlike_sizes(error: Exception, statuses: Sequence[MPI.Status] = ()) -> CollectiveError | None:
+    """Return what to raise if a rank has been sent more than it has room for, else None."""
+    if not isinstance(error, MPI.Exception):
+        return None
+    codes = {MPI.Get_error_class(status.Get_error()) for status in statuses}
+    if MPI.ERR_TRUNCATE not in codes | {error.Get_error_class()}:
+        return None
+    return CollectiveError(
+        "the ranks' tensors have unlike sizes, or they called different collectives; pad "
+        "tensors to one shape first, as those of unequal batches (Accelerate's "
+        "pad_across_processes does)"
+    )
 
 
 def reduce_scatter(

@@ -80,14 +80,21 @@ class ArrivalTracker:
         """Wait for a request; no other rank has waited for this one since before `since`."""
         self._arrived_at = now = time.monotonic()
         self._calls += 1
-        with pairwise.naming_unlike_sizes():
-            if not wait_request(request, self._record_after_sec):
-                try:
-                    self._wait_recorded(request)
-                except Exception:
-                    keep_alive(request, tensors)
+        try:
+            is_done = wait_request(request, self._record_after_sec)
+        except Exception as error:
+            if (unlike := pairwise.unlike_sizes(error)) is None:
+                raise
+            raise unlike from error
+        if not is_done:
+            try:
+                self._wait_recorded(request)
+            except Exception as error:
+                keep_alive(request, tensors)
+                if (unlike := pairwise.unlike_sizes(error)) is None:
                     raise
-                now = time.monotonic()
+                raise unlike from error
+            now = time.monotonic()
         # No rank has given up on one that came before that and has waited for at most as long.
         if now - since > self._late_sec and self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
