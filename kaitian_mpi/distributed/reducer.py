@@ -92,7 +92,7 @@ class GradientReducer:
         self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
         suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
-        self._parts = partition(self._parameters, bucket_caps or suited)
+        self._parts = self._partition(bucket_caps or suited)
         # The parameters of each bucket whose gradients are not ready; never empty if not armed.
         self._left = [{_UNARMED} for _ in self._parts]
         self._ready: set[int] = set()
@@ -230,6 +230,9 @@ class GradientReducer:
         self._parameters, self._frozen, self._buckets, self._parts, self._left = [], {}, [], [], []
         self._carrier = None
         self._works = []
+
+    def _partition(self, caps: tuple[int, int]) -> list[list[int]]:
+        return partition(self._parameters, caps)
 
     def _build(self) -> None:
         self._works, self._buckets = [], []

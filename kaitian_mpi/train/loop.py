@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import participate
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of, split_share
@@ -25,6 +26,9 @@ from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress, StepObserver
 from kaitian_mpi.train.task import Task, aside
+
+if TYPE_CHECKING:
+    from kaitian_mpi.train.shards import Shards
 
 _SAMPLES_OF_STATISTICS = 256
 _WARM_UP_STEPS = 3
@@ -74,12 +78,16 @@ class Loop:
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._step = StepInProgress(world.device_kind)
         self.clock = self._step.clock
-        self._make_reducer = partial(
+        self._make_reducer: Callable[[], GradientReducer] = partial(
             GradientReducer,
             state.model,
             on_bucket=self._step.bucket_ready,
             residuals=state.residuals,
         )
+        self._apply: Callable[[Task, State, bool, int], None] = apply_step
+        self._micro_batches: list[int | None] | None = None
+        if state.shards is not None:
+            self._use_shards(state.shards)
         self._gradients = self._make_reducer()
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.
@@ -93,6 +101,17 @@ class Loop:
         self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
         self._is_in_epoch = False
         self._evaluated: dict[str, float] | None = None  # by the script, at the end of this epoch
+
+    def _use_shards(self, shards: Shards) -> None:
+        """Sum gradients to their owners, who apply them."""
+        from kaitian_mpi.train.shards import apply_step as apply_to_shards
+
+        step = self._step
+        self._make_reducer = partial(
+            shards.reducer, self.state.model, on_bucket=step.bucket_ready, waits=step.waits
+        )
+        self._apply = lambda *args: apply_to_shards(cast("Any", self._gradients), *args)
+        self._micro_batches = gather_values(self.world.comm, self.plan.micro_batch_size)
 
     @property
     def _loss_travels(self) -> bool:
@@ -247,6 +266,8 @@ class Loop:
         """Begin a step with this rank's share; return in which order to take its micro-batches."""
         step, number = self._step, self.progress.step + 1
         step.begin(number, self._task, parts, self.sampler.shares_at(self.progress.position))
+        if self._micro_batches is not None:
+            cast("Any", self._gradients).rounds = self._most_parts(step.batch_sizes)
         samples = step.samples
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._commit is not None or step.own_samples == 0 or self._task.loss is None:
@@ -258,6 +279,17 @@ class Loop:
         self.start_clock()
         enter_phase("forward", step=number)
         return sorted(range(len(parts)), key=lambda index: self.weight(index) > 0)
+
+    def _most_parts(self, shares: Sequence[int]) -> int:
+        """Return the most micro-batches that any rank takes; the same on every rank."""
+        if not self.has_micro_batches:
+            return 1
+        limits, least = self._micro_batches or [], self.sampler.min_batch
+        counts = [
+            len(split_share(range(share), limit, least))
+            for share, limit in zip(shares, limits, strict=True)
+        ]
+        return max(counts)
 
     def start_clock(self) -> None:
         """Begin the time of the step, perhaps again. Not collective."""
@@ -282,11 +314,11 @@ class Loop:
         self.clock.enter(StepClock.BACKWARD)
         step = self._step
         loss = step.weigh(loss, index)
-        if is_last:
+        if is_last or self._micro_batches is not None:
             if self._gradients.is_outdated:  # the script has unfrozen parameters, on every rank
                 self._gradients.close()
                 self._gradients = self._make_reducer()
-            loss_of_share = step.own_loss() if self._loss_travels else None
+            loss_of_share = step.own_loss() if is_last and self._loss_travels else None
             self._gradients.arm(step.weight_of_share, loss_of_share)
         scaled = self._computation.scaler.scale(loss)
         if scaled.requires_grad:  # it may not if nothing of the share counts
@@ -314,7 +346,7 @@ class Loop:
         self._pace.start()
         epoch = self.progress.epoch
         enter_phase("the optimizer", step=self.progress.step + 1)
-        apply_step(self._task, self.state, is_finite, step.samples)
+        self._apply(self._task, self.state, is_finite, step.samples)
         self._pace.catch_up()
         self.clock.stop()
         times = self.clock.take()

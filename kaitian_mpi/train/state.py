@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from kaitian_mpi.train.state_transfer import (
     plain,
 )
 from kaitian_mpi.train.task import Computation, Task
+
+if TYPE_CHECKING:
+    from kaitian_mpi.train.shards import Shards
 
 _PARTS = {
     "model": "the model",
@@ -53,6 +56,8 @@ class State:
         self.model: nn.Module = task.model.to(computation.device)
         self.optimizers = task.make_optimizers(self.model)
         self._schedules = Schedules(task, self.optimizers, total_steps)
+        self.shards: Shards | None = None
+        """This rank's part of the optimizers' state; None if it has all of it."""
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.residuals = Residuals(wire)
@@ -110,6 +115,8 @@ class State:
         """Free the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
+        if self.shards is not None:
+            self.shards.zero_gradients()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's weights and buffers, contiguous in host memory."""
@@ -122,7 +129,7 @@ class State:
     def replicas(self) -> list[torch.Tensor]:
         """Return the tensors that only steps change: the weights and the optimizers' state."""
         tensors = [parameter.detach() for parameter in self.model.parameters()]
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if self.shards is None else ():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     values = dict(sorted(optimizer.state.get(parameter, {}).items())).values()
@@ -133,7 +140,7 @@ class State:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
             "model": plain(self.model.state_dict()),
-            "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizers": [plain(state) for state in self._optimizer_states()],
             "optimizer_types": self._optimizer_types(),
             "schedulers": self._schedules.states(),
             "begun_with": self._schedules.begun_with,
@@ -165,8 +172,12 @@ class State:
             settings = self._schedules.settings()
             try:
                 self.model.load_state_dict(state["model"])
-                for optimizer, content in zip(self.optimizers, state["optimizers"], strict=True):
-                    optimizer.load_state_dict(content)
+                if self.shards is not None:
+                    self.shards.load_settings(state["optimizers"])
+                else:
+                    pairs = zip(self.optimizers, state["optimizers"], strict=True)
+                    for optimizer, content in pairs:
+                        optimizer.load_state_dict(content)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
                     "cannot resume: the checkpoint is of another model or optimizer "
@@ -197,6 +208,9 @@ class State:
         """Load a result of `shared` from a file. Training must not have begun."""
         with self.lock:
             content = file.content
+            if self.shards is not None:
+                self.shards.load(content["optimizers"])
+                content = content | {"optimizers": _without_state(content["optimizers"])}
             if file.is_mapped:
                 content = copy_state(content, self.shared(), is_mapped=True)
             self.load_shared(content)
@@ -214,6 +228,11 @@ class State:
         own = {name: state[name] for name in ("schedulers", "extra")}
         self.load_shared(state | copy_state(own))
         self.is_begun = False
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        if self.shards is not None:
+            return self.shards.settings()
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def _optimizer_types(self) -> list[str]:
         return [type(optimizer).__name__ for optimizer in self.optimizers]
@@ -276,6 +295,10 @@ class State:
         content = broadcast_state(world.comm, own, source, receives, into=own)
         if receives:
             self.load_shared(content)
+
+
+def _without_state(optimizers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**content, "state": {}} for content in optimizers]
 
 
 @torch.no_grad()

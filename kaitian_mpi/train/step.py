@@ -265,11 +265,11 @@ class StepInProgress(Participation):
         return self.own_weight > 0
 
     @contextmanager
-    def waits(self) -> Iterator[None]:
-        """Return the context of a batch norm's sum, which may wait for other ranks."""
+    def waits(self, what: str = _BATCH_NORM) -> Iterator[None]:
+        """Return the context of a sum within a step, which may wait for other ranks."""
         self._pace.catch_up()
-        before = self.clock.enter(_BATCH_NORM)
-        enter_phase(_BATCH_NORM, step=self.number, waits=True)
+        before = self.clock.enter(what)
+        enter_phase(what, step=self.number, waits=True)
         yield
         enter_phase("forward or backward", step=self.number)
         self.clock.enter(before)

@@ -18,6 +18,7 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.shards import Shards
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation
 
@@ -62,7 +63,7 @@ class Run:
 
     def __init__(
         self, world, shares, *, model=None, layers=(), data=None, commit=None,
-        micro_batch_size=None, min_batch=1, evaluates=True, **settings,
+        micro_batch_size=None, min_batch=1, evaluates=True, memory=None, **settings,
     ):  # fmt: skip
         self.world, self.shares, self.commit = world, shares, commit
         self.evaluates = evaluates
@@ -75,6 +76,9 @@ class Run:
         length = len(self.setup.train)
         self.steps = count_steps(self.config, length, sum(shares), min_batch)
         self.state = make_state(world, self.setup.task, self.steps)
+        if memory is not None:
+            self.state.shards = Shards(self.state.model, self.state.optimizers)
+            self.state.shards.assign(world, memory)
         self.loader = ShareLoader(self.setup.train, self.config.workers, pin_memory=False)
         self.plan_of = lambda shares: make_plan(world, shares, micro_batch_size, min_batch)
         self.taken = []

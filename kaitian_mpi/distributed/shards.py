@@ -1,0 +1,316 @@
+"""Sums gradients to the ranks that own them, and brings the owners' new values back.
+
+A bucket is laid out in the order of its owners, whose parts are of unlike lengths: a ragged
+reduce-scatter sums it after backward, and a ragged all-gather returns what the owners made of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaitian_mpi.balance.ownership import Part
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.gradients import partition, sum_on_host
+from kaitian_mpi.distributed.reducer import GradientReducer
+
+BUCKET_CAPS = (1 << 20, 25 << 20)
+_IN_FLIGHT = (
+    2  # buckets that are summed at once; backward waits for more, so that memory is bounded
+)
+
+Targets = Mapping[Part, nn.Parameter]
+
+
+class ShardBucket:
+    """The parts of some parameters of one dtype and device, in the order of their owners."""
+
+    def __init__(
+        self, parameters: Mapping[int, nn.Parameter], parts: Sequence[Part], size: int, rank: int
+    ) -> None:
+        """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part."""
+        self.parts = sorted(parts, key=lambda part: part.owner)
+        self._parameters = [parameters[part.parameter] for part in self.parts]
+        self._like = next(iter(parameters.values())).detach()
+        sizes = [
+            _rows(p, part).numel() for p, part in zip(self._parameters, self.parts, strict=True)
+        ]
+        self._starts = [0, *itertools.accumulate(sizes)]
+        self.counts = [0] * size
+        for part, count in zip(self.parts, sizes, strict=True):
+            self.counts[part.owner] += count
+        self.rank, begin = rank, sum(self.counts[:rank])
+        self.own = self._like.new_empty(self.counts[rank])
+        """The sum of this rank's parts; flat."""
+        self.owned = {
+            part: self._view(self.own, start - begin, parameter, part)
+            for part, parameter, start in self._placed()
+            if part.owner == rank
+        }
+        """The same by part, in the parameters' layout."""
+        only = self._parameters[0]
+        self._is_whole = len(parameters) == 1 and only.is_contiguous()
+
+    def _placed(self) -> Any:
+        return zip(self.parts, self._parameters, self._starts, strict=False)
+
+    @staticmethod
+    def _view(
+        buffer: torch.Tensor, start: int, parameter: nn.Parameter, part: Part
+    ) -> torch.Tensor:
+        rows = _rows(parameter, part)
+        strides = torch.empty_like(rows, device="meta").stride()
+        return buffer.as_strided(rows.shape, strides, start)
+
+    @torch.no_grad()
+    def fill(self, weight: float | None) -> torch.Tensor:
+        """Return the weighted gradients in a buffer, and free the parameters' own."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        first = gradients[0]
+        if weight and self._is_whole and first is not None and first.is_contiguous():
+            return first.view(-1).mul_(weight)  # it is laid out as the buffer would be
+        buffer = self._like.new_empty(self._starts[-1])
+        if not weight:
+            return buffer.zero_()
+        for (part, parameter, start), gradient in zip(self._placed(), gradients, strict=True):
+            view = self._view(buffer, start, parameter, part)
+            if gradient is None:
+                view.zero_()
+            else:
+                torch.mul(_rows(gradient, part), weight, out=view)
+        return buffer
+
+    @torch.no_grad()
+    def values(self) -> torch.Tensor:
+        """Return a buffer with this rank's parts of the parameters; the others' are undefined."""
+        if self._is_whole:
+            return self._parameters[0].detach().view(-1)
+        buffer = self._like.new_empty(self._starts[-1])
+        for part, parameter, start in self._placed():
+            if part.owner == self.rank:
+                self._view(buffer, start, parameter, part).copy_(_rows(parameter, part))
+        return buffer
+
+    @torch.no_grad()
+    def take(self, buffer: torch.Tensor) -> None:
+        """Set the other ranks' parts of the parameters."""
+        if self._is_whole:
+            return
+        for part, parameter, start in self._placed():
+            if part.owner != self.rank:
+                _rows(parameter, part).copy_(self._view(buffer, start, parameter, part))
+
+    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the owners' parts of a buffer, by rank."""
+        return list(buffer.split(self.counts))
+
+
+@not_compiled
+class ShardReducer(GradientReducer):
+    """Sums gradients as `GradientReducer` does, each to the rank that owns it.
+
+    Only an owner has the sum after `finish`. Several micro-batches are each armed, and add up at
+    the owners: so no rank ever has more than its parts and two buckets. A parameter's gradient is
+    freed as soon as it is in its bucket.
+
+    Attributes:
+        rounds: how often the rank with the most micro-batches arms the reducer in this step; the
+            same on every rank.
+        squared_norm: of the whole gradient, after `finish`; the same on every rank.
+    """
+
+    carries_number = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        parts: Sequence[Part],
+        targets: Targets,
+        group: dist.ProcessGroup | None = None,
+        on_bucket: Callable[[bool], None] = lambda is_last: None,
+        waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
+        bucket_caps: tuple[int, int] = BUCKET_CAPS,
+        residuals: Any = None,
+    ) -> None:
+        """Watch a model's parameters. Not collective.
+
+        Args:
+            model: its parameters are numbered in the order of `parameters()`.
+            parts: of all of them, by all ranks.
+            targets: what the optimizers of this rank step, for each part that it owns.
+            group: of the ranks; None: all.
+            on_bucket: called when a bucket of this step is ready, with whether it is the last.
+            waits: the context in which backward waits for earlier buckets.
+            bucket_caps: bytes at which a bucket is full: the first one, and the others.
+            residuals: for the signature of `GradientReducer`; all is exact here.
+        """
+        self._numbers = {p: number for number, p in enumerate(model.parameters())}
+        self._of: dict[int, list[Part]] = {}
+        for part in parts:
+            self._of.setdefault(part.parameter, []).append(part)
+        self._targets, self.waits = targets, waits
+        self._flights: deque[tuple[ShardBucket, Any, torch.Tensor, bool]] = deque()
+        self.rounds, self._round = 1, 0
+        self.squared_norm = 0.0
+        self._own_number, self._sum = 0.0, torch.zeros(())
+        self._is_finite = True
+        super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
+
+    @property
+    def number(self) -> torch.Tensor:
+        return self._sum
+
+    def arm(
+        self,
+        weight: float | Callable[[], float | None] | None,
+        number: torch.Tensor | None = None,
+    ) -> None:
+        """Let the next backward add to the owners' sums; it is one of the step's `rounds`."""
+        if self._is_armed and self._is_backward_done and self._round + 1 < self.rounds:
+            self._end_round()
+        super().arm(weight, number)
+
+    def finish(self) -> None:
+        """Complete the sums of all rounds; `grad` of each target then holds its own. Collective."""
+        if not self._is_armed:
+            raise RuntimeError("finish() without arm()")
+        try:
+            self._end_round()
+            while self._round < self.rounds:
+                self._filled, self._weight = 0, None
+                self._end_round()
+            self._land(0)
+            self._settle()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._round = 0
+        self._flights.clear()  # what is being summed keeps its buffers
+
+    def is_finite(self) -> bool:
+        """Return whether the gradients of the last `finish` have no NaN and no infinity."""
+        return self._is_finite
+
+    def share_values(self) -> None:
+        """Give every rank the owners' values of the parameters. Collective."""
+        flights: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
+        for bucket in self._buckets:
+            buffer = bucket.values()
+            pieces = bucket.split(buffer)
+            own = pieces[bucket.rank]
+            work = dist.all_gather(pieces, own, group=self._group, async_op=True)
+            flights.append((bucket, work, buffer))
+            if len(flights) == _IN_FLIGHT:
+                _arrive(*flights.popleft())
+        while flights:
+            _arrive(*flights.popleft())
+
+    def _partition(self, caps: tuple[int, int]) -> list[list[int]]:
+        """Give each parameter that fills a bucket one of its own, which then needs no copy."""
+        found = []
+        for part in partition(self._parameters, caps):
+            large = [i for i in part if self._parameters[i].nbytes >= caps[1]]
+            found += [[index] for index in large]
+            if small := [index for index in part if index not in large]:
+                found.append(small)
+        return found
+
+    def _build(self) -> None:
+        group: Any = self._group or dist.group.WORLD
+        self._buckets: list[Any] = []
+        for indices in self._parts:
+            numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
+            parts = [part for number in numbers for part in self._of[number]]
+            self._buckets.append(ShardBucket(numbers, parts, group.size(), group.rank()))
+        self._used: list[float] = []
+        self._carrier = None
+
+    def _fill_next(self) -> None:
+        """Fill a bucket, and start its sum."""
+        self._land(_IN_FLIGHT - 1)
+        number, bucket = self._filled, self._buckets[self._filled]
+        self._filled += 1
+        is_real = self._weight is not None or self._round == 0
+        if is_real:  # else this rank has nothing left to compute
+            is_last = self._round + 1 == self.rounds or self._number is not None
+            self._on_bucket(is_last and self._filled == len(self._buckets))
+        if callable(self._weight):
+            self._weight = self._weight()
+        if self._round == 0 and number == 0:
+            self._used, self._own_number = [0.0] * len(self._parameters), 0.0
+        if self._weight is not None:
+            for index in self._parts[number]:
+                self._used[index] += self._parameters[index].grad is not None
+        buffer = bucket.fill(self._weight)
+        adds = self._round > 0
+        arriving = torch.empty_like(bucket.own) if adds else bucket.own
+        pieces = bucket.split(buffer)
+        work = dist.reduce_scatter(arriving, pieces, group=self._group, async_op=True)
+        self._flights.append((bucket, work, arriving, adds))
+
+    def _land(self, most: int) -> None:
+        """Wait until at most so many buckets are being summed."""
+        if len(self._flights) <= most:
+            return
+        with self.waits("the sum of gradients") if most else nullcontext():
+            while len(self._flights) > most:
+                bucket, work, arriving, adds = self._flights.popleft()
+                work.wait()
+                if adds:
+                    bucket.own.add_(arriving)
+
+    def _end_round(self) -> None:
+        with self._lock:
+            while self._filled < len(self._buckets):
+                self._fill_next()
+        if self._number is not None and self._weight:
+            self._own_number += float(self._number) * float(self._weight)  # type: ignore[arg-type]
+        self._round += 1
+        self._is_armed, self._number = False, None
+
+    def _settle(self) -> None:
+        """Exchange what all ranks must know, and give the owned gradients to the optimizers."""
+        owned = [bucket.own for bucket in self._buckets]
+        is_finite = math.isfinite(sum(float(own.sum(dtype=_wide(own))) for own in owned))
+        # Finite numbers may add up to more than a float can hold.
+        is_finite = is_finite or all(bool(own.isfinite().all()) for own in owned)
+        norms = [float(torch.linalg.vector_norm(own, dtype=_wide(own))) for own in owned]
+        facts = self._own_number, float(not is_finite), sum(norm * norm for norm in norms)
+        total = torch.tensor([*facts, *self._used], dtype=torch.float64)
+        sum_on_host(total, self._group).wait()
+        number, faults, self.squared_norm, *used = total.tolist()
+        self._is_finite = faults == 0
+        self._sum = torch.tensor(number, dtype=torch.float64)
+        for bucket, indices in zip(self._buckets, self._parts, strict=True):
+            counts = {self._numbers[self._parameters[i]]: used[i] for i in indices}
+            for part, gradient in bucket.owned.items():
+                is_used = counts[part.parameter] > 0
+                self._targets[part].grad = gradient if is_used else None
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which to add up a tensor."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor[part.begin : part.end] if tensor.dim() else tensor
+
+
+def _arrive(bucket: ShardBucket, work: Any, buffer: torch.Tensor) -> None:
+    work.wait()
+    bucket.take(buffer)

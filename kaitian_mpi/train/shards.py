@@ -1,0 +1,347 @@
+"""Layout shard: each rank keeps the optimizer's state, and the gradients, of its own parts only.
+
+The parameters are whole on every rank. The parts of a rank are in proportion to its memory, its
+batches to its speed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kaitian_mpi.balance.ownership import Part, divide
+from kaitian_mpi.distributed.gradients import partition
+from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.state_transfer import broadcast_state, copy_state
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from kaitian_mpi.train.state import State
+    from kaitian_mpi.train.task import Task
+
+Key = tuple[int, int, int]
+"""A parameter's number, and the rows from one to before another."""
+
+# Those of which each element's update depends on that element alone, so that rows can be parted.
+_BY_ELEMENT = {
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+    *("RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"),
+}
+_MIN_MAPPED_BYTES = 1 << 16
+
+
+class Shards:
+    """The parts of a model's parameters, and of its optimizers, on this rank.
+
+    The optimizers are the user's own; their groups have this rank's parts in the place of the
+    parameters: the parameter itself, or a new one that is a view of some of its rows.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._parameters = list(model.parameters())
+        if any(parameter.is_complex() for parameter in self._parameters):
+            raise UserError("--layout shard does not support complex parameters")
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        self._groups = [
+            [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]
+            for each in optimizers
+        ]
+        self.parts: list[Part] = []
+        """Of all ranks; empty before `assign`."""
+        self.targets: dict[Part, nn.Parameter] = {}
+        """What this rank's optimizers step, by part."""
+        self._loose: dict[Key, dict[str, Any]] = {}
+        """States that this rank has read, or was given, and that have no owner yet."""
+        self._collected: list[dict[str, Any]] | None = None
+        self.load([each.state_dict() for each in optimizers])
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take whole optimizers' states, for `assign` to distribute. Not collective."""
+        self.drop()
+        for state, groups in zip(states, self._groups, strict=True):
+            numbers = [number for group in groups for number in group]
+            for place, content in state["state"].items():
+                number = numbers[place]
+                self._loose[number, 0, _rows(self._parameters[number])] = content
+
+    def drop(self) -> None:
+        """Forget all state, as it is incomplete. Not collective."""
+        self._loose = {}
+        self.parts, self.targets = [], {}
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the optimizers' `state_dict` as if they had all parameters, without any state.
+
+        While it is `collected`, with all of it.
+        """
+        return self._collected or [
+            {"state": {}, "param_groups": _numbered(optimizer, groups)}
+            for optimizer, groups in zip(self._optimizers, self._groups, strict=True)
+        ]
+
+    def load_settings(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load a result of `settings`, of this rank or another, without its state.
+
+        Raises:
+            ValueError: it is of other groups.
+        """
+        for optimizer, groups, state in zip(self._optimizers, self._groups, states, strict=True):
+            lengths = [len(group["params"]) for group in state["param_groups"]]
+            if lengths != [len(group) for group in groups]:
+                raise ValueError("the optimizer's groups have other parameters")
+            own = optimizer.state_dict()
+            for group, saved in zip(own["param_groups"], state["param_groups"], strict=True):
+                group.update({name: saved[name] for name in saved if name != "params"})
+            optimizer.load_state_dict(own)
+
+    def is_complete(self, comm: MPI.Intracomm) -> bool:
+        """Return whether these ranks have all parts of the state. Collective."""
+        known = {key for keys in gather_values(comm, [*self._held()]) for key in map(tuple, keys)}
+        missing = any(tuple(part[:3]) not in known for part in self.parts)
+        return not any(gather_values(comm, missing))
+
+    def assign(self, world: World, shares: Sequence[float]) -> None:
+        """Make the ranks owners in proportion to `shares`, with the state there is. Collective."""
+        held = self._held()
+        self._loose = {}
+        parts = self._divide(shares)
+        wanted = [((part.parameter, part.begin, part.end), part.owner) for part in parts]
+        states = _move(world.comm, held, wanted)
+        settings = self.settings()
+        held.clear()
+        self.parts = parts
+        self.targets = {
+            part: _target(self._parameters[part.parameter], part)
+            for part in parts
+            if part.owner == world.rank
+        }
+        own = {(part.parameter, part.begin, part.end): part for part in self.targets}
+        for optimizer, groups, setting in zip(
+            self._optimizers, self._groups, settings, strict=True
+        ):
+            optimizer.state.clear()
+            content: dict[int, Any] = {}
+            place = 0
+            for group, numbers, saved in zip(
+                optimizer.param_groups, groups, setting["param_groups"], strict=True
+            ):
+                keys = [key for number in numbers for key in own if key[0] == number]
+                group["params"] = [self.targets[own[key]] for key in keys]
+                saved["params"] = [*range(place, place + len(keys))]
+                content |= {place + i: states[key] for i, key in enumerate(keys) if states[key]}
+                place += len(keys)
+            setting["state"] = content
+            optimizer.load_state_dict(setting)
+
+    def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
+        """Return what sums the gradients to their owners."""
+        return ShardReducer(model, parts=self.parts, targets=self.targets, **options)
+
+    def zero_gradients(self) -> None:
+        """Free the gradients of the parts."""
+        for target in self.targets.values():
+            target.grad = None
+
+    @contextmanager
+    def collected(self, world: World, folder: Path | None) -> Iterator[None]:
+        """Have rank 0 return all of the state in the block. Collective.
+
+        Its tensors are in files without a name in `folder`, so that they take no memory.
+        """
+        numbers = {number for groups in self._groups for group in groups for number in group}
+        whole = [(number, 0, _rows(self._parameters[number])) for number in sorted(numbers)]
+        keep = partial(_mapped, folder=folder)
+        states = _move(world.comm, self._held(), [(key, 0) for key in whole], keep)
+        if world.rank == 0:
+            collected = self.settings()
+            for content, groups in zip(collected, self._groups, strict=True):
+                order = [number for group in groups for number in group]
+                by_number = {key[0]: state for key, state in states.items()}
+                found = {place: by_number[number] for place, number in enumerate(order)}
+                content["state"] = {place: state for place, state in found.items() if state}
+            self._collected = collected
+        try:
+            yield
+        finally:
+            self._collected = None
+
+    def _held(self) -> dict[Key, dict[str, Any]]:
+        """Return this rank's part of the state, by what it is of."""
+        held = dict(self._loose)
+        for part, target in self.targets.items():
+            found = (each.state[target] for each in self._optimizers if target in each.state)
+            held[part[:3]] = dict(next(found, {}))
+        return held
+
+    def _divide(self, shares: Sequence[float]) -> list[Part]:
+        of_optimizers = {n for groups in self._groups for group in groups for n in group}
+        counts = [
+            parameter.nbytes * (parameter.requires_grad and number in of_optimizers)
+            for number, parameter in enumerate(self._parameters)
+        ]
+        order = [n for bucket in partition(self._parameters, BUCKET_CAPS) for n in bucket]
+        by_rows = all(type(each).__name__ in _BY_ELEMENT for each in self._optimizers)
+        return divide(counts, [*map(_rows, self._parameters)], shares, order, by_rows)
+
+
+def apply_step(
+    reducer: ShardReducer, task: Task, state: State, is_finite: bool, samples: int
+) -> None:
+    """Apply a step of all ranks' `samples` to the owned parts, and share their values. Collective.
+
+    The weights stay if the gradient is not finite.
+    """
+    shards, scaler = state.shards, state.computation.scaler
+    assert shards is not None
+    with state.lock:
+        if is_finite:
+            scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+            factor = 1 / scale
+            if task.clip_norm is not None:
+                assert not callable(task.clip_norm)
+                norm = reducer.squared_norm**0.5 / scale
+                factor *= min(1.0, task.clip_norm / (norm + 1e-6))
+            if factor != 1:
+                gradients = [t.grad for t in shards.targets.values() if t.grad is not None]
+                if gradients:
+                    torch._foreach_mul_(gradients, factor)
+            for optimizer in state.optimizers:
+                optimizer.step()
+            for scheduler in state.schedulers:
+                if hasattr(scheduler, "step"):
+                    scheduler.step()
+        if scaler.is_enabled():
+            _update_scale(scaler, is_finite)
+        state.zero_gradients()
+        state.progress.step_done(samples)
+        if is_finite:
+            with reducer.waits("the owners' values"):
+                reducer.share_values()
+
+
+def _update_scale(scaler: torch.amp.GradScaler, is_finite: bool) -> None:
+    """Do what `GradScaler.update` does, on all ranks alike: some may have no gradient."""
+    content = scaler.state_dict()
+    content["_growth_tracker"] = content["_growth_tracker"] + 1 if is_finite else 0
+    if not is_finite:
+        content["scale"] *= content["backoff_factor"]
+    elif content["_growth_tracker"] == content["growth_interval"]:
+        content["scale"] *= content["growth_factor"]
+        content["_growth_tracker"] = 0
+    scaler.load_state_dict(content)
+
+
+def _move(
+    comm: MPI.Intracomm,
+    held: Mapping[Key, dict[str, Any]],
+    wanted: Iterable[tuple[Key, int]],
+    keep: Callable[[torch.Tensor], torch.Tensor] = partial(copy_state, share=True),
+) -> dict[Key, dict[str, Any]]:
+    """Return the states that this rank wants, from the ranks that have them. Collective.
+
+    Args:
+        comm: of the ranks.
+        held: this rank's states.
+        wanted: what each is of, and which rank wants it; the same on every rank.
+        keep: what makes a tensor this rank's own.
+    """
+    sources: dict[int, dict[Key, int]] = {}
+    for rank, keys in enumerate(gather_values(comm, [*held])):
+        for number, begin, end in keys:
+            sources.setdefault(number, {}).setdefault((number, begin, end), rank)
+    states: dict[Key, dict[str, Any]] = {}
+    for key, target in wanted:
+        number, begin, end = key
+        pieces = []
+        for source in sorted(sources.get(number, {})):
+            rows = max(begin, source[1]), min(end, source[2])
+            if rows[0] < rows[1]:
+                rank = sources[number][source]
+                own = _cut(held[source], source, rows) if comm.rank == rank else None
+                if rank == target:
+                    pieces.append(own)
+                else:
+                    receives = comm.rank == target
+                    pieces.append(broadcast_state(comm, own, rank, receives))
+        if comm.rank == target:
+            states[key] = _join([piece for piece in pieces if piece is not None], end - begin, keep)
+    return states
+
+
+def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str, Any]:
+    """Return the state of some rows."""
+    _, begin, end = key
+    if rows == (begin, end):
+        return dict(state)
+    return {
+        name: value[rows[0] - begin : rows[1] - begin] if _has_rows(value, end - begin) else value
+        for name, value in state.items()
+    }
+
+
+def _join(
+    pieces: Sequence[Mapping[str, Any]], rows: int, keep: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """Return one state of the states of consecutive rows, in host memory and with its own."""
+    joined: dict[str, Any] = {}
+    for name, first in (pieces[0] if pieces else {}).items():
+        values = [piece[name] for piece in pieces]
+        if len(values) > 1 and _is_tensor(first):
+            first = torch.cat([value.cpu() for value in values])
+        joined[name] = keep(first) if _is_tensor(first) else first
+    return joined
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return _is_tensor(value) and len(value) == rows
+
+
+def _mapped(tensor: torch.Tensor, folder: Path | None) -> torch.Tensor:
+    """Return a tensor whose memory is that of a file, which ends with it."""
+    if tensor.nbytes < _MIN_MAPPED_BYTES or folder is None:
+        return tensor.cpu()
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(tensor.nbytes)
+        memory = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the places of all parameters."""
+    numbered, place = [], 0
+    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+        settings = {name: value for name, value in group.items() if name != "params"}
+        numbered.append({**settings, "params": [*range(place, place + len(numbers))]})
+        place += len(numbers)
+    return numbered
+
+
+def _rows(parameter: torch.Tensor) -> int:
+    return len(parameter) if parameter.dim() else 1
+
+
+def _target(parameter: nn.Parameter, part: Part) -> nn.Parameter:
+    """Return what an optimizer steps for a part: the parameter, or a view of its rows."""
+    if part.end - part.begin == _rows(parameter):
+        return parameter
+    rows = parameter.detach()[part.begin : part.end]
+    return nn.Parameter(rows, requires_grad=parameter.requires_grad)

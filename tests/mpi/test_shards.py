@@ -1,0 +1,215 @@
+"""Layout shard trains as one process does, whoever owns what."""
+
+import copy
+
+import loops
+import pytest
+import torch
+from samples import Points
+from torch import nn
+
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train.task import Task
+
+pytestmark = pytest.mark.sizes(1, 2, 3)
+
+STEPS = 20
+
+
+class Matrices(torch.optim.Optimizer):
+    """Turns each gradient by its whole matrix, so rows of it would not do (as Muon)."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["seen"] = state.get("seen", 0) + 1
+                    grad = parameter.grad
+                    parameter -= (
+                        group["lr"]
+                        * grad
+                        / (1e-3 + torch.linalg.matrix_norm(grad.view(len(grad), -1)))
+                    )
+
+
+def groups(model):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+OPTIMIZERS = {
+    "adamw": lambda m: torch.optim.AdamW(groups(m), lr=0.01),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "matrices": lambda m: Matrices(m.parameters(), lr=0.01),
+    "two": lambda m: [
+        torch.optim.AdamW(groups(m)[0]["params"], lr=0.01),
+        torch.optim.SGD(groups(m)[1]["params"], lr=0.1),
+    ],
+}
+LOSS = nn.CrossEntropyLoss()
+
+
+class Net(nn.Module):
+    """Has a tied weight, a layer that only some samples use, and a parameter that none does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.middle = nn.Linear(3, 40), nn.Linear(40, 40)
+        self.rare, self.last = nn.Linear(40, 40, bias=False), nn.Linear(40, 4)
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(7))
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        hidden = hidden + self.frozen(torch.tanh(self.middle(hidden)))
+        if (x[:, 0] > 0.9).any():
+            hidden = hidden + self.rare(hidden) * (x[:, :1] > 0.9)
+        return self.last(hidden)
+
+
+def make_task(optimizer, clip_norm=None):
+    data = Points()
+    return Task(
+        model=Net(),
+        optimizer=OPTIMIZERS[optimizer],
+        data=data,
+        loss=lambda m, batch: LOSS(m(batch[0]), batch[1]),
+        clip_norm=clip_norm,
+        scheduler=lambda o: [
+            torch.optim.lr_scheduler.ExponentialLR(each, 0.98)
+            for each in (o if isinstance(o, list) else [o])
+        ],
+    )
+
+
+def alone(task, batches):
+    """Train on whole batches in one process."""
+    model = copy.deepcopy(task.model)
+    optimizers = task.make_optimizers(model)
+    schedulers = task.make_schedulers(optimizers, STEPS)
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        if task.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+        for each in (*optimizers, *schedulers):
+            each.step()
+    return model, optimizers
+
+
+@pytest.fixture
+def make_run(world, monkeypatch):
+    def make(optimizer="adamw", clip_norm=None, **options):
+        task = make_task(optimizer, clip_norm)
+        monkeypatch.setattr(loops, "make_task", lambda *_: task)
+        return task, loops.Run(world, loops.uneven(world), **options)
+
+    return make
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "clip_norm"),
+    [("adamw", 0.5), ("fused", None), ("sgd", 0.5), ("matrices", None), ("two", None)],
+)
+def test_twenty_steps_are_those_of_one_process(
+    world, make_run, tmp_path, optimizer, clip_norm, micro_batch_size
+):
+    memory = [3, 1, 2][: world.size]  # the batches are 1 : 2 : 3
+    own = micro_batch_size if world.rank else None
+    task, run = make_run(optimizer, clip_norm, memory=memory, micro_batch_size=own, epochs=9)
+    initial = copy.deepcopy(task.model)
+    taken, losses = [], []
+    while len(taken) < STEPS:
+        for step in run.epoch():
+            indices = gather_values(world.comm, run.taken[-1])
+            taken.append(sorted(sum(indices, [])))
+            losses.append(step.mean_loss.item())
+            if len(taken) == STEPS:
+                break
+        run.state.progress.epoch_done(9)
+    run.close()
+    data = run.setup.train
+    expected, optimizers = alone(
+        Task(**{**vars(task), "model": initial}), [data[indices] for indices in taken]
+    )
+    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    with run.state.shards.collected(world, tmp_path):
+        states = run.state.shared()["optimizers"]
+    if world.rank == 0:
+        for own, other in zip(states, optimizers, strict=True):
+            compare(own["state"], other.state_dict()["state"])
+            compare(own["param_groups"], other.state_dict()["param_groups"])
+
+
+def compare(own, other):
+    """Compare nested states."""
+    if isinstance(other, torch.Tensor):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    elif isinstance(other, dict):
+        assert own.keys() == other.keys()
+        for name in other:
+            compare(own[name], other[name])
+    elif isinstance(other, list):
+        assert len(own) == len(other)
+        for pair in zip(own, other, strict=True):
+            compare(*pair)
+    else:
+        assert own == pytest.approx(other)
+
+
+def owned_bytes(run):
+    """Return this rank's bytes of gradients and of the optimizer's state."""
+    shards = run.state.shards
+    gradients = sum(bucket.own.nbytes for bucket in run.loop._gradients._buckets)
+    values = [v for o in run.state.optimizers for state in o.state.values() for v in state.values()]
+    state = sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.dim())
+    assert not any(p.grad is not None for p in run.state.model.parameters())
+    assert all(target.grad is None for target in shards.targets.values())
+    return gradients, state
+
+
+def test_each_rank_has_its_share_of_gradients_and_state(world, make_run):
+    memory = [3, 1, 2][: world.size]
+    _, run = make_run("adamw", memory=memory)
+    for _ in run.epoch():
+        pass
+    gathered = gather_values(world.comm, owned_bytes(run))
+    run.close()
+    for every in zip(*gathered, strict=True):
+        shares = [share / sum(memory) for share in memory]
+        owned = [own / sum(every) for own in every]
+        assert owned == pytest.approx(shares, rel=0.05)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "matrices"])
+def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
+    task, run = make_run(optimizer, memory=[3, 1, 2][: world.size])
+    initial = copy.deepcopy(task.model)
+    taken = []
+    for step in run.epoch():
+        taken.append(sorted(sum(gather_values(world.comm, run.taken[-1]), [])))
+        if step.number == 3:
+            run.loop.close()
+            assert run.state.shards.is_complete(world.comm)
+            run.state.shards.assign(world, [1, 3, 1][: world.size])
+            break
+    run.make_loop()
+    for _ in run.epoch():
+        taken.append(sorted(sum(gather_values(world.comm, run.taken[-1]), [])))
+    run.close()
+    data = run.setup.train
+    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
