@@ -23,8 +23,8 @@ SECTIONS = {
     "model and data": "data_dir set config init workers seed export",
     "optimization": "max_steps optimizer weight_decay clip_norm schedule sync_bn",
     "balancing": "balance benchmark_seconds micro_batch_size keep_all",
-    "devices and communication": "share_device network_interface allreduce wire "
-    "emulate_kinds emulate_slowdown",
+    "devices and communication": "share_device network_interface layout allreduce wire "
+    "emulate_kinds emulate_slowdown emulate_memory",
     "checkpoints and failures": "checkpoint_every checkpoint_minutes spares",
     "output and metrics": "progress quiet tensorboard wandb mlflow timeline",
 }

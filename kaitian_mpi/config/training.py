@@ -73,6 +73,12 @@ class TrainingConfig:
         False, "train on every rank, even if excluding slow ranks would make the job faster"
     )
 
+    layout: str = setting(
+        "replicate",
+        "replicate: every rank has all of the optimizer's state and of the gradients; shard: each "
+        "rank has a part in proportion to its free memory, whatever its batches are",
+        ("replicate", "shard"),
+    )
     allreduce: str = setting(
         "auto",
         "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",
@@ -104,6 +110,13 @@ class TrainingConfig:
         "",
         "slow ranks down by sleeping: rank:factor or rank:factor@step, such as "
         "2:3.0,3:3@50,3:1@90 (results are marked 'emulated'; default $KAITIAN_EMULATE_SLOWDOWN)",
+        metavar="LIST",
+    )
+
+    emulate_memory: str = setting(
+        "",
+        "limit what ranks can allocate, besides what they use at the start: rank:size, such as "
+        "1:600MB,2:300MB (results are marked 'emulated'; default $KAITIAN_EMULATE_MEMORY)",
         metavar="LIST",
     )
 
@@ -234,6 +247,13 @@ class TrainingConfig:
                 "--sync-bn cannot be combined with --micro-batch-size, since its statistics are "
                 "those of a whole step; remove one of them"
             )
+        if self.layout == "shard":
+            for name in ("wire", "relay_dtype"):
+                if getattr(self, name) != "fp32":
+                    raise UserError(
+                        f"{flag_name(name)} cannot be combined with --layout shard, whose sums "
+                        "are exact; remove one of them"
+                    )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
         for name in ("tensorboard", "wandb", "mlflow", "timeline"):

@@ -16,6 +16,7 @@ _OUT_OF_HOST_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",  # Linux, macOS
     "DefaultCPUAllocator: not enough memory",
     "could not create a memory object",  # oneDNN
+    "std::bad_alloc",
 )
 
 

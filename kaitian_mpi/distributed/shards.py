@@ -22,7 +22,7 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gradients import partition, sum_on_host
 from kaitian_mpi.distributed.reducer import GradientReducer
 
-BUCKET_CAPS = (1 << 20, 25 << 20)
+BUCKET_CAPS = (1 << 20, 8 << 20)  # small, because memory is short where this is used
 _IN_FLIGHT = (
     2  # buckets that are summed at once; backward waits for more, so that memory is bounded
 )

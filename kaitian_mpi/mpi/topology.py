@@ -46,6 +46,8 @@ class RankInfo:
     """Whether the kind is emulated by a CPU rank."""
     slowdown: str = ""
     """The emulated slowdown, such as `3x, 1x from step 90`; empty if there is none."""
+    emulated_memory: bool = False
+    """Whether its memory is an emulated limit."""
     physical_device: str = ""
     """Identifies the physical device among all of the job; empty for a CPU."""
     library: str = ""

@@ -20,6 +20,7 @@ from kaitian_mpi.devices.emulation import (
     given_emulation,
     read_emulation,
 )
+from kaitian_mpi.devices.memory_limit import MEMORY_VARIABLE
 from kaitian_mpi.errors import AgreedError, RankLostError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import (
@@ -280,6 +281,24 @@ def slowed_as(world: World, slowdown: str) -> World:
     slowdowns = [*map(describe_slowdown, emulation.schedules)]
     infos = [replace(info, slowdown=slowdowns[info.world_rank]) for info in world.infos]
     return replace(world, emulation=emulation, device_kind=device, infos=tuple(infos))
+
+
+def limited_as(world: World, memory: str) -> World:
+    """Return the world with the memory limits that a `Training` was given. Collective."""
+    memory = memory or os.environ.get(MEMORY_VARIABLE, "")
+    if not any(gather_values(world.comm, memory)):
+        return world
+    from kaitian_mpi.devices.memory_limit import limit_memory
+
+    with agree_on_errors(world.comm):
+        own = world.info.world_rank
+        device, limits = limit_memory(world.device_kind, memory, own, world.started)
+    infos = [
+        replace(info, memory_bytes=limit, emulated_memory=True) if limit else info
+        for info in world.infos
+        for limit in [limits[info.world_rank]]
+    ]
+    return replace(world, device_kind=device, infos=tuple(infos))
 
 
 def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:

@@ -45,7 +45,7 @@ def show_topology(world: World, survives: bool = False) -> None:
             info.kind + (" (emulated)" if info.emulated else ""),
             "leader" if info.world_rank in leaders else "member",
             f"{info.device}  {info.device_name}",
-            size_text(info.memory_bytes),
+            size_text(info.memory_bytes) + (" (emulated)" if info.emulated_memory else ""),
         )
         for info in world.infos
     ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import lost_line, print_rank_0, warn_rank_0
@@ -18,16 +19,21 @@ from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.watchdog import current_watchdog, setup_limit
 from kaitian_mpi.train.checkpoint.metadata import Invalidated
 from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
+from kaitian_mpi.train.measure.allreduce import choose_allreduce
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, excluded_line
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce, show_benchmark
 from kaitian_mpi.train.membership import RankLoss
 from kaitian_mpi.train.observers import Events, Metrics, Presence
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing, record_plan
-from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.run import Run, buckets_to_measure
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import StepObserver
+
+_NO_CHECKPOINT = (
+    "the part of the optimizer's state that a lost rank had is lost, and there is no checkpoint to "
+    "continue from; give a run folder, and save more often (--checkpoint-minutes)"
+)
 
 
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
@@ -111,7 +117,7 @@ def _choose_allreduce_again(run: Run, world: World) -> None:
         return  # they are those that were started
     chosen = run.allreduce_algorithm
     request = run.config.allreduce if chosen == "direct" else chosen
-    algorithm, seconds = choose_allreduce(request, world, gradient_buckets(run.setup.task.model))
+    algorithm, seconds = choose_allreduce(request, world, buckets_to_measure(run))
     record_allreduce(run.setup, seconds)
     # If only one kind is left, the name of what was used before is kept.
     if algorithm != "direct" or not run.membership.losses:
@@ -134,6 +140,8 @@ def _plan(run: Run, world: World) -> Plan:
 def _restore_state(run: Run, world: World, plan: Plan) -> None:
     """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
     state, has_lost = run.state, bool(run.membership.losses)
+    if state.shards is not None and not state.shards.is_complete(world.comm):
+        state.forget()
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
         # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
         from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
@@ -142,9 +150,14 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)
             run.earlier = replace(found, file=None)
+        elif state.shards is not None and run.has_started:
+            raise AgreedError(_NO_CHECKPOINT)
     state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
+    if state.shards is not None:
+        state.shards.assign(world, [run.room[info.place] for info in world.infos])
+        print_rank_0(world, state.shards.describe(world))
     if has_lost:
         from kaitian_mpi.train.divergence import repair_divergence
 

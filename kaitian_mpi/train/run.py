@@ -44,6 +44,8 @@ from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.task import Computation
 
+_SMALL_SUM_BYTES = 4096
+
 
 @dataclass
 class Run:
@@ -64,6 +66,8 @@ class Run:
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
+    room: dict[str, float] = field(default_factory=dict)
+    """The bytes that each rank has for gradients and optimizer, by place; with `--layout shard`."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -162,7 +166,12 @@ def _choose_ranks(run: Run) -> None:
         on_all(start_from_file, config, setup.task.model)
     remembered = run.earlier.remembered(Invalidated.COSTS)
     known = {} if remembered is None else remembered.profiles
-    run.profiles = on_all(lambda world: find_profiles(config, world, setup, known))
+    reserved = 0
+    if config.layout == "shard":
+        from kaitian_mpi.train.measure.room import find_room
+
+        run.room, reserved = on_all(find_room, setup)
+    run.profiles = on_all(lambda world: find_profiles(config, world, setup, known, reserved))
     run.allreduce_algorithm, excluded = on_all(select_ranks, run)
     run.excluded_places = [info.place for info in excluded]
     ranks = [info.world_rank for info in excluded]
@@ -187,7 +196,8 @@ def _choose_ranks(run: Run) -> None:
 def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | None:
     """Return whether the device kinds that train compute alike; None if that is not compared."""
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    if not run.config.parity or len(kinds) < 2:
+    # A shard's rank may have no memory for what is compared: all gradients and copies.
+    if not run.config.parity or len(kinds) < 2 or run.config.layout == "shard":
         return None
     from kaitian_mpi.train.measure.parity import check_parity
 
@@ -197,7 +207,7 @@ def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | N
 def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
     """Choose the allreduce algorithm, and the ranks to exclude, with the reasons."""
     config, profiles = run.config, run.profiles
-    buckets = gradient_buckets(run.setup.task.model)
+    buckets = buckets_to_measure(run)
     places = [info.place for info in world.infos]
     metadata = run.earlier.remembered(Invalidated.ALLREDUCE)
     is_same = metadata is not None and metadata.active_places == places
@@ -207,6 +217,7 @@ def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
     metadata = run.earlier.remembered(Invalidated.EXCLUSION)
     costs = profiles.costs(world.infos)
     wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
+    wanted = wanted and config.layout == "replicate"  # in others a slow rank's memory counts
     excluded: dict[int, str] = {}
     # It was compared with the ranks that trained, so all of those must be present again.
     is_known = metadata is not None and {*places}.issuperset(metadata.active_places)
@@ -224,6 +235,13 @@ def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
     return algorithm, reasons
 
 
+def buckets_to_measure(run: Run) -> list[int]:
+    """Return the bytes of what an allreduce sums in a step, by which its algorithm is chosen."""
+    if run.config.layout == "shard":
+        return [_SMALL_SUM_BYTES]
+    return gradient_buckets(run.setup.task.model)
+
+
 def make_state(run: Run, world: World) -> State:
     """Create the training state, on later spares too, because creating the first takes a second."""
     config, setup, profiles, done = run.config, run.setup, run.profiles, run.earlier.progress
@@ -235,6 +253,10 @@ def make_state(run: Run, world: World) -> State:
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
         state = State(setup.task, computation, total_steps, config.wire)
+        if config.layout == "shard":
+            from kaitian_mpi.train.shards import use_shards
+
+            use_shards(state, setup.task)
         state.check_restorable()
     advice = "give every rank the same code and settings"
     check_same(world.comm, {"the optimizer": describe_optimizers(state.optimizers)}, advice)

@@ -174,6 +174,8 @@ class Saving(StepObserver):
         again = f"run the same command with --run-dir {path or 'FOLDER'} --resume auto"
         if checkpoints.on_disk is not None and checkpoints.on_disk.last_written == step:
             return f"step {step} is in its checkpoint: make room, and {again}"
+        if self._run.state.shards is not None:
+            return f"make room, and {again} to continue from the last checkpoint"
         name = snapshots_name(self._run.config.snapshots, os.environ) or secrets.token_hex(8)
         writer = checkpoints.in_memory or BackgroundWriter(snapshot_files(name))
         checkpoints.write(writer, self._run.state, self._metadata())
@@ -277,7 +279,8 @@ class Saving(StepObserver):
         """Copy the state to the host, for a forked process, which cannot use the device."""
         writer = self._checkpoints.on_disk
         assert writer is not None  # this rank owns the files
-        self._exit_copy = copy_state(self._run.state.shared(), writer.take_spare())
+        if self._run.state.shards is None:
+            self._exit_copy = copy_state(self._run.state.shared(), writer.take_spare())
 
     def _save_at_exit(self) -> str:
         """Save the last complete step, in a forked process that outlives this one.
@@ -292,6 +295,15 @@ class Saving(StepObserver):
 
     def _write_at_exit(self) -> str:
         state, step, writer = self._run.state, self._progress.step, self._checkpoints.on_disk
+        if state.shards is not None:  # no rank has all of it, and the others cannot be asked
+            assert writer is not None
+            kept = writer.files.newest_step()
+            last = (
+                "there is no checkpoint"
+                if kept is None
+                else f"the checkpoint of step {kept} is kept"
+            )
+            return f"step {step} is not saved, as --layout shard has it in parts; {last}"
         if step == 0:
             return "no step has completed yet; nothing was saved"
         assert writer is not None

@@ -42,6 +42,19 @@ _BY_ELEMENT = {
 _MIN_MAPPED_BYTES = 1 << 16
 
 
+def use_shards(state: State, task: Task) -> None:
+    """Lay a state out in shards, which have no owners yet. Not collective.
+
+    Raises:
+        UserError: the task cannot be trained so.
+    """
+    if callable(task.clip_norm):
+        raise UserError(
+            "--layout shard requires Task(clip_norm=...) to be a number: no rank has all gradients"
+        )
+    state.shards = Shards(state.model, state.optimizers)
+
+
 class Shards:
     """The parts of a model's parameters, and of its optimizers, on this rank.
 
@@ -121,7 +134,7 @@ class Shards:
         self._loose = {}
         parts = self._divide(shares)
         wanted = [((part.parameter, part.begin, part.end), part.owner) for part in parts]
-        states = _move(world.comm, held, wanted)
+        states = _move(world.comm, held, wanted, partial(copy_state, share=True))
         settings = self.settings()
         held.clear()
         self.parts = parts
@@ -147,6 +160,14 @@ class Shards:
                 place += len(keys)
             setting["state"] = content
             optimizer.load_state_dict(setting)
+
+    def describe(self, world: World) -> str:
+        """Return a line that says what each rank owns."""
+        owned = [0] * world.size
+        for part in self.parts:
+            owned[part.owner] += _bytes(self._parameters[part.parameter], part)
+        shares = ", ".join(f"{each / max(1, sum(owned)):.1%}" for each in owned)
+        return f"layout shard: gradients and optimizer state by rank {shares}"
 
     def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
         """Return what sums the gradients to their owners."""
@@ -250,7 +271,7 @@ def _move(
     comm: MPI.Intracomm,
     held: Mapping[Key, dict[str, Any]],
     wanted: Iterable[tuple[Key, int]],
-    keep: Callable[[torch.Tensor], torch.Tensor] = partial(copy_state, share=True),
+    keep: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[Key, dict[str, Any]]:
     """Return the states that this rank wants, from the ranks that have them. Collective.
 
@@ -333,6 +354,10 @@ def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dic
         numbered.append({**settings, "params": [*range(place, place + len(numbers))]})
         place += len(numbers)
     return numbered
+
+
+def _bytes(parameter: torch.Tensor, part: Part) -> int:
+    return parameter.nbytes * (part.end - part.begin) // _rows(parameter)
 
 
 def _rows(parameter: torch.Tensor) -> int:

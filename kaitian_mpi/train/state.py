@@ -111,6 +111,12 @@ class State:
         restored = [(buffer, saved) for buffer, saved in pairs if id(buffer) not in besides]
         _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
 
+    def forget(self) -> None:
+        """Make this no state of the run, as a part of it is lost: a checkpoint has to be loaded."""
+        self.is_begun = False
+        if self.shards is not None:
+            self.shards.drop()
+
     def zero_gradients(self) -> None:
         """Free the gradients."""
         for parameter in self.model.parameters():

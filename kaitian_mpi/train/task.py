@@ -276,6 +276,32 @@ def aside(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def borrowed(model: nn.Module) -> Iterator[nn.Module]:
+    """Compute with a model itself in the block, of which no trace is left. Not collective.
+
+    A gradient is freed as soon as it is complete, so that there is never more than a few.
+    """
+    modes = {module: module.training for module in model.modules()}
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(_free) for each in parameters]
+    try:
+        yield model.train()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, saved in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
+
+
+def _free(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
 def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
     """Check a loss; return it as a float32 or float64 tensor without dimensions."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -22,7 +22,7 @@ from kaitian_mpi.config.training import make_config
 from kaitian_mpi.distributed.startup import init
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.world import World, current_world, slowed_as
+from kaitian_mpi.mpi.world import World, current_world, limited_as, slowed_as
 from kaitian_mpi.observe.console import set_quiet
 from kaitian_mpi.observe.sink import MetricsSink, check_sinks
 from kaitian_mpi.observe.timeline import recorder
@@ -113,6 +113,7 @@ class Training:
         check_sinks(sinks)
         world = current_world() if dist.is_initialized() else None
         world = slowed_as(world or init(), config.emulate_slowdown)
+        world = limited_as(world, config.emulate_memory)
         self._config = replace(config, emulate_slowdown=world.emulation.slowdown)
         self._make_task, self._own_sinks = partial(as_task, task), sinks
         self._membership = Membership(world)

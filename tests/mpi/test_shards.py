@@ -1,6 +1,7 @@
 """Layout shard trains as one process does, whoever owns what."""
 
 import copy
+import itertools
 
 import loops
 import pytest
@@ -133,7 +134,7 @@ def test_twenty_steps_are_those_of_one_process(
     while len(taken) < STEPS:
         for step in run.epoch():
             indices = gather_values(world.comm, run.taken[-1])
-            taken.append(sorted(sum(indices, [])))
+            taken.append(sorted(itertools.chain(*indices)))
             losses.append(step.mean_loss.item())
             if len(taken) == STEPS:
                 break
@@ -199,7 +200,7 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
     initial = copy.deepcopy(task.model)
     taken = []
     for step in run.epoch():
-        taken.append(sorted(sum(gather_values(world.comm, run.taken[-1]), [])))
+        taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
         if step.number == 3:
             run.loop.close()
             assert run.state.shards.is_complete(world.comm)
@@ -207,7 +208,7 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
             break
     run.make_loop()
     for _ in run.epoch():
-        taken.append(sorted(sum(gather_values(world.comm, run.taken[-1]), [])))
+        taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
     run.close()
     data = run.setup.train
     expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])

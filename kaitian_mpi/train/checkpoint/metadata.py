@@ -89,7 +89,7 @@ SILENT = frozenset(
         "data_dir",  # the files may have moved; the data themselves are compared
         "init",  # the checkpoint has the weights
         *("devices", "share_device", "network_interface"),  # like mpirun's hosts
-        *("emulate_kinds", "emulate_slowdown", "parity"),
+        *("emulate_kinds", "emulate_slowdown", "emulate_memory", "parity"),
         *("resume", "snapshots", "run_dir", "export"),
         *("progress", "quiet", "timeline", "timeline_every"),
         *("tensorboard", "wandb", "mlflow"),
@@ -106,7 +106,7 @@ INVALIDATES: Mapping[str, frozenset[Invalidated]] = {
     # it makes another model or dataset, loading the checkpoint shows that.
     **dict.fromkeys(("set", "micro_batch_size", "precision", "memory_format", "sync_bn"), _COSTS),
     **dict.fromkeys(("global_batch_size", "batch_policy", "batch_size"), _PLAN),
-    **dict.fromkeys(("balance", "keep_all", "spares"), _PLAN),
+    **dict.fromkeys(("balance", "keep_all", "spares", "layout"), _PLAN),
     **dict.fromkeys(("allreduce", "network_allreduce", "wire"), _ALLREDUCE),
     **dict.fromkeys(("relay_dtype", "group_by"), _ALLREDUCE),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ class Checkpoints:
     def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
         self._max_copied = config.checkpoint_copy_mb << 20
         self.on_disk = self.in_memory = None
+        self._folder = run_folder
         if run_folder is not None:
             self.on_disk = BackgroundWriter(run_files(run_folder, config.keep_checkpoints))
-        if name := snapshots_name(config.snapshots, os.environ):
+        # No rank has a whole state in layout shard.
+        name = snapshots_name(config.snapshots, os.environ)
+        if name and config.layout == "replicate":
             self.in_memory = BackgroundWriter(snapshot_files(name))
         self.writers = [each for each in (self.on_disk, self.in_memory) if each is not None]
 
@@ -54,9 +58,10 @@ class Checkpoints:
     ) -> None:
         """Save the state in the run folder; there must be one. Collective."""
         gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
-        if world.rank == 0 and self.on_disk is not None:
-            rank_states = [from_bytes(content) for content in gathered]
-            self.write(self.on_disk, state, metadata, rank_states, score)
+        with nullcontext() if state.shards is None else state.shards.collected(world, self._folder):
+            if world.rank == 0 and self.on_disk is not None:
+                rank_states = [from_bytes(content) for content in gathered]
+                self.write(self.on_disk, state, metadata, rank_states, score)
         self.wait_if_large(world, state)
 
     def write(
@@ -70,11 +75,11 @@ class Checkpoints:
         """Have the state written; return whether training has waited, because it is large."""
         shared, description = state.shared(), describe(state, score)
         more = {"rank_states": rank_states or [], "metadata": metadata.to_json()}
-        if not self._is_large(shared):
+        if state.shards is None and not self._is_large(shared):
             writer.submit(copy_state(shared, writer.take_spare()) | more, description)
             return False
         enter_phase("saving a large state", limited=False)
-        if self._is_large(shared, on_host=True):
+        if state.shards is not None or self._is_large(shared, on_host=True):
             writer.write_now(copy_state(shared, share=True) | more, description)
         else:
             self.wait()  # so that there is only one copy
@@ -87,7 +92,9 @@ class Checkpoints:
         """Wait for the ranks that write a large state, however long they take. Collective."""
         shared = state.shared()
         # These are certain to have the same size on every rank, or some ranks would not wait.
-        if self._is_large({name: shared[name] for name in ("model", "optimizers")}):
+        if state.shards is not None or self._is_large(
+            {name: shared[name] for name in ("model", "optimizers")}
+        ):
             enter_phase("waiting for a large state to be saved", waits=True, limited=False)
             sleeping_barrier(world.comm)
 

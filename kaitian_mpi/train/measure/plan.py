@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benchmark
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, equal_share
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import Computation, Task, aside
+from kaitian_mpi.train.task import Computation, Task, aside, borrowed
 
 FROM_BENCHMARK = "the benchmark"
 
@@ -100,11 +101,16 @@ class Profiles:
 
 
 def find_profiles(
-    config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+    config: TrainingConfig,
+    world: World,
+    setup: Setup,
+    known: Mapping[str, Profile],
+    reserved: int = 0,
 ) -> Profiles:
     """Return the ranks' profiles: an earlier job's, benchmarked, or unmeasured. Collective.
 
     Without a loss there is nothing to benchmark: then training itself shows what a step costs.
+    `reserved` are the bytes of this rank that the training takes besides a step.
     """
     min_batch = find_min_batch(config, world, setup)
     places = [info.place for info in world.infos]
@@ -114,7 +120,7 @@ def find_profiles(
     if config.balance == "off" or setup.task.loss is None:
         unmeasured = {info.place: profile_unmeasured(config, info) for info in world.infos}
         return Profiles(unmeasured, min_batch)
-    results = benchmark_ranks(config, world, setup, min_batch)
+    results = benchmark_ranks(config, world, setup, min_batch, reserved)
     write_benchmark(world, setup, results)
     measured = dict(zip(places, results, strict=True))
     profiles = {
@@ -163,7 +169,7 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
-    own = min_batch_of(setup.task, setup.train, computation)
+    own = min_batch_of(setup.task, setup.train, computation, config.layout == "replicate")
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))
     why = "the model cannot train on a single sample"
@@ -176,7 +182,7 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     return found
 
 
-def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
+def min_batch_of(task: Task, data: Any, computation: Computation, copies: bool = True) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
     Returns 1 for a model that fails with two samples as well: training will report its error.
@@ -184,17 +190,21 @@ def min_batch_of(task: Task, data: Any, computation: Computation) -> int:
     if task.loss is None:
         return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
     with aside(computation.device), torch.no_grad():
-        if _works(task, data, [0], computation):
+        if _works(task, data, [0], computation, copies):
             return 1
-        return 2 if _works(task, data, [0, len(data) - 1], computation) else 1
+        return 2 if _works(task, data, [0, len(data) - 1], computation, copies) else 1
 
 
-def _works(task: Task, data: Any, indices: Sequence[int], computation: Computation) -> bool:
+def _works(
+    task: Task, data: Any, indices: Sequence[int], computation: Computation, copies: bool
+) -> bool:
     try:
-        model = copy.deepcopy(task.model).to(computation.device).train()
         batch = data[indices]
         weight = task.weigh(batch, len(indices))
-        loss = computation.loss(task, model, computation.place(batch))
+        with nullcontext() if copies else borrowed(task.model.to(computation.device)) as model:
+            if model is None:
+                model = copy.deepcopy(task.model).to(computation.device).train()
+            loss = computation.loss(task, model, computation.place(batch))
         # The mean of nothing is NaN, whatever the model. A device's errors show when it is read.
         return bool(loss.isfinite()) or not weight
     except Exception:  # user code may raise anything

@@ -33,19 +33,20 @@ _FILE = "benchmark.json"
 
 
 def benchmark_ranks(
-    config: TrainingConfig, world: World, setup: Setup, min_batch: int = 1
+    config: TrainingConfig, world: World, setup: Setup, min_batch: int = 1, reserved: int = 0
 ) -> list[RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results. The
-    model can train on `min_batch` samples and more; it is not changed.
+    model can train on `min_batch` samples and more; it is not changed. `reserved` are the bytes of
+    this rank that the training takes besides.
     """
-    comm, cache = world.comm, BenchmarkCache(config, world, setup)
+    comm, cache = world.comm, BenchmarkCache(config, world, setup, reserved)
     own = cache.read()
     # All or none: ranks that share a host must be timed while the others compute as well.
     is_cached = all(gather_values(comm, own is not None))
     if own is None or not is_cached:
-        timer = RankTimer(config, world, setup, min_batch)
+        timer = RankTimer(config, world, setup, min_batch, reserved)
         sleeping_barrier(comm)
         # Ranks may share cores, so each is timed while all others compute too, as in training: a
         # rank that is done keeps computing until the last one is done.
@@ -56,6 +57,7 @@ def benchmark_ranks(
                 barrier = comm.Ibarrier()
             while not barrier.Test():
                 timer.keep_busy()
+            timer.close()
             enter_phase("comparing the benchmarks", waits=True, limited=False)
         with agree_on_errors(comm):
             cache.write(own)
@@ -118,7 +120,7 @@ def record_allreduce(setup: Setup, seconds: Mapping[str, float]) -> None:
 
 def is_emulated(world: World) -> bool:
     """Return whether any device kind or slowdown of the run is emulated."""
-    return any(info.emulated or info.slowdown for info in world.infos)
+    return any(info.emulated or info.slowdown or info.emulated_memory for info in world.infos)
 
 
 class BenchmarkCache:
@@ -129,7 +131,9 @@ class BenchmarkCache:
     on the host, are not considered.
     """
 
-    def __init__(self, config: TrainingConfig, world: World, setup: Setup) -> None:
+    def __init__(
+        self, config: TrainingConfig, world: World, setup: Setup, reserved: int = 0
+    ) -> None:
         task = setup.task
         self._key = {
             "host": world.info.host,
@@ -142,6 +146,7 @@ class BenchmarkCache:
             "sample": digest_samples(setup.train, 1)[0][0],
             "precision": config.precision,
             "memory_format": config.memory_format,
+            **({} if config.layout == "replicate" else {"reserved": reserved}),
             "batches": [max_share(config), config.micro_batch_size],
             "versions": [torch.__version__, version("kaitian-mpi")],
         }

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import MEMORY_FORMATS, Computation
+from kaitian_mpi.train.task import MEMORY_FORMATS, Computation, borrowed
 
 # The first batch size that is timed, and how fast it grows: on a host even a few samples keep a
 # core busy. An accelerator takes a second to prepare its kernels for each size: there are few.
@@ -66,8 +67,14 @@ class RankTimer:
     """Times training steps of one task on this rank. The model itself is not changed."""
 
     def __init__(
-        self, config: TrainingConfig, world: World, setup: Setup, min_batch: int = 1
+        self,
+        config: TrainingConfig,
+        world: World,
+        setup: Setup,
+        min_batch: int = 1,
+        reserved: int = 0,
     ) -> None:
+        """Prepare to time; `reserved` are bytes that the training takes besides. Not collective."""
         self._config, self._world, self._device = config, world, world.device_kind
         self._task, self._data = setup.task, setup.train
         # In the order of training, so that samples of different sizes come as they do there.
@@ -85,6 +92,8 @@ class RankTimer:
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
         self._smallest = min_batch
+        self._reserved, self._end = reserved, ExitStack()
+        self.close = self._end.close
 
     def measure(self) -> RankMeasurement:
         """Time this rank within about `--benchmark-seconds`. Not collective.
@@ -93,9 +102,13 @@ class RankTimer:
         taken as long as the training will.
         """
         self._began = time.perf_counter()
-        memory = MemoryGauge(self._world)
-        self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
-        self._optimizers = self._task.make_optimizers(self._copy)
+        memory = MemoryGauge(self._world, self._reserved)
+        if self._config.layout == "shard":  # there may be no memory for a copy
+            self._copy = self._end.enter_context(borrowed(self._task.model))
+            self._optimizers = []
+        else:
+            self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
+            self._optimizers = self._task.make_optimizers(self._copy)
         self._computation = self._fastest(self._first_batch)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
         self._repeat(times)
@@ -151,7 +164,7 @@ class RankTimer:
         # On a core shared with other ranks, the candidates differ by less than the wait for the
         # core, which thread CPU time excludes. The minimum ignores the first step, which warms up.
         clock = time.thread_time if self._device.is_host else time.perf_counter
-        trial = MemoryGauge(self._world)
+        trial = MemoryGauge(self._world, self._reserved)
         if not self._device.is_host:  # load its libraries, which no candidate's first step should
             self._computation = candidates[0]
             trial.try_step(max(self._min_batch, batch // 2), self._time_step)
@@ -277,11 +290,10 @@ class MemoryGauge:
     measurements; a batch fits if the line is below 90% of this rank's fair share there.
     """
 
-    def __init__(self, world: World) -> None:
-        """Read this rank's fair share of the free memory."""
+    def __init__(self, world: World, reserved: int = 0) -> None:
+        """Read this rank's fair share of the free memory, without what is `reserved`, in bytes."""
         self._device, self._index = world.device_kind, world.device_index
-        sharers = sum(_memory_of(info) == _memory_of(world.info) for info in world.infos)
-        self._limit = _SAFE_FRACTION * self._device.memory_limit_bytes(self._index, sharers)
+        self._limit = memory_limit(world) - reserved
         self._peaks: dict[int, int] = {}
         self._too_large: int | None = None
 
@@ -325,6 +337,13 @@ class MemoryGauge:
         smaller, larger = sorted(self._peaks)[-2:]
         per_sample = (self._peaks[larger] - self._peaks[smaller]) / (larger - smaller)
         return self._peaks[larger] - per_sample * larger, max(0.0, per_sample)
+
+
+def memory_limit(world: World) -> float:
+    """Return the bytes that this rank may use, with a margin: its fair share of what is free."""
+    sharers = sum(_memory_of(info) == _memory_of(world.info) for info in world.infos)
+    limit = world.device_kind.memory_limit_bytes(world.device_index, sharers)
+    return _SAFE_FRACTION * limit
 
 
 def _memory_of(info: RankInfo) -> tuple[str, str]:

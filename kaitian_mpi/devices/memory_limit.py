@@ -1,0 +1,85 @@
+"""Emulated memory: a CPU rank whose allocations beyond a limit fail, as on a small device."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+
+MEMORY_FLAG, MEMORY_VARIABLE = "--emulate-memory", "KAITIAN_EMULATE_MEMORY"
+
+_UNITS = {"MB": 10**6, "GB": 10**9}
+_STATUS = Path("/proc/self/status")
+
+
+class LimitedDevice:
+    """A CPU of which this process may allocate so many bytes more than it had at first.
+
+    The operating system enforces it (RLIMIT_DATA), for torch, Python and MPI alike: torch raises
+    its own error, and Python a MemoryError. All that the process has allocated counts, also what
+    was freed and is kept; what it has mapped of files does not.
+    """
+
+    _at_start = 0  # bytes that this process had allocated before its first limit
+
+    def __init__(self, device: Any, limit: int) -> None:
+        """Limit this process from now on."""
+        self.device, self.limit = device, limit
+        if not LimitedDevice._at_start:
+            LimitedDevice._at_start = _allocated()
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (LimitedDevice._at_start + limit, hard))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def memory_bytes(self, index: int) -> int:
+        return self.limit
+
+    def memory_limit_bytes(self, index: int, sharers: int) -> int:
+        return self.limit
+
+    def memory_peak_bytes(self, index: int) -> int:
+        return _allocated() - LimitedDevice._at_start
+
+
+def parse_memory(text: str, world_size: int) -> list[int]:
+    """Parse `1:600MB,2:1.5GB`: the bytes of each world rank, 0 for one without a limit.
+
+    Raises:
+        UserError: it is malformed.
+    """
+    limits = [0] * world_size
+    for entry in filter(None, map(str.strip, text.split(","))):
+        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)(MB|GB)", entry)
+        if found is None or int(found[1]) >= world_size or not float(found[2]):
+            raise UserError(
+                f"{MEMORY_FLAG}: {entry!r} is not a limit; write rank:size with a rank from 0 to "
+                f"{world_size - 1} and a size in MB or GB, such as 1:600MB"
+            )
+        limits[int(found[1])] = round(float(found[2]) * _UNITS[found[3]])
+    return limits
+
+
+def limit_memory(device: Any, text: str, rank: int, ranks: int) -> tuple[Any, list[int]]:
+    """Return a rank's device with its limit, and the limits of all of so many `ranks`.
+
+    Raises:
+        UserError: the text is malformed, or this rank cannot be limited.
+    """
+    limits = parse_memory(text, ranks)
+    if limits[rank]:
+        if not device.is_host or not _STATUS.exists():
+            raise UserError(f"{MEMORY_FLAG}: only CPU ranks on Linux can be limited")
+        device = LimitedDevice(device, limits[rank])
+    return device, limits
+
+
+def _allocated() -> int:
+    """Return the bytes of memory that this process can write to, and shares with none."""
+    found = re.search(r"^VmData:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
