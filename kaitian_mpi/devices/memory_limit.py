@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
 
 MEMORY_FLAG, MEMORY_VARIABLE = "--emulate-memory", "KAITIAN_EMULATE_MEMORY"
@@ -29,6 +30,7 @@ class LimitedDevice:
         """Limit this process from now on."""
         self.device, self.limit = device, limit
         if not LimitedDevice._at_start:
+            import_for_optimizers()  # a program's code is in no device's memory
             LimitedDevice._at_start = _allocated()
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (LimitedDevice._at_start + limit, hard))

@@ -30,6 +30,34 @@ _IN_FLIGHT = (
 Targets = Mapping[Part, nn.Parameter]
 
 
+class Spares:
+    """Memory for buckets that are under way, used again and again: so it is not fragmented."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def prepare(self, buckets: Sequence[ShardBucket]) -> None:
+        """Allocate as many buffers as are used at once, for the largest bucket that needs one."""
+        for bucket in sorted(buckets, key=lambda bucket: bucket.length, reverse=True):
+            if not bucket.is_whole and (bucket.own.dtype, bucket.own.device) not in self._free:
+                for _ in range(_IN_FLIGHT):
+                    self.give(bucket.own.new_empty(bucket.length))
+
+    def take(self, like: torch.Tensor, length: int) -> torch.Tensor:
+        """Return a flat buffer of this length."""
+        free = self._free.get((like.dtype, like.device), [])
+        if free and length <= free[-1].numel():
+            return free.pop()[:length]
+        return like.new_empty(length)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take back what is no longer used."""
+        whole = buffer if buffer._base is None else buffer._base
+        free = self._free.setdefault((buffer.dtype, buffer.device), [])
+        if len(free) < _IN_FLIGHT:
+            free.append(whole)
+
+
 class ShardBucket:
     """The parts of some parameters of one dtype and device, in the order of their owners."""
 
@@ -57,7 +85,7 @@ class ShardBucket:
         }
         """The same by part, in the parameters' layout."""
         only = self._parameters[0]
-        self._is_whole = len(parameters) == 1 and only.is_contiguous()
+        self.is_whole = len(parameters) == 1 and only.is_contiguous()
 
     def _placed(self) -> Any:
         return zip(self.parts, self._parameters, self._starts, strict=False)
@@ -70,16 +98,20 @@ class ShardBucket:
         strides = torch.empty_like(rows, device="meta").stride()
         return buffer.as_strided(rows.shape, strides, start)
 
+    @property
+    def length(self) -> int:
+        return self._starts[-1]
+
     @torch.no_grad()
-    def fill(self, weight: float | None) -> torch.Tensor:
+    def fill(self, weight: float | None, spares: Spares) -> torch.Tensor:
         """Return the weighted gradients in a buffer, and free the parameters' own."""
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         first = gradients[0]
-        if weight and self._is_whole and first is not None and first.is_contiguous():
+        if weight and self.is_whole and first is not None and first.is_contiguous():
             return first.view(-1).mul_(weight)  # it is laid out as the buffer would be
-        buffer = self._like.new_empty(self._starts[-1])
+        buffer = spares.take(self._like, self.length)
         if not weight:
             return buffer.zero_()
         for (part, parameter, start), gradient in zip(self._placed(), gradients, strict=True):
@@ -91,11 +123,11 @@ class ShardBucket:
         return buffer
 
     @torch.no_grad()
-    def values(self) -> torch.Tensor:
+    def values(self, spares: Spares) -> torch.Tensor:
         """Return a buffer with this rank's parts of the parameters; the others' are undefined."""
-        if self._is_whole:
+        if self.is_whole:
             return self._parameters[0].detach().view(-1)
-        buffer = self._like.new_empty(self._starts[-1])
+        buffer = spares.take(self._like, self.length)
         for part, parameter, start in self._placed():
             if part.owner == self.rank:
                 self._view(buffer, start, parameter, part).copy_(_rows(parameter, part))
@@ -104,7 +136,7 @@ class ShardBucket:
     @torch.no_grad()
     def take(self, buffer: torch.Tensor) -> None:
         """Set the other ranks' parts of the parameters."""
-        if self._is_whole:
+        if self.is_whole:
             return
         for part, parameter, start in self._placed():
             if part.owner != self.rank:
@@ -160,7 +192,7 @@ class ShardReducer(GradientReducer):
         for part in parts:
             self._of.setdefault(part.parameter, []).append(part)
         self._targets, self.waits = targets, waits
-        self._flights: deque[tuple[ShardBucket, Any, torch.Tensor, bool]] = deque()
+        self._flights: deque[tuple[ShardBucket, Any, torch.Tensor, bool, torch.Tensor]] = deque()
         self.rounds, self._round = 1, 0
         self.squared_norm = 0.0
         self._own_number, self._sum = 0.0, torch.zeros(())
@@ -208,15 +240,21 @@ class ShardReducer(GradientReducer):
         """Give every rank the owners' values of the parameters. Collective."""
         flights: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
         for bucket in self._buckets:
-            buffer = bucket.values()
+            buffer = bucket.values(self._spares)
             pieces = bucket.split(buffer)
             own = pieces[bucket.rank]
             work = dist.all_gather(pieces, own, group=self._group, async_op=True)
             flights.append((bucket, work, buffer))
-            if len(flights) == _IN_FLIGHT:
-                _arrive(*flights.popleft())
-        while flights:
-            _arrive(*flights.popleft())
+            self._arrive(flights, _IN_FLIGHT - 1)
+        self._arrive(flights, 0)
+
+    def _arrive(self, flights: deque[tuple[ShardBucket, Any, torch.Tensor]], most: int) -> None:
+        while len(flights) > most:
+            bucket, work, buffer = flights.popleft()
+            work.wait()
+            bucket.take(buffer)
+            if not bucket.is_whole:
+                self._spares.give(buffer)
 
     def _partition(self, caps: tuple[int, int]) -> list[list[int]]:
         """Give each parameter that fills a bucket one of its own, which then needs no copy."""
@@ -231,10 +269,12 @@ class ShardReducer(GradientReducer):
     def _build(self) -> None:
         group: Any = self._group or dist.group.WORLD
         self._buckets: list[Any] = []
+        self._spares = Spares()
         for indices in self._parts:
             numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
             parts = [part for number in numbers for part in self._of[number]]
             self._buckets.append(ShardBucket(numbers, parts, group.size(), group.rank()))
+        self._spares.prepare(self._buckets)
         self._used: list[float] = []
         self._carrier = None
 
@@ -254,12 +294,12 @@ class ShardReducer(GradientReducer):
         if self._weight is not None:
             for index in self._parts[number]:
                 self._used[index] += self._parameters[index].grad is not None
-        buffer = bucket.fill(self._weight)
+        buffer = bucket.fill(self._weight, self._spares)
         adds = self._round > 0
         arriving = torch.empty_like(bucket.own) if adds else bucket.own
         pieces = bucket.split(buffer)
         work = dist.reduce_scatter(arriving, pieces, group=self._group, async_op=True)
-        self._flights.append((bucket, work, arriving, adds))
+        self._flights.append((bucket, work, arriving, adds, buffer))
 
     def _land(self, most: int) -> None:
         """Wait until at most so many buckets are being summed."""
@@ -267,10 +307,12 @@ class ShardReducer(GradientReducer):
             return
         with self.waits("the sum of gradients") if most else nullcontext():
             while len(self._flights) > most:
-                bucket, work, arriving, adds = self._flights.popleft()
+                bucket, work, arriving, adds, buffer = self._flights.popleft()
                 work.wait()
                 if adds:
                     bucket.own.add_(arriving)
+                if not bucket.is_whole:
+                    self._spares.give(buffer)
 
     def _end_round(self) -> None:
         with self._lock:
@@ -309,8 +351,3 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor[part.begin : part.end] if tensor.dim() else tensor
-
-
-def _arrive(bucket: ShardBucket, work: Any, buffer: torch.Tensor) -> None:
-    work.wait()
-    bucket.take(buffer)

@@ -1,6 +1,6 @@
 """The tags of the package's point-to-point messages, grouped by communicator; their version."""
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of what ranks send each other. Raised when the order or the form of the package's own
 messages changes, so that ranks with different builds of it end with one line."""
 
@@ -20,6 +20,7 @@ WAKE_UP = 2
 CLOCK = 3
 ALIVE = 5
 AWAITED = 6
+STATE = 7
 NETWORK = range(10, 1_000)
 
 # MPI's own world, on which nothing but kaitian-doctor communicates

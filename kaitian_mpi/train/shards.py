@@ -23,7 +23,7 @@ from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.train.state_transfer import broadcast_state, copy_state
+from kaitian_mpi.train.state_transfer import copy_state, send_state
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -294,11 +294,7 @@ def _move(
             if rows[0] < rows[1]:
                 rank = sources[number][source]
                 own = _cut(held[source], source, rows) if comm.rank == rank else None
-                if rank == target:
-                    pieces.append(own)
-                else:
-                    receives = comm.rank == target
-                    pieces.append(broadcast_state(comm, own, rank, receives))
+                pieces.append(own if rank == target else send_state(comm, own, rank, target))
         if comm.rank == target:
             states[key] = _join([piece for piece in pieces if piece is not None], end - begin, keep)
     return states

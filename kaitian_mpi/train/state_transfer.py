@@ -18,6 +18,7 @@ import torch
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import broadcast_bytes
+from kaitian_mpi.runtime import tags
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -127,6 +128,37 @@ def broadcast_state(
 
     result = _map(receive, layout, into)
     return result if receives else None
+
+
+def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any:
+    """Send a state from one rank to another. Collective over these two; the others do nothing.
+
+    Returns:
+        The state on rank `target`, with its tensors in new host memory; None on the others.
+    """
+    if comm.rank == source:
+        layout, tensors = _split(state)
+        content = np.frombuffer(to_bytes(layout), dtype=np.uint8)
+        comm.Send(np.array([content.size]), target, tags.STATE)
+        comm.Send(content, target, tags.STATE)
+        for tensor in tensors:
+            for piece in _pieces(tensor.cpu()):
+                comm.Send(piece.numpy(), target, tags.STATE)
+    if comm.rank != target:
+        return None
+    received: dict[int, torch.Tensor] = {}
+
+    def receive(meta: torch.Tensor, _: Any) -> torch.Tensor:
+        if not meta.is_meta or id(meta) in received:
+            return received.get(id(meta), meta)
+        received[id(meta)] = room = _room(meta, None)
+        for piece in _pieces(room):
+            comm.Recv(piece.numpy(), source, tags.STATE)
+        return room
+
+    comm.Recv(length := np.zeros(1, dtype=np.int64), source, tags.STATE)
+    comm.Recv(content := np.empty(int(length[0]), dtype=np.uint8), source, tags.STATE)
+    return _map(receive, from_bytes(content.tobytes()))
 
 
 @torch.no_grad()

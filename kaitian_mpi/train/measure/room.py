@@ -16,7 +16,7 @@ _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 
 
 def find_room(setup: Setup, world: World) -> tuple[dict[str, float], int]:
-    """Return the bytes that each rank has for the state, by place, and what of it this one takes.
+    """Return the bytes that each rank has for the state, by place, and how many this one will use.
 
     The state is the gradients and what the optimizers keep. What a rank has left beyond its part is
     for the activations, so each keeps the same fraction for them. Moves the model to the device.
@@ -45,4 +45,5 @@ def find_room(setup: Setup, world: World) -> tuple[dict[str, float], int]:
             "model or an optimizer with less state"
         )
     places = [info.place for info in world.infos]
-    return dict(zip(places, room, strict=True)), int(needed * own / sum(room))
+    reserved = needed * own / sum(room) + _BUFFERS * bucket
+    return dict(zip(places, room, strict=True)), int(reserved)
