@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.devices.protocol import Device
 
 KINDS_FLAG, SLOWDOWN_FLAG = "--emulate-kinds", "--emulate-slowdown"
+MEMORY_FLAG, MEMORY_VARIABLE = "--emulate-memory", "KAITIAN_EMULATE_MEMORY"
 KINDS_VARIABLE, SLOWDOWN_VARIABLE = "KAITIAN_EMULATE_KINDS", "KAITIAN_EMULATE_SLOWDOWN"
 """The environment variables that apply if the flags are not given."""
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kaitian_mpi.devices.emulation import MEMORY_FLAG
 from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
 
-MEMORY_FLAG, MEMORY_VARIABLE = "--emulate-memory", "KAITIAN_EMULATE_MEMORY"
-
 _UNITS = {"MB": 10**6, "GB": 10**9}
-_STATUS = Path("/proc/self/status")
+_STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
 
 
 class LimitedDevice:
@@ -24,6 +25,7 @@ class LimitedDevice:
     was freed and is kept; what it has mapped of files does not.
     """
 
+    _limit = 0  # bytes that this process may allocate
     _at_start = 0  # bytes that this process had allocated before its first limit
 
     def __init__(self, device: Any, limit: int) -> None:
@@ -32,8 +34,8 @@ class LimitedDevice:
         if not LimitedDevice._at_start:
             import_for_optimizers()  # a program's code is in no device's memory
             LimitedDevice._at_start = _allocated()
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (LimitedDevice._at_start + limit, hard))
+        LimitedDevice._limit = LimitedDevice._at_start + limit
+        _set_limit()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.device, name)
@@ -80,8 +82,33 @@ def limit_memory(device: Any, text: str, rank: int, ranks: int) -> tuple[Any, li
     return device, limits
 
 
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Map files in the block: what is mapped of them is in no device's memory."""
+    if not LimitedDevice._limit:
+        yield
+        return
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        yield
+    finally:
+        _set_limit()
+
+
+def _set_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (LimitedDevice._limit + _mapped(), hard))
+
+
 def _allocated() -> int:
-    """Return the bytes of memory that this process can write to, and shares with none."""
+    """Return the bytes that this process can write to, and shares with none, besides files."""
     found = re.search(r"^VmData:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert found is not None
-    return int(found[1]) << 10
+    return (int(found[1]) << 10) - _mapped()
+
+
+def _mapped() -> int:
+    """Return how much of that is mapped of files."""
+    ranges = re.findall(r"^(\w+)-(\w+) .w.p \S+ \S+ [1-9]", _MAPS.read_text(), re.MULTILINE)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)

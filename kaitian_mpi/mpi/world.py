@@ -15,12 +15,12 @@ import torch
 from kaitian_mpi.devices import Device, known_kinds
 from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
 from kaitian_mpi.devices.emulation import (
+    MEMORY_VARIABLE,
     Emulation,
     describe_slowdown,
     given_emulation,
     read_emulation,
 )
-from kaitian_mpi.devices.memory_limit import MEMORY_VARIABLE
 from kaitian_mpi.errors import AgreedError, RankLostError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import (

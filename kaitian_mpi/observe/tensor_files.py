@@ -14,6 +14,8 @@ from typing import IO, Any
 
 import torch
 
+from kaitian_mpi.devices.memory_limit import unlimited
+
 _BUFFER_BYTES = 1 << 20  # each write() releases the GIL and must acquire it again
 
 
@@ -49,7 +51,8 @@ def load_tensors(file: IO[bytes]) -> Any:
 def map_tensors(path: Path) -> TensorFile:
     """Open a file as `load_tensors` does, but leave the tensors in it."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with unlimited():
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # some file systems map no file: what else is wrong shows below
         with path.open("rb") as file:
             return TensorFile(load_tensors(file))

@@ -134,7 +134,7 @@ class Shards:
         self._loose = {}
         parts = self._divide(shares)
         wanted = [((part.parameter, part.begin, part.end), part.owner) for part in parts]
-        states = _move(world.comm, held, wanted, partial(copy_state, share=True))
+        states = _move(world.comm, held, wanted, _copied)
         settings = self.settings()
         held.clear()
         self.parts = parts
@@ -271,7 +271,7 @@ def _move(
     comm: MPI.Intracomm,
     held: Mapping[Key, dict[str, Any]],
     wanted: Iterable[tuple[Key, int]],
-    keep: Callable[[torch.Tensor], torch.Tensor],
+    keep: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> dict[Key, dict[str, Any]]:
     """Return the states that this rank wants, from the ranks that have them. Collective.
 
@@ -279,7 +279,7 @@ def _move(
         comm: of the ranks.
         held: this rank's states.
         wanted: what each is of, and which rank wants it; the same on every rank.
-        keep: what makes a tensor this rank's own.
+        keep: makes consecutive rows one tensor of this rank's own, in host memory.
     """
     sources: dict[int, dict[Key, int]] = {}
     for rank, keys in enumerate(gather_values(comm, [*held])):
@@ -296,7 +296,7 @@ def _move(
                 own = _cut(held[source], source, rows) if comm.rank == rank else None
                 pieces.append(own if rank == target else send_state(comm, own, rank, target))
         if comm.rank == target:
-            states[key] = _join([piece for piece in pieces if piece is not None], end - begin, keep)
+            states[key] = _join([piece for piece in pieces if piece is not None], keep)
     return states
 
 
@@ -312,15 +312,15 @@ def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str,
 
 
 def _join(
-    pieces: Sequence[Mapping[str, Any]], rows: int, keep: Callable[[torch.Tensor], torch.Tensor]
+    pieces: Sequence[Mapping[str, Any]], keep: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> dict[str, Any]:
-    """Return one state of the states of consecutive rows, in host memory and with its own."""
+    """Return one state of the states of consecutive rows."""
     joined: dict[str, Any] = {}
     for name, first in (pieces[0] if pieces else {}).items():
-        values = [piece[name] for piece in pieces]
-        if len(values) > 1 and _is_tensor(first):
-            first = torch.cat([value.cpu() for value in values])
-        joined[name] = keep(first) if _is_tensor(first) else first
+        if _is_tensor(first):
+            joined[name] = keep([piece[name] for piece in pieces])
+        else:  # as the number of steps, which is that of all rows
+            joined[name] = copy_state(first)
     return joined
 
 
@@ -332,14 +332,24 @@ def _has_rows(value: Any, rows: int) -> bool:
     return _is_tensor(value) and len(value) == rows
 
 
-def _mapped(tensor: torch.Tensor, folder: Path | None) -> torch.Tensor:
+def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return copy_state(rows[0]) if len(rows) == 1 else torch.cat([each.cpu() for each in rows])
+
+
+def _mapped(rows: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
     """Return a tensor whose memory is that of a file, which ends with it."""
-    if tensor.nbytes < _MIN_MAPPED_BYTES or folder is None:
-        return tensor.cpu()
+    size = sum(each.nbytes for each in rows)
+    if size < _MIN_MAPPED_BYTES or folder is None:
+        return _copied(rows)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.truncate(tensor.nbytes)
-        memory = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        file.truncate(size)
+        memory = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+    first = rows[0]
+    shape = sum(map(len, rows)), *first.shape[1:]
+    whole = memory.view(first.dtype).view(shape)
+    for target, each in zip(whole.split([*map(len, rows)]), rows, strict=True):
+        target.copy_(each)
+    return whole
 
 
 def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

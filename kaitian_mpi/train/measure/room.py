@@ -11,7 +11,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
-_BUFFERS = 3  # of a bucket: its gradients, and two that are being summed
+_BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
 _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 
 
