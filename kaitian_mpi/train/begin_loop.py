@@ -150,6 +150,9 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)
             run.earlier = replace(found, file=None)
+            if state.shards is not None and run.has_started:
+                step = f"step {state.progress.step} ({found.name})"
+                warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
         elif state.shards is not None and run.has_started:
             raise AgreedError(_NO_CHECKPOINT)
     state.sync_to_latest(world, run.is_joining)

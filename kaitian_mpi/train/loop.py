@@ -104,7 +104,7 @@ class Loop:
 
     def _use_shards(self, shards: Shards) -> None:
         """Sum gradients to their owners, who apply them."""
-        from kaitian_mpi.train.shards import apply_step as apply_to_shards
+        from kaitian_mpi.train.sharded_step import apply_step as apply_to_shards
 
         step = self._step
         self._make_reducer = partial(

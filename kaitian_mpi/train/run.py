@@ -254,7 +254,7 @@ def make_state(run: Run, world: World) -> State:
         computation = Computation(world.device, profile.precision, profile.memory_format)
         state = State(setup.task, computation, total_steps, config.wire)
         if config.layout == "shard":
-            from kaitian_mpi.train.shards import use_shards
+            from kaitian_mpi.train.sharded_step import use_shards
 
             use_shards(state, setup.task)
         state.check_restorable()

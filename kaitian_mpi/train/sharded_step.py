@@ -1,0 +1,71 @@
+"""A step in layout shard: each owner applies its part, and all ranks get the new values."""
+
+from __future__ import annotations
+
+import torch
+
+from kaitian_mpi.distributed.shards import ShardReducer
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.shards import Shards
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.task import Task
+
+
+def use_shards(state: State, task: Task) -> None:
+    """Lay a state out in shards, which have no owners yet. Not collective.
+
+    Raises:
+        UserError: the task cannot be trained so.
+    """
+    if callable(task.clip_norm):
+        raise UserError(
+            "--layout shard requires Task(clip_norm=...) to be a number: no rank has all gradients"
+        )
+    state.shards = Shards(state.model, state.optimizers)
+
+
+def apply_step(
+    reducer: ShardReducer, task: Task, state: State, is_finite: bool, samples: int
+) -> None:
+    """Apply a step of all ranks' `samples` to the owned parts, and share their values. Collective.
+
+    The weights stay if the gradient is not finite.
+    """
+    shards, scaler = state.shards, state.computation.scaler
+    assert shards is not None
+    with state.lock:
+        if is_finite:
+            scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+            factor = 1 / scale
+            if task.clip_norm is not None:
+                assert not callable(task.clip_norm)
+                norm = reducer.squared_norm**0.5 / scale
+                factor *= min(1.0, task.clip_norm / (norm + 1e-6))
+            if factor != 1:
+                gradients = [t.grad for t in shards.targets.values() if t.grad is not None]
+                if gradients:
+                    torch._foreach_mul_(gradients, factor)
+            for optimizer in state.optimizers:
+                optimizer.step()
+            for scheduler in state.schedulers:
+                if hasattr(scheduler, "step"):
+                    scheduler.step()
+        if scaler.is_enabled():
+            _update_scale(scaler, is_finite)
+        state.zero_gradients()
+        state.progress.step_done(samples)
+        if is_finite:
+            with reducer.waits("the owners' values"):
+                reducer.share_values()
+
+
+def _update_scale(scaler: torch.amp.GradScaler, is_finite: bool) -> None:
+    """Do what `GradScaler.update` does, on all ranks alike: some may have no gradient."""
+    content = scaler.state_dict()
+    content["_growth_tracker"] = content["_growth_tracker"] + 1 if is_finite else 0
+    if not is_finite:
+        content["scale"] *= content["backoff_factor"]
+    elif content["_growth_tracker"] == content["growth_interval"]:
+        content["scale"] *= content["growth_factor"]
+        content["_growth_tracker"] = 0
+    scaler.load_state_dict(content)

@@ -1,0 +1,57 @@
+"""Layout shard trains what fits no rank, continues on other ranks, and after a loss."""
+
+import json
+
+import torch
+from jobs import PLANTED, PYTHON, SURVIVING, run_alone
+
+MEMORY = "--emulate-memory 0:600MB,1:300MB,2:300MB --emulate-kinds gpu,mlu,mlu".split()
+TRAIN = (
+    "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run"
+).split()
+
+
+def train(tmp_path, ranks, *flags, code=0):
+    command = ("mpirun", "-np", str(ranks), *TRAIN, *flags)
+    return run_alone(*command, cwd=tmp_path, code=code, PYTHONPATH=str(PLANTED))
+
+
+def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
+    ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", code=None)
+    assert ended.code != 0
+    assert "out of memory" in ended.text
+    ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", "--layout", "shard")
+    assert "layout shard: gradients and optimizer state by rank" in ended.out
+    assert "MiB (emulated)" in ended.out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["emulated"] is True
+    (file,) = (tmp_path / "run/checkpoints").glob("step-*2.pt")
+    before = file.read_bytes()
+    saved = torch.load(file)["optimizers"][0]["state"]
+    assert len(saved) == 2 * 37
+    assert all(state["step"] == 2 for state in saved.values())
+    resumed = ("--resume", "auto", "--balance", "off")
+    train(tmp_path, 3, *MEMORY, "--layout", "shard", "--max-steps", "3", *resumed)
+    assert file.read_bytes() == before
+    ended = train(tmp_path, 2, "--max-steps", "4", *resumed)
+    assert "resuming from step 3" in ended.out
+
+
+def test_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
+    script = str(PLANTED / "planted_large.py")
+    command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script)
+    ended = run_alone(*command, "5", "", cwd=tmp_path)
+    assert "continuing from step 4" in ended.out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["finished"]
+    assert summary["steps"] == 10
+
+
+def test_without_a_checkpoint_a_lost_part_ends_the_job(tmp_path):
+    script = str(PLANTED / "planted_large.py")
+    ended = run_alone(
+        *("mpirun", "-np", "3", *SURVIVING, PYTHON, script, "1", ""), cwd=tmp_path, code=None
+    )
+    assert ended.code != 0
+    assert "there is no checkpoint to continue from" in ended.text
+    assert "Traceback" not in ended.text
