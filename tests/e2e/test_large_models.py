@@ -17,7 +17,7 @@ def train(tmp_path, ranks, *flags, code=0):
 
 
 def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
-    ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", code=None)
+    ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", "--run-dir", "other", code=None)
     assert ended.code != 0
     assert "out of memory" in ended.text
     ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", "--layout", "shard")
