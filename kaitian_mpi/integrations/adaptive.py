@@ -25,6 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.data_parallel import first_length
+from kaitian_mpi.distributed.sync_batch_norm import (
+    Participation,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    participate,
+)
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.integrations import losses
 from kaitian_mpi.integrations.batches import Cut, Given, cut_loaders
@@ -135,6 +141,7 @@ class Adaptive:
 
         @functools.wraps(create)
         def create_and_watch(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            self._convert_norms(kwargs["module"] if "module" in kwargs else args[0])
             create(model, *args, **kwargs)
             self._rules[model] = None  # not known yet
             if "transformers.trainer" in sys.modules:
@@ -148,6 +155,20 @@ class Adaptive:
 
         DistributedDataParallel.__init__ = create_and_watch  # type: ignore[assignment, method-assign]
         return restore
+
+    def _convert_norms(self, module: nn.Module) -> None:
+        """Make torch's `SyncBatchNorm`, which refuses CPUs, one that works on every device."""
+        for norm in module.modules():
+            if isinstance(norm, nn.SyncBatchNorm):
+                convert_sync_batchnorm(norm, norm.process_group)
+                participate(norm, _Rows(self))
+
+    def counts(self) -> bool:
+        """Return whether the rows of the forward that begins count, and are not a stand-in."""
+        return self._coming().own > 0 or self.counts_items
+
+    def _coming(self) -> Given:
+        return self._cut.given[0] if self._cut is not None and self._cut.given else self._now
 
     def after_forward(
         self,
@@ -205,7 +226,7 @@ class Adaptive:
                 "give every rank the same batch size"
             )
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-        own_statistics = any(not isinstance(m, nn.SyncBatchNorm) for m in norms)
+        own_statistics = any(not isinstance(m, SyncBatchNorm) for m in norms)
         self._plans[cut.rows] = Plan(cut.rows, self.world.infos, 2 if own_statistics else 1)
         print_rank_0(
             self.world,
@@ -220,7 +241,7 @@ class Adaptive:
         group: Any = model.process_group
         if group.size() != self.size:
             raise AgreedError(f"--adaptive cannot divide this script's batches: {_NEEDS}")
-        given = self._cut.given[0] if self._cut is not None and self._cut.given else self._now
+        given = self._coming()
         self._ratios[model] = 0 if rows % max(given.own, 1) else rows // max(given.own, 1)
         owner = "model" if losses.loss_of(output) is not None else ""
         owner = "Trainer" if self.trainer_rules is not None else owner
@@ -301,6 +322,18 @@ class Adaptive:
         is_trained = self._uncut_turn or self._turns  # else it is a step of a preparation
         if self._cut is None and is_trained:
             raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
+
+
+class _Rows(Participation):
+    """How a rank's rows take part in the statistics; their gradients are weighted already."""
+
+    def __init__(self, adaptive: Adaptive) -> None:
+        super().__init__()
+        self._adaptive = adaptive
+
+    @property
+    def counts(self) -> bool:
+        return self._adaptive.counts()
 
 
 @not_compiled

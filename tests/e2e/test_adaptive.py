@@ -1,6 +1,7 @@
 """`kaitian-run --adaptive`: users' trainers, unmodified, with batches by the ranks' speed."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from jobs import fork_server, forked, run_alone
 TRAINERS = Path(__file__).parent / "trainers"
 ROWS, RANKS = 203, 2
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+TIMM = os.environ.get("KAITIAN_TEST_TIMM")
+needs_timm = pytest.mark.skipif(not TIMM, reason="needs timm in the folder $KAITIAN_TEST_TIMM")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
@@ -40,13 +43,13 @@ def found_in(ended):
     return json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
 
 
-def train(mpirun, script, *options, difference=1e-9):
+def train(mpirun, script, *options, difference=1e-9, rows=ROWS):
     """Return what the script has found, after the checks that hold for all."""
     ended = run(mpirun, script, *options, adaptive="object" not in options)
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
     found = found_in(ended)
     assert found["splits"] > 2  # equal ones, planned ones, and the last of an epoch
-    assert found["rows"] == found["distinct_rows"] == [ROWS, ROWS]  # each once an epoch
+    assert found["rows"] == found["distinct_rows"] == [rows, rows]  # each once an epoch
     assert found["difference"] < difference
     return found, ended.out
 
@@ -56,6 +59,21 @@ def test_a_loop_of_plain_torch_with_workers(mpirun):
     assert found["steps"] == 2 * 13
     # An evaluation's batches are those of the script's own sampler.
     assert found["evaluated"] == [[8] * 12 + [6]] * 2
+
+
+@needs_timm
+def test_timms_loaders_and_models(mpirun):
+    found, out = train(
+        mpirun, "timm_loop.py", TIMM, rows=12 * 16
+    )  # it drops the last, partial batch
+    assert "the loss is taken as the mean over rows" in out
+    assert found["steps"] == 2 * 12
+    assert found["evaluated"] == [[8] * 12 + [6]] * 2
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_batch_norm_over_the_rows_of_all_ranks_on_cpus(mpirun):
+    train(mpirun, "resumed.py", "plain_ddp", "-1", "batch_norm")
 
 
 @needs_accelerate

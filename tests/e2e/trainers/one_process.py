@@ -44,9 +44,10 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(0, CLASSES, (ROWS,), generator=generator)
 
 
-def classifier() -> nn.Module:
+def classifier(norm: type[nn.Module] = nn.Identity) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).double()
+    layers = nn.Linear(FEATURES, 32), norm(32), nn.Tanh(), nn.Linear(32, CLASSES)
+    return nn.Sequential(*layers).double()
 
 
 def report(

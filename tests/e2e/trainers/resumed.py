@@ -1,6 +1,6 @@
 """Trainers that save checkpoints, and continue from the last one if they are started again.
 
-resumed.py plain_ddp|accelerate|hugging_face|lightning KILLED_AT [workers] [object]
+resumed.py plain_ddp|accelerate|hugging_face|lightning KILLED_AT [workers] [object] [batch_norm]
 """
 
 import os
@@ -21,6 +21,7 @@ data = TensorDataset(inputs, labels, torch.arange(len(inputs)))
 EPOCHS, PER_RANK, EVERY = 2, 8, 4
 PER_EPOCH = -(-len(data) // (PER_RANK * ranks))
 evaluated, logged, repeated = [], {}, []
+NORM = nn.BatchNorm1d if "batch_norm" in options else nn.Identity
 
 
 def loss_of(model, batch):
@@ -29,7 +30,7 @@ def loss_of(model, batch):
 
 def plain_ddp():
     dist.init_process_group("gloo")
-    own, done = classifier(), 0
+    own, done = nn.SyncBatchNorm.convert_sync_batchnorm(classifier(NORM)), 0
     if os.path.exists("last.pt"):
         saved = torch.load("last.pt", weights_only=True)
         own.load_state_dict(saved["model"])
@@ -184,4 +185,4 @@ def backward(model, batches):
 
 trained = {each.__name__: each for each in (plain_ddp, accelerate, hugging_face, lightning)}[kind]()
 found = {"evaluated": evaluated, "repeated": repeated, **logged}
-report(record.read(), trained, classifier(), backward, **found)
+report(record.read(), trained, classifier(NORM), backward, **found)
