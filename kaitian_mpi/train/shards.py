@@ -6,12 +6,13 @@ batches to its speed.
 
 from __future__ import annotations
 
+import copy
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -38,17 +39,44 @@ _BY_ELEMENT = {
     *("RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"),
 }
 _MIN_MAPPED_BYTES = 1 << 16
+_VALUE = "value"
+
+
+class OwnedValues(Protocol):
+    """Where parameters are of which only the owners have the values."""
+
+    numbers: Collection[int]
+    """Of these parameters; the same on every rank."""
+
+    def place(self, number: int, values: torch.Tensor) -> nn.Parameter:
+        """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
 
 
 class Shards:
     """The parts of a model's parameters, and of its optimizers, on this rank.
 
     The optimizers are the user's own; their groups have this rank's parts in the place of the
-    parameters: the parameter itself, or a new one that is a view of some of its rows.
+    parameters: the parameter itself, or a new one that is a view of some of its rows. Parameters
+    are whole on every rank, besides those whose values are owned as well.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        owned: OwnedValues | None = None,
+        values: Mapping[Key, torch.Tensor] | None = None,
+    ) -> None:
+        """Begin without owners.
+
+        Args:
+            model: its parameters are numbered in the order of `parameters()`.
+            optimizers: of the parameters; their groups change with the owners.
+            owned: the parameters of which an owner alone has the values; None: none.
+            values: those that this rank has, to be kept or given away.
+        """
         self._model, self._optimizers = model, optimizers
+        self._place = None if owned is None else owned.place
         self._parameters = list(model.parameters())
         if any(parameter.is_complex() for parameter in self._parameters):
             raise UserError("--layout shard does not support complex parameters")
@@ -57,6 +85,13 @@ class Shards:
             [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]
             for each in optimizers
         ]
+        self.owned = frozenset[int]() if owned is None else frozenset(owned.numbers)
+        """The numbers of the parameters of which only the owners have the values."""
+        self._names = {
+            name: numbers[parameter]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if numbers[parameter] in self.owned
+        }
         self.parts: list[Part] = []
         """Of all ranks; empty before `assign`."""
         self.targets: dict[Part, nn.Parameter] = {}
@@ -64,20 +99,31 @@ class Shards:
         self._loose: dict[Key, dict[str, Any]] = {}
         """States that this rank has read, or was given, and that have no owner yet."""
         self._collected: list[dict[str, Any]] | None = None
+        self._collected_values: dict[int, torch.Tensor] = {}
         self.load([each.state_dict() for each in optimizers])
+        self._values = dict(values or {})
+        """Owned values in this rank's own memory."""
 
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take whole optimizers' states, for `assign` to distribute. Not collective."""
+    def load(
+        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Take whole optimizers' states, and whole `values` by number, for `assign` to distribute.
+
+        Not collective.
+        """
         self.drop()
         for state, groups in zip(states, self._groups, strict=True):
             numbers = [number for group in groups for number in group]
             for place, content in state["state"].items():
                 number = numbers[place]
-                self._loose[number, 0, _rows(self._parameters[number])] = content
+                self._loose[self._whole(number)] = content
+        for number, value in (values or {}).items():
+            self._loaded[self._whole(number)] = value
 
     def drop(self) -> None:
         """Forget all state, as it is incomplete. Not collective."""
         self._loose = {}
+        self._values, self._loaded = dict[Key, torch.Tensor](), dict[Key, torch.Tensor]()
         self.parts, self.targets = [], {}
         for optimizer in self._optimizers:
             optimizer.state.clear()
@@ -107,28 +153,79 @@ class Shards:
                 group.update({name: saved[name] for name in saved if name != "params"})
             optimizer.load_state_dict(own)
 
+    def with_values(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's `state_dict` with empty tensors in the place of owned values.
+
+        While they are `collected`, with the values.
+        """
+        changed = copy.copy(state)  # with the versions of the model's parts
+        for name, number in self._names.items():
+            changed[name] = self._collected_values.get(number, torch.empty(0))
+        return changed
+
+    def without_values(
+        self, state: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
+        """Return a model's `state_dict` with empty tensors for owned values, and these by number.
+
+        Raises:
+            ValueError: the values have another shape.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for name, number in self._names.items():
+            value = state.get(name)
+            if value is not None and value.numel():
+                if value.shape != self._parameters[number].shape:
+                    raise ValueError(f"{name} has the shape {list(value.shape)}")
+                found[number] = value
+        return self.with_values(state), found
+
+    def load_model(self, state: dict[str, Any]) -> None:
+        """Load a result of `with_values` or `without_values` into the model, but no owned values.
+
+        Raises:
+            RuntimeError: it is of another model.
+        """
+        own, owned = copy.copy(state), self._names.keys()
+        missing = {name for name in owned if own.pop(name, None) is None}
+        result = self._model.load_state_dict(own, strict=not owned)
+        missing |= set(result.missing_keys) - owned
+        if missing or result.unexpected_keys:
+            names = ", ".join([*sorted(missing), *result.unexpected_keys])
+            raise RuntimeError(f"it has not the same parameters: {names}")
+
     def is_complete(self, comm: MPI.Intracomm) -> bool:
         """Return whether these ranks have all parts of the state. Collective."""
-        known = {key for keys in gather_values(comm, [*self._held()]) for key in map(tuple, keys)}
-        missing = any(tuple(part[:3]) not in known for part in self.parts)
+        known = _known(comm, self._held())
+        missing = any(_key(part) not in known for part in self.parts)
+        rows = dict.fromkeys(self.owned, 0)
+        for number, begin, end in _known(comm, self._values | self._loaded):
+            rows[number] += end - begin
+        missing |= any(count < _rows(self._parameters[number]) for number, count in rows.items())
         return not any(gather_values(comm, missing))
 
     def assign(self, world: World, shares: Sequence[float]) -> None:
         """Make the ranks owners in proportion to `shares`, with the state there is. Collective."""
+        self.assign_parts(world, self.divide(shares))
+
+    def assign_parts(self, world: World, parts: Sequence[Part]) -> None:
+        """Make the owners those of `parts`, with the state there is. Collective.
+
+        Each row of each parameter belongs to one rank.
+        """
         held = self._held()
         self._loose = {}
-        parts = self._divide(shares)
-        wanted = [((part.parameter, part.begin, part.end), part.owner) for part in parts]
+        wanted = [(_key(part), part.owner) for part in parts]
+        own = {_key(part): part for part in parts if part.owner == world.rank}
         states = _move(world.comm, held, wanted, _copied)
         settings = self.settings()
         held.clear()
-        self.parts = parts
-        self.targets = {
-            part: _target(self._parameters[part.parameter], part)
-            for part in parts
-            if part.owner == world.rank
-        }
-        own = {(part.parameter, part.begin, part.end): part for part in self.targets}
+        self.parts, self.targets = list(parts), {}
+        self._values, self._loaded = self._move_values(world.comm, wanted), {}
+        self.targets = {part: self._target(part) for part in own.values()}
+        by_number: dict[int, list[Key]] = {}
+        for key in own:
+            by_number.setdefault(key[0], []).append(key)
         for optimizer, groups, setting in zip(
             self._optimizers, self._groups, settings, strict=True
         ):
@@ -138,7 +235,7 @@ class Shards:
             for group, numbers, saved in zip(
                 optimizer.param_groups, groups, setting["param_groups"], strict=True
             ):
-                keys = [key for number in numbers for key in own if key[0] == number]
+                keys = [key for number in numbers for key in by_number.get(number, ())]
                 group["params"] = [self.targets[own[key]] for key in keys]
                 saved["params"] = [*range(place, place + len(keys))]
                 content |= {place + i: states[key] for i, key in enumerate(keys) if states[key]}
@@ -170,9 +267,16 @@ class Shards:
         Its tensors are in files without a name in `folder`, so that they take no memory.
         """
         numbers = {number for groups in self._groups for group in groups for number in group}
-        whole = [(number, 0, _rows(self._parameters[number])) for number in sorted(numbers)]
+        numbers |= {*self._names.values()}
+        whole = [self._whole(number) for number in sorted(numbers)]
         keep = partial(_mapped, folder=folder)
         states = _move(world.comm, self._held(), [(key, 0) for key in whole], keep)
+        self._collected_values = {
+            key[0]: value
+            for key, value in self._move_values(
+                world.comm, [(key, 0) for key in whole], keep
+            ).items()
+        }
         if world.rank == 0:
             collected = self.settings()
             for content, groups in zip(collected, self._groups, strict=True):
@@ -184,17 +288,47 @@ class Shards:
         try:
             yield
         finally:
-            self._collected = None
+            self._collected, self._collected_values = None, {}
 
     def _held(self) -> dict[Key, dict[str, Any]]:
         """Return this rank's part of the state, by what it is of."""
         held = dict(self._loose)
         for part, target in self.targets.items():
             found = (each.state[target] for each in self._optimizers if target in each.state)
-            held[part[:3]] = dict(next(found, {}))
+            held[_key(part)] = dict(next(found, {}))
         return held
 
-    def _divide(self, shares: Sequence[float]) -> list[Part]:
+    def _move_values(
+        self,
+        comm: MPI.Intracomm,
+        wanted: Iterable[tuple[Key, int]],
+        keep: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+    ) -> dict[Key, torch.Tensor]:
+        """Return owned values as `_move` does; those that stay are not copied without `keep`."""
+        held = {key: {_VALUE: value} for key, value in (self._loaded | self._values).items()}
+        wanted = [(key, rank) for key, rank in wanted if key[0] in self.owned]
+        own = {key for key, rank in wanted if rank == comm.rank and keep is None}
+        stay = {key: value for key, value in self._values.items() if key in own}
+        for key in stay:
+            held[key] = {}
+        moved = _move(comm, held, wanted, keep or _copied)
+        return stay | {key: state[_VALUE] for key, state in moved.items() if state}
+
+    def _whole(self, number: int) -> Key:
+        return number, 0, _rows(self._parameters[number])
+
+    def _target(self, part: Part) -> nn.Parameter:
+        """Return what an optimizer steps for an owned part."""
+        key, parameter = _key(part), self._parameters[part.parameter]
+        if key not in self._values:
+            return _target(parameter, part)
+        assert self._place is not None
+        target = self._place(part.parameter, self._values[key])
+        self._values[key] = target.detach()
+        return target
+
+    def divide(self, shares: Sequence[float]) -> list[Part]:
+        """Return owners of all parameters in proportion to `shares`. Not collective."""
         of_optimizers = {n for groups in self._groups for group in groups for n in group}
         counts = [
             parameter.nbytes * (parameter.requires_grad and number in of_optimizers)
@@ -219,10 +353,10 @@ def _move(
         wanted: what each is of, and which rank wants it; the same on every rank.
         keep: makes consecutive rows one tensor of this rank's own, in host memory.
     """
-    sources: dict[int, dict[Key, int]] = {}
+    sources: dict[int, dict[Key, list[int]]] = {}
     for rank, keys in enumerate(gather_values(comm, [*held])):
         for number, begin, end in keys:
-            sources.setdefault(number, {}).setdefault((number, begin, end), rank)
+            sources.setdefault(number, {}).setdefault((number, begin, end), []).append(rank)
     states: dict[Key, dict[str, Any]] = {}
     for key, target in wanted:
         number, begin, end = key
@@ -230,12 +364,18 @@ def _move(
         for source in sorted(sources.get(number, {})):
             rows = max(begin, source[1]), min(end, source[2])
             if rows[0] < rows[1]:
-                rank = sources[number][source]
+                ranks = sources[number][source]
+                rank = target if target in ranks else ranks[0]
                 own = _cut(held[source], source, rows) if comm.rank == rank else None
                 pieces.append(own if rank == target else send_state(comm, own, rank, target))
         if comm.rank == target:
             states[key] = _join([piece for piece in pieces if piece is not None], keep)
     return states
+
+
+def _known(comm: MPI.Intracomm, held: Iterable[Key]) -> set[Key]:
+    """Return what any rank has. Collective."""
+    return {(n, begin, end) for keys in gather_values(comm, [*held]) for n, begin, end in keys}
 
 
 def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str, Any]:
@@ -298,6 +438,10 @@ def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dic
         numbered.append({**settings, "params": [*range(place, place + len(numbers))]})
         place += len(numbers)
     return numbered
+
+
+def _key(part: Part) -> Key:
+    return part.parameter, part.begin, part.end
 
 
 def _bytes(parameter: torch.Tensor, part: Part) -> int:

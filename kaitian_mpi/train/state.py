@@ -134,7 +134,9 @@ class State:
 
     def replicas(self) -> list[torch.Tensor]:
         """Return the tensors that only steps change: the weights and the optimizers' state."""
-        tensors = [parameter.detach() for parameter in self.model.parameters()]
+        owned = frozenset[int]() if self.shards is None else self.shards.owned
+        whole = (p for number, p in enumerate(self.model.parameters()) if number not in owned)
+        tensors = [parameter.detach() for parameter in whole]
         for optimizer in self.optimizers if self.shards is None else ():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -145,7 +147,7 @@ class State:
     def shared(self) -> dict[str, Any]:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
-            "model": plain(self.model.state_dict()),
+            "model": self._model_state(),
             "optimizers": [plain(state) for state in self._optimizer_states()],
             "optimizer_types": self._optimizer_types(),
             "schedulers": self._schedules.states(),
@@ -177,10 +179,11 @@ class State:
         with self.lock:
             settings = self._schedules.settings()
             try:
-                self.model.load_state_dict(state["model"])
                 if self.shards is not None:
+                    self.shards.load_model(state["model"])
                     self.shards.load_settings(state["optimizers"])
                 else:
+                    self.model.load_state_dict(state["model"])
                     pairs = zip(self.optimizers, state["optimizers"], strict=True)
                     for optimizer, content in pairs:
                         optimizer.load_state_dict(content)
@@ -215,8 +218,10 @@ class State:
         with self.lock:
             content = file.content
             if self.shards is not None:
-                self.shards.load(content["optimizers"])
-                content = content | {"optimizers": _without_state(content["optimizers"])}
+                model, values = self.shards.without_values(content["model"])
+                self.shards.load(content["optimizers"], values)
+                states = _without_state(content["optimizers"])
+                content = content | {"model": model, "optimizers": states}
             if file.is_mapped:
                 content = copy_state(content, self.shared(), is_mapped=True)
             self.load_shared(content)
@@ -234,6 +239,10 @@ class State:
         own = {name: state[name] for name in ("schedulers", "extra")}
         self.load_shared(state | copy_state(own))
         self.is_begun = False
+
+    def _model_state(self) -> dict[str, Any]:
+        state = plain(self.model.state_dict())
+        return state if self.shards is None else self.shards.with_values(state)
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
         if self.shards is not None:
@@ -300,6 +309,8 @@ class State:
         own = self.shared() if world.rank == source or not self.is_begun else None
         content = broadcast_state(world.comm, own, source, receives, into=own)
         if receives:
+            if self.shards is not None:
+                self.shards.drop()  # what it had is of an earlier state
             self.load_shared(content)
 
 
