@@ -11,7 +11,7 @@ from jobs import fork_server, forked, run_alone
 TRAINERS = Path(__file__).parent / "trainers"
 ROWS, RANKS = 203, 2
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
-TIMM = os.environ.get("KAITIAN_TEST_TIMM")
+TIMM, YEAR_OLD = map(os.environ.get, ("KAITIAN_TEST_TIMM", "KAITIAN_TEST_YEAR_OLD"))
 needs_timm = pytest.mark.skipif(not TIMM, reason="needs timm in the folder $KAITIAN_TEST_TIMM")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
@@ -33,19 +33,19 @@ def preloaded(server, monkeypatch):
     monkeypatch.setenv("KAITIAN_FORK_SERVER", server)
 
 
-def run(mpirun, script, *options, adaptive=True, code=0):
+def run(mpirun, script, *options, adaptive=True, code=0, **more):
     flags = ["--emulate-slowdown", "1:3.0", "--backend-override", "gloo,nccl"]
     flags += ["--adaptive"] * adaptive
-    return mpirun(RANKS, "kaitian-run", *flags, TRAINERS / script, *options, code=code)
+    return mpirun(RANKS, "kaitian-run", *flags, TRAINERS / script, *options, code=code, **more)
 
 
 def found_in(ended):
     return json.loads(next(line for line in ended.out.splitlines() if line.startswith('{"')))
 
 
-def train(mpirun, script, *options, difference=1e-9, rows=ROWS):
+def train(mpirun, script, *options, difference=1e-9, rows=ROWS, **more):
     """Return what the script has found, after the checks that hold for all."""
-    ended = run(mpirun, script, *options, adaptive="object" not in options)
+    ended = run(mpirun, script, *options, adaptive="object" not in options, **more)
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
     found = found_in(ended)
     assert found["splits"] > 2  # equal ones, planned ones, and the last of an epoch
@@ -127,6 +127,21 @@ def test_a_lightning_module(mpirun):
     # The mean over an epoch's rows; Lightning divides their number by the ranks', and rounds down.
     total = sum(loss * rows for loss, rows in found["repeated"][13:])
     assert found["loss"] == pytest.approx(total / (ROWS // RANKS * RANKS), rel=1e-6)
+
+
+@pytest.mark.skipif(not YEAR_OLD, reason="needs releases in the folder $KAITIAN_TEST_YEAR_OLD")
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("accelerate_loop.py", "object"),
+        ("hugging_face.py", "language 2 2"),
+        ("trl_sft.py", "nll"),
+        ("resumed.py", "lightning -1"),
+    ],
+)
+def test_trainers_of_a_year_ago(mpirun, script, options):
+    path = f"{YEAR_OLD}:{TRAINERS.parents[2]}"
+    train(mpirun, script, *options.split(), difference=1e-7, fresh=True, PYTHONPATH=path)
 
 
 @pytest.mark.usefixtures("preloaded")
