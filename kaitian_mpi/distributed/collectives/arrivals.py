@@ -81,20 +81,14 @@ class ArrivalTracker:
         self._arrived_at = now = time.monotonic()
         self._calls += 1
         try:
-            is_done = wait_request(request, self._record_after_sec)
+            if not wait_request(request, self._record_after_sec):
+                self._wait_recorded(request)
+                now = time.monotonic()
         except Exception as error:
+            keep_alive(request, tensors)
             if (unlike := pairwise.unlike_sizes(error)) is None:
                 raise
             raise unlike from error
-        if not is_done:
-            try:
-                self._wait_recorded(request)
-            except Exception as error:
-                keep_alive(request, tensors)
-                if (unlike := pairwise.unlike_sizes(error)) is None:
-                    raise
-                raise unlike from error
-            now = time.monotonic()
         # No rank has given up on one that came before that and has waited for at most as long.
         if now - since > self._late_sec and self._settle(_PASSED) == _FAILED:
             raise CollectiveError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -148,7 +147,7 @@ class HostOperations:
         whole = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
         self.all_gather_single(whole, tensor)
         for piece, part in zip(pieces, whole, strict=True):
-            with writing([piece]) or nullcontext():
+            with writing([piece]):
                 piece.detach().copy_(part.view(piece.shape))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:

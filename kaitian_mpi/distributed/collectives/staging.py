@@ -147,20 +147,18 @@ def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = 
     """
     if host is tensor or (host.device == tensor.device and is_plain(tensor)):
         return
-    with writing([tensor]) or nullcontext():
+    with writing([tensor]):
         tensor.detach().copy_(host, non_blocking=non_blocking)
 
 
-def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any] | None:
-    """Return a context manager in which tensors may be written; None if none is needed.
+def writing(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context manager in which tensors may be written.
 
     torch does not allow writing tensors of `torch.inference_mode()` outside of the mode, and a
     thread other than the caller's is outside.
     """
-    for tensor in tensors:
-        if tensor.is_inference():
-            return torch.inference_mode()
-    return None
+    is_inference = any(tensor.is_inference() for tensor in tensors)
+    return torch.inference_mode() if is_inference else nullcontext()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

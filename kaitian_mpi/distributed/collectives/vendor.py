@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -249,7 +249,7 @@ def _copy_alone(outputs: Any, inputs: Any, op: Any) -> Work:
         factor = op.__getstate__()[1]
         inputs = [tensor.detach() * factor for tensor in inputs or outputs]
     if inputs:
-        with staging.writing(outputs) or nullcontext():
+        with staging.writing(outputs):
             for output, tensor in zip(outputs, inputs, strict=True):
                 output.detach().view(-1).copy_(tensor.detach().view(-1))
     return Finished(outputs)

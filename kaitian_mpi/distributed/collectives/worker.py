@@ -187,11 +187,8 @@ class Worker:
         if self.broken is not None:
             raise _broken_error(name, self.broken)
         try:
-            if (context := writing(result)) is None:
+            with writing(result):
                 call()
-            else:
-                with context:
-                    call()
             if self.broken is not None:  # meanwhile: what a library has left is no result
                 raise self.broken
         except CollectiveError as error:
