@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from pathlib import Path
 
@@ -50,24 +51,40 @@ class CpuDevice(Device):
         return int(psutil.virtual_memory().total)
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        return self.memory_peak_bytes(index) + available_bytes(CGROUP) // sharers
+        return self.memory_peak_bytes(index) + available_bytes() // sharers
 
     def memory_peak_bytes(self, index: int) -> int:
         """Return the process's memory: it includes what was freed (`keep_freed_memory`)."""
         return int(psutil.Process().memory_info().rss)
 
 
-def available_bytes(cgroup: Path) -> int:
-    """Return the available memory: the host's, or less by a control group's limit (version 2)."""
+def available_bytes(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the available memory: the host's, or less by a control group's limit (version 2).
+
+    Of this process's groups each may have a limit, such as Slurm's of the job and of the step.
+    """
     free = int(psutil.virtual_memory().available)
     try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        statistics = (cgroup / "memory.stat").read_text().splitlines()
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    inmost = root / next(names, "")
+    groups = [inmost, *inmost.parents]
+    left = [_left_in(group) for group in groups if group.is_relative_to(root)]
+    return int(min(free, *left))
+
+
+def _left_in(group: Path) -> float:
+    """Return the bytes that a control group may still allocate."""
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        statistics = (group / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):  # no such group, or its limit is the word "max"
-        return free
+        return math.inf
     files = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
-    return min(free, max(0, limit - used + files))
+    return max(0, limit - used + files)
 
 
 def keep_freed_memory() -> None:

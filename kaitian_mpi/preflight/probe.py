@@ -73,7 +73,7 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
 
     from kaitian_mpi.config.factory import one_line
     from kaitian_mpi.devices import known_kinds
-    from kaitian_mpi.devices.cpu import CGROUP, available_bytes
+    from kaitian_mpi.devices.cpu import available_bytes
     from kaitian_mpi.errors import UserError
 
     known = known_kinds()
@@ -86,7 +86,7 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
         requested=devices,
         shares=share,
         ram_bytes=int(psutil.virtual_memory().total),
-        ram_free_bytes=available_bytes(CGROUP),
+        ram_free_bytes=available_bytes(),
         drivers=loaded_drivers(),
     )
     try:

@@ -249,7 +249,7 @@ def test_every_way_of_saying_too_little_memory_is_known(device):
     assert [str(each) for each in others if device.is_out_of_memory(each)] == []
 
 
-def test_ranks_on_one_device_share_its_memory_and_a_containers_limit_applies(tmp_path):
+def test_ranks_on_one_device_share_its_memory():
     gauge = MemoryGauge(make_world(CpuDevice()))
     assert [gauge.try_step(batch, float) for batch in (8, 16)] == [8, 16]
     assert gauge.has_room_for(17)
@@ -272,13 +272,23 @@ def test_ranks_on_one_device_share_its_memory_and_a_containers_limit_applies(tmp
             gauge.try_step(batch, float)
     # Of 90% of 6,000 bytes.
     assert [gauge.largest_batch(9) for gauge in (alone, beside_another)] == [5, 2]
-    assert available_bytes(tmp_path) > 0
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
-    assert available_bytes(tmp_path) == 700000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) > 10 * MIB
+
+
+def test_memory_of_a_host_is_limited_by_the_control_groups_of_the_process(tmp_path):
+    groups = tmp_path / "root", tmp_path / "root/job", tmp_path / "root/job/step"
+    groups[-1].mkdir(parents=True)
+    own = tmp_path / "cgroup"
+    assert available_bytes(groups[0], own) > 10 * MIB  # there is no such file
+    own.write_text("1:name=systemd:/\n0::/job/step\n")
+    assert available_bytes(groups[0], own) > 10 * MIB
+    for group, limit in zip(groups, ("max", "1000000", "2000000"), strict=True):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("400000\n")
+        (group / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
+    assert available_bytes(groups[0], own) == 700000
+    own.write_text("0::/\n")  # in a container
+    assert available_bytes(groups[0], own) > 10 * MIB
+    assert available_bytes(groups[1], own) == 700000
 
 
 FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
