@@ -79,6 +79,11 @@ class TrainingConfig:
         "rank has a part in proportion to its free memory, whatever its batches are",
         ("replicate", "shard"),
     )
+    mirrors: bool = setting(
+        True,
+        "with --layout shard and fault tolerance: keep each rank's part on another one, too, if "
+        "there is memory, so that a lost rank costs no step",
+    )
     allreduce: str = setting(
         "auto",
         "algorithm for gradients that cross device kinds; auto: the fastest, measured at startup",

@@ -207,6 +207,12 @@ class GradientReducer:
         # Finite numbers may add up to more than a float can hold.
         return all(bool(bucket.gradients.isfinite().all()) for bucket in self._buckets)
 
+    def check_values(self) -> None:
+        """Raise a `CollectiveError` if the parameters lack what other ranks give. Not collective.
+
+        Here they do not.
+        """
+
     def describe(self) -> str:
         """Return what must be the same on every rank, as a short text; for `check_same`."""
         devices: dict[torch.device, int] = {}

@@ -2,6 +2,7 @@
 
 A bucket is laid out in the order of its owners, whose parts are of unlike lengths: a ragged
 reduce-scatter sums it after backward, and a ragged all-gather returns what the owners made of it.
+Parts that have mirrors are sent on to those, once they are summed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.balance.ownership import Part
+from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gradients import partition, sum_on_host
 from kaitian_mpi.distributed.reducer import GradientReducer
+from kaitian_mpi.errors import CollectiveError
 
 BUCKET_CAPS = (1 << 20, 8 << 20)  # small, because memory is short where this is used
 _IN_FLIGHT = (
@@ -65,25 +67,34 @@ class ShardBucket:
         self, parameters: Mapping[int, nn.Parameter], parts: Sequence[Part], size: int, rank: int
     ) -> None:
         """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part."""
-        self.parts = sorted(parts, key=lambda part: part.owner)
+        self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
         self._parameters = [parameters[part.parameter] for part in self.parts]
         self._like = next(iter(parameters.values())).detach()
         sizes = [
             _rows(p, part).numel() for p, part in zip(self._parameters, self.parts, strict=True)
         ]
         self._starts = [0, *itertools.accumulate(sizes)]
-        self.counts = [0] * size
+        self.counts, self.rank = [0] * size, rank
+        self.mirrors, self.mirrored = [0] * size, [0] * size
+        """Elements of this rank's parts by mirror, and of those that it mirrors by owner."""
         for part, count in zip(self.parts, sizes, strict=True):
             self.counts[part.owner] += count
-        self.rank, begin = rank, sum(self.counts[:rank])
+            if part.owner == rank and part.mirror != NO_MIRROR:
+                self.mirrors[part.mirror] += count
+            elif part.mirror == rank:
+                self.mirrored[part.owner] += count
         self.own = self._like.new_empty(self.counts[rank])
         """The sum of this rank's parts; flat."""
-        self.owned = {
-            part: self._view(self.own, start - begin, parameter, part)
-            for part, parameter, start in self._placed()
-            if part.owner == rank
-        }
-        """The same by part, in the parameters' layout."""
+        self.copy = self._like.new_empty(sum(self.mirrored))
+        """The sums of the parts that it mirrors; flat."""
+        self.gradients: dict[Part, torch.Tensor] = {}
+        """The same two by part, in the parameters' layout."""
+        for buffer, has in ((self.own, "owner"), (self.copy, "mirror")):
+            start = 0
+            for part, parameter, count in zip(self.parts, self._parameters, sizes, strict=True):
+                if getattr(part, has) == rank:
+                    self.gradients[part] = self._view(buffer, start, parameter, part)
+                    start += count
         only = self._parameters[0]
         self.is_whole = len(parameters) == 1 and only.is_contiguous()
 
@@ -146,6 +157,10 @@ class ShardBucket:
         """Return the owners' parts of a buffer, by rank."""
         return list(buffer.split(self.counts))
 
+    @property
+    def has_mirrors(self) -> bool:
+        return any(part.mirror != NO_MIRROR for part in self.parts)
+
 
 @not_compiled
 class ShardReducer(GradientReducer):
@@ -180,7 +195,7 @@ class ShardReducer(GradientReducer):
         Args:
             model: its parameters are numbered in the order of `parameters()`.
             parts: of all of them, by all ranks.
-            targets: what the optimizers of this rank step, for each part that it owns.
+            targets: what the optimizers of this rank step, for each part that it owns or mirrors.
             group: of the ranks; None: all.
             on_bucket: called when a bucket of this step is ready, with whether it is the last.
             waits: the context in which backward waits for earlier buckets.
@@ -192,11 +207,13 @@ class ShardReducer(GradientReducer):
         for part in parts:
             self._of.setdefault(part.parameter, []).append(part)
         self._targets, self.waits = targets, waits
-        self._flights: deque[tuple[ShardBucket, Any, torch.Tensor, bool, torch.Tensor]] = deque()
+        self._flights: deque[Any] = deque()  # bucket, work, sum, whether it adds, ends; buffer
+        self._mirroring: list[Any] = []
         self.rounds, self._round = 1, 0
         self.squared_norm = 0.0
         self._own_number, self._sum = 0.0, torch.zeros(())
         self._is_finite = True
+        self._failure: Exception | None = None
         super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
 
     @property
@@ -223,6 +240,8 @@ class ShardReducer(GradientReducer):
                 self._filled, self._weight = 0, None
                 self._end_round()
             self._land(0)
+            for work in self._mirroring:
+                work.wait()
             self._settle()
         finally:
             self.reset()
@@ -231,13 +250,21 @@ class ShardReducer(GradientReducer):
         super().reset()
         self._round = 0
         self._flights.clear()  # what is being summed keeps its buffers
+        self._mirroring.clear()
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity."""
         return self._is_finite
 
+    def check_values(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     def share_values(self) -> None:
-        """Give every rank the owners' values of the parameters. Collective."""
+        """Give every rank the owners' values of the parameters. Collective.
+
+        An error, such as the loss of a rank, is raised by `check_values`: the step is done.
+        """
         flights: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
         for bucket in self._buckets:
             buffer = bucket.values(self._spares)
@@ -251,7 +278,13 @@ class ShardReducer(GradientReducer):
     def _arrive(self, flights: deque[tuple[ShardBucket, Any, torch.Tensor]], most: int) -> None:
         while len(flights) > most:
             bucket, work, buffer = flights.popleft()
-            work.wait()
+            try:
+                work.wait()
+                if getattr(self._group or dist.group.WORLD, "is_broken", False):
+                    raise CollectiveError("the owners' values have not arrived")
+            except Exception as error:
+                self._failure = self._failure or error
+                continue
             bucket.take(buffer)
             if not bucket.is_whole:
                 self._spares.give(buffer)
@@ -299,7 +332,8 @@ class ShardReducer(GradientReducer):
         arriving = torch.empty_like(bucket.own) if adds else bucket.own
         pieces = bucket.split(buffer)
         work = dist.reduce_scatter(arriving, pieces, group=self._group, async_op=True)
-        self._flights.append((bucket, work, arriving, adds, buffer))
+        is_last = self._round + 1 == self.rounds
+        self._flights.append((bucket, work, arriving, adds, is_last, buffer))
 
     def _land(self, most: int) -> None:
         """Wait until at most so many buckets are being summed."""
@@ -307,12 +341,22 @@ class ShardReducer(GradientReducer):
             return
         with self.waits("the sum of gradients") if most else nullcontext():
             while len(self._flights) > most:
-                bucket, work, arriving, adds, buffer = self._flights.popleft()
+                bucket, work, arriving, adds, is_last, buffer = self._flights.popleft()
                 work.wait()
                 if adds:
                     bucket.own.add_(arriving)
+                if is_last and bucket.has_mirrors:
+                    self._mirror(bucket)
                 if not bucket.is_whole:
                     self._spares.give(buffer)
+
+    def _mirror(self, bucket: ShardBucket) -> None:
+        """Start to send the sums of this rank's parts to their mirrors."""
+        splits = bucket.mirrored, bucket.mirrors
+        sent = dist.all_to_all_single(
+            bucket.copy, bucket.own, *splits, group=self._group, async_op=True
+        )
+        self._mirroring.append(sent)
 
     def _end_round(self) -> None:
         with self._lock:
@@ -338,7 +382,7 @@ class ShardReducer(GradientReducer):
         self._sum = torch.tensor(number, dtype=torch.float64)
         for bucket, indices in zip(self._buckets, self._parts, strict=True):
             counts = {self._numbers[self._parameters[i]]: used[i] for i in indices}
-            for part, gradient in bucket.owned.items():
+            for part, gradient in bucket.gradients.items():
                 is_used = counts[part.parameter] > 0
                 self._targets[part].grad = gradient if is_used else None
 

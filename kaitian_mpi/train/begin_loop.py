@@ -140,27 +140,33 @@ def _plan(run: Run, world: World) -> Plan:
 def _restore_state(run: Run, world: World, plan: Plan) -> None:
     """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
     state, has_lost = run.state, bool(run.membership.losses)
-    if state.shards is not None and not state.shards.is_complete(world.comm):
-        state.forget()
+    if state.shards is not None:
+        if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
+            state.shards.drop()  # what it has is of the start
+        if not state.shards.is_complete(world.comm):
+            state.forget()
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
         # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
         from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 
-        found = find_checkpoint(run.config, world, run.setup.path, "auto")
+        has_part_lost = state.shards is not None and run.has_started
+        found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)
             run.earlier = replace(found, file=None)
-            if state.shards is not None and run.has_started:
+            if has_part_lost:
                 step = f"step {state.progress.step} ({found.name})"
                 warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
-        elif state.shards is not None and run.has_started:
+        elif has_part_lost:
             raise AgreedError(_NO_CHECKPOINT)
     state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
     if state.shards is not None:
-        state.shards.assign(world, [run.room[info.place] for info in world.infos])
-        print_rank_0(world, state.shards.describe(world))
+        assert run.room is not None
+        pairs, why = run.room.owners(run.config, world)
+        state.shards.assign(world, pairs)
+        print_rank_0(world, run.room.describe(*state.shards.held(world.size), why))
     if has_lost:
         from kaitian_mpi.train.divergence import repair_divergence
 

@@ -173,6 +173,7 @@ class Loop:
 
     def step_done(self, step: Step) -> None:
         """Let the observers follow a step."""
+        self._gradients.check_values()
         reports = self._exchange.swap(step.report(self.wants_checkpoint()))
         for observer in self.observers:
             observer.step_done(step, reports)

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
@@ -44,6 +44,9 @@ from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.task import Computation
 
+if TYPE_CHECKING:
+    from kaitian_mpi.train.measure.room import Room
+
 _SMALL_SUM_BYTES = 4096
 
 
@@ -66,8 +69,8 @@ class Run:
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
-    room: dict[str, float] = field(default_factory=dict)
-    """The bytes that each rank has for gradients and optimizer, by place; with `--layout shard`."""
+    room: Room | None = None
+    """The memory for gradients and optimizer state; None without `--layout shard`."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -170,7 +173,7 @@ def _choose_ranks(run: Run) -> None:
     if config.layout == "shard":
         from kaitian_mpi.train.measure.room import find_room
 
-        run.room, reserved = on_all(find_room, setup)
+        run.room, reserved = on_all(find_room, setup, config)
     run.profiles = on_all(lambda world: find_profiles(config, world, setup, known, reserved))
     run.allreduce_algorithm, excluded = on_all(select_ranks, run)
     run.excluded_places = [info.place for info in excluded]

@@ -1,7 +1,8 @@
 """Layout shard: each rank keeps the optimizer's state, and the gradients, of its own parts only.
 
 The parameters are whole on every rank. The parts of a rank are in proportion to its memory, its
-batches to its speed.
+batches to its speed. If parts have mirrors, these keep and step the same, so that all of the state
+is left after a rank is lost.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kaitian_mpi.balance.ownership import Part, divide
+from kaitian_mpi.balance.ownership import NO_MIRROR, Pair, Part, divide
 from kaitian_mpi.distributed.gradients import partition
 from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.train.state_transfer import copy_state, send_state
+from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, is_whole, send_state
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -85,6 +86,7 @@ class Shards:
             [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]
             for each in optimizers
         ]
+        self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
         self.owned = frozenset[int]() if owned is None else frozenset(owned.numbers)
         """The numbers of the parameters of which only the owners have the values."""
         self._names = {
@@ -114,9 +116,8 @@ class Shards:
         self.drop()
         for state, groups in zip(states, self._groups, strict=True):
             numbers = [number for group in groups for number in group]
-            for place, content in state["state"].items():
-                number = numbers[place]
-                self._loose[self._whole(number)] = content
+            for place, number in enumerate(numbers):
+                self._loose[self._whole(number)] = state["state"].get(place, {})
         for number, value in (values or {}).items():
             self._loaded[self._whole(number)] = value
 
@@ -195,34 +196,48 @@ class Shards:
             raise RuntimeError(f"it has not the same parameters: {names}")
 
     def is_complete(self, comm: MPI.Intracomm) -> bool:
-        """Return whether these ranks have all parts of the state. Collective."""
-        known = _known(comm, self._held())
-        missing = any(_key(part) not in known for part in self.parts)
-        rows = dict.fromkeys(self.owned, 0)
-        for number, begin, end in _known(comm, self._values | self._loaded):
-            rows[number] += end - begin
-        missing |= any(count < _rows(self._parameters[number]) for number, count in rows.items())
-        return not any(gather_values(comm, missing))
+        """Return whether these ranks have all of the state. Collective."""
+        states = _sources(comm, self._held())
+        values = _sources(comm, self._values | self._loaded)
+        return all(
+            sum(end - begin for _, (begin, end) in _cover(sources, self._whole(number)))
+            == _rows(self._parameters[number])
+            for sources, numbers in ((states, self._numbers), (values, self.owned))
+            for number in numbers
+        )
 
-    def assign(self, world: World, shares: Sequence[float]) -> None:
-        """Make the ranks owners in proportion to `shares`, with the state there is. Collective."""
-        self.assign_parts(world, self.divide(shares))
+    def assign(self, world: World, pairs: Sequence[Pair]) -> None:
+        """Make the ranks owners and mirrors, with the state and the values there are. Collective.
+
+        If a rank is lost meanwhile, this rank has what it had.
+        """
+        self.assign_parts(world, self.divide(pairs))
 
     def assign_parts(self, world: World, parts: Sequence[Part]) -> None:
-        """Make the owners those of `parts`, with the state there is. Collective.
+        """Make the owners and mirrors those of `parts`, as `assign` does. Collective.
 
         Each row of each parameter belongs to one rank.
         """
+        self._share_values(world.comm)
         held = self._held()
-        self._loose = {}
-        wanted = [(_key(part), part.owner) for part in parts]
-        own = {_key(part): part for part in parts if part.owner == world.rank}
-        states = _move(world.comm, held, wanted, _copied)
+        wanted = [
+            (_key(part), rank)
+            for part in parts
+            for rank in (part.owner, part.mirror)
+            if rank != NO_MIRROR
+        ]
+        states = _move(world.comm, held, wanted, _kept)
+        values = self._move_values(world.comm, wanted)
         settings = self.settings()
         held.clear()
         self.parts, self.targets = list(parts), {}
-        self._values, self._loaded = self._move_values(world.comm, wanted), {}
-        self.targets = {part: self._target(part) for part in own.values()}
+        self._loose, self._values, self._loaded = {}, values, {}
+        self.targets = {
+            part: self._target(part, world.rank)
+            for part in parts
+            if world.rank in (part.owner, part.mirror)
+        }
+        own = {_key(part): part for part in self.targets}
         by_number: dict[int, list[Key]] = {}
         for key in own:
             by_number.setdefault(key[0], []).append(key)
@@ -243,13 +258,37 @@ class Shards:
             setting["state"] = content
             optimizer.load_state_dict(setting)
 
-    def describe(self, world: World) -> str:
-        """Return a line that says what each rank owns."""
-        owned = [0] * world.size
+    def _share_values(self, comm: MPI.Intracomm) -> None:
+        """Give every rank the parameters' values, of a rank that steps them. Collective.
+
+        The rank that was to share them after a step may be lost.
+        """
+        sources = _sources(comm, map(_key, self.targets))
+        by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for number in sorted(sources.keys() - self.owned):
+            parameter = self._parameters[number].detach()
+            for (source, *_), (begin, end) in _cover(sources, self._whole(number)):
+                rows = parameter[begin:end] if parameter.dim() else parameter
+                others = (r for r, low, high in sources[number] if low <= begin and end <= high)
+                by_holders.setdefault((source, *others), []).append(rows)
+        for holders, values in sorted(by_holders.items(), key=lambda each: each[0]):
+            # One that steps these itself keeps its own: the source may be lost at this moment.
+            receives = comm.rank not in holders
+            arrived = broadcast_state(comm, values, holders[0], receives, into=values)
+            for own, other in zip(values, arrived if receives else (), strict=receives):
+                if own.data_ptr() != other.data_ptr():
+                    own.copy_(other)
+
+    def held(self, size: int) -> tuple[list[float], list[float]]:
+        """Return which fraction each rank owns, and which it mirrors."""
+        owned, mirrored = [0.0] * size, [0.0] * size
         for part in self.parts:
-            owned[part.owner] += _bytes(self._parameters[part.parameter], part)
-        shares = ", ".join(f"{each / max(1, sum(owned)):.1%}" for each in owned)
-        return f"layout shard: gradients and optimizer state by rank {shares}"
+            count = _bytes(self._parameters[part.parameter], part)
+            owned[part.owner] += count
+            if part.mirror != NO_MIRROR:
+                mirrored[part.mirror] += count
+        total = max(1, sum(owned))
+        return [each / total for each in owned], [each / total for each in mirrored]
 
     def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
         """Return what sums the gradients to their owners."""
@@ -266,9 +305,7 @@ class Shards:
 
         Its tensors are in files without a name in `folder`, so that they take no memory.
         """
-        numbers = {number for groups in self._groups for group in groups for number in group}
-        numbers |= {*self._names.values()}
-        whole = [self._whole(number) for number in sorted(numbers)]
+        whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
         keep = partial(_mapped, folder=folder)
         states = _move(world.comm, self._held(), [(key, 0) for key in whole], keep)
         self._collected_values = {
@@ -307,36 +344,33 @@ class Shards:
         """Return owned values as `_move` does; those that stay are not copied without `keep`."""
         held = {key: {_VALUE: value} for key, value in (self._loaded | self._values).items()}
         wanted = [(key, rank) for key, rank in wanted if key[0] in self.owned]
-        own = {key for key, rank in wanted if rank == comm.rank and keep is None}
-        stay = {key: value for key, value in self._values.items() if key in own}
-        for key in stay:
-            held[key] = {}
-        moved = _move(comm, held, wanted, keep or _copied)
-        return stay | {key: state[_VALUE] for key, state in moved.items() if state}
+        moved = _move(comm, held, wanted, keep or _kept)
+        return {key: state[_VALUE] for key, state in moved.items() if state}
 
     def _whole(self, number: int) -> Key:
         return number, 0, _rows(self._parameters[number])
 
-    def _target(self, part: Part) -> nn.Parameter:
-        """Return what an optimizer steps for an owned part."""
+    def _target(self, part: Part, rank: int) -> nn.Parameter:
+        """Return what an optimizer steps for a part."""
         key, parameter = _key(part), self._parameters[part.parameter]
         if key not in self._values:
             return _target(parameter, part)
+        if part.owner != rank:  # a mirror has no other use for them
+            return nn.Parameter(self._values[key].to(parameter.device, copy=False))
         assert self._place is not None
         target = self._place(part.parameter, self._values[key])
         self._values[key] = target.detach()
         return target
 
-    def divide(self, shares: Sequence[float]) -> list[Part]:
-        """Return owners of all parameters in proportion to `shares`. Not collective."""
-        of_optimizers = {n for groups in self._groups for group in groups for n in group}
+    def divide(self, pairs: Sequence[Pair]) -> list[Part]:
+        """Return the parts of all parameters by owners and mirrors. Not collective."""
         counts = [
-            parameter.nbytes * (parameter.requires_grad and number in of_optimizers)
+            parameter.nbytes * (parameter.requires_grad and number in self._numbers)
             for number, parameter in enumerate(self._parameters)
         ]
         order = [n for bucket in partition(self._parameters, BUCKET_CAPS) for n in bucket]
         by_rows = all(type(each).__name__ in _BY_ELEMENT for each in self._optimizers)
-        return divide(counts, [*map(_rows, self._parameters)], shares, order, by_rows)
+        return divide(counts, [*map(_rows, self._parameters)], pairs, order, by_rows)
 
 
 def _move(
@@ -353,29 +387,44 @@ def _move(
         wanted: what each is of, and which rank wants it; the same on every rank.
         keep: makes consecutive rows one tensor of this rank's own, in host memory.
     """
-    sources: dict[int, dict[Key, list[int]]] = {}
-    for rank, keys in enumerate(gather_values(comm, [*held])):
-        for number, begin, end in keys:
-            sources.setdefault(number, {}).setdefault((number, begin, end), []).append(rank)
+    sources = _sources(comm, held)
     states: dict[Key, dict[str, Any]] = {}
     for key, target in wanted:
-        number, begin, end = key
         pieces = []
-        for source in sorted(sources.get(number, {})):
-            rows = max(begin, source[1]), min(end, source[2])
-            if rows[0] < rows[1]:
-                ranks = sources[number][source]
-                rank = target if target in ranks else ranks[0]
-                own = _cut(held[source], source, rows) if comm.rank == rank else None
-                pieces.append(own if rank == target else send_state(comm, own, rank, target))
+        for (rank, *source), rows in _cover(sources, key, target):
+            known = key[0], source[0], source[1]
+            own = _cut(held[known], known, rows) if comm.rank == rank else None
+            pieces.append(own if rank == target else send_state(comm, own, rank, target))
         if comm.rank == target:
             states[key] = _join([piece for piece in pieces if piece is not None], keep)
     return states
 
 
-def _known(comm: MPI.Intracomm, held: Iterable[Key]) -> set[Key]:
-    """Return what any rank has. Collective."""
-    return {(n, begin, end) for keys in gather_values(comm, [*held]) for n, begin, end in keys}
+def _sources(comm: MPI.Intracomm, keys: Iterable[Key]) -> dict[int, list[tuple[int, int, int]]]:
+    """Return by parameter which rank has which rows, as their first one and end. Collective."""
+    sources: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, known in enumerate(gather_values(comm, [*keys])):
+        for number, begin, end in known:
+            sources.setdefault(number, []).append((rank, begin, end))
+    return sources
+
+
+def _cover(
+    sources: Mapping[int, Sequence[tuple[int, int, int]]], wanted: Key, target: int = -1
+) -> Iterator[tuple[tuple[int, int, int], tuple[int, int]]]:
+    """Yield who has consecutive rows of what is wanted, and which: rank `target` itself, if it can.
+
+    Several ranks may have the same rows, and the rows of two may overlap.
+    """
+    number, at, end = wanted
+    while at < end:
+        fits = [each for each in sources.get(number, ()) if each[1] <= at < each[2]]
+        if not fits:
+            return
+        best = max(fits, key=lambda each: (each[0] == target, each[2], -each[0]))
+        until = min(end, best[2])
+        yield best, (at, until)
+        at = until
 
 
 def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str, Any]:
@@ -408,6 +457,10 @@ def _is_tensor(value: Any) -> bool:
 
 def _has_rows(value: Any, rows: int) -> bool:
     return _is_tensor(value) and len(value) == rows
+
+
+def _kept(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 and is_whole(rows[0]) else _copied(rows)
 
 
 def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -445,7 +498,7 @@ def _key(part: Part) -> Key:
 
 
 def _bytes(parameter: torch.Tensor, part: Part) -> int:
-    return parameter.nbytes * (part.end - part.begin) // _rows(parameter)
+    return parameter.nbytes * (part.end - part.begin) // max(1, _rows(parameter))
 
 
 def _rows(parameter: torch.Tensor) -> int:

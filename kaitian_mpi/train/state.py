@@ -294,6 +294,8 @@ class State:
         steps = gather_values(world.comm, own)
         source = steps.index(max(steps))
         if len(set(steps)) > 1:
+            if own < max(steps) and self.shards is not None and not self.shards.parts:
+                self.shards.drop()  # what it has is of the start
             behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
             self.copy_from(world, source, behind)
         self.is_begun = True
@@ -309,8 +311,6 @@ class State:
         own = self.shared() if world.rank == source or not self.is_begun else None
         content = broadcast_state(world.comm, own, source, receives, into=own)
         if receives:
-            if self.shards is not None:
-                self.shards.drop()  # what it had is of an earlier state
             self.load_shared(content)
 
 

@@ -494,6 +494,8 @@ class Training:
         if step is not None:
             self._last_step = step
             self._guarded(self._current_loop.step_done, step)
+            if self._loop is None and self._prepared.state.shards is not None:
+                self._until_done(self._ready_loop)  # the script may use the weights
         return step
 
     def _evaluate(self) -> dict[str, float] | None:

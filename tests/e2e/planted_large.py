@@ -44,7 +44,7 @@ def main():
     task = partial(build, 32, 3)
     with Training(
         task, layout="shard", run_dir="run", global_batch_size=24, max_steps=10, epochs=9,
-        balance="off", checkpoint_every=2, emulate_memory=sys.argv[2],
+        balance="off", checkpoint_every=2, mirrors=False,
     ) as training:  # fmt: skip
         for step in training:
             if training.world.info.world_rank == 2 and step.number == int(sys.argv[1]):

@@ -57,7 +57,7 @@ class Model(nn.Sequential):
         return super().forward(x)
 
 
-class Optimizer(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
     def step(self, *args, **kwargs):
         maybe_die("optimizer")
         return super().step(*args, **kwargs)
@@ -71,7 +71,7 @@ def open_training(form="closed", poison=math.inf, **settings):
     model = Model(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     model.poison = poison
     model[0].weight.register_hook(lambda _: maybe_die("backward"))
-    optimizer = Optimizer(model.parameters(), lr=0.02)
+    optimizer = AdamW(model.parameters(), lr=0.02)
     scheduler = ExponentialLR(optimizer, 0.3)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     task = kaitian_mpi.Task(
@@ -215,7 +215,8 @@ def train_several():
 
 def main():
     form, folder, *settings = sys.argv[1:]
-    given = {name: int(value) for name, value in (each.split("=") for each in settings)}
+    pairs = (each.split("=") for each in settings)
+    given = {name: int(value) if value.isdigit() else value for name, value in pairs}
     seen = train_several() if form == "several" else run_to_the_end(form, **given)
     (Path(folder) / RANK).write_text(json.dumps(seen))
     if form == "several" and KILLS:

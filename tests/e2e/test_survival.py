@@ -70,6 +70,32 @@ def test_a_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed, form, kills
     assert (result["ranks"], result["lost"]) == ([1, 2], lost)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "form", "kills", "settings"),
+    [
+        (3, "closed", "backward:3:2 optimizer:6:0", []),
+        (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
+        (5, "open", "loss:3:4 optimizer:6:0 gradient:9:3 ended:14:1", []),
+        (5, "epochs", "forward:8:3 evaluate:8:0 after:15:2", ["spares=1"]),
+    ],
+)
+def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings):
+    """A rank dies before, amid and after what others give it and it gives them."""
+    for result in survivors(ranks, form, kills, "layout=shard", *settings).values():
+        assert result["steps"] in (EVERY, EVERY[7:])
+
+
+def test_an_owner_and_its_mirror_that_are_lost_at_once_end_the_job(tmp_path):
+    (tmp_path / "seen").mkdir()
+    script = forked([PYTHON, SCRIPT, "closed", str(tmp_path / "seen"), "layout=shard"])
+    command = ("mpirun", "-np", "4", *SURVIVING, *script)
+    kills = " ".join(f"forward:3:{rank}" for rank in (0, 1, 2))
+    ended = run_alone(*command, cwd=tmp_path, fresh=True, code=2, KILLS=kills)
+    assert "there is no checkpoint to continue from" in ended.err
+    assert "Traceback" not in ended.text
+    assert "starting from scratch" not in ended.text
+
+
 @pytest.mark.parametrize("killed", [0, 2])
 def test_a_script_that_goes_on_without_a_rank_is_not_started_again(survivors, killed):
     options = {"program": "kaitian-run", "supervisor": ["kaitian-supervise"]}

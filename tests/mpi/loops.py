@@ -7,6 +7,7 @@ import torch
 from samples import BATCH, LENGTH, Points
 from torch import nn
 
+from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -63,7 +64,7 @@ class Run:
 
     def __init__(
         self, world, shares, *, model=None, layers=(), data=None, commit=None,
-        micro_batch_size=None, min_batch=1, evaluates=True, memory=None, **settings,
+        micro_batch_size=None, min_batch=1, evaluates=True, memory=None, mirrors=False, **settings,
     ):  # fmt: skip
         self.world, self.shares, self.commit = world, shares, commit
         self.evaluates = evaluates
@@ -78,7 +79,9 @@ class Run:
         self.state = make_state(world, self.setup.task, self.steps)
         if memory is not None:
             self.state.shards = Shards(self.state.model, self.state.optimizers)
-            self.state.shards.assign(world, memory)
+            hosts = [str(rank) for rank in range(world.size)]
+            pairs = with_mirrors(memory, hosts) if mirrors else without_mirrors(memory)
+            self.state.shards.assign(world, pairs)
         self.loader = ShareLoader(self.setup.train, self.config.workers, pin_memory=False)
         self.plan_of = lambda shares: make_plan(world, shares, micro_batch_size, min_batch)
         self.taken = []

@@ -9,6 +9,7 @@ import torch
 from samples import Points
 from torch import nn
 
+from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.task import Task
 
@@ -120,15 +121,20 @@ def make_run(world, monkeypatch):
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize(
-    ("optimizer", "clip_norm"),
-    [("adamw", 0.5), ("fused", None), ("sgd", 0.5), ("matrices", None), ("two", None)],
+    ("optimizer", "clip_norm", "mirrors"),
+    [
+        *[("adamw", 0.5, True), ("adamw", 0.5, False), ("fused", None, True), ("sgd", 0.5, False)],
+        *[("matrices", None, True), ("two", None, False)],
+    ],
 )
 def test_twenty_steps_are_those_of_one_process(
-    world, make_run, tmp_path, optimizer, clip_norm, micro_batch_size
+    world, make_run, tmp_path, optimizer, clip_norm, mirrors, micro_batch_size
 ):
+    mirrors = mirrors and world.size > 1
     memory = [3, 1, 2][: world.size]  # the batches are 1 : 2 : 3
     own = micro_batch_size if world.rank else None
-    task, run = make_run(optimizer, clip_norm, memory=memory, micro_batch_size=own, epochs=9)
+    settings = {"micro_batch_size": own, "mirrors": mirrors, "epochs": 9}
+    task, run = make_run(optimizer, clip_norm, memory=memory, **settings)
     initial = copy.deepcopy(task.model)
     taken, losses = [], []
     while len(taken) < STEPS:
@@ -204,8 +210,45 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
         if step.number == 3:
             run.loop.close()
             assert run.state.shards.is_complete(world.comm)
-            run.state.shards.assign(world, [1, 3, 1][: world.size])
+            run.state.shards.assign(world, without_mirrors([1, 3, 1][: world.size]))
             break
+    run.make_loop()
+    for _ in run.epoch():
+        taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
+    run.close()
+    data = run.setup.train
+    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "matrices", "two"])
+@pytest.mark.parametrize("mirrors", [True, False])
+def test_mirrors_have_what_a_lost_rank_had(world, make_run, optimizer, mirrors):
+    """The last rank forgets its part; so it has to come from the others."""
+    if world.size == 1:
+        return
+    memory = [2, 1, 1][: world.size]
+    task, run = make_run(optimizer, 0.5, memory=memory, mirrors=mirrors)
+    initial = copy.deepcopy(task.model)
+    taken = []
+    for step in run.epoch():
+        taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
+        if step.number == 3:
+            break
+    shards = run.state.shards
+    run.loop.close()
+    if world.rank == world.size - 1:
+        shards.drop()
+        with torch.no_grad():
+            for parameter in task.model.parameters():
+                if parameter.requires_grad:
+                    parameter.zero_()
+    assert shards.is_complete(world.comm) is mirrors
+    if not mirrors:
+        run.loader.close()
+        return
+    shards.assign(world, with_mirrors([1, 2, 2][: world.size], "abc"[: world.size]))
     run.make_loop()
     for _ in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kaitian_mpi.balance.ownership import divide
+from kaitian_mpi.balance.ownership import divide, with_mirrors, without_mirrors
 from kaitian_mpi.devices.memory_limit import parse_memory
 from kaitian_mpi.errors import UserError
 
@@ -14,7 +14,7 @@ from kaitian_mpi.errors import UserError
 def test_parts_cover_each_parameter_once_and_follow_the_shares(shares, by_rows):
     rows = [40, 1000, 1, 64, 64, 7] * 20
     sizes = [40 * 8, 1000 * 16, 4, 64 * 64, 64 * 64, 0] * 20
-    parts = divide(sizes, rows, shares, [*reversed(range(len(rows)))], by_rows)
+    parts = divide(sizes, rows, without_mirrors(shares), [*reversed(range(len(rows)))], by_rows)
     owned = [0.0] * len(shares)
     for number, count in enumerate(rows):
         own = [part for part in parts if part.parameter == number]
@@ -27,6 +27,51 @@ def test_parts_cover_each_parameter_once_and_follow_the_shares(shares, by_rows):
     expected = [share / sum(shares) for share in shares]
     margin = 0.02 if by_rows else 0.2
     assert [each / sum(sizes) for each in owned] == pytest.approx(expected, rel=margin)
+
+
+@pytest.mark.parametrize(
+    ("shares", "hosts", "pairs", "on_other_hosts"),
+    [
+        ([1, 1], "aa", 2, 0.0),
+        ([3, 1], "ab", 2, 1.0),
+        ([1, 1, 1], "aaa", 3, 0.0),
+        ([600, 300, 300], "aaa", 4, 0.0),
+        ([600, 300, 300], "abb", 4, 1.0),
+        ([5, 1, 1, 1], "abbb", 6, 1.0),
+        ([1, 1, 1, 1], "abab", 4, 1.0),
+        ([1, 1, 1, 1], "aaab", None, 0.5),
+        ([1, 2, 3, 4, 5, 6], "aabbcc", None, 0.95),
+        ([0, 2, 1, 1], "abab", None, 0.5),
+    ],
+)
+def test_mirrors_are_elsewhere_and_as_large_as_what_a_rank_owns(
+    shares, hosts, pairs, on_other_hosts
+):
+    found = with_mirrors(shares, hosts)
+    fractions = [share / sum(shares) for share in shares]
+    largest = max(fractions)
+    owned, mirrored, others = [0.0] * len(shares), [0.0] * len(shares), 0.0
+    for owner, mirror, fraction in found:
+        assert owner != mirror
+        owned[owner] += fraction
+        mirrored[mirror] += fraction
+        others += fraction * (hosts[owner] != hosts[mirror])
+    assert owned == pytest.approx(fractions)
+    if largest <= 0.5:
+        assert mirrored == pytest.approx(fractions)
+    else:
+        assert [a + b for a, b in zip(owned, mirrored, strict=True)] == pytest.approx(
+            [1 if f == largest else f / (1 - largest) for f in fractions]
+        )
+    assert others >= on_other_hosts - 1e-6
+    assert len(found) == pairs or pairs is None
+    parts = divide([8000, 80, 0] * 9, [1000, 10, 3] * 9, found, range(27))
+    held = [
+        sum((p.end - p.begin) * (p.parameter % 3 < 2) for p in parts if p.owner == rank)
+        for rank in range(len(shares))
+    ]
+    assert [each / sum(held) for each in held] == pytest.approx(fractions, abs=0.01)
+    assert all(part.mirror not in (part.owner, -1) for part in parts)
 
 
 def test_emulated_memory_is_parsed():

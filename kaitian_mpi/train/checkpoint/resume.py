@@ -63,9 +63,16 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
 
 
 def find_checkpoint(
-    config: TrainingConfig, world: World, run_folder: Path | None, resume: str
+    config: TrainingConfig,
+    world: World,
+    run_folder: Path | None,
+    resume: str,
+    is_needed: bool = False,
 ) -> EarlierJob:
-    """Find the newest checkpoint, on disk or in a host's memory. Collective."""
+    """Find the newest checkpoint, on disk or in a host's memory. Collective.
+
+    Unless it is needed, a line says if there is none.
+    """
     own, damaged = None, 0
     with agree_on_errors(world.comm):
         if world.rank == 0:
@@ -81,8 +88,9 @@ def find_checkpoint(
                 f"--resume auto: none of the {damaged} checkpoints in {run_folder}/checkpoints is "
                 "intact; restore one of them, or name another --run-dir to start from scratch"
             )
-        where = "without a run folder" if run_folder is None else f"in {run_folder}"
-        warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
+        if not is_needed:
+            where = "without a run folder" if run_folder is None else f"in {run_folder}"
+            warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
         return EarlierJob()
     _, metadata, progress, name = found[source]
     file = own.file if own is not None and world.rank == source else None
