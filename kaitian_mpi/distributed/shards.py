@@ -352,11 +352,11 @@ class ShardReducer(GradientReducer):
 
     def _mirror(self, bucket: ShardBucket) -> None:
         """Start to send the sums of this rank's parts to their mirrors."""
-        splits = bucket.mirrored, bucket.mirrors
-        sent = dist.all_to_all_single(
-            bucket.copy, bucket.own, *splits, group=self._group, async_op=True
-        )
-        self._mirroring.append(sent)
+        # By messages: after a loss, one that MPI's own all-to-all has left may end the job.
+        arriving = list(bucket.copy.split(bucket.mirrored))
+        pieces = list(bucket.own.split(bucket.mirrors))
+        work = dist.all_to_all(arriving, pieces, group=self._group, async_op=True)
+        self._mirroring.append(work)
 
     def _end_round(self) -> None:
         with self._lock:

@@ -1,0 +1,63 @@
+"""Layout shard on devices whose kind has a library, beside kinds that have none or another."""
+
+import copy
+
+import fake_library
+import pytest
+import torch
+from collective_cases import agree, values
+from uneven import SHARES, loss_of, network
+
+from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.train.shards import Shards
+
+MEMORY = [1, 3, 2, 5]
+CALLS = {"reduce_scatter", "allgather", "alltoall"}
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("mirrors", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_owners_on_devices_train_like_one_process(world, mirrors, dtype, tolerance):
+    shares, memory = SHARES[: world.size], MEMORY[: world.size]
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(4, sum(shares), 3, 8, 8, generator=generator).to(dtype)
+    labels = torch.randint(5, (4, sum(shares)), generator=generator)
+    alone = network().to(dtype)
+    ours = copy.deepcopy(alone).to(world.device)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (alone, ours)]
+    shards = Shards(ours, optimizers[1:])
+    hosts = [str(rank) for rank in range(world.size)]
+    shards.assign(world, with_mirrors(memory, hosts) if mirrors else without_mirrors(memory))
+    reducer = shards.reducer(ours, bucket_caps=(2000, 4000))
+    reducer.rounds = 2
+    fake_library.calls.clear()
+    for step in range(4):
+        loss_of(images[step], labels[step], 1, alone).backward()
+        own = shares[(world.rank + step) % world.size]
+        begin = sum(shares[(rank + step) % world.size] for rank in range(world.rank))
+        mine, wanted = (each[step, begin : begin + own] for each in (images, labels))
+        count = min(2, own)  # micro-batches
+        pieces = [*zip(mine.chunk(count), wanted.chunk(count), strict=True)] if own else []
+        for piece in pieces:
+            reducer.arm(own / sum(shares))
+            loss_of(*piece, len(piece[0]) / own, ours).backward()
+        if not pieces:
+            reducer.arm(None)
+        reducer.finish()
+        assert reducer.is_finite()
+        for optimizer in optimizers:
+            optimizer.step()
+        alone.zero_grad()
+        shards.zero_gradients()
+        reducer.share_values()
+        reducer.check_values()
+        assert agree(world, torch.cat([values(p).flatten() for p in ours.parameters()]))
+    reducer.close()
+    for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
+        assert one.device.type == world.device.type
+        assert (values(one) - other).abs().max().item() <= tolerance
+    is_alone = len(world.groups) == 1 and world.info.kind != "cpu"
+    if is_alone and dtype is torch.float32:
+        assert CALLS - ({"alltoall"} if not mirrors else set()) <= {*fake_library.calls}
+    assert is_alone or not fake_library.calls
