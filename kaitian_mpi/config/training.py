@@ -76,8 +76,9 @@ class TrainingConfig:
     layout: str = setting(
         "replicate",
         "replicate: every rank has all of the optimizer's state and of the gradients; shard: each "
-        "rank has a part in proportion to its free memory, whatever its batches are",
-        ("replicate", "shard"),
+        "rank has a part in proportion to its free memory, whatever its batches are; pipeline: "
+        "each rank has, and computes, consecutive layers",
+        ("replicate", "shard", "pipeline"),
     )
     mirrors: bool = setting(
         True,
@@ -252,13 +253,18 @@ class TrainingConfig:
                 "--sync-bn cannot be combined with --micro-batch-size, since its statistics are "
                 "those of a whole step; remove one of them"
             )
-        if self.layout == "shard":
+        if self.layout != "replicate":
             for name in ("wire", "relay_dtype"):
                 if getattr(self, name) != "fp32":
                     raise UserError(
-                        f"{flag_name(name)} cannot be combined with --layout shard, whose sums "
-                        "are exact; remove one of them"
+                        f"{flag_name(name)} cannot be combined with --layout {self.layout}, whose "
+                        "sums are exact; remove one of them"
                     )
+        if self.sync_bn and self.layout == "pipeline":
+            raise UserError(
+                "--sync-bn cannot be combined with --layout pipeline, in which each micro-batch "
+                "has statistics of its own; remove one of them"
+            )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
         for name in ("tensorboard", "wandb", "mlflow", "timeline"):

@@ -21,6 +21,7 @@ from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
 from kaitian_mpi.mpi.datatypes import as_raw_buffer
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
+from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
 from kaitian_mpi.runtime.system import CommunicationThread
@@ -202,13 +203,32 @@ class Mailbox:
                 for item in waiting:
                     if item.is_receive:
                         item.cancel()
-            if done := [item for item in waiting if item.is_transferred()]:
+            try:
+                done = [item for item in waiting if item.is_transferred()]
+            except Exception as error:
+                if not ulfm.may_be_loss(error):
+                    raise
+                self._lose(error)
+                continue
+            if done:
                 self._finish(done)
                 progress_at = now
                 continue
             if not is_closing:
                 self._fail_overdue(waiting, now)
             nap(now - progress_at)
+
+    def _lose(self, error: Exception) -> None:
+        """Fail all messages, as a rank is lost; other ranks learn of it, too."""
+        ulfm.revoke_all()
+        lost = RankLostError(f"a message: a rank is lost ({error})")
+        with self._changed:
+            items, self._pending = self._pending, []
+        self._broken = f"this process group failed before: {lost}"
+        self._on_failure(lost)
+        for item in items:
+            keep_alive(item)
+            item.fail(lost)
 
     def _finish(self, done: list[Message]) -> None:
         with self._changed:

@@ -174,9 +174,11 @@ class ShardReducer(GradientReducer):
         rounds: how often the rank with the most micro-batches arms the reducer in this step; the
             same on every rank.
         squared_norm: of the whole gradient, after `finish`; the same on every rank.
+        factor: what its numbers are to be multiplied with.
     """
 
     carries_number = True
+    factor = 1.0
 
     def __init__(
         self,

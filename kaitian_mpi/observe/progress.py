@@ -21,6 +21,8 @@ _ADVICE = {
     "slower ranks": "ranks wait for slower ones: kaitian-plan shows what each kind contributes",
     "communication": "communication takes most of the rest: a larger --global-batch-size needs "
     "less of it, and --wire sends fewer bits between hosts",
+    "stages waiting for each other": "stages wait for each other: a larger --global-batch-size has "
+    "more micro-batches, and less of that",
     "loading data": "loading the data takes most of the rest: --workers N loads it in background "
     "processes",
     "time between steps": "the time between steps takes most of the rest: the script's own code, "
@@ -83,8 +85,9 @@ class Outcome(MetricsSink):
     device is as fast as it should be; the slow ranks are named.)
     """
 
-    def __init__(self, folder: str, emulated: bool) -> None:
-        self._folder, self._emulated = folder, emulated
+    def __init__(self, folder: str, emulated: bool, in_stages: bool = False) -> None:
+        """`in_stages`: whether each rank computes a part of the model, in layout pipeline."""
+        self._folder, self._emulated, self._in_stages = folder, emulated, in_stages
         self._computing = 0.0
         """Samples' worth of the time in which the ranks computed."""
         self._spent = dict.fromkeys(_ADVICE, 0.0)
@@ -103,8 +106,12 @@ class Outcome(MetricsSink):
         self._samples += reading.samples_per_sec * step_sec * steps
         self._seconds += step_sec * steps
         exchange = min(reading.wait_time_sec)  # the rank that arrives last waits for that alone
+        batches: Sequence[float] = reading.batch_sizes
+        if self._in_stages:  # each rank's part of the work, in samples
+            whole = sum(reading.compute_time_sec) or 1.0
+            batches = [sum(batches) * own / whole for own in reading.compute_time_sec]
         for batch, compute, wait, load in zip(
-            *(reading.batch_sizes, reading.compute_time_sec),
+            *(batches, reading.compute_time_sec),
             *(reading.wait_time_sec, reading.data_time_sec),
             strict=True,
         ):
@@ -112,7 +119,9 @@ class Outcome(MetricsSink):
                 continue
             self._computing += batch * steps
             rest = max(0.0, step_sec - compute - wait - load)
-            seconds = (wait - exchange, exchange, load, rest)
+            seconds = (wait - exchange, exchange, 0.0, load, rest)
+            if self._in_stages:
+                seconds = (0.0, 0.0, wait, load, rest)
             for cause, spent in zip(_ADVICE, seconds, strict=True):
                 self._spent[cause] += batch / compute * steps * spent
 

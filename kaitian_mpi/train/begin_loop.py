@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     plan = _plan(run, world)
     _restore_state(run, world, plan)
     commit = run.membership.commit if run.membership.survives else None
-    loop = Loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
+    loop = _make_loop(run, world, plan, commit)
     try:
-        _report_start(run, world, plan)
+        _report_start(run, loop, plan)
         loop.observers += _observers(run, loop, logged)
         saving = Saving(run, world, loop.sampler)
         loop.observers.append(saving)
@@ -54,6 +54,15 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
         loop.close(together=False)
         raise
     return loop, saving
+
+
+def _make_loop(run: Run, world: World, plan: Plan, commit: Callable[[bool], None] | None) -> Loop:
+    own = run.config, world, run.setup, run.state, plan, run.loader, commit
+    if plan.pipeline is None:
+        return Loop(*own)
+    from kaitian_mpi.train.pipeline.loop import PipelineLoop
+
+    return PipelineLoop(*own)
 
 
 def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
@@ -95,7 +104,7 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     yield RunFolderSink(folder)
     # The live view ends before the outcome is printed.
     yield open_progress(config, run.membership.all_ranks.infos, title)
-    yield Outcome(path, emulated)
+    yield Outcome(path, emulated, run.config.layout == "pipeline")
     if recorder.current is not None:
         from kaitian_mpi.observe.timeline.trace_file import TimelineSink
 
@@ -127,9 +136,9 @@ def _choose_allreduce_again(run: Run, world: World) -> None:
 def _plan(run: Run, world: World) -> Plan:
     """Plan the batch sizes from the latest costs of these ranks."""
     run.profiles = run.profiles.learn(world, run.costs)
-    plan = run.profiles.plan(run.config, world)
+    plan = run.plan(world)
     metadata = run.earlier.remembered(Invalidated.PLAN)
-    if metadata is None or run.membership.losses:
+    if metadata is None or run.membership.losses or plan.pipeline is not None:
         return plan
     is_same = metadata.active_places == [info.place for info in world.infos]
     if is_same and min(metadata.batch_sizes) >= plan.min_batch:
@@ -163,14 +172,18 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
     if state.shards is not None:
-        assert run.room is not None
-        pairs, why = run.room.owners(run.config, world)
-        state.shards.assign(world, pairs)
-        print_rank_0(world, run.room.describe(*state.shards.held(world.size), why))
+        if plan.pipeline is not None:
+            state.shards.assign_stages(world, plan.pipeline.stages)
+        else:
+            assert run.room is not None
+            pairs, why = run.room.owners(run.config, world)
+            state.shards.assign(world, pairs)
+            print_rank_0(world, run.room.describe(*state.shards.held(world.size), why))
     if has_lost:
+        run.membership.share_history(world)
+    if has_lost and plan.pipeline is None:
         from kaitian_mpi.train.divergence import repair_divergence
 
-        run.membership.share_history(world)
         repair_divergence(world, state, run.sinks)
     progress = state.progress
     # Earlier steps may have had another global batch size.
@@ -187,12 +200,16 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     progress.script_is_done &= progress.epoch_is_over
 
 
-def _report_start(run: Run, world: World, plan: Plan) -> None:
+def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     """Report the plan, the ranks that train, and those that were lost; write the summary."""
-    step = run.state.progress.step
+    world, step = loop.world, run.state.progress.step
     losses = [loss for loss in run.membership.losses if loss.step is None]
     for loss in losses:
         loss.step = step + 1
+    if plan.pipeline is not None:
+        from kaitian_mpi.train.pipeline.loop import show_plan
+
+        show_plan(world, plan.pipeline)
     if not (run.has_started or run.is_joining):
         _report_first_start(run, world)
     run.has_started = True
@@ -205,7 +222,7 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
         results = [run.profiles.measured[info.place] for info in world.infos]
         show_benchmark(world, results, plan.scores, plan.batch_sizes)
     else:
-        reason = "equal shares"
+        reason = "equal shares" if plan.pipeline is None else "of the first stage"
     text = f"samples per step and rank {plan.batch_sizes} ({reason})"
     if reason != FROM_BENCHMARK:  # whose table shows it
         print_rank_0(world, text)
@@ -219,6 +236,7 @@ def _report_start(run: Run, world: World, plan: Plan) -> None:
         allreduce=run.allreduce_algorithm,
         relay=world.relay.describe() if len(world.groups) > 1 else None,
         wire=run.state.residuals.wire,
+        pipeline=loop.describe(),
         world_size=world.size,
         ranks=[info.world_rank for info in world.infos],
         device_kinds=list(groups),

@@ -14,9 +14,9 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import Batches
-from kaitian_mpi.train.task import Computation, Task
+from kaitian_mpi.train.task import Computation, Task, check_loss
 
-_MAX_BATCH = 64
+MAX_BATCH = 64
 _MAX_READ_SEC = 0.1
 
 
@@ -40,8 +40,8 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     totals: dict[str, list[float]] = {}
-    batch_size = min(_MAX_BATCH, micro_batch_size or _MAX_BATCH)
-    reader = _Reader(data)
+    batch_size = min(MAX_BATCH, micro_batch_size or MAX_BATCH)
+    reader = Reader(data)
     for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
         batch = reader.read(indices)
         began = time.perf_counter()
@@ -56,7 +56,7 @@ def evaluate(
         module.training = was_training
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
-    return _means(gather_values(world.comm, totals))
+    return pool_means(gather_values(world.comm, totals))
 
 
 def evaluation_indices(
@@ -76,21 +76,29 @@ def _measure(
     task: Task, batch: Any, computation: Computation, indices: list[int]
 ) -> dict[str, tuple[float, float]]:
     """Return (sum, count) of each of a batch's metrics."""
-    placed = computation.place(batch)
-    if task.metrics is None:
-        loss = computation.loss(task, task.model, placed).item()
-        weight = task.weigh(batch, len(indices))
-        return {"loss": (loss * weight if weight else 0.0, weight)}
+    placed, function = computation.place(batch), task.metrics or task.loss
+    assert function is not None
     with computation.autocast():
-        metrics = task.metrics(task.model, placed)
-    if not isinstance(metrics, Mapping):
+        found = function(task.model, placed)
+    return measure_batch(task, found, batch, len(indices))
+
+
+def measure_batch(
+    task: Task, found: Any, batch: Any, samples: int
+) -> dict[str, tuple[float, float]]:
+    """Return (sum, count) of each metric, given what the task's metrics or loss has returned."""
+    if task.metrics is None:
+        loss = check_loss(found).item()
+        weight = task.weigh(batch, samples)
+        return {"loss": (loss * weight if weight else 0.0, weight)}
+    if not isinstance(found, Mapping):
         raise UserError(
-            f"Task: metrics returned a {type(metrics).__name__}; it must return a dict of sums, or "
+            f"Task: metrics returned a {type(found).__name__}; it must return a dict of sums, or "
             "of pairs (sum, count), by name"
         )
     measured = {}
-    for name, value in metrics.items():
-        pair = value if isinstance(value, tuple) and len(value) == 2 else (value, len(indices))
+    for name, value in found.items():
+        pair = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
         try:
             measured[str(name)] = float(pair[0]), float(pair[1])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -101,7 +109,7 @@ def _measure(
     return measured
 
 
-def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+def pool_means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return the means of all ranks' sums; in float64, and in the ranks' order everywhere."""
     names = list(dict.fromkeys(name for totals in by_rank for name in totals))
     means = {}
@@ -115,7 +123,7 @@ def _means(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]
     return means
 
 
-class _Reader:
+class Reader:
     """Loads batches in pieces that take a moment each, however slow a dataset is.
 
     Each is a phase to the watchdog, so that only a sample that hangs is taken for a hang.

@@ -67,14 +67,7 @@ class Loop:
         # with `--sync-bn`, the ranks have to compute equally often.
         self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
         state.restore()
-        self.sampler = LoadAdaptiveSampler(
-            setup.train,
-            plan.batch_sizes,
-            world.rank,
-            shuffle=setup.task.shuffles,
-            seed=config.seed,
-            min_batch=plan.min_batch,
-        )
+        self.sampler = self._make_sampler()
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._step = StepInProgress(world.device_kind)
         self.clock = self._step.clock
@@ -102,6 +95,16 @@ class Loop:
         self._is_in_epoch = False
         self._evaluated: dict[str, float] | None = None  # by the script, at the end of this epoch
 
+    def _make_sampler(self) -> LoadAdaptiveSampler:
+        return LoadAdaptiveSampler(
+            self._setup.train,
+            self.plan.batch_sizes,
+            self._rank,
+            shuffle=self._task.shuffles,
+            seed=self._config.seed,
+            min_batch=self.plan.min_batch,
+        )
+
     def _use_shards(self, shards: Shards) -> None:
         """Sum gradients to their owners, who apply them."""
         from kaitian_mpi.train.sharded_step import apply_step as apply_to_shards
@@ -124,6 +127,10 @@ class Loop:
     @property
     def progress(self) -> Progress:
         return self.state.progress
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return an entry of `summary.json` on the pipeline, if there is one. Not collective."""
+        return None
 
     def close(self, together: bool = True) -> None:
         """Stop training on these ranks; if not `together`, wait for none: one may be lost."""

@@ -38,7 +38,8 @@ class Events(StepObserver):
             self._report_skipped(step)
         self._report_recovered(step)
         every = run.config.check_every
-        if every and step.number % every == 0:
+        # In a pipeline only replicas of a stage have the same weights, and those are of one kind.
+        if self._loop.plan.pipeline is None and every and step.number % every == 0:
             from kaitian_mpi.train.divergence import repair_divergence
 
             repair_divergence(self._world, run.state, run.sinks)
@@ -174,10 +175,12 @@ class Metrics(StepObserver):
         print_rank_0(self._world, result_line(*where, means))
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
-        run.setup.folder.save_model(run.state.weights())
+        with run.state.whole(self._world, run.setup.path):
+            run.setup.folder.save_model(run.state.weights() if run.owns_files else {})
         steps = max(1, self._all_steps)
         run.write_summary(
             relay=self._world.relay.describe() if run.summary.relay else None,
+            pipeline=self._loop.describe(),
             steps=progress.step,
             epochs=progress.epoch,
             bad_steps=progress.bad_steps,

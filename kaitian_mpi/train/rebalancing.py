@@ -42,12 +42,13 @@ class Balancing(StepObserver):
         self._set_plan, self._steps_ahead = loop.sampler.set_plan, steps_ahead(max(workers))
         self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
         self._min_batch, costs = plan.min_batch, plan.costs
+        self._is_pipeline = plan.pipeline is not None
         self._max_growth = math.inf if loop.has_micro_batches else MAX_GROWTH
         self._learner: CostLearner | None = None
         self._rebalancer: Rebalancer | None = None
         if config.balance == "adaptive" and costs:
             self._follow(costs, plan.batch_sizes)
-        elif config.balance == "adaptive":
+        elif config.balance == "adaptive" and not self._is_pipeline:
             from kaitian_mpi.balance.cost_learner import CostLearner
 
             self._learner = CostLearner(plan.batch_sizes, plan.min_batch, self._steps_ahead)
@@ -56,7 +57,8 @@ class Balancing(StepObserver):
         self._waiting: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        plan = None if reports is None else self.observe(step.number, reports)
+        # The stages of a pipeline take unlike times, and wait for each other.
+        plan = None if reports is None or self._is_pipeline else self.observe(step.number, reports)
         if plan is not None:
             self._waiting.append((step.number + self._delay, plan))
         self._apply_plans(step.number)

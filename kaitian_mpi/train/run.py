@@ -28,7 +28,7 @@ from kaitian_mpi.train.checkpoint.metadata import EarlierJob, Invalidated, RunMe
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.train.measure.plan import Profiles, excluded_line, find_profiles
+from kaitian_mpi.train.measure.plan import Plan, Profiles, excluded_line, find_profiles
 from kaitian_mpi.train.measure.rank_benchmark import is_emulated, record_allreduce
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.progress import Progress, count_steps
@@ -46,6 +46,7 @@ from kaitian_mpi.train.task import Computation
 
 if TYPE_CHECKING:
     from kaitian_mpi.train.measure.room import Room
+    from kaitian_mpi.train.pipeline.measure import PipelineFacts
 
 _SMALL_SUM_BYTES = 4096
 
@@ -71,6 +72,8 @@ class Run:
     has_started: bool = False
     room: Room | None = None
     """The memory for gradients and optimizer state; None without `--layout shard`."""
+    facts: PipelineFacts | None = None
+    """What stages are planned from; None without `--layout pipeline`."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -82,6 +85,12 @@ class Run:
         self.loader = ShareLoader(self.setup.train, self.config.workers, pins_memory)
         self.checkpoints = Checkpoints(self.config, self.setup.path)
         self.summary = self.earlier.summary
+
+    def plan(self, world: World) -> Plan:
+        """Plan for these ranks. Collective."""
+        if self.facts is not None:
+            return self.facts.plan(self.config, world, self.profiles.min_batch)
+        return self.profiles.plan(self.config, world)
 
     @property
     def owns_files(self) -> bool:
@@ -174,6 +183,10 @@ def _choose_ranks(run: Run) -> None:
         from kaitian_mpi.train.measure.room import find_room
 
         run.room, reserved = on_all(find_room, setup, config)
+    elif config.layout == "pipeline":
+        from kaitian_mpi.train.pipeline.measure import find_facts
+
+        run.facts = on_all(find_facts, config, setup)
     run.profiles = on_all(lambda world: find_profiles(config, world, setup, known, reserved))
     run.allreduce_algorithm, excluded = on_all(select_ranks, run)
     run.excluded_places = [info.place for info in excluded]
@@ -199,8 +212,8 @@ def _choose_ranks(run: Run) -> None:
 def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | None:
     """Return whether the device kinds that train compute alike; None if that is not compared."""
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    # A shard's rank may have no memory for what is compared: all gradients and copies.
-    if not run.config.parity or len(kinds) < 2 or run.config.layout == "shard":
+    # In other layouts a rank may have no memory for what is compared: all gradients and copies.
+    if not run.config.parity or len(kinds) < 2 or run.config.layout != "replicate":
         return None
     from kaitian_mpi.train.measure.parity import check_parity
 
@@ -240,7 +253,7 @@ def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
 
 def buckets_to_measure(run: Run) -> list[int]:
     """Return the bytes of what an allreduce sums in a step, by which its algorithm is chosen."""
-    if run.config.layout == "shard":
+    if run.config.layout != "replicate":
         return [_SMALL_SUM_BYTES]
     return gradient_buckets(run.setup.task.model)
 
@@ -250,13 +263,18 @@ def make_state(run: Run, world: World) -> State:
     config, setup, profiles, done = run.config, run.setup, run.profiles, run.earlier.progress
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
-    batch = sum(profiles.plan(config, world).batch_sizes)
+    batch = sum(run.plan(world).batch_sizes)
     progress = Progress(**done) if done else None
     total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, progress)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
-        state = State(setup.task, computation, total_steps, config.wire)
-        if config.layout == "shard":
+        is_pipeline = config.layout == "pipeline"
+        state = State(setup.task, computation, total_steps, config.wire, moves=not is_pipeline)
+        if is_pipeline:
+            from kaitian_mpi.train.pipeline.stages import use_stages
+
+            use_stages(state, setup.task)
+        elif config.layout == "shard":
             from kaitian_mpi.train.sharded_step import use_shards
 
             use_shards(state, setup.task)

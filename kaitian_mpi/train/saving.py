@@ -139,7 +139,7 @@ class Saving(StepObserver):
         """Bring the results to disk, after `close`; without them the run is not finished."""
         run, world, fault = self._run, self._world, ""
         enter_phase("writing the last checkpoint", limited=False)
-        with self._saved_at_signals():
+        with self._saved_at_signals(), run.state.whole(world, run.setup.path):
             if world.rank == 0:
                 try:
                     self._write_results()
@@ -164,7 +164,7 @@ class Saving(StepObserver):
         if run.config.export:
             from kaitian_mpi.train.weight_files import export_weights
 
-            export_weights(run.config.export, run.state.model)
+            export_weights(run.config.export, run.state.model, run.state.model_state())
         folder.write(NAME, run.current_summary(finished=True).to_json())
         folder.require(NAME)
 

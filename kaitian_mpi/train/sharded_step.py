@@ -1,4 +1,4 @@
-"""A step in layout shard: each owner applies its part, and all ranks get the new values."""
+"""A step in layout shard or pipeline: each rank applies its part of the summed gradient."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.pipeline.gradients import StageGradients
 from kaitian_mpi.train.shards import Shards
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
@@ -25,7 +26,7 @@ def use_shards(state: State, task: Task) -> None:
 
 
 def apply_step(
-    reducer: ShardReducer, task: Task, state: State, is_finite: bool, samples: int
+    reducer: ShardReducer | StageGradients, task: Task, state: State, is_finite: bool, samples: int
 ) -> None:
     """Apply a step of all ranks' `samples` to the owned parts, and share their values. Collective.
 
@@ -36,7 +37,7 @@ def apply_step(
     with state.lock:
         if is_finite:
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0
-            factor = 1 / scale
+            factor = reducer.factor / scale
             if task.clip_norm is not None:
                 assert not callable(task.clip_norm)
                 norm = reducer.squared_norm**0.5 / scale

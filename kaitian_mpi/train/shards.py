@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Pair, Part, divide
+from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.distributed.gradients import partition
 from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
 from kaitian_mpi.errors import UserError
@@ -258,6 +259,10 @@ class Shards:
             setting["state"] = content
             optimizer.load_state_dict(setting)
 
+    def assign_stages(self, world: World, stages: Sequence[Stage]) -> None:
+        """Give each rank its stage's parameters, in layout pipeline. Collective."""
+        raise NotImplementedError
+
     def _share_values(self, comm: MPI.Intracomm) -> None:
         """Give every rank the parameters' values, of a rank that steps them. Collective.
 
@@ -306,7 +311,7 @@ class Shards:
         Its tensors are in files without a name in `folder`, so that they take no memory.
         """
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
-        keep = partial(_mapped, folder=folder)
+        keep = partial(mapped, folder=folder)
         states = _move(world.comm, self._held(), [(key, 0) for key in whole], keep)
         self._collected_values = {
             key[0]: value
@@ -467,7 +472,7 @@ def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return copy_state(rows[0]) if len(rows) == 1 else torch.cat([each.cpu() for each in rows])
 
 
-def _mapped(rows: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
+def mapped(rows: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
     """Return a tensor whose memory is that of a file, which ends with it."""
     size = sum(each.nbytes for each in rows)
     if size < _MIN_MAPPED_BYTES or folder is None:

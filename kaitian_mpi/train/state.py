@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,12 +50,19 @@ class State:
     """
 
     def __init__(
-        self, task: Task, computation: Computation, total_steps: int, wire: str = "fp32"
+        self,
+        task: Task,
+        computation: Computation,
+        total_steps: int,
+        wire: str = "fp32",
+        *,
+        moves: bool = True,
     ) -> None:
+        """Make the optimizers, and move the model to the device, if it `moves`. Not collective."""
         self.computation = computation
         # Its weights keep the plain layout, which must be the same on every rank: by the layout of
         # the images alone, convolutions run at the same speed.
-        self.model: nn.Module = task.model.to(computation.device)
+        self.model: nn.Module = task.model.to(computation.device) if moves else task.model
         self.optimizers = task.make_optimizers(self.model)
         self._schedules = Schedules(task, self.optimizers, total_steps)
         self.shards: Shards | None = None
@@ -124,11 +133,17 @@ class State:
         if self.shards is not None:
             self.shards.zero_gradients()
 
+    @contextmanager
+    def whole(self, world: World, folder: Path | None) -> Iterator[None]:
+        """Have rank 0 return the whole state in the block, whatever the layout. Collective."""
+        with nullcontext() if self.shards is None else self.shards.collected(world, folder):
+            yield
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's weights and buffers, contiguous in host memory."""
         return {
             name: value.detach().cpu().contiguous()
-            for name, value in self.model.state_dict().items()
+            for name, value in self.model_state().items()
             if isinstance(value, torch.Tensor)  # not a module's extra state
         }
 
@@ -147,7 +162,7 @@ class State:
     def shared(self) -> dict[str, Any]:
         """Return the part of the state that is the same on every rank, by reference."""
         return {
-            "model": self._model_state(),
+            "model": self.model_state(),
             "optimizers": [plain(state) for state in self._optimizer_states()],
             "optimizer_types": self._optimizer_types(),
             "schedulers": self._schedules.states(),
@@ -240,7 +255,8 @@ class State:
         self.load_shared(state | copy_state(own))
         self.is_begun = False
 
-    def _model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, Any]:
+        """Return the model's `state_dict`, without the values that only owners have."""
         state = plain(self.model.state_dict())
         return state if self.shards is None else self.shards.with_values(state)
 

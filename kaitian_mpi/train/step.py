@@ -221,6 +221,12 @@ class StepInProgress(Participation):
         total = self.samples if task.weight is None else None
         self._fraction = Fraction(self.own_weight, total)
 
+    def begin_own(self, number: int, batch_sizes: list[int], own_samples: int) -> None:
+        """Begin a step, counted from 1, whose weights are not this rank's matter."""
+        self.number, self.ready, self._losses, self._outputs = number, None, [], []
+        self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
+        self.own_samples, self.weights, self.own_weight = own_samples, (), float(own_samples)
+
     def bucket_ready(self, is_last: bool) -> None:
         """Mark on the device that the gradients of a bucket are ready."""
         self._pace.catch_up()

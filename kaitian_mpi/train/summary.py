@@ -37,6 +37,8 @@ class Summary:
     """How tensors cross between groups; None with a single one."""
     wire: str | None = None
     """The gradient format between hosts."""
+    pipeline: dict[str, Any] | None = None
+    """The stages of layout pipeline, what was predicted of them, and each rank's memory."""
     parity: bool | None = None
     """Whether all kinds of devices computed alike before training; not known if not compared."""
     failures: list[dict[str, Any]] | None = None

@@ -77,6 +77,10 @@ class Task:
     metrics: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
     """`metrics(model, batch)`: by name, a sum over the batch's samples, or a pair (sum, count), of
     numbers or tensors of one element. None: the loss alone is evaluated."""
+    layers: Sequence[nn.Module] | None = None
+    """For `layout="pipeline"`: modules of the model in order, with all of its parameters. The first
+    is called as the model is, each other one with what the one before returns, and the model must
+    return what the last does. None: those of a model that is an `nn.Sequential`."""
     name: str = ""
     """Its name in results; by default the class of the model."""
     extra_state: Any = None

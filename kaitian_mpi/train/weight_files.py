@@ -137,16 +137,17 @@ def _check_target(what: str, target: Path, run_dir: str) -> None:
         ) from error
 
 
-def export_weights(path: str, model: nn.Module) -> None:
+def export_weights(path: str, model: nn.Module, state: Mapping[str, Any] | None = None) -> None:
     """Write a model's weights and buffers, by their plain names, atomically. Not collective.
 
     `safetensors.torch.load_model` loads them into such a model: tied weights are written once.
+    `state` is its `state_dict`, if the model does not have all of it.
     """
-    state = _tensors_of(model)
-    repeated = repeated_names(state)
+    tensors_by_name = _tensors_in(model.state_dict() if state is None else state)
+    repeated = repeated_names(tensors_by_name)
     tensors = {
         name: (value if is_whole(value) else value.clone()).cpu().contiguous()
-        for name, value in state.items()
+        for name, value in tensors_by_name.items()
         if name not in repeated
     }
     # The names left out are there for a reader, as in safetensors' own files of models.
@@ -162,10 +163,14 @@ def export_weights(path: str, model: nn.Module) -> None:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return _tensors_in(model.state_dict())
+
+
+def _tensors_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights and buffers by their plain names, without modules' extra state."""
     return {
         name.replace(_OF_COMPILED, ""): value.detach()
-        for name, value in model.state_dict().items()
+        for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
 

@@ -39,15 +39,36 @@ def build(width: int = 1024, layers: int = 35):
     )
 
 
+class Residual(nn.Module):
+    """Adds a linear layer of its input to it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + 0.1 * self.layer(x).relu()
+
+
+def chain(width: int = 1024, layers: int = 57):
+    """Return the task of a chain of layers, of 240 MB of parameters by default."""
+    torch.manual_seed(1)
+    blocks = [Residual(width) for _ in range(layers)]
+    model = nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 4))
+    return Task(**{**vars(build(4, 1)), "model": model, "name": ""})
+
+
 def main():
-    """Train; rank 2 dies after the step that is given, the first time."""
-    task = partial(build, 32, 3)
+    """Train; a rank dies after the step that is given, the first time."""
+    layout, dies, last = sys.argv[3:] if len(sys.argv) > 3 else ("shard", "2", "10")
+    task = partial(build if layout == "shard" else chain, 32, 3 if layout == "shard" else 6)
     with Training(
-        task, layout="shard", run_dir="run", global_batch_size=24, max_steps=10, epochs=9,
+        task, layout=layout, run_dir="run", global_batch_size=24, max_steps=int(last), epochs=9,
         balance="off", checkpoint_every=2, mirrors=False,
+        emulate_memory=sys.argv[2] if len(sys.argv) > 2 else "",
     ) as training:  # fmt: skip
         for step in training:
-            if training.world.info.world_rank == 2 and step.number == int(sys.argv[1]):
+            if training.world.info.world_rank == int(dies) and step.number == int(sys.argv[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 

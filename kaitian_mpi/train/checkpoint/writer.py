@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,8 @@ class Checkpoints:
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
         """Save the state in the run folder; there must be one. Collective."""
-        gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
-        with nullcontext() if state.shards is None else state.shards.collected(world, self._folder):
+        with state.whole(world, self._folder):
+            gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
             if world.rank == 0 and self.on_disk is not None:
                 rank_states = [from_bytes(content) for content in gathered]
                 self.write(self.on_disk, state, metadata, rank_states, score)

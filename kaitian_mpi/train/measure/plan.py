@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kaitian_mpi.balance.cost_model import RankCost, scores
+from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
@@ -40,6 +42,8 @@ class Plan:
     """The most samples that this rank computes at once; None: no limit."""
     min_batch: int = 1
     """The fewest samples that a rank computes at once in training."""
+    pipeline: PipelinePlan | None = None
+    """The stages; None in other layouts."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def find_profiles(
     # The profiles of an earlier job with `--balance off` have no costs.
     if all(p in known and (known[p].cost or config.balance == "off") for p in places):
         return Profiles(known, min_batch, are_remembered=True)
-    if config.balance == "off" or setup.task.loss is None:
+    if config.balance == "off" or setup.task.loss is None or config.layout == "pipeline":
         unmeasured = {info.place: profile_unmeasured(config, info) for info in world.infos}
         return Profiles(unmeasured, min_batch)
     results = benchmark_ranks(config, world, setup, min_batch, reserved)
@@ -169,6 +173,8 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
+    if config.layout == "pipeline":  # no rank may have the memory for a step
+        return min_batch_by_layers(setup.task.model)
     own = min_batch_of(setup.task, setup.train, computation, config.layout == "replicate")
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))
@@ -182,13 +188,18 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     return found
 
 
+def min_batch_by_layers(model: nn.Module) -> int:
+    """Return the fewest samples that a model is taken to train on: 2 with batch norm, else 1."""
+    return 1 + any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def min_batch_of(task: Task, data: Any, computation: Computation, copies: bool = True) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
     Returns 1 for a model that fails with two samples as well: training will report its error.
     """
     if task.loss is None:
-        return 1 + any(isinstance(module, _BatchNorm) for module in task.model.modules())
+        return min_batch_by_layers(task.model)
     with aside(computation.device), torch.no_grad():
         if _works(task, data, [0], computation, copies):
             return 1

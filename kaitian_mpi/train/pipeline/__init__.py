@@ -1,0 +1,1 @@
+"""Layout pipeline: each rank computes consecutive layers of the model."""

@@ -1,0 +1,169 @@
+"""A model as a chain of layers, and the user's loss around a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.task import Task
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+class Call(NamedTuple):
+    """How a loss calls the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _CapturedError(BaseException):  # no handler of the user's catches it
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+class _StandIn:
+    """What the user's function gets in place of the model, of which no rank has all layers."""
+
+    def __init__(self, model: nn.Module, answer: Callable[[Call], Any]) -> None:
+        self._model, self._answer, self._calls = model, answer, 0
+        self.training = model.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls > 1:
+            raise UserError(
+                "--layout pipeline: the loss, or metrics, calls the model more than once; it must "
+                "call it once for a batch"
+            )
+        return self._answer(Call(args, kwargs))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        is_part = isinstance(value, nn.Module | torch.Tensor)
+        if is_part or getattr(value, "__self__", None) is self._model:
+            raise UserError(
+                f"--layout pipeline: the loss, or metrics, uses model.{name}; it must use the "
+                "model by calling it, once for a batch: no rank has all layers"
+            )
+        return value
+
+
+def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Call:
+    """Return how a user's function calls the model for a batch."""
+
+    def stop(call: Call) -> None:
+        raise _CapturedError(call)
+
+    try:
+        function(_StandIn(model, stop), batch)
+    except _CapturedError as found:
+        return found.call
+    raise UserError(
+        "--layout pipeline: the loss, or metrics, does not call the model; it must call it once "
+        "for a batch"
+    )
+
+
+def answered(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any, output: Any) -> Any:
+    """Return what a user's function makes of the model's output."""
+    return function(_StandIn(model, lambda _: output), batch)
+
+
+def chain_of(task: Task) -> list[nn.Module]:
+    """Return the layers of a task's model, in order.
+
+    Raises:
+        UserError: they are not known, or do not have all of the model's parameters.
+    """
+    layers = list(task.layers or ())
+    if not layers and type(task.model) is nn.Sequential:
+        layers = _flat(task.model)
+    if not layers:
+        raise UserError(
+            "--layout pipeline requires Task(layers=[...]): the model's modules in order, of which "
+            "each is called with what the one before returns; or a model that is an nn.Sequential"
+        )
+    covered = {id(p) for layer in layers for p in layer.parameters()}
+    missing = [name for name, p in task.model.named_parameters() if id(p) not in covered]
+    if missing:
+        raise UserError(
+            f"Task: layers lack {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; they "
+            "must have all of the model's parameters"
+        )
+    return layers
+
+
+def _flat(model: nn.Module) -> list[nn.Module]:
+    return [
+        inner
+        for layer in model.children()
+        for inner in (_flat(layer) if type(layer) is nn.Sequential else [layer])
+    ]
+
+
+def run(layers: Sequence[nn.Module], call: Call | None, carried: Any) -> Any:
+    """Return what consecutive layers make of a call, or of what the layer before returned."""
+    first, *others = layers
+    output = first(carried) if call is None else first(*call.args, **call.kwargs)
+    for layer in others:
+        output = layer(output)
+    return output
+
+
+class Spec(NamedTuple):
+    """The form of what is carried from one stage to the next, without the tensors' values."""
+
+    form: Any
+    """As JSON holds it; each tensor is a number in the list."""
+    tensors: list[tuple[str, list[int], bool]]
+    """Of each its dtype, its shape, and whether it has a gradient."""
+
+
+def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
+    """Return the form of tensors, in lists, tuples and dicts, and these.
+
+    Raises:
+        UserError: there is something else.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def form_of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return {"t": len(tensors) - 1}
+        if type(value) in (list, tuple):
+            return {type(value).__name__[0]: [form_of(each) for each in value]}
+        if type(value) is dict and all(type(key) is str for key in value):
+            return {"d": {key: form_of(each) for key, each in value.items()}}
+        if type(value) in _PLAIN and type(value) is not bytes:
+            return {"p": value}
+        raise UserError(
+            f"--layout pipeline: a layer returns a {type(value).__name__}; layers may pass on "
+            "tensors, numbers and texts, in lists, tuples and dicts"
+        )
+
+    form = form_of(value)
+    rows = [(str(t.dtype).partition(".")[2], list(t.shape), t.requires_grad) for t in tensors]
+    return Spec(form, rows), tensors
+
+
+def put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what was taken apart."""
+    ((kind, value),) = form.items()
+    if kind == "t":
+        return tensors[value]
+    if kind == "d":
+        return {key: put_together(each, tensors) for key, each in value.items()}
+    if kind in "lt":
+        made = [put_together(each, tensors) for each in value]
+        return made if kind == "l" else tuple(made)
+    return value

@@ -1,0 +1,127 @@
+"""Gradients in layout pipeline: summed over the ranks that share parameters, and judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kaitian_mpi.distributed.gradients import sum_on_host
+from kaitian_mpi.errors import UserError
+
+_BUCKET_BYTES = 8 << 20
+
+
+class StageGradients:
+    """Completes the gradients of a step whose backwards are done; in the place of a reducer.
+
+    Attributes:
+        squared_norm: of the whole gradient, after `finish`; the same on every rank.
+        factor: what its numbers are to be multiplied with.
+        number: the mean loss over the global batch, after `finish`.
+    """
+
+    carries_number = True
+    is_outdated = False
+
+    def __init__(
+        self,
+        targets: Mapping[int, nn.Parameter],
+        owners: Sequence[Sequence[int]],
+        rank: int,
+        waits: Callable[[str], AbstractContextManager[Any]],
+    ) -> None:
+        """Make a group of each set of ranks that share parameters. Collective."""
+        self._targets, self._owners, self._rank, self.waits = targets, owners, rank, waits
+        self._groups: list[tuple[Any, list[int]]] = []
+        shared: dict[tuple[int, ...], list[int]] = {}
+        for number, ranks in enumerate(owners):
+            if len(ranks) > 1:
+                shared.setdefault(tuple(sorted(ranks)), []).append(number)
+        for ranks, numbers in shared.items():
+            group = dist.new_group([*ranks])
+            if rank in ranks:
+                self._groups.append((group, [n for n in numbers if n in targets]))
+        self.squared_norm, self.factor, self._is_finite = 0.0, 1.0, True
+        self.number = torch.zeros((), dtype=torch.float64)
+        self.losses: list[torch.Tensor] = []
+        """This rank's losses in the step, each times its weight over `samples`."""
+        self.weight, self.samples = 0.0, 1
+
+    def arm(self, *_: Any) -> None:
+        raise UserError("--layout pipeline requires Task(loss=...)")
+
+    def finish(self) -> None:
+        """Complete the gradients, and exchange what all ranks must know of them. Collective."""
+        for group, numbers in self._groups:
+            for bucket in self._buckets(numbers):
+                self._sum(group, bucket)
+        own = [t.grad for n, t in self._targets.items() if self._rank == self._owners[n][0]]
+        found = [gradient for gradient in own if gradient is not None]
+        norms = [float(_norm(gradient)) for gradient in found]
+        # Finite numbers may add up to more than a float can hold.
+        is_finite = math.isfinite(sum(norms)) or all(bool(g.isfinite().all()) for g in found)
+        loss = sum((float(each) for each in self.losses), 0.0)
+        facts = [loss, self.weight, sum(norm * norm for norm in norms), float(not is_finite)]
+        total = torch.tensor(facts, dtype=torch.float64)
+        sum_on_host(total).wait()
+        loss, weight, self.squared_norm, faults = total.tolist()
+        self._is_finite = faults == 0
+        self.factor = self.samples / weight if weight else 1.0
+        self.number = torch.tensor(loss * self.factor, dtype=torch.float64)
+        self.squared_norm *= self.factor**2
+        self.losses, self.weight = [], 0.0
+
+    def is_finite(self) -> bool:
+        """Return whether the gradients of the last `finish` have no NaN and no infinity."""
+        return self._is_finite
+
+    def share_values(self) -> None:
+        """Do nothing: all ranks that have a parameter step it alike."""
+
+    def check_values(self) -> None:
+        """Do nothing: no values are under way."""
+
+    def reset(self) -> None:
+        self.losses, self.weight = [], 0.0
+
+    def close(self) -> None:
+        """End the groups. Not collective."""
+        for group, _ in self._groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._groups = []
+
+    def _buckets(self, numbers: Sequence[int]) -> list[list[nn.Parameter]]:
+        buckets: list[list[nn.Parameter]] = []
+        size = _BUCKET_BYTES
+        for parameter in (self._targets[number] for number in reversed(numbers)):
+            is_full = size + parameter.nbytes > _BUCKET_BYTES
+            if is_full or parameter.dtype != buckets[-1][0].dtype:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(parameter)
+            size += parameter.nbytes
+        return buckets
+
+    @torch.no_grad()
+    def _sum(self, group: Any, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum gradients over a group's ranks; one that no rank has stays without."""
+        used = [float(p.grad is not None) for p in parameters]
+        flat = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+        buffer = torch.cat([*flat, flat[0].new_tensor(used)])
+        dist.all_reduce(buffer, group=group)
+        sums = buffer.split([*(each.numel() for each in flat), len(used)])
+        counts = sums[-1].tolist()
+        for parameter, total, count in zip(parameters, sums, counts, strict=False):
+            parameter.grad = total.view(parameter.shape) if count else None
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=wide)

@@ -1,0 +1,212 @@
+"""The loop of layout pipeline: a step of micro-batches through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from kaitian_mpi.balance.pipeline import PipelinePlan
+from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import show_table, size_text
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.data.batches import MicroBatch, Share
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.evaluation import (
+    MAX_BATCH,
+    Reader,
+    evaluation_indices,
+    measure_batch,
+    pool_means,
+)
+from kaitian_mpi.train.loop import Loop, set_learning_rates
+from kaitian_mpi.train.pipeline.gradients import StageGradients
+from kaitian_mpi.train.pipeline.runner import Runner
+from kaitian_mpi.train.pipeline.stages import Stages
+from kaitian_mpi.train.step import Step, StepClock
+
+if TYPE_CHECKING:
+    from kaitian_mpi.train.shards import Shards
+
+
+class GlobalSampler(LoadAdaptiveSampler):
+    """Yields all samples of each global step, of which every rank picks its own."""
+
+    def __init__(self, data: Any, by_rank: Sequence[int], **options: Any) -> None:
+        """`by_rank` are the samples that each rank reads first, for reports."""
+        self._by_rank = list(by_rank)
+        super().__init__(data, [sum(by_rank)], 0, **options)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return list(self._by_rank)
+
+
+class PipelineLoop(Loop):
+    """Trains on one set of ranks, each of which computes consecutive layers."""
+
+    _gradients: Any
+    _make_reducer: Any
+    _peaks: Sequence[int] | None = None
+    """Each rank's memory at its peak, in bytes, as of the last evaluation."""
+
+    def _make_sampler(self) -> LoadAdaptiveSampler:
+        return GlobalSampler(
+            self._setup.train,
+            self.plan.batch_sizes,
+            shuffle=self._task.shuffles,
+            seed=self._config.seed,
+            min_batch=self.plan.min_batch,
+        )
+
+    def _use_shards(self, shards: Shards) -> None:
+        from kaitian_mpi.train.sharded_step import apply_step
+
+        assert isinstance(shards, Stages)
+        plan, rank = self._pipeline, self.world.rank
+        waits = self._step.waits
+        targets: Any = shards.targets
+        self._make_reducer = lambda: StageGradients(targets, shards.owners, rank, waits)
+        self._apply = lambda *args: apply_step(self._gradients, *args)
+        own = self._computation, plan.stages, rank, plan.ahead
+        self._runner = Runner(
+            self._task,
+            shards.layers,
+            *own,
+            waits=waits,
+            begins=self._begins,
+            ends=self._pace.catch_up,
+        )
+
+    @property
+    def _pipeline(self) -> PipelinePlan:
+        assert self.plan.pipeline is not None
+        return self.plan.pipeline
+
+    def _begins(self, is_forward: bool) -> None:
+        self._pace.catch_up()
+        self.clock.enter(StepClock.FORWARD if is_forward else StepClock.BACKWARD)
+        enter_phase("forward" if is_forward else "backward", step=self.progress.step + 1)
+
+    def train(self, parts: Sequence[MicroBatch]) -> Step:
+        """Train on the next global batch, of which `parts` are those that this rank reads."""
+        step, number, runner = self._step, self.progress.step + 1, self._runner
+        samples = sum(self.sampler.shares_at(self.progress.position))
+        sizes = self._sizes(samples)
+        own = runner.own(len(sizes))
+        by_rank = self._pipeline.first_samples(sizes, self._ranks)
+        step.begin_own(number, by_rank, sum(sizes[each] for each in own))
+        set_learning_rates(self._config, self.state, samples, len(self._setup.train))
+        self.state.save()
+        self._pace.go_to(number)
+        self.start_clock()
+        gradients, weights = self._gradients, dict[int, float]()
+        gradients.samples = samples
+        if runner.is_last:
+            for each, part in zip(own, parts, strict=True):
+                weights[each] = self._task.weigh(part.batch, part.samples)
+            gradients.weight = sum(weights.values())
+        batches = {}
+        if runner.reads_batches:
+            placed = [self._computation.place(part.batch) for part in parts]
+            batches = dict(zip(own, placed, strict=True))
+        fractions = {each: weight / samples for each, weight in weights.items()}
+        gradients.losses = runner.train(len(sizes), batches, fractions)
+        step.bucket_ready(True)
+        return self.finish()
+
+    def _sizes(self, samples: int) -> list[int]:
+        """Return the samples of each micro-batch of a step."""
+        return split_micro_batches(samples, self._pipeline.micro_batch, self.sampler.min_batch)
+
+    def _share(self, indices: list[int]) -> Share:
+        sizes = self._sizes(len(indices))
+        runs = [indices[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
+        runner = self._runner
+        own = runner.own(len(sizes)) if runner.reads_batches else []
+        share = super()._share(indices)
+        return share._replace(parts=[(sizes[number], runs[number]) for number in own])
+
+    def _pool_statistics(self) -> None:
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        shards: Any = self.state.shards
+        enter_phase("the buffers of other stages", waits=True)
+        shards.share_buffers(self.world)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the means over the validation data, if any. Collective."""
+        self.state.save()
+        self._share_buffers()
+        device, index = self.world.device_kind, self.world.device_index
+        self._peaks = gather_values(self.world.comm, device.memory_peak_bytes(index))
+        means: dict[str, float] = {}
+        if self._setup.validation is not None:
+            means = self._means()
+        self._limit.apply()
+        self._commit_unit()
+        self._evaluated = means if self.progress.epoch_is_over else None
+        return means
+
+    def describe(self) -> dict[str, Any]:
+        plan, ranks = self._pipeline, [info.world_rank for info in self.world.infos]
+        return {
+            "stages": [
+                {"layers": [s.begin + 1, s.end], "ranks": [ranks[rank] for rank in s.ranks]}
+                for s in plan.stages
+            ],
+            "micro_batch_size": plan.micro_batch,
+            "predicted_step_sec": plan.step_sec,
+            "predicted_bytes": [*plan.bytes_by_rank],
+            "peak_bytes": self._peaks,
+        }
+
+    def _means(self) -> dict[str, float]:
+        self._evaluation_limit.apply()
+        model, data, task = self._task.model, self._setup.validation, self._task
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        size = min(MAX_BATCH, self._pipeline.micro_batch)
+        batches, reader = evaluation_indices(len(data), 0, [1], size), Reader(data)
+        totals: dict[str, list[float]] = {}
+        on_host: Any = None
+
+        def read(number: int) -> Any:
+            nonlocal on_host
+            on_host = reader.read(batches[number])
+            return self._computation.place(on_host)
+
+        function: Any = task.metrics or task.loss
+        for number, found in self._runner.evaluate(function, len(batches), read):
+            measured = measure_batch(task, found, on_host, len(batches[number]))
+            for name, (value, count) in measured.items():
+                total = totals.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += count
+        for module, was_training in modes.items():
+            module.training = was_training
+        enter_phase("the sum of the evaluation", waits=True, limited=False)
+        return pool_means(gather_values(self.world.comm, totals))
+
+
+def show_plan(world: World, plan: PipelinePlan) -> None:
+    """Print the stages, from world rank 0."""
+    rows = [("stage", "layers", "ranks", "ms a micro-batch", "memory")]
+    for number, stage in enumerate(plan.stages):
+        ranks = ", ".join(str(world.infos[rank].world_rank) for rank in stage.ranks)
+        seconds = ", ".join(f"{1e3 * each:.1f}" for each in stage.seconds)
+        memory = ", ".join(size_text(plan.bytes_by_rank[rank]) for rank in stage.ranks)
+        layers = f"{stage.begin + 1} to {stage.end}"
+        rows.append((str(number + 1), layers, ranks, seconds, memory))
+    used = {rank for stage in plan.stages for rank in stage.ranks}
+    if unused := [info for rank, info in enumerate(world.infos) if rank not in used]:
+        which = ", ".join(str(info.world_rank) for info in unused)
+        rows.append(("none", "", which, "", ""))
+    title = (
+        f"layout pipeline: micro-batches of at most {plan.micro_batch} samples, predicted step "
+        f"{1e3 * plan.step_sec:.1f} ms"
+    )
+    show_table(world, title, rows)

@@ -1,0 +1,394 @@
+"""Measures what a model's layers take on each rank, and plans the pipeline from it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from kaitian_mpi.balance.pipeline import Hop, PipelinePlan, Stage
+from kaitian_mpi.balance.pipeline_plan import Layer, PipelineJob, RankFacts, plan_pipeline
+from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers, profile_unmeasured
+from kaitian_mpi.train.measure.rank_timer import memory_limit
+from kaitian_mpi.train.pipeline.chain import (
+    Call,
+    answered,
+    captured,
+    chain_of,
+    put_together,
+    run,
+    take_apart,
+)
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import Computation, Task, aside, borrowed, check_loss
+
+_ROUNDS = 3
+_SHARE_OF_TIME = 0.5  # of --benchmark-seconds
+_LARGER = 4  # samples of the second size, times those of the first
+_TRIAL_NUMBERS = 1 << 20
+_TRIAL_BYTES = 1 << 20
+_UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
+_USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """What the stages are planned from; the same on every rank."""
+
+    layers: tuple[Layer, ...]
+    by_place: Mapping[str, RankFacts]
+    links: Mapping[tuple[str, str], Hop]
+
+    def plan(self, config: TrainingConfig, world: World, min_batch: int) -> Plan:
+        """Plan the stages of these ranks. Collective."""
+        own = None
+        if world.rank == 0:  # others may round otherwise
+            ranks = tuple(self.by_place[info.place] for info in world.infos)
+            size = config.global_batch_size
+            job = PipelineJob(
+                self.layers, ranks, size, min_batch, config.micro_batch_size, self.links
+            )
+            found = plan_pipeline(job)
+            own = asdict(found) if found is not None else self._too_large(job)
+        own = gather_values(world.comm, own)[0]
+        if isinstance(own, str):
+            raise AgreedError(own)
+        stages = tuple(
+            Stage(each["begin"], each["end"], tuple(each["ranks"]), tuple(each["seconds"]))
+            for each in own.pop("stages")
+        )
+        pipeline = PipelinePlan(stages, **own | {"bytes_by_rank": tuple(own["bytes_by_rank"])})
+        sizes = split_micro_batches(config.global_batch_size, pipeline.micro_batch, min_batch)
+        shares = pipeline.first_samples(sizes, world.size)
+        return Plan(shares, [1.0] * world.size, None, pipeline.micro_batch, min_batch, pipeline)
+
+    def _too_large(self, job: PipelineJob) -> str:
+        needed = sum(layer.weight_bytes + layer.state_bytes for layer in self.layers)
+        has = ", ".join(f"{facts.memory_bytes / 1e6:.0f}" for facts in job.ranks)
+        return (
+            f"--layout pipeline: the layers, their gradients and optimizer state take "
+            f"{needed / 1e6:.0f} MB, besides activations, and the ranks have room for {has} MB; "
+            "start more ranks, divide the model in smaller layers, or use a smaller model"
+        )
+
+
+def find_facts(config: TrainingConfig, setup: Setup, world: World) -> PipelineFacts:
+    """Measure each layer on each rank, one at a time. Collective.
+
+    The model stays on the host, and is not changed.
+
+    Raises:
+        AgreedError: the task cannot be trained so.
+    """
+    task, min_batch = setup.task, min_batch_by_layers(setup.task.model)
+    layers: list[Layer] = []
+    with agree_on_errors(world.comm):
+        chain = check_task(task)
+        optimizers = task.make_optimizers(task.model)
+        if world.rank == 0 and task.layers is not None:
+            _check_chain(task, chain, setup.train[list(range(min_batch))])
+    sleeping_barrier(world.comm)
+    with agree_on_errors(world.comm), aside(world.device):
+        timer = LayerTimer(config, setup, chain, world, min_batch)
+        facts, kept, outputs = timer.measure(optimizers)
+        layers = _layers(chain, optimizers, kept, outputs)
+    enter_phase("comparing the benchmarks", waits=True, limited=False)
+    own = asdict(facts), [asdict(layer) for layer in layers]
+    gathered = gather_values(world.comm, own)
+    by_place = {
+        info.place: RankFacts(**{name: _tuple(value) for name, value in found.items()})
+        for info, (found, _) in zip(world.infos, gathered, strict=True)
+    }
+    known = tuple(Layer(**each) for each in gathered[0][1])
+    if config.balance == "off":
+        by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
+    return PipelineFacts(known, by_place, measure_links(world))
+
+
+def check_task(task: Task) -> list[nn.Module]:
+    """Return the layers of a task that can be trained in a pipeline.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if task.loss is None:
+        raise UserError(
+            "--layout pipeline requires Task(loss=...), as no rank computes the whole model"
+        )
+    if callable(task.clip_norm):
+        raise UserError(
+            "--layout pipeline requires Task(clip_norm=...) to be a number: no rank has all "
+            "gradients"
+        )
+    return chain_of(task)
+
+
+@torch.no_grad()
+def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
+    """Check that the layers make of a batch what the model makes of it."""
+    assert task.loss is not None
+    with borrowed(task.model) as model:
+        model.eval()
+        call = captured(task.loss, model, batch)
+        losses = [
+            float(check_loss(answered(task.loss, model, batch, output)))
+            for output in (model(*call.args, **call.kwargs), run(chain, call, None))
+        ]
+    if abs(losses[0] - losses[1]) > 1e-3 * max(1e-3, abs(losses[0])):
+        raise UserError(
+            f"Task: called one after the other, the layers give another loss than the model "
+            f"({losses[1]:.6g} and {losses[0]:.6g}); list all that it does, in order"
+        )
+
+
+class LayerTimer:
+    """Times each layer on this rank, with two sizes of micro-batches."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        setup: Setup,
+        chain: Sequence[nn.Module],
+        world: World,
+        min_batch: int,
+    ) -> None:
+        profile = profile_unmeasured(config, world.info)
+        computation = Computation(world.device, profile.precision, profile.memory_format)
+        self._computation, self._world, self._chain = computation, world, chain
+        self._task, self._data = setup.task, setup.train
+        most = min(len(setup.train), config.global_batch_size)
+        self._sizes = sorted({min_batch, min(_LARGER * min_batch, max(most, min_batch))})
+        self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
+        self._kept, self._outputs = [0.0] * len(chain), [0.0] * len(chain)
+
+    def measure(
+        self, optimizers: Sequence[Optimizer]
+    ) -> tuple[RankFacts, list[float], list[float]]:
+        """Return this rank's facts, and what each layer keeps and returns, in bytes a sample."""
+        device, index = self._world.device_kind, self._world.device_index
+        model = self._task.model
+        on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        start = on_host if device.is_host else 0
+        used = max(0, device.memory_peak_bytes(index) - start)
+        times = {size: [(float("inf"), float("inf"))] * len(self._chain) for size in self._sizes}
+        with borrowed(model):
+            for _ in range(_ROUNDS):
+                for size in self._sizes:
+                    found = self._round(size)
+                    times[size] = [
+                        (min(a[0], b[0]), min(a[1], b[1]))
+                        for a, b in zip(times[size], found, strict=True)
+                    ]
+                if time.perf_counter() > self._until:
+                    break
+        small, large = self._sizes[0], self._sizes[-1]
+        whole = [(sum(times[small][n]), sum(times[large][n])) for n in range(len(self._chain))]
+        sample = [
+            max((b - a) / (large - small), b / large / 10) if large > small else b / large
+            for a, b in whole
+        ]
+        fixed = [max(0.0, b - large * own) for own, (_, b) in zip(sample, whole, strict=True)]
+        forward = sum(a for a, _ in times[large]) / sum(b for _, b in whole)
+        facts = RankFacts(
+            self._world.info.kind,
+            max(0.0, memory_limit(self._world) - used),
+            tuple(fixed),
+            tuple(sample),
+            forward,
+            self._update_sec(optimizers),
+            float(start),
+        )
+        return facts, self._kept, self._outputs
+
+    def _round(self, size: int) -> list[tuple[float, float]]:
+        """Return the seconds of each layer's forward and backward."""
+        enter_phase("the benchmark")
+        task, found = self._task, []
+        batch = self._computation.place(self._data[list(range(size))])
+        assert task.loss is not None
+        call: Call | None = captured(task.loss, task.model, batch)
+        carried: Any = None
+        for number, layer in enumerate(self._chain):
+            is_last = number == len(self._chain) - 1
+            with self._on_device(layer):
+                if getattr(layer, "inplace", False):
+                    carried = carried.clone()
+                seconds, carried = self._time(
+                    layer, call, carried, batch if is_last else None, number
+                )
+            found.append(seconds)
+            call, carried = None, carried if is_last else _as_received(carried)
+            self._outputs[number] = sum(t.nbytes for t in _tensors(carried)) / size
+            self._kept[number] /= size
+        return found
+
+    def _time(
+        self, layer: nn.Module, call: Call | None, carried: Any, batch: Any, number: int
+    ) -> tuple[tuple[float, float], Any]:
+        pace, task = self._world.device_kind.pace, self._task
+        begin = self._now()
+        pace.start()
+        with self._computation.autocast(), _saved_by(layer) as saved:
+            output = run([layer], call, carried)
+            ends = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            if batch is not None:
+                loss = check_loss(answered(task.loss, task.model, batch, output), False)  # type: ignore[arg-type]
+                ends = [loss] * loss.requires_grad
+        pace.catch_up()
+        middle = self._now()
+        self._kept[number] = float(sum(saved.values()))
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+        pace.catch_up()
+        return (middle - begin, self._now() - middle), output
+
+    def _update_sec(self, optimizers: Sequence[Optimizer]) -> float:
+        """Return about the seconds of an optimizer's step for each byte of its parameters."""
+        parameter = nn.Parameter(torch.zeros(_TRIAL_NUMBERS, device=self._world.device))
+        kind = SGD if isinstance(optimizers[0], SGD) else AdamW
+        trial, pace = kind([parameter], lr=1e-3), self._world.device_kind.pace
+        seconds = []
+        for _ in range(_ROUNDS):
+            parameter.grad = torch.zeros_like(parameter)
+            begin = self._now()
+            pace.start()
+            trial.step()
+            pace.catch_up()
+            seconds.append(self._now() - begin)
+        return min(seconds) / parameter.nbytes
+
+    def _now(self) -> float:
+        self._world.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def _on_device(self, layer: nn.Module) -> Iterator[None]:
+        """Have only this layer on the device, as there may be no memory for others."""
+        layer.to(self._world.device)
+        try:
+            yield
+        finally:
+            layer.to("cpu")
+
+
+@contextmanager
+def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
+    """Collect the bytes that autograd keeps of a forward, by memory, without the parameters'."""
+    known = {parameter.data_ptr() for parameter in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in known:
+            saved[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
+def measure_links(world: World) -> dict[tuple[str, str], Hop]:
+    """Return what messages between ranks of two kinds take: if possible, of two hosts. Collective.
+
+    Within a kind as well; a pair of kinds is in alphabetical order.
+    """
+    own: dict[str, list[float]] = {}
+    pairs = list(itertools.combinations_with_replacement(sorted(set(world.kinds)), 2))
+    for number, (one, other) in enumerate(pairs):
+        ranks = _apart(world, one, other)
+        if ranks is not None and world.rank in ranks:
+            enter_phase("measuring a link", waits=True, limited=False)
+            peer = ranks[1 - ranks.index(world.rank)]
+            small, large = (
+                _round_trip(size, peer, ranks[0] == world.rank) for size in (8, _TRIAL_BYTES)
+            )
+            own[str(number)] = [small / 2, max(0.0, large - small) / 2 / _TRIAL_BYTES]
+    enter_phase("waiting for the other ranks' links", waits=True, limited=False)
+    found: dict[str, list[float]] = {}
+    for each in gather_values(world.comm, own):
+        found |= each
+    return {pairs[int(number)]: Hop(*each) for number, each in found.items()}
+
+
+def _apart(world: World, one: str, other: str) -> tuple[int, int] | None:
+    """Return a rank of each of two kinds, on different hosts if there are such."""
+    infos = world.infos
+    found = [
+        (infos[a].node != infos[b].node, -a, -b)
+        for a in range(world.size)
+        for b in range(world.size)
+        if a != b and infos[a].kind == one and infos[b].kind == other
+    ]
+    if not found:
+        return None
+    _, a, b = max(found)
+    return -a, -b
+
+
+def _round_trip(size: int, peer: int, begins: bool) -> float:
+    buffer, seconds = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        steps: list[Callable[..., Any]] = [dist.send, dist.recv]
+        for step in steps if begins else steps[::-1]:
+            step(buffer, peer)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def _layers(
+    chain: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    kept: Sequence[float],
+    outputs: Sequence[float],
+) -> list[Layer]:
+    has_momentum = any(group.get("momentum") for each in optimizers for group in each.param_groups)
+    is_sgd = all(type(each) is SGD for each in optimizers)
+    states = int(has_momentum) if is_sgd else _USUAL_STATES
+    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    found = []
+    for layer, own, output in zip(chain, kept, outputs, strict=True):
+        parameters = list(layer.parameters())
+        trained = sum(p.nbytes for p in parameters if p.requires_grad and p in stepped)
+        size = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in layer.buffers())
+        found.append(Layer(size, trained * (1 + states), own, output))
+    return found
+
+
+def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
+    """Return facts as if each rank took the same, in proportion to a layer's parameters."""
+    seconds = tuple(1e-9 * (layer.weight_bytes + layer.output_bytes + 1) for layer in layers)
+    fixed = tuple(_UNMEASURED_FIXED * each for each in seconds)
+    return RankFacts(facts.kind, facts.memory_bytes, fixed, seconds, start_bytes=facts.start_bytes)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    from kaitian_mpi.observe.tensor_files import tensors_in
+
+    return list(tensors_in(value))
+
+
+def _as_received(value: Any) -> Any:
+    """Return what a layer has returned as the next one would get it from another rank."""
+    spec, tensors = take_apart(value)
+    rows = zip(tensors, spec.tensors, strict=True)
+    return put_together(spec.form, [t.detach().requires_grad_(grows) for t, (_, _, grows) in rows])

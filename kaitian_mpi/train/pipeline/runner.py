@@ -1,0 +1,210 @@
+"""Runs this rank's part of a pipeline: its layers, on its micro-batches, in its order.
+
+The schedule is our own rather than one of `torch.distributed.pipelining`: that has one rank a stage
+and micro-batches of one shape, all of it posted at once; here stages have unequal replicas, batches
+are ragged, and each wait is one that the watchdog and the recovery know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kaitian_mpi.balance.pipeline import Stage, order, windows
+from kaitian_mpi.train.data.batches import map_tensors
+from kaitian_mpi.train.pipeline.chain import answered, captured, run
+from kaitian_mpi.train.pipeline.messages import Gradients, Incoming, Outbox, Waits
+from kaitian_mpi.train.task import Computation, Task, check_loss
+
+_AHEAD = 2  # micro-batches whose messages are received while an earlier one is computed
+
+
+class Runner:
+    """This rank's layers of a pipeline; none on a rank without a stage."""
+
+    def __init__(
+        self,
+        task: Task,
+        layers: Sequence[nn.Module],
+        computation: Computation,
+        stages: Sequence[Stage],
+        rank: int,
+        ahead: int,
+        *,
+        waits: Waits,
+        begins: Callable[[bool], None] = lambda is_forward: None,
+        ends: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare to run; `begins` and `ends` are called around each forward and backward."""
+        self._task, self._computation, self._stages, self._rank = task, computation, stages, rank
+        self._waits, self._begins, self._ends = waits, begins, ends
+        self.number = next((n for n, stage in enumerate(stages) if rank in stage.ranks), None)
+        number = self.number if self.number is not None else 0
+        stage, limits = stages[number], windows(stages, ahead)
+        self._layers, self._window = layers[stage.begin : stage.end], limits[number]
+        self.is_first = self.number == 0
+        self.is_last = self.number == len(stages) - 1
+        self._outbox = Outbox(waits)
+
+    @property
+    def reads_batches(self) -> bool:
+        """Whether this rank needs the samples of its micro-batches."""
+        return self.is_first or self.is_last
+
+    def own(self, count: int) -> list[int]:
+        """Return which of so many micro-batches this rank computes."""
+        if self.number is None:
+            return []
+        takers = self._stages[self.number].takers(count)
+        return [number for number, taker in enumerate(takers) if taker == self._rank]
+
+    def train(
+        self, count: int, batches: Mapping[int, Any], weights: Mapping[int, float]
+    ) -> list[torch.Tensor]:
+        """Compute a step's forwards and backwards; the gradients add up in the parameters.
+
+        Args:
+            count: the step's micro-batches.
+            batches: of those that this rank computes, on its device, if it `reads_batches`.
+            weights: what to multiply their mean losses with.
+
+        Returns:
+            The weighted losses; none except on ranks of the last stage.
+        """
+        step = _Step(self, count, self._task.loss, batches)
+        losses = []
+        for is_forward, number in order(step.own, self._window):
+            self._begins(is_forward)
+            if is_forward:
+                output = step.forward(number)
+                if self.is_last:
+                    losses += step.keep_loss(number, output, weights[number])
+            else:
+                step.backward(number)
+        self._outbox.wait()
+        return losses
+
+    @torch.no_grad()
+    def evaluate(
+        self, function: Callable[[Any, Any], Any], count: int, read: Callable[[int], Any]
+    ) -> Iterator[tuple[int, Any]]:
+        """Compute forwards only; yield each micro-batch with what `function` returns.
+
+        `read` returns the batch of a micro-batch, on the device. Yields nothing except on ranks of
+        the last stage.
+        """
+        step = _Step(self, count, function, {})
+        for number in step.own:
+            if self.reads_batches:
+                step.batches = {number: read(number)}
+            output = step.forward(number)
+            step.kept.clear()
+            if self.is_last:
+                yield number, output
+        self._outbox.wait()
+
+
+class _Step:
+    """The micro-batches of a step that are under way on this rank."""
+
+    def __init__(
+        self, runner: Runner, count: int, function: Any, batches: Mapping[int, Any]
+    ) -> None:
+        self._runner, self._function, self.batches = runner, function, batches
+        self.own = runner.own(count)
+        stages, number = runner._stages, runner.number or 0
+        self._sources = stages[number - 1].takers(count) if number else []
+        is_inner = not runner.is_last and runner.number is not None
+        self._targets = stages[number + 1].takers(count) if is_inner else []
+        self._to_receive = [] if runner.is_first else list(self.own)
+        self._incoming: dict[int, Incoming] = {}
+        self.kept: dict[int, tuple[list[torch.Tensor], Any]] = {}
+        self._gradients: dict[int, Gradients] = {}
+
+    def forward(self, number: int) -> Any:
+        """Compute a micro-batch; send it on, or return the function's result in the last stage."""
+        runner, call, carried = self._runner, None, None
+        task, leaves = runner._task, list[torch.Tensor]()
+        if runner.is_first:
+            call = captured(self._function, task.model, self.batches[number])
+        else:
+            carried, leaves = self._receive(number)
+        with runner._computation.autocast():
+            output = run(runner._layers, call, carried)
+            if runner.is_last:
+                self.kept[number] = leaves, _with_gradient(output)
+                return answered(self._function, task.model, self.batches[number], output)
+        runner._ends()
+        grown = runner._outbox.send_activations(output, self._targets[number], number)
+        self.kept[number] = leaves, grown
+        self._expect_gradients()
+        return None
+
+    def keep_loss(self, number: int, loss: Any, weight: float) -> list[torch.Tensor]:
+        """Keep a loss for its backward; return it weighted, if it counts."""
+        loss, (leaves, outputs) = check_loss(loss), self.kept[number]
+        if not weight:  # perhaps NaN: nothing but that there are gradients
+            self.kept[number] = (
+                leaves,
+                sum((each.sum() * 0 for each in outputs), loss.new_zeros(())),
+            )
+            return []
+        self.kept[number] = leaves, loss * weight
+        return [(loss * weight).detach()]
+
+    def backward(self, number: int) -> None:
+        """Compute a micro-batch's gradients, and send back those of what was received."""
+        runner = self._runner
+        leaves, outputs = self.kept.pop(number)
+        if runner.is_last:
+            if outputs.requires_grad:
+                runner._computation.scaler.scale(outputs).backward()
+        elif outputs:
+            gradients = self._gradients.pop(number)
+            self._wait("gradients of the next stage", gradients)
+            torch.autograd.backward(outputs, gradients.tensors)
+        runner._ends()
+        self._expect_gradients()
+        if leaves:
+            runner._outbox.send_gradients(leaves, self._sources[number], number)
+
+    def _receive(self, number: int) -> tuple[Any, list[torch.Tensor]]:
+        device = self._runner._computation.device
+        while self._to_receive and len(self._incoming) <= _AHEAD:
+            expected = self._to_receive.pop(0)
+            self._incoming[expected] = Incoming(self._sources[expected], expected, device)
+        incoming = self._incoming.pop(number)
+        self._wait("activations of the stage before", incoming)
+        carried, leaves = incoming.take()
+        if leaves and getattr(self._runner._layers[0], "inplace", False):
+            return leaves[0].clone(), leaves  # autograd allows no change of a leaf
+        return carried, leaves
+
+    def _expect_gradients(self) -> None:
+        """Post the receives of the gradients that come next."""
+        for number, (_, outputs) in () if self._runner.is_last else self.kept.items():
+            if len(self._gradients) > _AHEAD:
+                break
+            if outputs and number not in self._gradients:
+                self._gradients[number] = Gradients(outputs, self._targets[number], number)
+
+    def _wait(self, what: str, messages: Incoming | Gradients) -> None:
+        if messages.is_completed():
+            messages.wait()  # raises what went wrong
+        else:
+            with self._runner._waits(what):
+                messages.wait()
+
+
+def _with_gradient(output: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.extend([tensor] * tensor.requires_grad)
+        return tensor
+
+    map_tensors(output, keep, lambda value: value)
+    return found

@@ -1,0 +1,226 @@
+"""Who has which parameters, and their optimizer state, in layout pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.pipeline.chain import chain_of
+from kaitian_mpi.train.shards import Shards, mapped
+from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from kaitian_mpi.train.state import State
+    from kaitian_mpi.train.task import Task
+
+
+class Stages(Shards):
+    """The parameters of this rank's layers, and their optimizer state: it has no others.
+
+    In the place of the others are tensors of their shape that take no memory. The optimizers are
+    the user's own; their groups have this rank's parameters only. A parameter that layers of
+    several stages share is on all of their ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        layers: Sequence[nn.Module],
+        device: torch.device,
+    ) -> None:
+        self.layers, self._device = layers, device
+        self.stages: Sequence[Stage] = ()
+        self.owners: list[list[int]] = []
+        """The ranks that have a parameter, by its number; empty before `assign_stages`."""
+        super().__init__(model, optimizers)
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        self._of_layer = [{numbers[p] for p in layer.parameters()} for layer in layers]
+        self._strides = [parameter.stride() for parameter in self._parameters]
+        self._present = set(numbers.values())
+        """The parameters that this rank has."""
+        self._new: dict[int, torch.Tensor] = {}
+        """Those of a checkpoint, or of another rank, that have not their place yet."""
+        self.owned = frozenset(self._present)
+        named = model.named_parameters(remove_duplicate=False)
+        self._names = {name: numbers[parameter] for name, parameter in named}
+
+    def load(
+        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        super().load(states)
+        self._new = dict(values or {})
+
+    def drop(self) -> None:
+        super().drop()
+        self.owners, self._new, self._present = [], {}, set()
+
+    def is_complete(self, comm: MPI.Intracomm) -> bool:
+        """Return whether these ranks have all parameters and their state. Collective."""
+        found = {number for own in gather_values(comm, sorted(self._has())) for number in own}
+        return len(found) == len(self._parameters)
+
+    def assign_stages(self, world: World, stages: Sequence[Stage]) -> None:
+        """Give each rank its stage's parameters, and free those of others. Collective."""
+        owners = self._owners(stages)
+        has = [set(own) for own in gather_values(world.comm, sorted(self._has()))]
+        states = {number: self._state(number) for number in self._has()}
+        for number, ranks in enumerate(owners):
+            source = next(rank for rank, own in enumerate(has) if number in own)
+            for target in ranks:
+                if number not in has[target]:
+                    is_source = world.rank == source
+                    own = (self._value(number), states[number]) if is_source else None
+                    received = send_state(world.comm, own, source, target)
+                    if world.rank == target:
+                        self._new[number], states[number] = received
+            if world.rank not in ranks:  # free it before the next arrives
+                self._release(number)
+                states.pop(number, None)
+        for number in states:
+            self._settle(number)
+        self.stages, self.owners, self._loose = stages, owners, {}
+        for stage in stages:
+            if world.rank in stage.ranks:
+                for layer in self.layers[stage.begin : stage.end]:
+                    layer.to(self._device)
+        self._restrict(states)
+
+    @torch.no_grad()
+    def share_buffers(self, world: World) -> None:
+        """Give every rank the buffers of each layer as its first rank has them. Collective."""
+        for stage in self.stages:
+            layers, source = self.layers[stage.begin : stage.end], stage.ranks[0]
+            buffers = [buffer for layer in layers for buffer in layer.buffers()]
+            if not buffers:
+                continue
+            own = buffers if world.rank == source else None
+            received = broadcast_state(world.comm, own, source, receives=True)
+            if world.rank != source:
+                for buffer, value in zip(buffers, received, strict=True):
+                    buffer.copy_(value)
+
+    @contextmanager
+    def collected(self, world: World, folder: Path | None) -> Iterator[None]:
+        """Have rank 0 return all parameters and all state in the block. Collective.
+
+        What it does not have itself is in files without a name in `folder`, and takes no memory.
+        """
+        self.share_buffers(world)
+        whole: dict[int, torch.Tensor] = {}
+        states: dict[int, dict[str, Any]] = {}
+        for number, ranks in enumerate(self.owners):
+            own = None
+            if world.rank == ranks[0]:
+                own = self._value(number), self._state(number)
+            if ranks[0] != 0:
+                own = send_state(world.comm, own, ranks[0], 0)
+                if world.rank == 0:
+                    value, state = own
+                    own = (
+                        _in_file(value, folder),
+                        {k: _in_file(v, folder) for k, v in state.items()},
+                    )
+            if world.rank == 0:
+                whole[number], states[number] = own  # type: ignore[misc]
+        if world.rank == 0:
+            collected = self.settings()
+            for content, groups in zip(collected, self._groups, strict=True):
+                order = [number for group in groups for number in group]
+                content["state"] = {p: states[n] for p, n in enumerate(order) if states[n]}
+            self._collected, self._collected_values = collected, whole
+        try:
+            yield
+        finally:
+            self._collected, self._collected_values = None, {}
+
+    def _owners(self, stages: Sequence[Stage]) -> list[list[int]]:
+        owners: list[list[int]] = [[] for _ in self._parameters]
+        for stage in stages:
+            for number in set().union(*self._of_layer[stage.begin : stage.end]):
+                owners[number] += stage.ranks
+        return owners
+
+    def _has(self) -> set[int]:
+        return self._present | self._new.keys()
+
+    def _value(self, number: int) -> torch.Tensor:
+        return self._new.get(number, self._parameters[number].detach())
+
+    def _state(self, number: int) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter that this rank has."""
+        parameter = self._parameters[number]
+        for optimizer in self._optimizers:
+            if parameter in optimizer.state:
+                return dict(optimizer.state[parameter])
+        found = (state for key, state in self._loose.items() if key[0] == number)
+        return next(found, {})
+
+    def _release(self, number: int) -> None:
+        """Free a parameter that this rank does not need."""
+        self._new.pop(number, None)
+        self._present.discard(number)
+        parameter = self._parameters[number]
+        parameter.grad = None
+        # It can be read, and keeps its shape; torch refuses to write to it.
+        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        for optimizer in self._optimizers:
+            optimizer.state.pop(parameter, None)
+
+    def _settle(self, number: int) -> None:
+        """Give a parameter of this rank's its value, on its device."""
+        parameter, value = self._parameters[number], self._new.pop(number, None)
+        if value is not None:
+            data = torch.empty_strided(
+                value.shape, self._strides[number], dtype=value.dtype, device=self._device
+            )
+            parameter.data = data.copy_(value)
+        self._present.add(number)
+
+    def _restrict(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Let the optimizers step this rank's parameters only, with these states."""
+        for optimizer, groups, setting in zip(
+            self._optimizers, self._groups, self.settings(), strict=True
+        ):
+            optimizer.state.clear()
+            content: dict[int, Any] = {}
+            place = 0
+            for group, numbers, saved in zip(
+                optimizer.param_groups, groups, setting["param_groups"], strict=True
+            ):
+                own = [number for number in numbers if number in states]
+                group["params"] = [self._parameters[number] for number in own]
+                saved["params"] = [*range(place, place + len(own))]
+                found = {place + i: copy_state(states[n], share=True) for i, n in enumerate(own)}
+                content |= {key: state for key, state in found.items() if state}
+                place += len(own)
+            setting["state"] = content
+            optimizer.load_state_dict(setting)
+        of_groups = {n for groups in self._groups for group in groups for n in group}
+        self.targets = {
+            n: self._parameters[n]  # type: ignore[misc]
+            for n in states
+            if n in of_groups and self._parameters[n].requires_grad
+        }
+
+
+def use_stages(state: State, task: Task) -> None:
+    """Lay a state out in stages, which have no ranks yet. Not collective."""
+    device = state.computation.device
+    state.shards = Stages(state.model, state.optimizers, chain_of(task), device)
+
+
+def _in_file(value: Any, folder: Path | None) -> Any:
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+    return mapped([value], folder) if is_tensor else value
