@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
 _LONG_SIMULATION = 20_000  # actions
 _AHEADS = (0, 1, 3)
+_MANY_RANKS = 256
 _TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
 _BUCKET_BYTES = 16 << 20
 
@@ -52,7 +54,7 @@ class RankFacts:
 
     kind: str
     memory_bytes: float
-    """That it has for parameters, state and activations."""
+    """That it may use at most."""
     fixed_sec: tuple[float, ...]
     """By layer, for each micro-batch."""
     sample_sec: tuple[float, ...]
@@ -61,8 +63,10 @@ class RankFacts:
     """The part of it that is forward."""
     update_sec_per_byte: float = 0.0
     """The optimizer's, by bytes of parameters."""
+    base_bytes: float = 0.0
+    """That it uses besides parameters, state and activations."""
     start_bytes: float = 0.0
-    """Taken before the layers are divided."""
+    """That it uses before the layers are divided."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,36 @@ def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
         for order in _orders(_groups(job)):
             for stages in _splits(job, order, count):
                 found.setdefault((stages, size), predict_in_short(job, stages, count))
-    best = None
+    best: Any = None
     for stages, size in sorted(found, key=lambda each: found[each])[:_SIMULATED]:
+        best = _better(job, [stages], size, best)
+    is_better = best is not None and len(job.ranks) <= _MANY_RANKS
+    while is_better:  # the formula knows neither the order nor the times of messages
+        before = best
+        best = _better(job, _neighbors(best.stages), best.micro_batch, best)
+        is_better = best is not before
+    return best
+
+
+def _better(
+    job: PipelineJob, splits: Iterable[Sequence[Stage]], size: int, best: PipelinePlan | None
+) -> PipelinePlan | None:
+    """Return the best plan of some splits, or the one that is best so far."""
+    for stages in splits:
         for ahead in _AHEADS:
             plan = predict(job, stages, size, ahead)
             if fits(job, plan) and (best is None or plan.step_sec < best.step_sec):
                 best = plan
     return best
+
+
+def _neighbors(stages: Sequence[Stage]) -> Iterator[list[Stage]]:
+    """Yield splits with one layer on the other side."""
+    for place, (one, other) in enumerate(itertools.pairwise(stages)):
+        for end in (one.end - 1, one.end + 1):
+            if one.begin < end < other.end:
+                changed = [replace(one, end=end), replace(other, begin=end)]
+                yield [*stages[:place], *changed, *stages[place + 2 :]]
 
 
 def fits(job: PipelineJob, plan: PipelinePlan) -> bool:
@@ -190,7 +217,12 @@ def _memory(
             taken.setdefault(taker, []).append(number)
         for rank in stage.ranks:
             few = taken.get(rank, [])
-            whole = size + most_kept(few, window) * kept + _TRANSIT * samples * ends
+            whole = (
+                job.ranks[rank].base_bytes
+                + size
+                + most_kept(few, window) * kept
+                + _TRANSIT * samples * ends
+            )
             by_rank[rank] = max(by_rank[rank], int(whole))
     return tuple(by_rank)
 
@@ -318,7 +350,8 @@ class _Program:
             kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
             memory = self._weights + kept * self._kept + self._transit
             memory += _BUCKET_BYTES * (ranks > 1)
-            room = min(job.ranks[rank].memory_bytes for rank in group[begin:end])
+            facts = [job.ranks[rank] for rank in group[begin:end]]
+            room = min(each.memory_bytes - each.base_bytes for each in facts)
             cost = times * (ranks / speed) + hop + best
             cost[(memory > room) | (times / speed > bound) | (times <= 0)] = np.inf
             cost[:, busy > bound] = np.inf

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kaitian_mpi.devices.cpu import M_MMAP_THRESHOLD
 from kaitian_mpi.devices.emulation import MEMORY_FLAG
 from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
 
 _UNITS = {"MB": 10**6, "GB": 10**9}
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
+_CLEAR = Path("/proc/self/clear_refs")
+_LARGE_BYTES = 1 << 20
 
 
 class LimitedDevice:
@@ -22,18 +26,23 @@ class LimitedDevice:
 
     The operating system enforces it (RLIMIT_DATA), for torch, Python and MPI alike: torch raises
     its own error, and Python a MemoryError. All that the process has allocated counts, also what
-    was freed and is kept; what it has mapped of files does not.
+    was freed and is kept; what it has mapped of files does not. Large blocks are given back when
+    they are freed, as on a device: so what is kept has no gaps that nothing fits in.
     """
 
     _limit = 0  # bytes that this process may allocate
     _at_start = 0  # bytes that this process had allocated before its first limit
+    _resident_at_start = 0  # those of them that were in memory
 
     def __init__(self, device: Any, limit: int) -> None:
         """Limit this process from now on."""
         self.device, self.limit = device, limit
         if not LimitedDevice._at_start:
             import_for_optimizers()  # a program's code is in no device's memory
-            LimitedDevice._at_start = _allocated()
+            LimitedDevice._at_start, LimitedDevice._resident_at_start = _allocated(), _resident()
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "mallopt"):  # glibc
+                libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)
         LimitedDevice._limit = LimitedDevice._at_start + limit
         _set_limit()
 
@@ -46,8 +55,13 @@ class LimitedDevice:
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
         return self.limit
 
+    def restart_memory_peak(self, index: int) -> None:
+        with suppress(OSError):  # of a kernel that does not let a process do so
+            _CLEAR.write_text("5")
+
     def memory_peak_bytes(self, index: int) -> int:
-        return _allocated() - LimitedDevice._at_start
+        peak = _resident() - LimitedDevice._resident_at_start
+        return max(peak, _allocated() - LimitedDevice._at_start)
 
 
 def parse_memory(text: str, world_size: int) -> list[int]:
@@ -106,6 +120,17 @@ def _allocated() -> int:
     found = re.search(r"^VmData:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert found is not None
     return (int(found[1]) << 10) - _mapped()
+
+
+def _resident() -> int:
+    """Return the most bytes, besides files, that were in memory at once."""
+    status = _STATUS.read_text()
+    peak, *files = (
+        int(found[1]) << 10
+        for name in ("VmHWM", "RssFile", "RssShmem")
+        if (found := re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE))
+    )
+    return peak - sum(files)
 
 
 def _mapped() -> int:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from jobs import PLANTED, PYTHON, SURVIVING, run_alone
 
@@ -44,5 +45,37 @@ def test_without_mirrors_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
     assert "no mirrors, as --no-mirrors asks" in ended.out
     assert "continuing from step 4" in ended.out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["finished"]
+    assert summary["steps"] == 10
+
+
+def test_what_fits_no_rank_trains_in_a_pipeline_and_continues_on_others(tmp_path):
+    chain = ("--task", "planted_large:chain")
+    ended = train(tmp_path, 3, *MEMORY, *chain, "--max-steps", "2", "--layout", "pipeline")
+    assert "layout pipeline: micro-batches of at most" in ended.out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    pipeline = summary["pipeline"]
+    assert len(pipeline["stages"]) == 3
+    for planned, peak in zip(pipeline["predicted_bytes"], pipeline["peak_bytes"], strict=True):
+        assert peak < 1.1 * planned
+    (file,) = (tmp_path / "run/checkpoints").glob("step-*2.pt")
+    saved = torch.load(file, mmap=True)
+    assert len(saved["optimizers"][0]["state"]) == 2 * 59
+    assert all(saved["model"][name].any() for name in ("0.weight", "30.layer.weight", "58.weight"))
+    resumed = (*chain, "--resume", "auto", "--balance", "off")
+    ended = train(tmp_path, 2, "--layout", "pipeline", "--max-steps", "3", *resumed)
+    assert "resuming from step 2" in ended.out
+    train(tmp_path, 2, "--max-steps", "4", *resumed)
+    weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
+    assert all(each.isfinite().all() for each in weights.values())
+
+
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies):
+    script = str(PLANTED / "planted_large.py")
+    command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script)
+    ended = run_alone(*command, "5", "", "pipeline", dies, "10", cwd=tmp_path)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert "2 ranks continue" in ended.text
     assert summary["finished"]
     assert summary["steps"] == 10

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ class PipelineFacts:
 
     def _too_large(self, job: PipelineJob) -> str:
         needed = sum(layer.weight_bytes + layer.state_bytes for layer in self.layers)
-        has = ", ".join(f"{facts.memory_bytes / 1e6:.0f}" for facts in job.ranks)
+        room = (max(0.0, facts.memory_bytes - facts.base_bytes) for facts in job.ranks)
+        has = ", ".join(f"{each / 1e6:.0f}" for each in room)
         return (
             f"--layout pipeline: the layers, their gradients and optimizer state take "
             f"{needed / 1e6:.0f} MB, besides activations, and the ranks have room for {has} MB; "
@@ -206,12 +207,13 @@ class LayerTimer:
         forward = sum(a for a, _ in times[large]) / sum(b for _, b in whole)
         facts = RankFacts(
             self._world.info.kind,
-            max(0.0, memory_limit(self._world) - used),
+            memory_limit(self._world),
             tuple(fixed),
             tuple(sample),
             forward,
             self._update_sec(optimizers),
-            float(start),
+            float(used),
+            float(used + start),
         )
         return facts, self._kept, self._outputs
 
@@ -374,7 +376,9 @@ def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
     """Return facts as if each rank took the same, in proportion to a layer's parameters."""
     seconds = tuple(1e-9 * (layer.weight_bytes + layer.output_bytes + 1) for layer in layers)
     fixed = tuple(_UNMEASURED_FIXED * each for each in seconds)
-    return RankFacts(facts.kind, facts.memory_bytes, fixed, seconds, start_bytes=facts.start_bytes)
+    return replace(
+        facts, fixed_sec=fixed, sample_sec=seconds, forward=1 / 3, update_sec_per_byte=0.0
+    )
 
 
 def _tuple(value: Any) -> Any:

@@ -1,0 +1,134 @@
+"""A pipeline's schedule and its plan: who computes what, when, and in which memory."""
+
+import itertools
+import random
+
+import pytest
+
+from kaitian_mpi.balance.pipeline import Action, Hop, Stage, most_kept, order, simulate, windows
+from kaitian_mpi.balance.pipeline_plan import (
+    Layer,
+    PipelineJob,
+    RankFacts,
+    fits,
+    plan_pipeline,
+    predict,
+)
+
+MB = 10**6
+
+
+def stages_of(*ranks_and_seconds):
+    """Return stages of one layer each, with ranks numbered through."""
+    numbers = itertools.count()
+    return [
+        Stage(place, place + 1, tuple(next(numbers) for _ in seconds), tuple(seconds))
+        for place, seconds in enumerate(ranks_and_seconds)
+    ]
+
+
+def job_of(ranks, layers=12, **options):
+    """Return a job of equal layers: 40 MB of weights and state, 10 ms a sample on a fast rank."""
+    made = tuple(
+        RankFacts(kind, memory * MB, (1e-4 * slow,) * layers, (1e-2 * slow,) * layers)
+        for kind, memory, slow in ranks
+    )
+    layer = Layer(10 * MB, 30 * MB, MB, MB / 10)
+    return PipelineJob((layer,) * layers, made, **{"global_batch": 64, **options})
+
+
+def test_a_rank_takes_one_forward_and_one_backward_in_turn():
+    text = ["F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "B3", "B4"]
+    expected = [Action(each[0] == "F", int(each[1])) for each in text]
+    assert [*order(range(5), 3)] == expected
+    assert most_kept(range(5), 3) == 3
+    # Of every other one, those within the window of all.
+    text = ["F0", "F2", "B0", "F4", "B2", "B4"]
+    assert [*order([0, 2, 4], 3)] == [Action(each[0] == "F", int(each[1])) for each in text]
+    assert [*order([], 3)] == []
+
+
+def test_windows_end_with_the_last_stage():
+    assert windows(stages_of([1], [1], [1]), 0) == [3, 2, 1]
+    assert windows(stages_of([1], [1, 1], [1]), 0) == [4, 3, 1]
+    assert windows(stages_of([1], [1], [1]), 1) == [5, 3, 1]
+
+
+def test_replicas_take_micro_batches_by_their_speed():
+    stage = Stage(0, 1, (4, 7), (1.0, 3.0))
+    assert sorted(stage.takers(8)) == [4] * 6 + [7] * 2
+    assert stage.takers(3) == stage.takers(8)[:3]
+
+
+@pytest.mark.parametrize("seconds", [[1.0], [1.0, 1.0], [3.0, 1.0, 2.0]])
+def test_without_transfers_a_step_takes_at_most_the_sum_and_the_longest_again(seconds):
+    stages, count = stages_of(*([each] for each in seconds)), 16
+    hops = [Hop(0.0, 0.0)] * (len(seconds) - 1)
+    found = simulate(stages, hops, count, 1)
+    assert count * max(seconds) <= found <= sum(seconds) + (count - 1) * max(seconds) + 1e-9
+
+
+def test_no_micro_batch_waits_forever():
+    dice = random.Random(1)
+    for _ in range(300):
+        shape = [
+            [dice.choice([1.0, 2.0, 5.0]) for _ in range(dice.randint(1, 4))]
+            for _ in range(dice.randint(1, 5))
+        ]
+        hops = [Hop(dice.random(), dice.random()) for _ in shape[1:]]
+        count, ahead = dice.randint(1, 30), dice.randint(0, 2)
+        simulate(stages_of(*shape), hops, count, ahead)  # asserts that all is done
+
+
+def test_more_micro_batches_ahead_hide_slow_links():
+    stages, hops = stages_of([1.0], [1.0]), [Hop(0.5, 0.2)]
+    assert simulate(stages, hops, 16, 1) < 0.8 * simulate(stages, hops, 16, 0)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [("gpu", 600, 1), ("mlu", 600, 3)],
+        [("gpu", 300, 1), ("mlu", 600, 1)],
+        [("gpu", 600, 1), ("mlu", 300, 2), ("npu", 300, 1)],
+    ],
+)
+def test_the_plan_is_the_best_of_all_splits(ranks):
+    job = job_of(ranks, layers=7, micro_batch=4)
+    best = float("inf")
+    for number in range(1, len(ranks) + 1):
+        for chosen in itertools.permutations(range(len(ranks)), number):
+            for ends in itertools.combinations(range(1, 7), number - 1):
+                pairs = zip(chosen, itertools.pairwise([0, *ends, 7]), strict=True)
+                stages = [Stage(*ends, (rank,), (1.0,)) for rank, ends in pairs]
+                plan = predict(job, stages, 4, 1)
+                best = min(best, plan.step_sec if fits(job, plan) else best)
+    plan = plan_pipeline(job)
+    assert fits(job, plan)
+    assert plan.step_sec <= best * 1.001
+    layers = [layer for stage in plan.stages for layer in range(stage.begin, stage.end)]
+    assert layers == list(range(7))
+
+
+def test_layers_go_where_there_is_memory_for_them():
+    plan = plan_pipeline(job_of([("gpu", 400, 1), ("mlu", 150, 1), ("mlu", 150, 1)]))
+    owned = {stage.ranks: stage.end - stage.begin for stage in plan.stages}
+    assert sum(owned.values()) == 12
+    assert owned[0,] >= 6
+    assert plan_pipeline(job_of([("gpu", 200, 1), ("mlu", 150, 1)])) is None
+
+
+def test_ranks_of_one_kind_are_replicas_of_a_stage():
+    ranks = [("gpu", 1000, 1)] * 4 + [("mlu", 1000, 3)] * 4
+    plan = plan_pipeline(job_of(ranks))
+    assert [(stage.end - stage.begin, len(stage.ranks)) for stage in plan.stages] in (
+        [(9, 4), (3, 4)],
+        [(3, 4), (9, 4)],
+    )
+
+
+def test_many_ranks_are_planned():
+    ranks = [("gpu", 1000, 1)] * 500 + [("mlu", 2000, 3)] * 500
+    plan = plan_pipeline(job_of(ranks, global_batch=10_000))
+    used = [rank for stage in plan.stages for rank in stage.ranks]
+    assert len(used) == len(set(used)) == 1000
