@@ -13,14 +13,14 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan, Stage, most_kept, simulate, windows
 
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192, 32768)  # of micro-batches
-_MOST_COUNT = 128  # in small jobs
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of micro-batches
 _BOUNDS = 10
 _ALIKE_MEMORY, _ALIKE_SPEED = 1.25, 1.5
 _ALL_ORDERS = 4  # groups
@@ -29,7 +29,8 @@ _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
 _LONG_SIMULATION = 20_000  # actions
 _AHEADS = (0, 1, 3)
-_MANY_RANKS = 256
+_MANY_RANKS = 64
+_BOUNDS_OF_MANY = 8
 _TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
 _BUCKET_BYTES = 16 << 20
 
@@ -67,6 +68,8 @@ class RankFacts:
     """That it uses besides parameters, state and activations."""
     start_bytes: float = 0.0
     """That it uses before the layers are divided."""
+    node: int = 0
+    """Its host. Those of different hosts send at once; those of one host take turns."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,30 @@ class PipelineJob:
         link = self.links.get((min(one, other), max(one, other)), Hop(0.0, 0.0))
         return Hop(link.latency_sec, size * link.busy_sec)
 
+    @cached_property
+    def _sums(self) -> list[tuple[list[float], list[float]]]:
+        """By rank, the seconds of all layers before each, for micro-batches and for samples."""
+        known: dict[tuple[Any, Any], tuple[list[float], list[float]]] = {}
+        for facts in self.ranks:
+            own = facts.fixed_sec, facts.sample_sec
+            if own not in known:
+                fixed, sample = (itertools.accumulate(each, initial=0.0) for each in own)
+                known[own] = [*fixed], [*sample]
+        return [known[facts.fixed_sec, facts.sample_sec] for facts in self.ranks]
+
     def seconds(self, rank: int, begin: int, end: int, samples: float) -> float:
         """Return a rank's seconds for a micro-batch through some layers."""
-        facts = self.ranks[rank]
-        return sum(facts.fixed_sec[begin:end]) + samples * sum(facts.sample_sec[begin:end])
+        fixed, sample = self._sums[rank]
+        return fixed[end] - fixed[begin] + samples * (sample[end] - sample[begin])
+
+    def links_of(self, stage: Stage) -> int:
+        """Return how many links a stage has to others."""
+        return len({self.ranks[rank].node for rank in stage.ranks})
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there are so many ranks that fewer plans have to do."""
+        return len(self.ranks) > _MANY_RANKS
 
 
 def predict(
@@ -104,9 +127,10 @@ def predict(
         for s in stages
     )
     kinds = [job.ranks[stage.ranks[0]].kind for stage in timed]
+    links = [min(map(job.links_of, pair)) for pair in itertools.pairwise(timed)]
     hops = [
-        job.hop(*pair, samples * job.layers[stage.end - 1].output_bytes)
-        for stage, pair in zip(timed, itertools.pairwise(kinds), strict=False)
+        job.hop(*pair, samples * job.layers[stage.end - 1].output_bytes / number)
+        for stage, pair, number in zip(timed, itertools.pairwise(kinds), links, strict=False)
     ]
     if 2 * count * len(timed) <= _LONG_SIMULATION:
         forward = sum(job.ranks[s.ranks[0]].forward for s in timed) / len(timed)
@@ -120,22 +144,20 @@ def predict(
 
 def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
     """Return the plan with the shortest step of those that fit; None if none does."""
-    most = max(_MOST_COUNT, 4 * len(job.ranks))
-    sizes = {math.ceil(job.global_batch / count) for count in _COUNTS if count <= most}
-    if job.micro_batch:
-        sizes = {job.micro_batch}
+    groups = _groups(job)
     found: dict[tuple[tuple[Stage, ...], int], float] = {}
-    for size in sizes:
-        if size < min(job.min_batch, job.global_batch):
-            continue
+    for size in _sizes(job):
         count = math.ceil(job.global_batch / size)
-        for order in _orders(_groups(job)):
-            for stages in _splits(job, order, count):
-                found.setdefault((stages, size), predict_in_short(job, stages, count))
+        for order in _orders(groups):
+            for stages, seconds in _splits(job, order, count):
+                found.setdefault((stages, size), seconds)
     best: Any = None
-    for stages, size in sorted(found, key=lambda each: found[each])[:_SIMULATED]:
+    for stages, size in sorted(found, key=lambda each: found[each]):
         best = _better(job, [stages], size, best)
-    is_better = best is not None and len(job.ranks) <= _MANY_RANKS
+        found[stages, size] = math.inf
+        if best is not None and sum(map(math.isinf, found.values())) >= _SIMULATED:
+            break
+    is_better = best is not None and not job.is_large
     while is_better:  # the formula knows neither the order nor the times of messages
         before = best
         best = _better(job, _neighbors(best.stages), best.micro_batch, best)
@@ -143,12 +165,22 @@ def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
     return best
 
 
+def _sizes(job: PipelineJob) -> list[int]:
+    """Return the sizes of micro-batches to try."""
+    if job.micro_batch:
+        return [job.micro_batch]
+    ranks = len(job.ranks)
+    counts = [ranks // 4, ranks, 4 * ranks] if job.is_large else _COUNTS
+    sizes = {math.ceil(job.global_batch / count) for count in counts}
+    return sorted(size for size in sizes if size >= min(job.min_batch, job.global_batch))
+
+
 def _better(
     job: PipelineJob, splits: Iterable[Sequence[Stage]], size: int, best: PipelinePlan | None
 ) -> PipelinePlan | None:
     """Return the best plan of some splits, or the one that is best so far."""
     for stages in splits:
-        for ahead in _AHEADS:
+        for ahead in _AHEADS[:1] if job.is_large else _AHEADS:
             plan = predict(job, stages, size, ahead)
             if fits(job, plan) and (best is None or plan.step_sec < best.step_sec):
                 best = plan
@@ -168,21 +200,6 @@ def fits(job: PipelineJob, plan: PipelinePlan) -> bool:
     """Return whether each rank has the memory."""
     pairs = zip(job.ranks, plan.bytes_by_rank, strict=True)
     return all(size <= facts.memory_bytes for facts, size in pairs)
-
-
-def predict_in_short(job: PipelineJob, stages: Sequence[Stage], count: int) -> float:
-    """Return about the seconds of a step, by the formula."""
-    samples, total, longest = job.global_batch / count, 0.0, 0.0
-    for stage in stages:
-        own = [job.seconds(rank, stage.begin, stage.end, samples) for rank in stage.ranks]
-        total += len(own) / sum(1 / each for each in own)
-        longest = max(longest, 1 / sum(1 / each for each in own))
-    for one, other in itertools.pairwise(stages):
-        kinds = job.ranks[one.ranks[0]].kind, job.ranks[other.ranks[0]].kind
-        hop = job.hop(*kinds, samples * job.layers[one.end - 1].output_bytes)
-        total += 2 * sum(hop)
-        longest = max(longest, hop.busy_sec)
-    return total + (count - 1) * longest
 
 
 def _in_short(stages: Sequence[Stage], hops: Sequence[Hop], count: int) -> float:
@@ -212,18 +229,14 @@ def _memory(
         size += _BUCKET_BYTES * (len(stage.ranks) > 1)
         kept = samples * sum(layer.kept_bytes for layer in layers)
         ends = job.layers[max(0, stage.begin - 1)].output_bytes + layers[-1].output_bytes
+        share = math.ceil(min(count, window) / len(stage.ranks))
         taken: dict[int, list[int]] = {}
-        for number, taker in enumerate(stage.takers(count)[: 4 * window]):
+        for number, taker in enumerate(() if job.is_large else stage.takers(count)[: 4 * window]):
             taken.setdefault(taker, []).append(number)
         for rank in stage.ranks:
-            few = taken.get(rank, [])
-            whole = (
-                job.ranks[rank].base_bytes
-                + size
-                + most_kept(few, window) * kept
-                + _TRANSIT * samples * ends
-            )
-            by_rank[rank] = max(by_rank[rank], int(whole))
+            most = share if job.is_large else most_kept(taken.get(rank, []), window)
+            whole = size + most * kept + _TRANSIT * samples * ends
+            by_rank[rank] = max(by_rank[rank], int(job.ranks[rank].base_bytes + whole))
     return tuple(by_rank)
 
 
@@ -251,7 +264,7 @@ def _groups(job: PipelineJob) -> list[list[int]]:
 
 
 def _orders(groups: list[list[int]]) -> Iterator[Sequence[list[int]]]:
-    if len(groups) <= _ALL_ORDERS:
+    if len(groups) <= _ALL_ORDERS and sum(map(len, groups)) <= _MANY_RANKS:
         yield from itertools.permutations(groups)
     else:
         yield groups
@@ -260,22 +273,21 @@ def _orders(groups: list[list[int]]) -> Iterator[Sequence[list[int]]]:
 
 def _splits(
     job: PipelineJob, order: Sequence[list[int]], count: int
-) -> Iterator[tuple[Stage, ...]]:
-    """Yield splits of the layers over the groups, each the best for some longest stage."""
-    program = _Program(job, order, count)
-    stages = program.solve(math.inf)
-    if stages is None:
-        return
-    yield stages
-    high, low = program.longest(stages), program.least
-    for step in range(1, _BOUNDS):
-        bound = high * (low / high) ** (step / (_BOUNDS - 1)) if low > 0 else 0.0
-        found = program.solve(bound * (1 + 1e-9))
-        if found is None:
+) -> Iterator[tuple[tuple[Stage, ...], float]]:
+    """Yield splits of the layers over the groups, each the best for some longest stage.
+
+    With about the seconds of a step, by the formula.
+    """
+    program, bounds = _Program(job, order, count), _BOUNDS_OF_MANY if job.is_large else _BOUNDS
+    first = found = program.solve(math.inf)
+    for step in range(1, bounds + 1):
+        if first is None or found is None:
             return
-        if found != stages:
-            stages = found
-            yield stages
+        stages, total, longest = found
+        yield stages, total + (count - 1) * longest
+        high, low = first[2], program.least
+        bound = high * (low / high) ** (step / (bounds - 1)) if low > 0 else 0.0
+        found = program.solve(min(bound * (1 + 1e-9), longest * (1 - 1e-9)))
 
 
 class _Program:
@@ -287,6 +299,7 @@ class _Program:
         layers = job.layers
         self._size = len(layers)
         self._weights = _between([one.weight_bytes + one.state_bytes for one in layers])
+        self._bytes = _between([one.weight_bytes for one in layers])
         self._kept = _between([one.kept_bytes * self._samples for one in layers])
         self._outputs = np.array([0.0, *(one.output_bytes for one in layers)]) * self._samples
         ends = self._outputs[:-1, None] + self._outputs[None, :]
@@ -303,15 +316,11 @@ class _Program:
         self.least = 1 / sum(rates)
         """A bound that no split can fall below."""
 
-    def longest(self, stages: Sequence[Stage]) -> float:
-        rates = [
-            sum(1 / self._job.seconds(r, s.begin, s.end, self._samples) for r in s.ranks)
-            for s in stages
-        ]
-        return max(1 / rate for rate in rates)
+    def solve(self, bound: float) -> tuple[tuple[Stage, ...], float, float] | None:
+        """Return the stages with the least sum, of those within the bound; None if none fit.
 
-    def solve(self, bound: float) -> tuple[Stage, ...] | None:
-        """Return the stages with the least sum, of those within the bound; None if none fit."""
+        With the sum, and the longest of their times.
+        """
         best = np.full(self._size + 1, np.inf)
         best[-1] = 0.0
         after = np.zeros(self._size + 1)  # ranks that come after a layer
@@ -329,7 +338,10 @@ class _Program:
                 )
             best, after = merged, follows
             choices.append((chosen, ways))
-        return self._trace(choices[::-1]) if np.isfinite(best[0]) else None
+        if not np.isfinite(best[0]):
+            return None
+        stages, longest = self._trace(choices[::-1])
+        return stages, float(best[0]), longest
 
     def _group(
         self, place: int, number: int, best: np.ndarray, after: np.ndarray, bound: float
@@ -337,14 +349,10 @@ class _Program:
         """Return the least sums with a group in so many stages, before what is best after it."""
         group, ways = self._order[place], []
         job, kind = self._job, self._job.ranks[self._order[place][0]].kind
-        others = {job.ranks[g[0]].kind for g in self._order[place + 1 :]} or {kind}
         chunks = _chunks(len(group), number)
         for chunk, (begin, end) in reversed([*enumerate(chunks)]):
             speed, ranks = sum(self._speeds[place][begin:end]), end - begin
-            kinds = others if chunk == number - 1 else {kind}
-            latency = max(job.hop(kind, other, 0).latency_sec for other in kinds)
-            busy = self._outputs * max(job.hop(kind, other, 1).busy_sec for other in kinds)
-            busy[-1] = 0.0
+            busy, latency = self._hops(place, (begin, end), is_last=chunk == number - 1)
             hop = 2 * (busy + latency * (busy > 0))
             times = self._times[place]
             kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
@@ -353,6 +361,8 @@ class _Program:
             facts = [job.ranks[rank] for rank in group[begin:end]]
             room = min(each.memory_bytes - each.base_bytes for each in facts)
             cost = times * (ranks / speed) + hop + best
+            if ranks > 1:  # the sum of the replicas' gradients
+                cost = cost + self._bytes * job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec
             cost[(memory > room) | (times / speed > bound) | (times <= 0)] = np.inf
             cost[:, busy > bound] = np.inf
             way = cost.argmin(axis=1)
@@ -361,19 +371,37 @@ class _Program:
             after = after[way] + ranks
         return best, after, ways[::-1]
 
+    def _hops(self, place: int, chunk: tuple[int, int], is_last: bool) -> tuple[np.ndarray, float]:
+        """Return how long links are busy, and their latency, after a stage of a group.
+
+        The last of the group has the next group's after it, of whichever kind that is.
+        """
+        job, ranks = self._job, self._order[place][slice(*chunk)]
+        kind = job.ranks[ranks[0]].kind
+        others = {job.ranks[group[0]].kind for group in self._order[place + 1 :]}
+        found = [job.hop(kind, other, 1) for other in (others if is_last else ()) or {kind}]
+        links = len({job.ranks[rank].node for rank in ranks})
+        busy = self._outputs * max(each.busy_sec for each in found) / links
+        busy[-1] = 0.0
+        return busy, max(each.latency_sec for each in found)
+
     def _trace(
         self, choices: Sequence[tuple[np.ndarray, dict[int, list[np.ndarray]]]]
-    ) -> tuple[Stage, ...]:
-        layer, stages = 0, list[Stage]()
-        for group, (chosen, ways) in zip(self._order, choices, strict=True):
-            number = int(chosen[layer])
+    ) -> tuple[tuple[Stage, ...], float]:
+        """Return the stages that were chosen, and the longest of their times."""
+        layer, stages, longest = 0, list[Stage](), 0.0
+        for place, (chosen, ways) in enumerate(choices):
+            number, group = int(chosen[layer]), self._order[place]
             if not number:
                 continue
-            for way, (begin, end) in zip(ways[number], _chunks(len(group), number), strict=True):
+            chunks = _chunks(len(group), number)
+            for way, (begin, end) in zip(ways[number], chunks, strict=True):
                 target, ranks = int(way[layer]), tuple(group[begin:end])
                 stages.append(Stage(layer, target, ranks, (1.0,) * len(ranks)))
-                layer = target
-        return tuple(stages)
+                time = self._times[place][layer, target] / sum(self._speeds[place][begin:end])
+                busy, _ = self._hops(place, (begin, end), is_last=end == len(group))
+                longest, layer = max(longest, float(time), float(busy[target])), target
+        return tuple(stages), longest
 
 
 def _between(values: Sequence[float] | np.ndarray) -> np.ndarray:

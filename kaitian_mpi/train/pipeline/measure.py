@@ -214,6 +214,7 @@ class LayerTimer:
             self._update_sec(optimizers),
             float(used),
             float(used + start),
+            self._world.info.node,
         )
         return facts, self._kept, self._outputs
 
