@@ -55,8 +55,7 @@ def main() -> None:
         from kaitian_mpi.train.training import Training
 
         with Training(task_maker(config, parsed.by_set), config) as training:
-            for _ in training:
-                pass
+            training.run()
         if dist.is_initialized():  # a standby rank has no group
             dist.destroy_process_group()
         stop_watchdog()

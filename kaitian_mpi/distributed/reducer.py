@@ -208,9 +208,9 @@ class GradientReducer:
         return all(bool(bucket.gradients.isfinite().all()) for bucket in self._buckets)
 
     def check_values(self) -> None:
-        """Raise a `CollectiveError` if the parameters lack what other ranks give. Not collective.
+        """Wait for what other ranks give to the parameters: here, nothing. Not collective.
 
-        Here they do not.
+        Raises an error if it will not arrive, as a rank is lost.
         """
 
     def describe(self) -> str:

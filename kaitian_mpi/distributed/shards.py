@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from torch import nn
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gradients import partition, sum_on_host
+from kaitian_mpi.distributed.late_values import Late, is_compiling
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError
 
@@ -35,28 +37,31 @@ Targets = Mapping[Part, nn.Parameter]
 class Spares:
     """Memory for buckets that are under way, used again and again: so it is not fragmented."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """Keep at most so many buffers of each dtype and device."""
+        self._most = most
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def prepare(self, buckets: Sequence[ShardBucket]) -> None:
-        """Allocate as many buffers as are used at once, for the largest bucket that needs one."""
+        """Allocate as many buffers as are used at once, for the largest buckets that need one."""
         for bucket in sorted(buckets, key=lambda bucket: bucket.length, reverse=True):
-            if not bucket.is_whole and (bucket.own.dtype, bucket.own.device) not in self._free:
-                for _ in range(_IN_FLIGHT):
-                    self.give(bucket.own.new_empty(bucket.length))
+            free = self._free.get((bucket.own.dtype, bucket.own.device), [])
+            if not bucket.is_whole and len(free) < self._most:
+                self.give(bucket.own.new_empty(bucket.length))
 
     def take(self, like: torch.Tensor, length: int) -> torch.Tensor:
         """Return a flat buffer of this length."""
         free = self._free.get((like.dtype, like.device), [])
-        if free and length <= free[-1].numel():
-            return free.pop()[:length]
-        return like.new_empty(length)
+        fits = [place for place, buffer in enumerate(free) if length <= buffer.numel()]
+        if not fits:
+            return like.new_empty(length)
+        return free.pop(min(fits, key=lambda place: free[place].numel()))[:length]
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take back what is no longer used."""
         whole = buffer if buffer._base is None else buffer._base
         free = self._free.setdefault((buffer.dtype, buffer.device), [])
-        if len(free) < _IN_FLIGHT:
+        if len(free) < self._most:
             free.append(whole)
 
 
@@ -68,6 +73,7 @@ class ShardBucket:
     ) -> None:
         """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part."""
         self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
+        self.parameters = [*parameters.values()]
         self._parameters = [parameters[part.parameter] for part in self.parts]
         self._like = next(iter(parameters.values())).detach()
         sizes = [
@@ -153,6 +159,12 @@ class ShardBucket:
             if part.owner != self.rank:
                 _rows(parameter, part).copy_(self._view(buffer, start, parameter, part))
 
+    def settle(self) -> None:
+        """Make late parameters plain ones again."""
+        for parameter in self.parameters:
+            if isinstance(parameter, Late):
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the owners' parts of a buffer, by rank."""
         return list(buffer.split(self.counts))
@@ -169,6 +181,9 @@ class ShardReducer(GradientReducer):
     Only an owner has the sum after `finish`. Several micro-batches are each armed, and add up at
     the owners: so no rank ever has more than its parts and two buckets. A parameter's gradient is
     freed as soon as it is in its bucket.
+
+    The owners' values come back while the next forward computes, if there is memory for that. A
+    parameter that is used too early waits for its values, whoever uses it.
 
     Attributes:
         rounds: how often the rank with the most micro-batches arms the reducer in this step; the
@@ -191,6 +206,7 @@ class ShardReducer(GradientReducer):
         waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
         bucket_caps: tuple[int, int] = BUCKET_CAPS,
         residuals: Any = None,
+        overlaps: bool = True,
     ) -> None:
         """Watch a model's parameters. Not collective.
 
@@ -203,6 +219,8 @@ class ShardReducer(GradientReducer):
             waits: the context in which backward waits for earlier buckets.
             bucket_caps: bytes at which a bucket is full: the first one, and the others.
             residuals: for the signature of `GradientReducer`; all is exact here.
+            overlaps: whether values may arrive after `share_values`, which takes buffers for all
+                buckets; else it waits for them, and takes two.
         """
         self._numbers = {p: number for number, p in enumerate(model.parameters())}
         self._of: dict[int, list[Part]] = {}
@@ -216,6 +234,11 @@ class ShardReducer(GradientReducer):
         self._own_number, self._sum = 0.0, torch.zeros(())
         self._is_finite = True
         self._failure: Exception | None = None
+        # A parameter of another class keeps it.
+        self._overlaps = overlaps and all(type(p) is nn.Parameter for p in self._numbers)
+        self._sharing: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
+        self._arriving = threading.RLock()
+        self._late: type[nn.Parameter] = type("Late", (Late,), {"arrive": self.arrive})
         super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
 
     @property
@@ -237,6 +260,7 @@ class ShardReducer(GradientReducer):
         if not self._is_armed:
             raise RuntimeError("finish() without arm()")
         try:
+            self._arrive(0)  # what no rank has used
             self._end_round()
             while self._round < self.rounds:
                 self._filled, self._weight = 0, None
@@ -259,37 +283,65 @@ class ShardReducer(GradientReducer):
         return self._is_finite
 
     def check_values(self) -> None:
+        self._arrive(0)
         if self._failure is not None:
             raise self._failure
 
     def share_values(self) -> None:
         """Give every rank the owners' values of the parameters. Collective.
 
-        An error, such as the loss of a rank, is raised by `check_values`: the step is done.
+        They arrive in the order in which a forward uses them. An error, such as the loss of a rank,
+        is raised by `check_values`: the step is done.
         """
-        flights: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
-        for bucket in self._buckets:
+        is_late = self._overlaps and not is_compiling()
+        most = len(self._buckets) if is_late else _IN_FLIGHT - 1
+        for bucket in reversed(self._buckets):
             buffer = bucket.values(self._spares)
             pieces = bucket.split(buffer)
             own = pieces[bucket.rank]
             work = dist.all_gather(pieces, own, group=self._group, async_op=True)
-            flights.append((bucket, work, buffer))
-            self._arrive(flights, _IN_FLIGHT - 1)
-        self._arrive(flights, 0)
+            if is_late:
+                for parameter in bucket.parameters:
+                    parameter.__class__ = self._late
+            self._sharing.append((bucket, work, buffer))
+            self._arrive(most)
+        if not is_late:
+            self._arrive(0)
 
-    def _arrive(self, flights: deque[tuple[ShardBucket, Any, torch.Tensor]], most: int) -> None:
-        while len(flights) > most:
-            bucket, work, buffer = flights.popleft()
-            try:
-                work.wait()
-                if getattr(self._group or dist.group.WORLD, "is_broken", False):
-                    raise CollectiveError("the owners' values have not arrived")
-            except Exception as error:
-                self._failure = self._failure or error
-                continue
-            bucket.take(buffer)
-            if not bucket.is_whole:
-                self._spares.give(buffer)
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """Wait for the values of a parameter, in a step or between two. Not collective."""
+        with self._arriving, torch._C.DisableTorchFunctionSubclass():
+            with self.waits("the owners' values"):
+                while type(parameter) is self._late and self._sharing:
+                    self._arrive(len(self._sharing) - 1)
+            parameter.__class__ = nn.Parameter
+
+    def close(self) -> None:
+        for bucket, *_ in self._sharing:
+            bucket.settle()
+        self._sharing.clear()  # what is under way keeps its buffers
+        self._late = nn.Parameter  # else it would refer to this
+        super().close()
+
+    def _arrive(self, most: int) -> None:
+        """Wait until at most so many buckets are on their way."""
+        with self._arriving, torch._C.DisableTorchFunctionSubclass():
+            while len(self._sharing) > most:
+                bucket, work, buffer = self._sharing[0]
+                try:
+                    work.wait()
+                    if getattr(self._group or dist.group.WORLD, "is_broken", False):
+                        raise CollectiveError("the owners' values have not arrived")
+                    bucket.take(buffer)
+                except Exception as error:
+                    self._failure = self._failure or error
+                self._release(bucket, buffer)
+                bucket.settle()
+                self._sharing.popleft()
+
+    def _release(self, bucket: ShardBucket, buffer: torch.Tensor) -> None:
+        if not bucket.is_whole:
+            self._spares.give(buffer)
 
     def _partition(self, caps: tuple[int, int]) -> list[list[int]]:
         """Give each parameter that fills a bucket one of its own, which then needs no copy."""
@@ -304,7 +356,7 @@ class ShardReducer(GradientReducer):
     def _build(self) -> None:
         group: Any = self._group or dist.group.WORLD
         self._buckets: list[Any] = []
-        self._spares = Spares()
+        self._spares = Spares(len(self._parts) if self._overlaps else _IN_FLIGHT)
         for indices in self._parts:
             numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
             parts = [part for number in numbers for part in self._of[number]]
@@ -349,8 +401,7 @@ class ShardReducer(GradientReducer):
                     bucket.own.add_(arriving)
                 if is_last and bucket.has_mirrors:
                     self._mirror(bucket)
-                if not bucket.is_whole:
-                    self._spares.give(buffer)
+                self._release(bucket, buffer)
 
     def _mirror(self, bucket: ShardBucket) -> None:
         """Start to send the sums of this rank's parts to their mirrors."""

@@ -177,6 +177,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         else:
             assert run.room is not None
             pairs, why = run.room.owners(run.config, world)
+            state.shards.overlaps = run.room.can_overlap(pairs, world)
             state.shards.assign(world, pairs)
             print_rank_0(world, run.room.describe(*state.shards.held(world.size), why))
     if has_lost:

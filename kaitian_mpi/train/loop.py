@@ -92,6 +92,8 @@ class Loop:
         participate(state.model, self._step)
         self.observers: list[StepObserver] = []
         self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
+        self.is_unattended = False
+        """Whether no script runs between two steps."""
         self._is_in_epoch = False
         self._evaluated: dict[str, float] | None = None  # by the script, at the end of this epoch
 
@@ -135,6 +137,8 @@ class Loop:
     def close(self, together: bool = True) -> None:
         """Stop training on these ranks; if not `together`, wait for none: one may be lost."""
         self._loading = None
+        if together:
+            self._gradients.check_values()
         self._gradients.close()
         participate(self.state.model, None)
         for observer in self.observers:
@@ -179,8 +183,9 @@ class Loop:
         return min(steps, progress.total_steps - progress.step)
 
     def step_done(self, step: Step) -> None:
-        """Let the observers follow a step."""
-        self._gradients.check_values()
+        """Let the observers follow a step, after which the script may use the weights."""
+        if self._commit is not None and not self.is_unattended:
+            self._gradients.check_values()  # else they would be wrong if a rank is lost
         reports = self._exchange.swap(step.report(self.wants_checkpoint()))
         for observer in self.observers:
             observer.step_done(step, reports)
@@ -324,6 +329,7 @@ class Loop:
         loss = step.weigh(loss, index)
         if is_last or self._micro_batches is not None:
             if self._gradients.is_outdated:  # the script has unfrozen parameters, on every rank
+                self._gradients.check_values()
                 self._gradients.close()
                 self._gradients = self._make_reducer()
             loss_of_share = step.own_loss() if is_last and self._loss_travels else None

@@ -101,6 +101,9 @@ class Shards:
         """What this rank's optimizers step, by part."""
         self._loose: dict[Key, dict[str, Any]] = {}
         """States that this rank has read, or was given, and that have no owner yet."""
+        self.overlaps = True
+        """Whether values may come back while the next forward computes."""
+        self._reducer: ShardReducer | None = None
         self._collected: list[dict[str, Any]] | None = None
         self._collected_values: dict[int, torch.Tensor] = {}
         self.load([each.state_dict() for each in optimizers])
@@ -231,17 +234,16 @@ class Shards:
         values = self._move_values(world.comm, wanted)
         settings = self.settings()
         held.clear()
-        self.parts, self.targets = list(parts), {}
+        self.parts = list(parts)
         self._loose, self._values, self._loaded = {}, values, {}
         self.targets = {
             part: self._target(part, world.rank)
             for part in parts
             if world.rank in (part.owner, part.mirror)
         }
-        own = {_key(part): part for part in self.targets}
-        by_number: dict[int, list[Key]] = {}
-        for key in own:
-            by_number.setdefault(key[0], []).append(key)
+        by_number: dict[int, list[Part]] = {}
+        for part in self.targets:
+            by_number.setdefault(part.parameter, []).append(part)
         for optimizer, groups, setting in zip(
             self._optimizers, self._groups, settings, strict=True
         ):
@@ -251,12 +253,12 @@ class Shards:
             for group, numbers, saved in zip(
                 optimizer.param_groups, groups, setting["param_groups"], strict=True
             ):
-                keys = [key for number in numbers for key in by_number.get(number, ())]
-                group["params"] = [self.targets[own[key]] for key in keys]
-                saved["params"] = [*range(place, place + len(keys))]
-                content |= {place + i: states[key] for i, key in enumerate(keys) if states[key]}
-                place += len(keys)
-            setting["state"] = content
+                own = [part for number in numbers for part in by_number.get(number, ())]
+                group["params"] = [self.targets[part] for part in own]
+                saved["params"] = [*range(place, place + len(own))]
+                content |= {place + i: states[_key(part)] for i, part in enumerate(own)}
+                place += len(own)
+            setting["state"] = {place: state for place, state in content.items() if state}
             optimizer.load_state_dict(setting)
 
     def assign_stages(self, world: World, stages: Sequence[Stage]) -> None:
@@ -297,7 +299,9 @@ class Shards:
 
     def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
         """Return what sums the gradients to their owners."""
-        return ShardReducer(model, parts=self.parts, targets=self.targets, **options)
+        options = {"overlaps": self.overlaps, **options}
+        self._reducer = ShardReducer(model, parts=self.parts, targets=self.targets, **options)
+        return self._reducer
 
     def zero_gradients(self) -> None:
         """Free the gradients of the parts."""
@@ -311,14 +315,13 @@ class Shards:
         Its tensors are in files without a name in `folder`, so that they take no memory.
         """
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
+        if self._reducer is not None:
+            self._reducer.check_values()
         keep = partial(mapped, folder=folder)
-        states = _move(world.comm, self._held(), [(key, 0) for key in whole], keep)
-        self._collected_values = {
-            key[0]: value
-            for key, value in self._move_values(
-                world.comm, [(key, 0) for key in whole], keep
-            ).items()
-        }
+        wanted = [(key, 0) for key in whole]
+        states = _move(world.comm, self._held(), wanted, keep)
+        moved = self._move_values(world.comm, wanted, keep)
+        self._collected_values = {key[0]: value for key, value in moved.items()}
         if world.rank == 0:
             collected = self.settings()
             for content, groups in zip(collected, self._groups, strict=True):

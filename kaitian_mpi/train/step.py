@@ -275,6 +275,9 @@ class StepInProgress(Participation):
         """Return the context of a sum within a step, which may wait for other ranks."""
         self._pace.catch_up()
         before = self.clock.enter(what)
+        if not before:  # between two steps
+            yield
+            return
         enter_phase(what, step=self.number, waits=True)
         yield
         enter_phase("forward or backward", step=self.number)

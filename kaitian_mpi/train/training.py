@@ -126,7 +126,7 @@ class Training:
         self._epoch: Epoch | None = None
         self._logged: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
-        self._is_done = self._is_closed = self._is_split = False
+        self._is_done = self._is_closed = self._is_split = self._is_unattended = False
         self._meets = self._script_has_run = False  # since the loop began, or its ranks have met
         self._at_end = ExitStack()
         _open.append(self)
@@ -163,6 +163,19 @@ class Training:
                 "training.batches()"
             )
         yield from self._steps()
+
+    def run(self) -> None:
+        """Train to the end, with nothing of the script's between two steps.
+
+        In layout shard the new values of parameters then come back while the next step computes,
+        also in a job that survives lost ranks. Otherwise it is as a loop with an empty body.
+
+        Raises:
+            UserError: as iterating does.
+        """
+        self._is_unattended = True
+        for _ in self:
+            pass
 
     def _steps(self, epoch: Epoch | None = None) -> Iterator[Step]:
         while (share := self._next_share(epoch)) is not None:
@@ -484,6 +497,7 @@ class Training:
                 self._end_standby(is_active=False)
             else:
                 self._loop, self._saving = begin_loop(self._prepared, world, self._logged)
+                self._loop.is_unattended = self._is_unattended
                 self._meets, self._script_has_run = bool(self._membership.losses), False
                 if self._is_split:
                     self._loop.split_shares(True)

@@ -1,6 +1,6 @@
 """A script whose ranks are killed at chosen places; each surviving rank writes what it has seen.
 
-    python planted_survivor.py closed|open|epochs|several FOLDER [SETTING=VALUE ...]
+    python planted_survivor.py closed|open|epochs|run|several FOLDER [SETTING=VALUE ...]
 
 KILLS names the places, such as `forward:3:1 ended:21:0`: in the forward of step 3 on rank 1, and
 after the loop on rank 0. Every second step is followed by an evaluation; or each epoch, by that of
@@ -76,7 +76,8 @@ def open_training(form="closed", poison=math.inf, **settings):
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     task = kaitian_mpi.Task(
         model=model, optimizer=optimizer, data=data[:56],
-        loss=compute_loss if form == "closed" else None, clip_norm=1.0, validation=data[56:],
+        loss=compute_loss if form in ("closed", "run") else None, clip_norm=1.0,
+        validation=data[56:],
         metrics=measure, extra_state={"scheduler": scheduler, "average": average},
     )  # fmt: skip
     return kaitian_mpi.Training(task, **{"global_batch_size": 8, "balance": "off", **settings})
@@ -152,7 +153,8 @@ def run_to_the_end(form, **settings):
     seen = {"steps": [], "refused": 0, "evaluations": []}
     training = open_training(form, **{"max_steps": STEPS, **settings})
     with training:
-        {"open": train_open, "closed": train_closed, "epochs": train_epochs}[form](seen)
+        trains = {"open": train_open, "closed": train_closed, "epochs": train_epochs}
+        trains[form](seen) if form in trains else training.run()
         maybe_die("ended", STEPS)
         seen["end"] = training.evaluate()["loss"] if training.summary.finished else 0.0
     summary = training.summary

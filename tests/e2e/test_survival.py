@@ -77,12 +77,13 @@ def test_a_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed, form, kills
         (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
         (5, "open", "loss:3:4 optimizer:6:0 gradient:9:3 ended:14:1", []),
         (5, "epochs", "forward:8:3 evaluate:8:0 after:15:2", ["spares=1"]),
+        (4, "run", "optimizer:4:2 forward:9:0", []),
     ],
 )
 def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings):
     """A rank dies before, amid and after what others give it and it gives them."""
     for result in survivors(ranks, form, kills, "layout=shard", *settings).values():
-        assert result["steps"] in (EVERY, EVERY[7:])
+        assert result["steps"] in ([] if form == "run" else EVERY, EVERY[7:])
 
 
 def test_an_owner_and_its_mirror_that_are_lost_at_once_end_the_job(tmp_path):

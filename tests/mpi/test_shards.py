@@ -78,13 +78,17 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def make_task(optimizer, clip_norm=None):
+def compute_loss(model, batch):
+    return LOSS(model(batch[0]), batch[1])
+
+
+def make_task(optimizer, clip_norm=None, loss=compute_loss):
     data = Points()
     return Task(
         model=Net(),
         optimizer=OPTIMIZERS[optimizer],
         data=data,
-        loss=lambda m, batch: LOSS(m(batch[0]), batch[1]),
+        loss=loss,
         clip_norm=clip_norm,
         scheduler=lambda o: [
             torch.optim.lr_scheduler.ExponentialLR(each, 0.98)
@@ -111,8 +115,8 @@ def alone(task, batches):
 
 @pytest.fixture
 def make_run(world, monkeypatch):
-    def make(optimizer="adamw", clip_norm=None, **options):
-        task = make_task(optimizer, clip_norm)
+    def make(optimizer="adamw", clip_norm=None, loss=compute_loss, **options):
+        task = make_task(optimizer, clip_norm, loss)
         monkeypatch.setattr(loops, "make_task", lambda *_: task)
         return task, loops.Run(world, loops.uneven(world), **options)
 
@@ -174,6 +178,43 @@ def compare(own, other):
             compare(*pair)
     else:
         assert own == pytest.approx(other)
+
+
+class LateWork:
+    """Does nothing before it is waited for."""
+
+    def __init__(self, call):
+        self.wait = call
+
+
+def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
+    """Whether in the model, outside of it, or between two steps."""
+    gather, known = torch.distributed.all_gather, {}
+
+    def late_gather(pieces, own, group, async_op):
+        return LateWork(lambda: gather(pieces, own, group))
+
+    def loss(model, batch):
+        own = known.setdefault(model, [p for p in model.parameters() if p.requires_grad])
+        return sum(p.square().sum() for p in own) / 99 + LOSS(model(batch[0]), batch[1])
+
+    task, run = make_run("adamw", memory=[3, 1, 2][: world.size], loss=loss)
+    initial, taken = copy.deepcopy(task.model), []
+    monkeypatch.setattr(torch.distributed, "all_gather", late_gather)
+    for step in run.epoch():
+        taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
+        assert all(type(p) is not nn.Parameter and p.is_contiguous() for p in known[task.model])
+        if step.number == 3:
+            copied = list(copy.deepcopy(task.model).parameters())
+            assert {type(p) for p in copied} == {nn.Parameter}
+            sums = [p.sum().item() for p in copied]
+            assert gather_values(world.comm, sums) == [sums] * world.size
+    run.close()
+    data = run.setup.train
+    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        assert type(own) is nn.Parameter
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
 def owned_bytes(run):

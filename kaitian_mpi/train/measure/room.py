@@ -32,6 +32,8 @@ class Room(NamedTuple):
     """What all of it takes, once."""
     buffers: int
     """What a rank needs besides."""
+    small: int = 0
+    """What all parameters take that share a bucket with others."""
 
     def owners(self, config: TrainingConfig, world: World) -> tuple[list[Pair], str]:
         """Return who owns what, and its mirrors; or else why there are none. Not collective.
@@ -60,6 +62,12 @@ class Room(NamedTuple):
         if any(own > part * room for own, part, room in zip(taken, most, rooms, strict=True)):
             return alone, f"as there is no room for another {self.needed / 1e6:.0f} MB"
         return pairs, ""
+
+    def can_overlap(self, pairs: list[Pair], world: World) -> bool:
+        """Return whether there is memory to receive all values at once. Not collective."""
+        rooms = [self.by_place[info.place] for info in world.infos]
+        taken = self.taken(pairs, world.size)
+        return all(own + self.small <= _MOST * room for own, room in zip(taken, rooms, strict=True))
 
     def taken(self, pairs: list[Pair], size: int) -> list[float]:
         """Return the bytes of gradients and optimizer state that each of `size` ranks will have."""
@@ -104,6 +112,8 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     own = max(0.0, memory_limit(world) - used - _BUFFERS * bucket)
     rooms = gather_values(world.comm, own)
     by_place = dict(zip([info.place for info in world.infos], rooms, strict=True))
-    room = Room(by_place, needed, _BUFFERS * bucket)
+    small = sum(p.nbytes for p in trained if p.nbytes < BUCKET_CAPS[1])
+    room = Room(by_place, needed, _BUFFERS * bucket, small)
     pairs, _ = room.owners(config, world)
-    return room, int(room.taken(pairs, world.size)[world.rank]) + room.buffers
+    buffers = room.buffers + small * room.can_overlap(pairs, world)
+    return room, int(room.taken(pairs, world.size)[world.rank]) + buffers
