@@ -1,0 +1,190 @@
+"""Compares the layouts of a job: what a step takes in each, and whether it fits the ranks' memory.
+
+See docs/large-models.md for what the layouts are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, exposed_seconds
+from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.pipeline_plan import PipelineJob, plan_pipeline
+from kaitian_mpi.balance.shares import split_cohorts
+
+REPLICATE, SHARD, PIPELINE = "replicate", "shard", "pipeline"
+_AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is as good
+_SHARD_BUCKET = 8 << 20
+_BUCKETS = 4  # of a shard's that are in memory at once
+_FORWARD = 1 / 3  # part of a step's compute time
+
+
+@dataclass(frozen=True)
+class LayoutRank:
+    """What a rank takes to compute the whole model."""
+
+    kind: str
+    cost: RankCost
+    """Of forward and backward; without a limit by memory."""
+    memory_bytes: float
+    """That it has for parameters, state and activations."""
+    update_sec_per_byte: float = 0.0
+    """The optimizer's, by bytes of parameters."""
+
+
+@dataclass(frozen=True)
+class LayoutJob:
+    """What the layouts are compared by."""
+
+    ranks: tuple[LayoutRank, ...]
+    parameter_bytes: int
+    trained_bytes: int
+    """Of the parameters that are trained."""
+    state_bytes: int
+    """Of their gradients and the optimizer's state."""
+    kept_bytes: float
+    """Of the activations of a sample."""
+    largest_bytes: int
+    """Of the largest parameter."""
+    global_batch: int
+    min_batch: int
+    allreduce: AllreduceCost
+    scatter: AllreduceCost
+    """Of a sum in parts, by the bytes of the whole."""
+    gather: AllreduceCost
+    """Of bringing all parts to all ranks, by the bytes of the whole."""
+    pipeline: PipelineJob | None = None
+    """None: the task names no layers."""
+
+    @property
+    def memory(self) -> np.ndarray:
+        return np.array([rank.memory_bytes for rank in self.ranks])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout takes, or why it cannot be."""
+
+    layout: str
+    step_sec: float = math.inf
+    bytes_by_rank: tuple[int, ...] = ()
+    """Of each rank's memory, at least: with the smallest micro-batches."""
+    why: str = ""
+    """Why it is impossible; or what there is to know about it."""
+
+    @property
+    def is_possible(self) -> bool:
+        return math.isfinite(self.step_sec)
+
+
+def predict_layouts(job: LayoutJob) -> list[Prediction]:
+    """Return the predictions for replicate, shard and pipeline, in this order."""
+    return [_replicate(job), _shard(job), _pipeline(job)]
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the fastest that is possible, of about equally fast ones the first; None if none is.
+
+    The first is the simplest: in replicate, each rank can continue without any other.
+    """
+    possible = [each for each in predictions if each.is_possible]
+    least = min((each.step_sec for each in possible), default=0.0)
+    return next((each for each in possible if each.step_sec <= _AS_FAST * least), None)
+
+
+def _replicate(job: LayoutJob) -> Prediction:
+    fixed = float(job.parameter_bytes + job.state_bytes)
+    found = _divide(job, REPLICATE, np.full(len(job.ranks), fixed))
+    if isinstance(found, Prediction):
+        return found
+    table, shares, needed = found
+    update = np.array([rank.update_sec_per_byte for rank in job.ranks]) * job.trained_bytes
+    seconds = table.seconds(shares) + update
+    slowest = int(seconds.argmax())
+    rounds = math.ceil(shares[slowest] / table.largest_micro_batch[slowest])
+    computing = float(table.seconds(shares).max())
+    exposed = exposed_seconds(computing, ddp_buckets(job.trained_bytes), job.allreduce, rounds)
+    return Prediction(REPLICATE, float(seconds[slowest]) + exposed, needed)
+
+
+def _shard(job: LayoutJob) -> Prediction:
+    bucket = max(min(job.trained_bytes, _SHARD_BUCKET), job.largest_bytes)
+    least = job.min_batch * job.kept_bytes
+    for whole, owned_bytes in (
+        (job.parameter_bytes, job.state_bytes),
+        (2 * job.largest_bytes, job.parameter_bytes + job.state_bytes),
+    ):
+        fixed = whole + _BUCKETS * bucket
+        room = np.maximum(0.0, job.memory - fixed - least)
+        if room.sum() >= owned_bytes:
+            break
+    else:
+        needed = owned_bytes + len(job.ranks) * (fixed + least)
+        why = f"needs {_mb(needed)} in all, and the ranks have {_mb(job.memory.sum())}"
+        return Prediction(SHARD, why=why)
+    shares_of_state = room / room.sum()
+    found = _divide(job, SHARD, fixed + shares_of_state * owned_bytes)
+    if isinstance(found, Prediction):
+        return found
+    table, shares, needed_by_rank = found
+    in_parts = whole != job.parameter_bytes
+    rounds = int(np.ceil(shares / table.largest_micro_batch).max())
+    computing = float(table.seconds(shares).max())
+    sizes = _buckets(job.trained_bytes, bucket)
+    step = rounds * exposed_seconds(computing / rounds, sizes, job.scatter) + computing
+    gathered = sum(map(job.gather.seconds, _buckets(job.parameter_bytes, bucket)))
+    if in_parts:  # for each forward and each backward
+        step += 2 * rounds * gathered
+    else:
+        step += max(0.0, gathered - _FORWARD * computing / rounds)
+    update = np.array([rank.update_sec_per_byte for rank in job.ranks]) * job.trained_bytes
+    step += float((update * shares_of_state).max())
+    why = "parameters in parts, too" if in_parts else ""
+    return Prediction(SHARD, step, needed_by_rank, why)
+
+
+def _pipeline(job: LayoutJob) -> Prediction:
+    if job.pipeline is None:
+        return Prediction(PIPELINE, why="the task names no layers: give Task(layers=...)")
+    plan = plan_pipeline(job.pipeline)
+    if plan is None:
+        return Prediction(PIPELINE, why="no division of the layers fits the ranks' memory")
+    samples = f"micro-batches of {plan.micro_batch}"
+    return Prediction(
+        PIPELINE, plan.step_sec, plan.bytes_by_rank, f"{len(plan.stages)} stages, {samples}"
+    )
+
+
+def _divide(
+    job: LayoutJob, layout: str, fixed: np.ndarray
+) -> tuple[CostTable, np.ndarray, tuple[int, ...]] | Prediction:
+    """Return the costs with the memory's limits, the shares and what each rank needs at least."""
+    ranks, least = len(job.ranks), job.min_batch * job.kept_bytes
+    if job.global_batch < job.min_batch * ranks:
+        why = f"a global batch of {job.global_batch} is too small for {ranks} ranks"
+        return Prediction(layout, why=why)
+    needed = fixed + least
+    missing = needed - job.memory
+    if (missing > 0).any():
+        rank = int(missing.argmax())
+        has = _mb(job.memory[rank])
+        return Prediction(layout, why=f"needs {_mb(needed[rank])} on rank {rank}, which has {has}")
+    table = CostTable.of([rank.cost for rank in job.ranks])
+    room = np.floor((job.memory - fixed) / max(job.kept_bytes, 1.0))
+    table = replace(table, largest_micro_batch=np.maximum(room, job.min_batch))
+    ones = np.ones(ranks, int)
+    samples, fewer = split_cohorts(table, ones, job.global_batch, job.min_batch)
+    return table, samples - fewer, tuple(map(int, needed))
+
+
+def _buckets(total: int, bucket: int) -> list[int]:
+    full, rest = divmod(total, bucket)
+    return [bucket] * full + [rest] * (rest > 0)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB"

@@ -1,0 +1,99 @@
+"""The choice among the layouts of a job."""
+
+from dataclasses import replace
+
+import pytest
+
+from kaitian_mpi.balance.communication import FREE, AllreduceCost
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.layouts import LayoutJob, LayoutRank, choose, predict_layouts
+from kaitian_mpi.balance.pipeline import Hop
+from kaitian_mpi.balance.pipeline_plan import Layer, PipelineJob, RankFacts
+
+MB = 10**6
+
+
+def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
+    """Return a job of ranks that need 1 ms for a sample, with Adam, and links of so many s/byte."""
+    facts = tuple(
+        RankFacts("gpu", size, (0.0,) * layers, (1e-3 / layers,) * layers) for size in memory
+    )
+    whole = parameters // layers
+    layer = Layer(whole, 3 * whole, kept / layers, 1000.0)
+    cost = AllreduceCost(0.0, link)
+    return LayoutJob(
+        ranks=tuple(LayoutRank("gpu", RankCost(0.0, 1e-3), size) for size in memory),
+        parameter_bytes=parameters,
+        trained_bytes=parameters,
+        state_bytes=3 * parameters,
+        kept_bytes=kept,
+        largest_bytes=whole,
+        global_batch=batch,
+        min_batch=1,
+        allreduce=cost,
+        scatter=cost,
+        gather=cost,
+        pipeline=PipelineJob((layer,) * layers, facts, batch, links={("gpu", "gpu"): Hop(0, link)}),
+    )
+
+
+def possible(job):
+    return [each.layout for each in predict_layouts(job) if each.is_possible]
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ([600 * MB] * 3, ["replicate", "shard", "pipeline"]),
+        ([600 * MB, 350 * MB, 350 * MB], ["shard", "pipeline"]),  # replicas take 401 MB each
+        ([600 * MB, 30 * MB, 30 * MB], ["pipeline"]),  # a rank has no room for what is exchanged
+        ([100 * MB] * 3, []),
+    ],
+)
+def test_what_fits(memory, expected):
+    assert possible(a_job(memory)) == expected
+
+
+def test_parameters_are_in_parts_where_they_do_not_fit_whole():
+    whole, parted = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
+    assert whole.is_possible
+    assert whole.why == ""
+    assert parted.why == "parameters in parts, too"
+
+
+def test_each_layout_is_the_fastest_somewhere():
+    alike, slow = [600 * MB] * 3, 1e-7
+    assert choose(predict_layouts(a_job(alike))).layout == "replicate"
+    assert choose(predict_layouts(a_job(alike, link=slow))).layout == "pipeline"
+    small = [600 * MB, 350 * MB, 350 * MB]
+    assert choose(predict_layouts(a_job(small))).layout == "shard"
+    assert choose(predict_layouts(a_job([100 * MB] * 3))) is None
+
+
+def test_free_links_leave_the_time_of_the_slowest_rank():
+    replicate, shard, pipeline = predict_layouts(a_job([600 * MB] * 4))
+    assert replicate.step_sec == shard.step_sec == pytest.approx(8e-3)
+    assert 8e-3 <= pipeline.step_sec < 13e-3  # several stages have to be filled and emptied
+
+
+def test_the_optimizers_time_is_shared_only_in_shard():
+    job = a_job([600 * MB] * 4)
+    ranks = tuple(replace(rank, update_sec_per_byte=1e-10) for rank in job.ranks)
+    replicate, shard, _ = predict_layouts(replace(job, ranks=ranks))
+    assert replicate.step_sec == pytest.approx(18e-3)
+    assert shard.step_sec == pytest.approx(8e-3 + 10e-3 / 4)
+
+
+def test_what_does_not_fit_says_what_is_missing():
+    replicate, shard, pipeline = predict_layouts(a_job([100 * MB, 90 * MB]))
+    assert replicate.why == "needs 401 MB on rank 1, which has 90 MB"
+    assert "in all, and the ranks have 190 MB" in shard.why
+    assert "fits" in pipeline.why
+    job = replace(a_job([600 * MB] * 3, batch=2), pipeline=None)
+    replicate, shard, pipeline = predict_layouts(job)
+    assert replicate.why == shard.why == "a global batch of 2 is too small for 3 ranks"
+    assert "Task(layers=...)" in pipeline.why
+
+
+def test_a_job_without_links_costs_nothing_to_communicate():
+    assert a_job([600 * MB]).allreduce == FREE
