@@ -1,0 +1,129 @@
+"""Chooses the layout of a job by measurement, for `--layout auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.balance.communication import FREE, AllreduceCost
+from kaitian_mpi.balance.cost_model import RankCost, fit
+from kaitian_mpi.balance.layouts import LayoutJob, LayoutRank, Prediction, choose, predict_layouts
+from kaitian_mpi.balance.pipeline_plan import PipelineJob
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import gather_values, time_in_rounds
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0, show_table
+from kaitian_mpi.train.measure.allreduce import (
+    choose_algorithm,
+    gradient_buckets,
+    measure_allreduce,
+)
+from kaitian_mpi.train.measure.plan import find_min_batch
+from kaitian_mpi.train.pipeline.measure import PipelineFacts, check_task, find_facts
+from kaitian_mpi.train.setup import Setup
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.process_group import KaitianProcessGroup
+
+FILE = "layouts.json"
+_SIZES = (1 << 18, 8 << 20)  # bytes of a shard's buckets
+_ROUNDS, _MAX_SEC = 6, 1.0
+
+
+def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> str:
+    """Return the fastest layout of those that fit the ranks' memory. Collective.
+
+    Prints all with their steps and memory, and writes them to layouts.json.
+
+    Raises:
+        AgreedError: none fits.
+    """
+    predictions = predict_layouts(measure_layouts(config, setup, world))
+    # Other ranks may round otherwise.
+    own = [asdict(each) for each in predictions]
+    predictions = [Prediction(**each) for each in gather_values(world.comm, own)[0]]
+    chosen = choose(predictions)
+    setup.folder.write(FILE, {"layouts": own, "chosen": chosen.layout if chosen else None})
+    show_layouts(world, predictions)
+    if chosen is None:
+        nearest = "; ".join(f"{each.layout}: {each.why}" for each in predictions)
+        raise AgreedError(
+            f"the model fits the ranks' memory in no layout ({nearest}); start more ranks, or use "
+            "a smaller model or an optimizer with less state; see docs/large-models.md"
+        )
+    print_rank_0(world, f"layout {chosen.layout}: the fastest that fits (--layout sets another)")
+    return chosen.layout
+
+
+def show_layouts(world: World, predictions: Sequence[Prediction]) -> None:
+    """Print a table of the layouts on rank 0."""
+    rows = [["layout", "ms a step", "MB by rank, at least", ""]]
+    for each in predictions:
+        sizes = sorted({round(size / 1e6) for size in each.bytes_by_rank})
+        memory = " to ".join(f"{size:,}" for size in dict.fromkeys([sizes[0], sizes[-1]]))
+        seconds = f"{1e3 * each.step_sec:,.1f}" if each.is_possible else "-"
+        rows.append([each.layout, seconds, memory if sizes else "-", each.why])
+    show_table(world, "layouts, as predicted", rows, left=("layout", ""))
+
+
+def measure_layouts(config: TrainingConfig, setup: Setup, world: World) -> LayoutJob:
+    """Measure what the layouts are compared by. Collective."""
+    task, min_batch = setup.task, find_min_batch(config, world, setup)
+    try:
+        chain, why = check_task(task), ""
+    except UserError as error:
+        chain, why = [task.model], str(error)
+    facts = find_facts(config, setup, world, chain)
+    buckets = gradient_buckets(task.model)
+    scatter, gather = measure_exchange(world)
+    return LayoutJob(
+        tuple(_whole(facts, info.place) for info in world.infos),
+        parameter_bytes=sum(layer.weight_bytes for layer in facts.layers),
+        trained_bytes=sum(buckets),
+        state_bytes=sum(layer.state_bytes for layer in facts.layers),
+        kept_bytes=sum(layer.kept_bytes for layer in facts.layers),
+        largest_bytes=max(parameter.nbytes for parameter in task.model.parameters()),
+        global_batch=config.global_batch_size,
+        min_batch=min_batch,
+        allreduce=_measure_allreduce(config, world, buckets),
+        scatter=scatter,
+        gather=gather,
+        pipeline=None if why else facts.job(config, world, min_batch),
+        no_pipeline=why,
+    )
+
+
+def _whole(facts: PipelineFacts, place: str) -> LayoutRank:
+    rank = facts.by_place[place]
+    cost = RankCost(sum(rank.fixed_sec), sum(rank.sample_sec))
+    return LayoutRank(rank.kind, cost, rank.memory_bytes, rank.update_sec_per_byte)
+
+
+def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int]) -> AllreduceCost:
+    group = cast("KaitianProcessGroup", dist.group.WORLD)
+    sizes = [size // 4 for size in buckets]
+    choose_algorithm(group, config.allreduce, sizes, world.device, world.relay.wire)
+    return measure_allreduce(config.allreduce, world, range(world.size), buckets)
+
+
+def measure_exchange(world: World) -> tuple[AllreduceCost, AllreduceCost]:
+    """Return the cost of a sum in parts, and of bringing all parts to all ranks. Collective."""
+    if world.size == 1:
+        return FREE, FREE
+    works: dict[tuple[str, int], Any] = {}
+    for size in _SIZES:
+        whole = torch.zeros(size // 4, device=world.device)
+        parts = [*whole.tensor_split(world.size)]
+        own = torch.empty_like(parts[world.rank])
+        works["scatter", size] = partial(dist.reduce_scatter, own, parts)
+        works["gather", size] = partial(dist.all_gather, parts, own)
+    seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)
+    lines = [fit(_SIZES, [seconds[name, size] for size in _SIZES]) for name in ("scatter", "gather")]
+    scatter, gather = (AllreduceCost(line.alpha_sec, line.beta_sec) for line in lines)
+    return scatter, gather
