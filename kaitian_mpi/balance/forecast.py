@@ -21,12 +21,13 @@ from kaitian_mpi.balance.communication import (
     scale_allreduce,
 )
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.layouts import LayoutJob, Prediction, predict_layouts
 from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
 MAX_SAMPLES = 10**9  # in a global batch
 _MAX_KINDS_FOR_ALL_SUBSETS = 8
-_VERSION = 2
+_VERSION = 3
 _MAX_BYTES = 2**42  # 10**12 float32 parameters
 _MAX_SEC = 1e9  # so that no sum overflows
 _MIN_SEC = 1e-12  # per sample, so that no rate overflows
@@ -212,6 +213,8 @@ class Measurements:
     """Samples per step of the job."""
     ranks: tuple[MeasuredRank, ...]
     allreduces: tuple[MeasuredAllreduce, ...]
+    layouts: LayoutJob | None = None
+    """What the layouts are compared by; None if that was not measured."""
 
     def cohorts(self) -> list[Cohort]:
         """Return a cohort for each measured rank."""
@@ -219,7 +222,8 @@ class Measurements:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file that `read_measurements` reads."""
-        return {"version": _VERSION, **asdict(self)}
+        layouts = None if self.layouts is None else self.layouts.to_json()
+        return {"version": _VERSION, **asdict(replace(self, layouts=None)), "layouts": layouts}
 
 
 def read_measurements(path: Path) -> Measurements:
@@ -235,6 +239,8 @@ def read_measurements(path: Path) -> Measurements:
             MeasuredAllreduce(entry["ranks_per_kind"], AllreduceCost(**entry["cost"]))
             for entry in content["allreduces"]
         )
+        if content["layouts"] is not None:
+            content["layouts"] = LayoutJob.from_json(content["layouts"])
         measured = Measurements(**content)
         _check(measured)
     except OSError as error:
@@ -287,3 +293,11 @@ def plan_job(
         global_batch_size = min(max(1, scaled), MAX_SAMPLES)
     buckets = ddp_buckets(measured.gradient_bytes)
     return forecast_subsets(cohorts, global_batch_size, buckets, measured.allreduces)
+
+
+def predict_world(measured: Measurements, job: SubsetForecasts) -> list[Prediction]:
+    """Return what each layout takes in a job's world; nothing if that was not measured."""
+    if measured.layouts is None:
+        return []
+    cost = scale_allreduce(measured.allreduces, job.world)
+    return predict_layouts(measured.layouts.in_world(job.world, job.global_batch_size, cost))

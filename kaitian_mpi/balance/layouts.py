@@ -5,21 +5,25 @@ See docs/large-models.md for what the layouts are.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, exposed_seconds
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
-from kaitian_mpi.balance.pipeline_plan import PipelineJob, plan_pipeline
+from kaitian_mpi.balance.pipeline import Hop
+from kaitian_mpi.balance.pipeline_plan import Layer, PipelineJob, RankFacts, plan_pipeline
 from kaitian_mpi.balance.shares import split_cohorts
 
 REPLICATE, SHARD, PIPELINE = "replicate", "shard", "pipeline"
 _AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is as good
 _SHARD_BUCKET = 8 << 20
 _BUCKETS = 4  # of a shard's that are in memory at once
+_MOST = 1e18  # of what a file says, so that no sum overflows
 _FORWARD = 1 / 3  # part of a step's compute time
 
 
@@ -52,17 +56,95 @@ class LayoutJob:
     """Of the largest parameter."""
     global_batch: int
     min_batch: int
-    allreduce: AllreduceCost
-    scatter: AllreduceCost
+    allreduce_cost: AllreduceCost
+    scatter_cost: AllreduceCost
     """Of a sum in parts, by the bytes of the whole."""
-    gather: AllreduceCost
+    gather_cost: AllreduceCost
     """Of bringing all parts to all ranks, by the bytes of the whole."""
     pipeline: PipelineJob | None = None
-    """None: the task names no layers."""
+    """None: the model cannot be divided in layers."""
+    no_pipeline: str = ""
+    """Why not."""
 
     @property
     def memory(self) -> np.ndarray:
+        """The bytes that each rank has."""
         return np.array([rank.memory_bytes for rank in self.ranks])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        content = asdict(self)
+        if self.pipeline is not None:
+            links = [[*kinds, *hop] for kinds, hop in self.pipeline.links.items()]
+            content["pipeline"]["links"] = links
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> LayoutJob:
+        """Return the job of a file.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is not valid.
+        """
+        found = dict(content)
+        found["ranks"] = tuple(
+            LayoutRank(**{**rank, "cost": RankCost(**rank["cost"])}) for rank in content["ranks"]
+        )
+        for name in ("allreduce_cost", "scatter_cost", "gather_cost"):
+            found[name] = AllreduceCost(**content[name])
+        if (pipeline := content["pipeline"]) is not None:
+            tuples = ("fixed_sec", "sample_sec")
+            ranks = [{**r, **{name: tuple(r[name]) for name in tuples}} for r in pipeline["ranks"]]
+            found["pipeline"] = PipelineJob(
+                **{
+                    **pipeline,
+                    "layers": tuple(Layer(**layer) for layer in pipeline["layers"]),
+                    "ranks": tuple(RankFacts(**rank) for rank in ranks),
+                    "links": {(one, two): Hop(*link) for one, two, *link in pipeline["links"]},
+                }
+            )
+        job = cls(**found)
+        numbers = _numbers(content)
+        if not job.ranks or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
+            raise ValueError("a number of the layouts is out of range")
+        return job
+
+    def in_world(
+        self, world: Mapping[str, int], global_batch: int, allreduce: AllreduceCost
+    ) -> LayoutJob:
+        """Return the job of a world with so many ranks of each kind, like those measured in turn.
+
+        The parts of an allreduce are scaled as the whole.
+        """
+        by_kind: dict[str, list[int]] = {}
+        for number, rank in enumerate(self.ranks):
+            by_kind.setdefault(rank.kind, []).append(number)
+        chosen = [
+            number
+            for kind, count in world.items()
+            for number in itertools.islice(itertools.cycle(by_kind[kind]), count)
+        ]
+        then = self.allreduce_cost.seconds(_SHARD_BUCKET)
+        longer = allreduce.seconds(_SHARD_BUCKET) / then if then else 1.0
+
+        def scaled(cost: AllreduceCost) -> AllreduceCost:
+            if not then:  # one rank was measured; each is half of an allreduce
+                return AllreduceCost(allreduce.latency_sec / 2, allreduce.sec_per_byte / 2)
+            return AllreduceCost(cost.latency_sec * longer, cost.sec_per_byte * longer)
+
+        pipeline = self.pipeline
+        if pipeline is not None:
+            ranks = tuple(pipeline.ranks[number] for number in chosen)
+            pipeline = replace(pipeline, ranks=ranks, global_batch=global_batch)
+        return replace(
+            self,
+            ranks=tuple(self.ranks[number] for number in chosen),
+            global_batch=global_batch,
+            allreduce_cost=allreduce,
+            scatter_cost=scaled(self.scatter_cost),
+            gather_cost=scaled(self.gather_cost),
+            pipeline=pipeline,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +160,7 @@ class Prediction:
 
     @property
     def is_possible(self) -> bool:
+        """Whether it fits."""
         return math.isfinite(self.step_sec)
 
 
@@ -96,6 +179,19 @@ def choose(predictions: Sequence[Prediction]) -> Prediction | None:
     return next((each for each in possible if each.step_sec <= _AS_FAST * least), None)
 
 
+def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
+    """Return the rows of a table, the first of which has its columns."""
+    rows = [["layout", "ms a step", "MB by rank, at least", ""]]
+    for each in predictions:
+        sizes = sorted(round(size / 1e6) for size in each.bytes_by_rank)
+        memory = " to ".join(
+            f"{size:,}" for size in dict.fromkeys([sizes[0], sizes[-1]] if sizes else [])
+        )
+        seconds = f"{1e3 * each.step_sec:,.1f}" if each.is_possible else "-"
+        rows.append([each.layout, seconds, memory or "-", each.why])
+    return rows
+
+
 def _replicate(job: LayoutJob) -> Prediction:
     fixed = float(job.parameter_bytes + job.state_bytes)
     found = _divide(job, REPLICATE, np.full(len(job.ranks), fixed))
@@ -107,7 +203,7 @@ def _replicate(job: LayoutJob) -> Prediction:
     slowest = int(seconds.argmax())
     rounds = math.ceil(shares[slowest] / table.largest_micro_batch[slowest])
     computing = float(table.seconds(shares).max())
-    exposed = exposed_seconds(computing, ddp_buckets(job.trained_bytes), job.allreduce, rounds)
+    exposed = exposed_seconds(computing, ddp_buckets(job.trained_bytes), job.allreduce_cost, rounds)
     return Prediction(REPLICATE, float(seconds[slowest]) + exposed, needed)
 
 
@@ -135,8 +231,8 @@ def _shard(job: LayoutJob) -> Prediction:
     rounds = int(np.ceil(shares / table.largest_micro_batch).max())
     computing = float(table.seconds(shares).max())
     sizes = _buckets(job.trained_bytes, bucket)
-    step = rounds * exposed_seconds(computing / rounds, sizes, job.scatter) + computing
-    gathered = sum(map(job.gather.seconds, _buckets(job.parameter_bytes, bucket)))
+    step = rounds * exposed_seconds(computing / rounds, sizes, job.scatter_cost) + computing
+    gathered = sum(map(job.gather_cost.seconds, _buckets(job.parameter_bytes, bucket)))
     if in_parts:  # for each forward and each backward
         step += 2 * rounds * gathered
     else:
@@ -149,7 +245,7 @@ def _shard(job: LayoutJob) -> Prediction:
 
 def _pipeline(job: LayoutJob) -> Prediction:
     if job.pipeline is None:
-        return Prediction(PIPELINE, why="the task names no layers: give Task(layers=...)")
+        return Prediction(PIPELINE, why=job.no_pipeline)
     plan = plan_pipeline(job.pipeline)
     if plan is None:
         return Prediction(PIPELINE, why="no division of the layers fits the ranks' memory")
@@ -184,6 +280,16 @@ def _divide(
 def _buckets(total: int, bucket: int) -> list[int]:
     full, rest = divmod(total, bucket)
     return [bucket] * full + [rest] * (rest > 0)
+
+
+def _numbers(content: Any) -> list[float]:
+    """Return all numbers in the content of a file."""
+    if isinstance(content, bool) or content is None or isinstance(content, str):
+        return []
+    if isinstance(content, int | float):
+        return [content]
+    inside = content.values() if isinstance(content, dict) else content
+    return [number for each in inside for number in _numbers(each)]
 
 
 def _mb(size: float) -> str:

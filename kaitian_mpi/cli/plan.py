@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.balance.communication import guessed_kinds
-from kaitian_mpi.balance.forecast import Measurements, SubsetForecasts, plan_job, read_measurements
+from kaitian_mpi.balance.forecast import (
+    Measurements,
+    SubsetForecasts,
+    plan_job,
+    predict_world,
+    read_measurements,
+)
+from kaitian_mpi.balance.layouts import table_of
 from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
@@ -186,6 +193,10 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
             )
     best = job.forecasts[job.best].samples_per_sec
     print(f"best: {' + '.join(job.best)}, {_rate(best)} samples/s")
+    if predictions := predict_world(measured, job):
+        print("layouts (--layout) of the whole world")
+        table = table_of(predictions)
+        _show(table[0], table[1:])
     for kind in guessed_kinds(measured.allreduces, job.world):
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
     known = [entry.ranks_per_kind.keys() for entry in measured.allreduces]

@@ -77,8 +77,8 @@ class TrainingConfig:
         "replicate",
         "replicate: every rank has all of the optimizer's state and of the gradients; shard: each "
         "rank has a part in proportion to its free memory, whatever its batches are; pipeline: "
-        "each rank has, and computes, consecutive layers",
-        ("replicate", "shard", "pipeline"),
+        "each rank has, and computes, consecutive layers; auto: the fastest that fits, measured",
+        ("replicate", "shard", "pipeline", "auto"),
     )
     mirrors: bool = setting(
         True,

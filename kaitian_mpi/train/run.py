@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.cost_model import RankCost
@@ -179,6 +180,11 @@ def _choose_ranks(run: Run) -> None:
     remembered = run.earlier.remembered(Invalidated.COSTS)
     known = {} if remembered is None else remembered.profiles
     reserved = 0
+    if config.layout == "auto":
+        from kaitian_mpi.train.measure.layouts import choose_layout
+
+        chosen = on_all(partial(choose_layout, config, setup))
+        config = run.config = replace(config, layout=chosen)
     if config.layout == "shard":
         from kaitian_mpi.train.measure.room import find_room
 

@@ -1,10 +1,11 @@
 """The choice among the layouts of a job."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from kaitian_mpi.balance.communication import FREE, AllreduceCost
+from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.layouts import LayoutJob, LayoutRank, choose, predict_layouts
 from kaitian_mpi.balance.pipeline import Hop
@@ -30,9 +31,9 @@ def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
         largest_bytes=whole,
         global_batch=batch,
         min_batch=1,
-        allreduce=cost,
-        scatter=cost,
-        gather=cost,
+        allreduce_cost=cost,
+        scatter_cost=cost,
+        gather_cost=cost,
         pipeline=PipelineJob((layer,) * layers, facts, batch, links={("gpu", "gpu"): Hop(0, link)}),
     )
 
@@ -89,11 +90,26 @@ def test_what_does_not_fit_says_what_is_missing():
     assert replicate.why == "needs 401 MB on rank 1, which has 90 MB"
     assert "in all, and the ranks have 190 MB" in shard.why
     assert "fits" in pipeline.why
-    job = replace(a_job([600 * MB] * 3, batch=2), pipeline=None)
+    job = replace(a_job([600 * MB] * 3, batch=2), pipeline=None, no_pipeline="no layers")
     replicate, shard, pipeline = predict_layouts(job)
     assert replicate.why == shard.why == "a global batch of 2 is too small for 3 ranks"
-    assert "Task(layers=...)" in pipeline.why
+    assert pipeline.why == "no layers"
 
 
-def test_a_job_without_links_costs_nothing_to_communicate():
-    assert a_job([600 * MB]).allreduce == FREE
+def test_a_job_is_the_same_from_a_file_and_grows_with_its_world():
+    job = a_job([600 * MB, 300 * MB], link=1e-9)
+    read = LayoutJob.from_json(json.loads(json.dumps(job.to_json())))
+    assert read == job
+    large = read.in_world({"gpu": 5}, 80, AllreduceCost(0.0, 2e-9))
+    assert [rank.memory_bytes // MB for rank in large.ranks] == [600, 300, 600, 300, 600]
+    assert [rank.memory_bytes // MB for rank in large.pipeline.ranks] == [600, 300, 600, 300, 600]
+    assert large.scatter_cost.sec_per_byte == pytest.approx(2e-9)
+    assert large.pipeline.global_batch == large.global_batch == 80
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, 1e300])
+def test_a_file_with_impossible_numbers_is_refused(value):
+    content = a_job([600 * MB]).to_json()
+    content["ranks"][0]["memory_bytes"] = value
+    with pytest.raises(ValueError, match="out of range"):
+        LayoutJob.from_json(content)

@@ -15,6 +15,7 @@ from kaitian_mpi.train.measure.allreduce import (
     gradient_buckets,
     measure_allreduce,
 )
+from kaitian_mpi.train.measure.layouts import measure_layouts
 from kaitian_mpi.train.measure.plan import find_min_batch
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, is_emulated, show_benchmark
 from kaitian_mpi.train.measure.rank_timer import equal_share
@@ -53,6 +54,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
             for info, r in zip(world.infos, results, strict=True)
         ),
         allreduces=tuple(map(measure_among, subsets(tuple(dict.fromkeys(world.kinds))))),
+        layouts=measure_layouts(config, setup, world),
     )
     share = equal_share(config, world.size)
     by_rank = scores([result.cost.seconds(share) for result in results])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -12,8 +11,14 @@ import torch.distributed as dist
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost
 from kaitian_mpi.balance.cost_model import RankCost, fit
-from kaitian_mpi.balance.layouts import LayoutJob, LayoutRank, Prediction, choose, predict_layouts
-from kaitian_mpi.balance.pipeline_plan import PipelineJob
+from kaitian_mpi.balance.layouts import (
+    LayoutJob,
+    LayoutRank,
+    Prediction,
+    choose,
+    predict_layouts,
+    table_of,
+)
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values, time_in_rounds
@@ -24,7 +29,7 @@ from kaitian_mpi.train.measure.allreduce import (
     gradient_buckets,
     measure_allreduce,
 )
-from kaitian_mpi.train.measure.plan import find_min_batch
+from kaitian_mpi.train.measure.plan import min_batch_by_layers
 from kaitian_mpi.train.pipeline.measure import PipelineFacts, check_task, find_facts
 from kaitian_mpi.train.setup import Setup
 
@@ -50,7 +55,7 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> str:
     predictions = [Prediction(**each) for each in gather_values(world.comm, own)[0]]
     chosen = choose(predictions)
     setup.folder.write(FILE, {"layouts": own, "chosen": chosen.layout if chosen else None})
-    show_layouts(world, predictions)
+    show_table(world, "layouts, as predicted", table_of(predictions), left=("layout", ""))
     if chosen is None:
         nearest = "; ".join(f"{each.layout}: {each.why}" for each in predictions)
         raise AgreedError(
@@ -61,24 +66,15 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> str:
     return chosen.layout
 
 
-def show_layouts(world: World, predictions: Sequence[Prediction]) -> None:
-    """Print a table of the layouts on rank 0."""
-    rows = [["layout", "ms a step", "MB by rank, at least", ""]]
-    for each in predictions:
-        sizes = sorted({round(size / 1e6) for size in each.bytes_by_rank})
-        memory = " to ".join(f"{size:,}" for size in dict.fromkeys([sizes[0], sizes[-1]]))
-        seconds = f"{1e3 * each.step_sec:,.1f}" if each.is_possible else "-"
-        rows.append([each.layout, seconds, memory if sizes else "-", each.why])
-    show_table(world, "layouts, as predicted", rows, left=("layout", ""))
-
-
 def measure_layouts(config: TrainingConfig, setup: Setup, world: World) -> LayoutJob:
     """Measure what the layouts are compared by. Collective."""
-    task, min_batch = setup.task, find_min_batch(config, world, setup)
+    task, min_batch = setup.task, min_batch_by_layers(setup.task.model)
     try:
         chain, why = check_task(task), ""
     except UserError as error:
         chain, why = [task.model], str(error)
+    if config.sync_bn:
+        why = "--sync-bn needs the statistics of a step, and micro-batches have their own"
     facts = find_facts(config, setup, world, chain)
     buckets = gradient_buckets(task.model)
     scatter, gather = measure_exchange(world)
@@ -91,9 +87,9 @@ def measure_layouts(config: TrainingConfig, setup: Setup, world: World) -> Layou
         largest_bytes=max(parameter.nbytes for parameter in task.model.parameters()),
         global_batch=config.global_batch_size,
         min_batch=min_batch,
-        allreduce=_measure_allreduce(config, world, buckets),
-        scatter=scatter,
-        gather=gather,
+        allreduce_cost=_measure_allreduce(config, world, buckets),
+        scatter_cost=scatter,
+        gather_cost=gather,
         pipeline=None if why else facts.job(config, world, min_batch),
         no_pipeline=why,
     )
@@ -124,6 +120,8 @@ def measure_exchange(world: World) -> tuple[AllreduceCost, AllreduceCost]:
         works["scatter", size] = partial(dist.reduce_scatter, own, parts)
         works["gather", size] = partial(dist.all_gather, parts, own)
     seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)
-    lines = [fit(_SIZES, [seconds[name, size] for size in _SIZES]) for name in ("scatter", "gather")]
+    lines = [
+        fit(_SIZES, [seconds[name, size] for size in _SIZES]) for name in ("scatter", "gather")
+    ]
     scatter, gather = (AllreduceCost(line.alpha_sec, line.beta_sec) for line in lines)
     return scatter, gather

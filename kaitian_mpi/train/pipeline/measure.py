@@ -58,11 +58,7 @@ class PipelineFacts:
         """Plan the stages of these ranks. Collective."""
         own = None
         if world.rank == 0:  # others may round otherwise
-            ranks = tuple(self.by_place[info.place] for info in world.infos)
-            size = config.global_batch_size
-            job = PipelineJob(
-                self.layers, ranks, size, min_batch, config.micro_batch_size, self.links
-            )
+            job = self.job(config, world, min_batch)
             found = plan_pipeline(job)
             own = asdict(found) if found is not None else self._too_large(job)
         own = gather_values(world.comm, own)[0]
@@ -77,6 +73,12 @@ class PipelineFacts:
         shares = pipeline.first_samples(sizes, world.size)
         return Plan(shares, [1.0] * world.size, None, pipeline.micro_batch, min_batch, pipeline)
 
+    def job(self, config: TrainingConfig, world: World, min_batch: int) -> PipelineJob:
+        """Return what the stages of these ranks are planned from."""
+        ranks = tuple(self.by_place[info.place] for info in world.infos)
+        sizes = config.global_batch_size, min_batch, config.micro_batch_size
+        return PipelineJob(self.layers, ranks, *sizes, self.links)
+
     def _too_large(self, job: PipelineJob) -> str:
         needed = sum(layer.weight_bytes + layer.state_bytes for layer in self.layers)
         room = (max(0.0, facts.memory_bytes - facts.base_bytes) for facts in job.ranks)
@@ -88,10 +90,12 @@ class PipelineFacts:
         )
 
 
-def find_facts(config: TrainingConfig, setup: Setup, world: World) -> PipelineFacts:
+def find_facts(
+    config: TrainingConfig, setup: Setup, world: World, chain: Sequence[nn.Module] | None = None
+) -> PipelineFacts:
     """Measure each layer on each rank, one at a time. Collective.
 
-    The model stays on the host, and is not changed.
+    The model stays on the host, and is not changed. `chain` are the layers; None: the task's.
 
     Raises:
         AgreedError: the task cannot be trained so.
@@ -99,7 +103,7 @@ def find_facts(config: TrainingConfig, setup: Setup, world: World) -> PipelineFa
     task, min_batch = setup.task, min_batch_by_layers(setup.task.model)
     layers: list[Layer] = []
     with agree_on_errors(world.comm):
-        chain = check_task(task)
+        chain = chain or check_task(task)
         optimizers = task.make_optimizers(task.model)
         if world.rank == 0 and task.layers is not None:
             _check_chain(task, chain, setup.train[list(range(min_batch))])
