@@ -183,13 +183,13 @@ def _choose_ranks(run: Run) -> None:
     if config.layout == "auto":
         from kaitian_mpi.train.measure.layouts import choose_layout
 
-        chosen = on_all(partial(choose_layout, config, setup))
-        config = run.config = replace(config, layout=chosen)
+        layout, run.facts = on_all(partial(choose_layout, config, setup))
+        config = run.config = replace(config, layout=layout)
     if config.layout == "shard":
         from kaitian_mpi.train.measure.room import find_room
 
         run.room, reserved = on_all(find_room, setup, config)
-    elif config.layout == "pipeline":
+    elif config.layout == "pipeline" and run.facts is None:
         from kaitian_mpi.train.pipeline.measure import find_facts
 
         run.facts = on_all(find_facts, config, setup)

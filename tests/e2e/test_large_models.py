@@ -1,6 +1,8 @@
 """Layout shard trains what fits no rank, continues on other ranks, and after a loss."""
 
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -79,3 +81,30 @@ def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies):
     assert "2 ranks continue" in ended.text
     assert summary["finished"]
     assert summary["steps"] == 10
+
+
+def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
+    auto = ("--layout", "auto", "--max-steps", "2", "--task", "planted_large:chain")
+    ended = train(tmp_path, 3, *MEMORY, *auto)
+    assert re.search(r"replicate \| +- \|.*needs \d+ MB on rank \d, which has \d+ MB", ended.out)
+    found = json.loads((tmp_path / "run/layouts.json").read_text())
+    predicted = {each["layout"]: each["step_sec"] for each in found["layouts"]}
+    assert predicted["replicate"] == math.inf
+    assert found["chosen"] == min(predicted, key=lambda layout: predicted[layout])
+    assert f"layout {found['chosen']}: the fastest that fits" in ended.out
+    assert json.loads((tmp_path / "run/config.json").read_text())["layout"] == found["chosen"]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["finished"]
+
+    small = "0:90MB,1:90MB,2:90MB"
+    ended = train(tmp_path, 3, *auto, "--emulate-memory", small, "--run-dir", "none", code=2)
+    assert "fits the ranks' memory in no layout (replicate: needs" in ended.err
+    assert "Traceback" not in ended.text
+
+
+def test_a_plan_compares_the_layouts(tmp_path):
+    plan = ("kaitian-plan", "--task", "planted_large:build", "--set", "width=64", "--save", "file")
+    run_alone("mpirun", "-np", "2", *plan, cwd=tmp_path, PYTHONPATH=str(PLANTED))
+    ended = run_alone("kaitian-plan", "file", "--world", "5000xcpu", cwd=tmp_path)
+    rows = ended.out.partition("layouts (--layout) of the whole world")[2].splitlines()[2:5]
+    assert [row.split()[0] for row in rows] == ["replicate", "shard", "pipeline"]
+    assert "Task(layers=[...])" in rows[2]

@@ -54,7 +54,7 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
             for info, r in zip(world.infos, results, strict=True)
         ),
         allreduces=tuple(map(measure_among, subsets(tuple(dict.fromkeys(world.kinds))))),
-        layouts=measure_layouts(config, setup, world),
+        layouts=measure_layouts(config, setup, world)[0],
     )
     share = equal_share(config, world.size)
     by_rank = scores([result.cost.seconds(share) for result in results])

@@ -24,7 +24,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers, profile_unmeasured
-from kaitian_mpi.train.measure.rank_timer import memory_limit
+from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
 from kaitian_mpi.train.pipeline.chain import (
     Call,
     answered,
@@ -39,7 +39,8 @@ from kaitian_mpi.train.task import Computation, Task, aside, borrowed, check_los
 
 _ROUNDS = 3
 _SHARE_OF_TIME = 0.5  # of --benchmark-seconds
-_LARGER = 4  # samples of the second size, times those of the first
+_LARGER = 4  # samples of the next size, times those of the one before
+_PART_OF_MEMORY = 0.2  # for what one layer keeps
 _TRIAL_NUMBERS = 1 << 20
 _TRIAL_BYTES = 1 << 20
 _UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
@@ -162,7 +163,7 @@ def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
 
 
 class LayerTimer:
-    """Times each layer on this rank, with two sizes of micro-batches."""
+    """Times each layer on this rank, with small and large micro-batches."""
 
     def __init__(
         self,
@@ -176,8 +177,9 @@ class LayerTimer:
         computation = Computation(world.device, profile.precision, profile.memory_format)
         self._computation, self._world, self._chain = computation, world, chain
         self._task, self._data = setup.task, setup.train
-        most = min(len(setup.train), config.global_batch_size)
-        self._sizes = sorted({min_batch, min(_LARGER * min_batch, max(most, min_batch))})
+        share = equal_share(config, world.size)
+        self._smallest, self._most = min_batch, max(min_batch, min(len(setup.train), share))
+        self._times: dict[int, list[tuple[float, float]]] = {}
         self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
         self._kept, self._outputs = [0.0] * len(chain), [0.0] * len(chain)
 
@@ -190,18 +192,13 @@ class LayerTimer:
         on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         start = on_host if device.is_host else 0
         used = max(0, device.memory_peak_bytes(index) - start)
-        times = {size: [(float("inf"), float("inf"))] * len(self._chain) for size in self._sizes}
         with borrowed(model):
-            for _ in range(_ROUNDS):
-                for size in self._sizes:
-                    found = self._round(size)
-                    times[size] = [
-                        (min(a[0], b[0]), min(a[1], b[1]))
-                        for a, b in zip(times[size], found, strict=True)
-                    ]
-                if time.perf_counter() > self._until:
-                    break
-        small, large = self._sizes[0], self._sizes[-1]
+            self._grow(memory_limit(self._world))
+            small, large = min(self._times), max(self._times)
+            for size in (small, large) * (_ROUNDS - 1):
+                if time.perf_counter() < self._until:
+                    self._round(size)
+        times = self._times
         whole = [(sum(times[small][n]), sum(times[large][n])) for n in range(len(self._chain))]
         sample = [
             max((b - a) / (large - small), b / large / 10) if large > small else b / large
@@ -222,8 +219,22 @@ class LayerTimer:
         )
         return facts, self._kept, self._outputs
 
-    def _round(self, size: int) -> list[tuple[float, float]]:
-        """Return the seconds of each layer's forward and backward."""
+    def _grow(self, memory: float) -> None:
+        """Time larger and larger micro-batches, up to an equal share, while there is time."""
+        size, long_sec = self._smallest, (self._until - time.perf_counter()) / _ROUNDS / 4
+        while True:
+            began = time.perf_counter()
+            self._round(size)
+            is_long = time.perf_counter() - began > long_sec
+            larger = min(_LARGER * size, self._most)
+            if larger == size or (is_long and len(self._times) > 1):
+                return
+            if larger * max(self._kept) > _PART_OF_MEMORY * memory:
+                return
+            size = larger
+
+    def _round(self, size: int) -> None:
+        """Time each layer's forward and backward; the shortest times count."""
         enter_phase("the benchmark")
         task, found = self._task, []
         batch = self._computation.place(self._data[list(range(size))])
@@ -242,7 +253,10 @@ class LayerTimer:
             call, carried = None, carried if is_last else _as_received(carried)
             self._outputs[number] = sum(t.nbytes for t in _tensors(carried)) / size
             self._kept[number] /= size
-        return found
+        known = self._times.get(size, found)
+        self._times[size] = [
+            (min(a[0], b[0]), min(a[1], b[1])) for a, b in zip(known, found, strict=True)
+        ]
 
     def _time(
         self, layer: nn.Module, call: Call | None, carried: Any, batch: Any, number: int
