@@ -152,16 +152,12 @@ class Prediction:
     """What a layout takes, or why it cannot be."""
 
     layout: str
-    step_sec: float = math.inf
+    step_sec: float | None = None
+    """None: it is impossible."""
     bytes_by_rank: tuple[int, ...] = ()
     """Of each rank's memory, at least: with the smallest micro-batches."""
     why: str = ""
     """Why it is impossible; or what there is to know about it."""
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether it fits."""
-        return math.isfinite(self.step_sec)
 
 
 def predict_layouts(job: LayoutJob) -> list[Prediction]:
@@ -174,9 +170,8 @@ def choose(predictions: Sequence[Prediction]) -> Prediction | None:
 
     The first is the simplest: in replicate, each rank can continue without any other.
     """
-    possible = [each for each in predictions if each.is_possible]
-    least = min((each.step_sec for each in possible), default=0.0)
-    return next((each for each in possible if each.step_sec <= _AS_FAST * least), None)
+    least = min((each.step_sec for each in predictions if each.step_sec), default=0.0)
+    return next((p for p in predictions if p.step_sec and p.step_sec <= _AS_FAST * least), None)
 
 
 def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
@@ -187,7 +182,7 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
         memory = " to ".join(
             f"{size:,}" for size in dict.fromkeys([sizes[0], sizes[-1]] if sizes else [])
         )
-        seconds = f"{1e3 * each.step_sec:,.1f}" if each.is_possible else "-"
+        seconds = f"{1e3 * each.step_sec:,.1f}" if each.step_sec else "-"
         rows.append([each.layout, seconds, memory or "-", each.why])
     return rows
 

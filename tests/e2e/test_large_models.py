@@ -1,7 +1,6 @@
 """Layout shard trains what fits no rank, continues on other ranks, and after a loss."""
 
 import json
-import math
 import re
 
 import pytest
@@ -89,13 +88,12 @@ def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
     assert re.search(r"replicate \| +- \|.*needs \d+ MB on rank \d, which has \d+ MB", ended.out)
     found = json.loads((tmp_path / "run/layouts.json").read_text())
     predicted = {each["layout"]: each["step_sec"] for each in found["layouts"]}
-    assert predicted["replicate"] == math.inf
-    assert found["chosen"] == min(predicted, key=lambda layout: predicted[layout])
+    assert predicted.pop("replicate") is None
+    assert predicted[found["chosen"]] == min(filter(None, predicted.values()))
     assert f"layout {found['chosen']}: the fastest that fits" in ended.out
-    assert json.loads((tmp_path / "run/config.json").read_text())["layout"] == found["chosen"]
     assert json.loads((tmp_path / "run/summary.json").read_text())["finished"]
 
-    small = "0:90MB,1:90MB,2:90MB"
+    small = "0:290MB,1:290MB,2:290MB"
     ended = train(tmp_path, 3, *auto, "--emulate-memory", small, "--run-dir", "none", code=2)
     assert "fits the ranks' memory in no layout (replicate: needs" in ended.err
     assert "Traceback" not in ended.text

@@ -39,7 +39,7 @@ def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
 
 
 def possible(job):
-    return [each.layout for each in predict_layouts(job) if each.is_possible]
+    return [each.layout for each in predict_layouts(job) if each.step_sec]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_fits(memory, expected):
 
 def test_parameters_are_in_parts_where_they_do_not_fit_whole():
     whole, parted = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
-    assert whole.is_possible
+    assert whole.step_sec
     assert whole.why == ""
     assert parted.why == "parameters in parts, too"
 
