@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+import kaitian_mpi
 from kaitian_mpi import Task, Training
 
 
@@ -61,6 +62,8 @@ def chain(width: int = 1024, layers: int = 57):
 def main():
     """Train; a rank dies after the step that is given, the first time."""
     layout, dies, last = sys.argv[3:] if len(sys.argv) > 3 else ("shard", "2", "10")
+    if layout == "pipeline":  # of three stages
+        kaitian_mpi.init(emulate_kinds="gpu,mlu,npu")
     task = partial(build if layout == "shard" else chain, 32, 3 if layout == "shard" else 6)
     with Training(
         task, layout=layout, run_dir="run", global_batch_size=24, max_steps=int(last), epochs=9,

@@ -77,7 +77,8 @@ def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies):
     command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script)
     ended = run_alone(*command, "5", "", "pipeline", dies, "10", cwd=tmp_path)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert "2 ranks continue" in ended.text
+    assert "continuing from step 4" in ended.text
+    assert len(summary["pipeline"]["stages"]) == 2
     assert summary["finished"]
     assert summary["steps"] == 10
 
