@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import suppress
 
 import loops
 import pytest
@@ -265,11 +266,14 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "matrices", "two"])
 @pytest.mark.parametrize("mirrors", [True, False])
-def test_mirrors_have_what_a_lost_rank_had(world, make_run, optimizer, mirrors):
-    """The last rank forgets its part; so it has to come from the others."""
+def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimizer, mirrors):
+    """The last rank forgets its part; so it has to come from the others.
+
+    With mirrors, another rank is then interrupted amid the move, of which the others are done.
+    """
     if world.size == 1:
         return
-    memory = [2, 1, 1][: world.size]
+    memory, hosts = [2, 1, 1][: world.size], "abc"[: world.size]
     task, run = make_run(optimizer, 0.5, memory=memory, mirrors=mirrors)
     initial = copy.deepcopy(task.model)
     taken = []
@@ -289,7 +293,17 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, optimizer, mirrors):
     if not mirrors:
         run.loader.close()
         return
-    shards.assign(world, with_mirrors([1, 2, 2][: world.size], "abc"[: world.size]))
+
+    def move_and_fail(*args, move=shards._move_values):
+        move(*args)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched, suppress(ZeroDivisionError):
+        if world.rank == 0:
+            patched.setattr(shards, "_move_values", move_and_fail)
+        shards.assign(world, with_mirrors([1, 2, 2][: world.size], hosts))
+    assert shards.is_complete(world.comm)
+    shards.assign(world, with_mirrors([3, 2, 2][: world.size], hosts))
     run.make_loop()
     for _ in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))

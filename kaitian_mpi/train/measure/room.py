@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from torch.optim import SGD
@@ -21,6 +22,7 @@ _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # What mirrors may take of a rank's room, with what it owns; the rest is for activations. On a host
 # also for moving the state after a loss: the new parts are there before the old ones are freed.
 _MOST, _MOST_ON_HOST = 0.75, 0.4
+_ALIKE = 0.95  # of another rank's room is as much as that
 
 
 class Room(NamedTuple):
@@ -41,7 +43,9 @@ class Room(NamedTuple):
         Raises:
             AgreedError: it does not fit, on all ranks.
         """
-        rooms = [self.by_place[info.place] for info in world.infos]
+        given = sorted(rooms := [self.by_place[info.place] for info in world.infos])
+        # Equal devices get equal parts, which libraries exchange faster, in few pairs.
+        rooms = [given[bisect_left(given, _ALIKE * room)] for room in rooms]
         if sum(rooms) < self.needed:
             has = ", ".join(f"{each / 1e6:.0f}" for each in rooms)
             raise AgreedError(
