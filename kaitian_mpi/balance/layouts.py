@@ -6,10 +6,9 @@ See docs/large-models.md for what the layouts are.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +69,11 @@ class LayoutJob:
     def memory(self) -> np.ndarray:
         """The bytes that each rank has."""
         return np.array([rank.memory_bytes for rank in self.ranks])
+
+    @property
+    def update_sec_per_byte(self) -> np.ndarray:
+        """The optimizer's seconds for each byte of parameters, by rank."""
+        return np.array([rank.update_sec_per_byte for rank in self.ranks])
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -188,18 +192,14 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 
 def _replicate(job: LayoutJob) -> Prediction:
-    fixed = float(job.parameter_bytes + job.state_bytes)
-    found = _divide(job, REPLICATE, np.full(len(job.ranks), fixed))
+    fixed = np.full(len(job.ranks), float(job.parameter_bytes + job.state_bytes))
+    found = _divide(job, REPLICATE, fixed, job.update_sec_per_byte * job.trained_bytes)
     if isinstance(found, Prediction):
         return found
-    table, shares, needed = found
-    update = np.array([rank.update_sec_per_byte for rank in job.ranks]) * job.trained_bytes
-    seconds = table.seconds(shares) + update
-    slowest = int(seconds.argmax())
-    rounds = math.ceil(shares[slowest] / table.largest_micro_batch[slowest])
-    computing = float(table.seconds(shares).max())
-    exposed = exposed_seconds(computing, ddp_buckets(job.trained_bytes), job.allreduce_cost, rounds)
-    return Prediction(REPLICATE, float(seconds[slowest]) + exposed, needed)
+    exposed = exposed_seconds(
+        found.computing, ddp_buckets(job.trained_bytes), job.allreduce_cost, found.rounds
+    )
+    return Prediction(REPLICATE, found.seconds + exposed, found.needed)
 
 
 def _shard(job: LayoutJob) -> Prediction:
@@ -217,25 +217,21 @@ def _shard(job: LayoutJob) -> Prediction:
         needed = owned_bytes + len(job.ranks) * (fixed + least)
         why = f"needs {_mb(needed)} in all, and the ranks have {_mb(job.memory.sum())}"
         return Prediction(SHARD, why=why)
-    shares_of_state = room / room.sum()
-    found = _divide(job, SHARD, fixed + shares_of_state * owned_bytes)
+    part = room / room.sum()
+    update = job.update_sec_per_byte * job.trained_bytes * part
+    found = _divide(job, SHARD, fixed + part * owned_bytes, update)
     if isinstance(found, Prediction):
         return found
-    table, shares, needed_by_rank = found
-    in_parts = whole != job.parameter_bytes
-    rounds = int(np.ceil(shares / table.largest_micro_batch).max())
-    computing = float(table.seconds(shares).max())
+    in_parts, rounds = whole != job.parameter_bytes, found.rounds
+    of_round = found.computing / rounds
     sizes = _buckets(job.trained_bytes, bucket)
-    step = rounds * exposed_seconds(computing / rounds, sizes, job.scatter_cost) + computing
+    step = found.seconds + rounds * exposed_seconds(of_round, sizes, job.scatter_cost)
     gathered = sum(map(job.gather_cost.seconds, _buckets(job.parameter_bytes, bucket)))
     if in_parts:  # for each forward and each backward
         step += 2 * rounds * gathered
     else:
-        step += max(0.0, gathered - _FORWARD * computing / rounds)
-    update = np.array([rank.update_sec_per_byte for rank in job.ranks]) * job.trained_bytes
-    step += float((update * shares_of_state).max())
-    why = "parameters in parts, too" if in_parts else ""
-    return Prediction(SHARD, step, needed_by_rank, why)
+        step += max(0.0, gathered - _FORWARD * of_round)
+    return Prediction(SHARD, step, found.needed, "parameters in parts, too" if in_parts else "")
 
 
 def _pipeline(job: LayoutJob) -> Prediction:
@@ -250,10 +246,23 @@ def _pipeline(job: LayoutJob) -> Prediction:
     )
 
 
+class _Division(NamedTuple):
+    """The fastest shares, and what they take."""
+
+    seconds: float
+    """Of the slowest rank, with its optimizer."""
+    computing: float
+    """Without."""
+    rounds: int
+    """The most micro-batches of a rank."""
+    needed: tuple[int, ...]
+    """Each rank's memory, at least."""
+
+
 def _divide(
-    job: LayoutJob, layout: str, fixed: np.ndarray
-) -> tuple[CostTable, np.ndarray, tuple[int, ...]] | Prediction:
-    """Return the costs with the memory's limits, the shares and what each rank needs at least."""
+    job: LayoutJob, layout: str, fixed: np.ndarray, update: np.ndarray
+) -> _Division | Prediction:
+    """Divide the global batch over ranks that have other bytes and seconds in each step, too."""
     ranks, least = len(job.ranks), job.min_batch * job.kept_bytes
     if job.global_batch < job.min_batch * ranks:
         why = f"a global batch of {job.global_batch} is too small for {ranks} ranks"
@@ -267,9 +276,13 @@ def _divide(
     table = CostTable.of([rank.cost for rank in job.ranks])
     room = np.floor((job.memory - fixed) / max(job.kept_bytes, 1.0))
     table = replace(table, largest_micro_batch=np.maximum(room, job.min_batch))
-    ones = np.ones(ranks, int)
-    samples, fewer = split_cohorts(table, ones, job.global_batch, job.min_batch)
-    return table, samples - fewer, tuple(map(int, needed))
+    whole = replace(table, alpha_sec=table.alpha_sec + update)
+    samples, fewer = split_cohorts(whole, np.ones(ranks, int), job.global_batch, job.min_batch)
+    shares = samples - fewer
+    computing = table.seconds(shares)
+    rounds = int(np.ceil(shares / table.largest_micro_batch).max())
+    seconds = float((computing + update).max())
+    return _Division(seconds, float(computing.max()), rounds, tuple(map(int, needed)))
 
 
 def _buckets(total: int, bucket: int) -> list[int]:
