@@ -192,6 +192,7 @@ class LayerTimer:
         on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         start = on_host if device.is_host else 0
         used = max(0, device.memory_peak_bytes(index) - start)
+        update_sec = self._update_sec(optimizers)  # first: what it frees, the layers use again
         with borrowed(model):
             self._grow(memory_limit(self._world))
             small, large = min(self._times), max(self._times)
@@ -212,7 +213,7 @@ class LayerTimer:
             tuple(fixed),
             tuple(sample),
             forward,
-            self._update_sec(optimizers),
+            update_sec,
             float(used),
             float(used + start),
             self._world.info.node,
