@@ -71,7 +71,11 @@ def main():
         emulate_memory=sys.argv[2] if len(sys.argv) > 2 else "",
     ) as training:  # fmt: skip
         for step in training:
-            if training.world.info.world_rank == int(dies) and step.number == int(sys.argv[1]):
+            mortal = int(dies)
+            if layout == "pipeline":  # the first rank of the first stage, or of the last
+                mortal = training.summary.pipeline["stages"][mortal]["ranks"][0]
+            is_mortal = training.world.size == 3 and training.world.info.world_rank == mortal
+            if is_mortal and step.number == int(sys.argv[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
