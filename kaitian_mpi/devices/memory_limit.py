@@ -15,10 +15,12 @@ from kaitian_mpi.devices.emulation import MEMORY_FLAG
 from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
 
+_USUAL_STACK = 8 << 20
+_LINES = re.MULTILINE | re.DOTALL
 _UNITS = {"MB": 10**6, "GB": 10**9}
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
 _CLEAR = Path("/proc/self/clear_refs")
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 16
 
 
 class LimitedDevice:
@@ -26,8 +28,9 @@ class LimitedDevice:
 
     The operating system enforces it (RLIMIT_DATA), for torch, Python and MPI alike: torch raises
     its own error, and Python a MemoryError. All that the process has allocated counts, also what
-    was freed and is kept; what it has mapped of files does not. Large blocks are given back when
-    they are freed, as on a device: so what is kept has no gaps that nothing fits in.
+    was freed and is kept; what it has mapped of files does not, nor do the stacks of threads. Large
+    blocks are given back when they are freed, as on a device: so what is kept has no gaps that
+    nothing fits in.
     """
 
     _limit = 0  # bytes that this process may allocate
@@ -58,6 +61,7 @@ class LimitedDevice:
     def restart_memory_peak(self, index: int) -> None:
         with suppress(OSError):  # of a kernel that does not let a process do so
             _CLEAR.write_text("5")
+        _set_limit()  # there may be more threads
 
     def memory_peak_bytes(self, index: int) -> int:
         peak = _resident() - LimitedDevice._resident_at_start
@@ -112,14 +116,28 @@ def unlimited() -> Iterator[None]:
 
 def _set_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (LimitedDevice._limit + _mapped(), hard))
+    # With one thread more than there are now: the one that communicates starts later.
+    limit = LimitedDevice._limit + _mapped() + _stacks(_sizes()[1] + 1)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _allocated() -> int:
-    """Return the bytes that this process can write to, and shares with none, besides files."""
-    found = re.search(r"^VmData:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    """Return the bytes that this process has, without files and the stacks of threads."""
+    data, threads = _sizes()
+    return data - _mapped() - _stacks(threads)
+
+
+def _sizes() -> tuple[int, int]:
+    """Return the bytes that this process can write to and shares with none, and its threads."""
+    found = re.search(r"^VmData:\s+(\d+) kB.*^Threads:\s+(\d+)", _STATUS.read_text(), _LINES)
     assert found is not None
-    return (int(found[1]) << 10) - _mapped()
+    return int(found[1]) << 10, int(found[2])
+
+
+def _stacks(threads: int) -> int:
+    """Return the bytes of the stacks of so many threads, besides the main one."""
+    size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return (threads - 1) * (_USUAL_STACK if size == resource.RLIM_INFINITY else size)
 
 
 def _resident() -> int:

@@ -1,4 +1,4 @@
-"""Parameters whose new values are still on their way: whatever uses one first waits for them.
+"""Parameters whose values are not here, or not yet: whatever uses one first brings them.
 
 No module is wrapped and no use is foreseen. Such a parameter has a class of its own, whose
 `__torch_function__` waits before any function of torch that needs the values, whoever calls it.
@@ -7,7 +7,7 @@ No module is wrapped and no use is foreseen. Such a parameter has a class of its
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,20 +27,21 @@ _ABOUT = {
 class Late(nn.Parameter):
     """A parameter whose values may not be used before `arrive`, which a subclass sets."""
 
-    arrive: Callable[[nn.Parameter], None]
-    """Makes the parameter a plain one again, with its values."""
+    arrive: Callable[[Sequence[nn.Parameter]], None]
+    """Makes parameters plain ones again, with their values: all that one function uses."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_about(func):
-            for each in late_in((args, kwargs)):
-                type(each).arrive(each)
+            used = [*late_in((args, kwargs))]
+            for kind in dict.fromkeys(type(each) for each in used):
+                kind.arrive([each for each in used if type(each) is kind])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        type(self).arrive(self)
+        type(self).arrive([self])
         return self.__deepcopy__(memo)  # of the plain one
 
 

@@ -21,12 +21,14 @@ from torch import nn
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition, sum_on_host
 from kaitian_mpi.distributed.late_values import Late, is_compiling
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError
 
 BUCKET_CAPS = (1 << 20, 8 << 20)  # small, because memory is short where this is used
+_MIN_CAP = 1 << 20
 _IN_FLIGHT = (
     2  # buckets that are summed at once; backward waits for more, so that memory is bounded
 )
@@ -69,17 +71,28 @@ class ShardBucket:
     """The parts of some parameters of one dtype and device, in the order of their owners."""
 
     def __init__(
-        self, parameters: Mapping[int, nn.Parameter], parts: Sequence[Part], size: int, rank: int
+        self,
+        parameters: Mapping[int, nn.Parameter],
+        parts: Sequence[Part],
+        size: int,
+        rank: int,
+        is_parted: bool = False,
     ) -> None:
-        """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part."""
+        """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part.
+
+        If `is_parted`, only the owners have the parameters' values, which are contiguous.
+        """
         self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
         self.parameters = [*parameters.values()]
         self._parameters = [parameters[part.parameter] for part in self.parts]
         self._like = next(iter(parameters.values())).detach()
-        sizes = [
-            _rows(p, part).numel() for p, part in zip(self._parameters, self.parts, strict=True)
-        ]
+        pairs = zip(self._parameters, self.parts, strict=True)
+        rows = [torch.empty_like(_rows(*pair), device="meta") for pair in pairs]
+        rows = [each.contiguous() if is_parted else each for each in rows]
+        sizes = [each.numel() for each in rows]
         self._starts = [0, *itertools.accumulate(sizes)]
+        layouts = zip(rows, self._starts, strict=False)
+        self._layouts = [(each.shape, each.stride(), start) for each, start in layouts]
         self.counts, self.rank = [0] * size, rank
         self.mirrors, self.mirrored = [0] * size, [0] * size
         """Elements of this rank's parts by mirror, and of those that it mirrors by owner."""
@@ -97,23 +110,22 @@ class ShardBucket:
         """The same two by part, in the parameters' layout."""
         for buffer, has in ((self.own, "owner"), (self.copy, "mirror")):
             start = 0
-            for part, parameter, count in zip(self.parts, self._parameters, sizes, strict=True):
+            for part, layout in zip(self.parts, rows, strict=True):
                 if getattr(part, has) == rank:
-                    self.gradients[part] = self._view(buffer, start, parameter, part)
-                    start += count
+                    shape, stride = layout.shape, layout.stride()
+                    self.gradients[part] = buffer.as_strided(shape, stride, start)
+                    start += layout.numel()
         only = self._parameters[0]
-        self.is_whole = len(parameters) == 1 and only.is_contiguous()
+        self.is_whole = len(parameters) == 1 and (is_parted or only.is_contiguous())
+        """Whether a gradient or a parameter has the memory of the bucket."""
+        self.is_parted = is_parted
 
-    def _placed(self) -> Any:
-        return zip(self.parts, self._parameters, self._starts, strict=False)
-
-    @staticmethod
-    def _view(
-        buffer: torch.Tensor, start: int, parameter: nn.Parameter, part: Part
-    ) -> torch.Tensor:
-        rows = _rows(parameter, part)
-        strides = torch.empty_like(rows, device="meta").stride()
-        return buffer.as_strided(rows.shape, strides, start)
+    def _placed(self, buffer: torch.Tensor) -> Any:
+        """Yield each part, its parameter, and its place in a buffer, in the parameter's layout."""
+        for part, parameter, layout in zip(
+            self.parts, self._parameters, self._layouts, strict=True
+        ):
+            yield part, parameter, buffer.as_strided(*layout)
 
     @property
     def length(self) -> int:
@@ -131,8 +143,7 @@ class ShardBucket:
         buffer = spares.take(self._like, self.length)
         if not weight:
             return buffer.zero_()
-        for (part, parameter, start), gradient in zip(self._placed(), gradients, strict=True):
-            view = self._view(buffer, start, parameter, part)
+        for (part, _, view), gradient in zip(self._placed(buffer), gradients, strict=True):
             if gradient is None:
                 view.zero_()
             else:
@@ -145,9 +156,9 @@ class ShardBucket:
         if self.is_whole:
             return self._parameters[0].detach().view(-1)
         buffer = spares.take(self._like, self.length)
-        for part, parameter, start in self._placed():
+        for part, parameter, view in self._placed(buffer):
             if part.owner == self.rank:
-                self._view(buffer, start, parameter, part).copy_(_rows(parameter, part))
+                view.copy_(_rows(parameter, part))
         return buffer
 
     @torch.no_grad()
@@ -155,9 +166,9 @@ class ShardBucket:
         """Set the other ranks' parts of the parameters."""
         if self.is_whole:
             return
-        for part, parameter, start in self._placed():
+        for part, parameter, view in self._placed(buffer):
             if part.owner != self.rank:
-                _rows(parameter, part).copy_(self._view(buffer, start, parameter, part))
+                _rows(parameter, part).copy_(view)
 
     def settle(self) -> None:
         """Make late parameters plain ones again."""
@@ -207,6 +218,7 @@ class ShardReducer(GradientReducer):
         bucket_caps: tuple[int, int] = BUCKET_CAPS,
         residuals: Any = None,
         overlaps: bool = True,
+        gathering: Gathering | None = None,
     ) -> None:
         """Watch a model's parameters. Not collective.
 
@@ -221,12 +233,13 @@ class ShardReducer(GradientReducer):
             residuals: for the signature of `GradientReducer`; all is exact here.
             overlaps: whether values may arrive after `share_values`, which takes buffers for all
                 buckets; else it waits for them, and takes two.
+            gathering: of the parameters that are in parts; None if there are none.
         """
         self._numbers = {p: number for number, p in enumerate(model.parameters())}
         self._of: dict[int, list[Part]] = {}
         for part in parts:
             self._of.setdefault(part.parameter, []).append(part)
-        self._targets, self.waits = targets, waits
+        self._targets, self.waits, self._gathering = targets, waits, gathering
         self._flights: deque[Any] = deque()  # bucket, work, sum, whether it adds, ends; buffer
         self._mirroring: list[Any] = []
         self.rounds, self._round = 1, 0
@@ -239,7 +252,10 @@ class ShardReducer(GradientReducer):
         self._sharing: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
         self._arriving = threading.RLock()
         self._late: type[nn.Parameter] = type("Late", (Late,), {"arrive": self.arrive})
-        super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
+        if gathering is not None:
+            bucket_caps = _MIN_CAP, bucket_cap(max(p.nbytes for p in model.parameters()))
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
+            super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
 
     @property
     def number(self) -> torch.Tensor:
@@ -252,19 +268,20 @@ class ShardReducer(GradientReducer):
     ) -> None:
         """Let the next backward add to the owners' sums; it is one of the step's `rounds`."""
         if self._is_armed and self._is_backward_done and self._round + 1 < self.rounds:
-            self._end_round()
+            self.end_round()
         super().arm(weight, number)
 
     def finish(self) -> None:
         """Complete the sums of all rounds; `grad` of each target then holds its own. Collective."""
-        if not self._is_armed:
+        if not (self._is_armed or self._round):
             raise RuntimeError("finish() without arm()")
         try:
             self._arrive(0)  # what no rank has used
-            self._end_round()
+            if self._is_armed:
+                self.end_round()
             while self._round < self.rounds:
                 self._filled, self._weight = 0, None
-                self._end_round()
+                self.end_round()
             self._land(0)
             for work in self._mirroring:
                 work.wait()
@@ -275,6 +292,8 @@ class ShardReducer(GradientReducer):
     def reset(self) -> None:
         super().reset()
         self._round = 0
+        if self._gathering is not None:
+            self._gathering.reset()
         self._flights.clear()  # what is being summed keeps its buffers
         self._mirroring.clear()
 
@@ -296,6 +315,8 @@ class ShardReducer(GradientReducer):
         is_late = self._overlaps and not is_compiling()
         most = len(self._buckets) if is_late else _IN_FLIGHT - 1
         for bucket in reversed(self._buckets):
+            if bucket.is_parted:
+                continue
             buffer = bucket.values(self._spares)
             pieces = bucket.split(buffer)
             own = pieces[bucket.rank]
@@ -308,13 +329,14 @@ class ShardReducer(GradientReducer):
         if not is_late:
             self._arrive(0)
 
-    def arrive(self, parameter: nn.Parameter) -> None:
-        """Wait for the values of a parameter, in a step or between two. Not collective."""
+    def arrive(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Wait for the values of parameters, in a step or between two. Not collective."""
         with self._arriving, torch._C.DisableTorchFunctionSubclass():
-            with self.waits("the owners' values"):
-                while type(parameter) is self._late and self._sharing:
-                    self._arrive(len(self._sharing) - 1)
-            parameter.__class__ = nn.Parameter
+            for parameter in parameters:
+                with self.waits("the owners' values"):
+                    while type(parameter) is self._late and self._sharing:
+                        self._arrive(len(self._sharing) - 1)
+                parameter.__class__ = nn.Parameter
 
     def close(self) -> None:
         for bucket, *_ in self._sharing:
@@ -349,9 +371,15 @@ class ShardReducer(GradientReducer):
         for part in partition(self._parameters, caps):
             large = [i for i in part if self._parameters[i].nbytes >= caps[1]]
             found += [[index] for index in large]
-            if small := [index for index in part if index not in large]:
-                found.append(small)
+            small = [index for index in part if index not in large]
+            parted = [index for index in small if self._is_parted(index)]
+            whole = [index for index in small if index not in parted]
+            found += filter(None, (parted, whole))
         return found
+
+    def _is_parted(self, index: int) -> bool:
+        number = self._numbers[self._parameters[index]]
+        return self._gathering is not None and number in self._gathering.numbers
 
     def _build(self) -> None:
         group: Any = self._group or dist.group.WORLD
@@ -360,12 +388,18 @@ class ShardReducer(GradientReducer):
         for indices in self._parts:
             numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
             parts = [part for number in numbers for part in self._of[number]]
-            self._buckets.append(ShardBucket(numbers, parts, group.size(), group.rank()))
+            ranks, is_parted = (group.size(), group.rank()), self._is_parted(indices[0])
+            self._buckets.append(ShardBucket(numbers, parts, *ranks, is_parted))
         self._spares.prepare(self._buckets)
         self._used: list[float] = []
         self._carrier = None
 
     def _fill_next(self) -> None:
+        if self._gathering is not None:
+            self._gathering.next_bucket()
+        self._sum_next()
+
+    def _sum_next(self) -> None:
         """Fill a bucket, and start its sum."""
         self._land(_IN_FLIGHT - 1)
         number, bucket = self._filled, self._buckets[self._filled]
@@ -411,10 +445,15 @@ class ShardReducer(GradientReducer):
         work = dist.all_to_all(arriving, pieces, group=self._group, async_op=True)
         self._mirroring.append(work)
 
-    def _end_round(self) -> None:
+    def end_round(self) -> None:
+        """Complete an armed backward; at the latest, the next one does. Collective."""
         with self._lock:
+            if self._gathering is not None:
+                self._gathering.complete(self._sum_next)
             while self._filled < len(self._buckets):
                 self._fill_next()
+            if self._gathering is not None:
+                self._gathering.end_round()
         if self._number is not None and self._weight:
             self._own_number += float(self._number) * float(self._weight)  # type: ignore[arg-type]
         self._round += 1
@@ -438,6 +477,11 @@ class ShardReducer(GradientReducer):
             for part, gradient in bucket.gradients.items():
                 is_used = counts[part.parameter] > 0
                 self._targets[part].grad = gradient if is_used else None
+
+
+def bucket_cap(largest: int) -> int:
+    """Return the bytes at which a bucket is full, with parameters in parts of at most so many."""
+    return min(BUCKET_CAPS[1], max(_MIN_CAP, largest))
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -229,6 +229,13 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         print_rank_0(world, text)
     what = {"batch_sizes": plan.batch_sizes, "reason": reason}
     record_plan(world, run.setup.folder, run.sinks, step, text, what)
+    planned = None
+    if run.room is not None:
+        device, index = world.device_kind, world.device_index
+        device.release_cached_memory()
+        device.restart_memory_peak(index)
+        run.peak_bytes = 0
+        planned = _planned_memory(run, world, plan)
     groups: dict[str, list[int]] = {}
     for info in world.infos:
         groups.setdefault(info.kind, []).append(info.world_rank)
@@ -245,9 +252,24 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         global_batch_size=sum(plan.batch_sizes),
         batch_sizes=plan.batch_sizes,
         scores=plan.scores,
+        planned_memory_mb=planned,
         parameters=sum(p.numel() for p in run.state.model.parameters()),
         torch_version=world.info.torch_version,
     )
+
+
+def _planned_memory(run: Run, world: World, plan: Plan) -> list[float] | None:
+    """Return how many MB each rank is to use at most; None without a benchmark."""
+    measured = run.profiles.measured
+    planned = []
+    for info, share in zip(world.infos, plan.batch_sizes, strict=True):
+        if info.place not in measured:
+            return None
+        result = measured[info.place]
+        batch = min(share, result.largest_micro_batch or share)
+        total = result.memory_bytes + result.memory_bytes_per_sample * batch
+        planned.append(round(total / 1e6, 1))
+    return planned
 
 
 def _report_first_start(run: Run, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ def evaluate(
     shares: Sequence[float],
     micro_batch_size: int | None,
     limit: StepLimit,
+    forwards: AbstractContextManager[Any] | None = None,
 ) -> dict[str, float]:
     """Return the means of the metrics over all samples of `data`, by name. Collective.
 
-    They are the same on every rank. `shares` are the proportions of the ranks' work, and `limit`
-    the watchdog's for a batch.
+    They are the same on every rank. `shares` are the proportions of the ranks' work, `limit` is the
+    watchdog's for a batch, and `forwards` the context in which to compute.
     """
     limit.apply()
     model = task.model
@@ -42,15 +44,16 @@ def evaluate(
     totals: dict[str, list[float]] = {}
     batch_size = min(MAX_BATCH, micro_batch_size or MAX_BATCH)
     reader = Reader(data)
-    for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
-        batch = reader.read(indices)
-        began = time.perf_counter()
-        enter_phase("evaluation")
-        for name, (value, count) in _measure(task, batch, computation, indices).items():
-            total = totals.setdefault(name, [0.0, 0.0])
-            total[0] += value
-            total[1] += count
-        limit.observe(time.perf_counter() - began)
+    with forwards or nullcontext():
+        for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
+            batch = reader.read(indices)
+            began = time.perf_counter()
+            enter_phase("evaluation")
+            for name, (value, count) in _measure(task, batch, computation, indices).items():
+                total = totals.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += count
+            limit.observe(time.perf_counter() - began)
     model.train(modes[0][1])
     for module, was_training in modes:  # some may be kept from training, such as batch norm
         module.training = was_training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,8 @@ from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress
 from kaitian_mpi.train.task import Task, aside
 
 if TYPE_CHECKING:
+    from kaitian_mpi.distributed.gathering import Gathering
+    from kaitian_mpi.distributed.parted import PartedModel
     from kaitian_mpi.train.shards import Shards
 
 _SAMPLES_OF_STATISTICS = 256
@@ -79,6 +82,7 @@ class Loop:
         )
         self._apply: Callable[[Task, State, bool, int], None] = apply_step
         self._micro_batches: list[int | None] | None = None
+        self._gathering: Gathering | None = None
         if state.shards is not None:
             self._use_shards(state.shards)
         self._gradients = self._make_reducer()
@@ -111,10 +115,15 @@ class Loop:
         """Sum gradients to their owners, who apply them."""
         from kaitian_mpi.train.sharded_step import apply_step as apply_to_shards
 
-        step = self._step
-        self._make_reducer = partial(
-            shards.reducer, self.state.model, on_bucket=step.bucket_ready, waits=step.waits
-        )
+        step, parted = self._step, self.state.parted
+
+        def make_reducer() -> GradientReducer:
+            options = {"on_bucket": step.bucket_ready, "waits": step.waits}
+            if parted is not None:
+                self._gathering = shards.gathering(parted, self.world, step.waits)
+            return shards.reducer(self.state.model, gathering=self._gathering, **options)
+
+        self._make_reducer = make_reducer
         self._apply = lambda *args: apply_to_shards(cast("Any", self._gradients), *args)
         self._micro_batches = gather_values(self.world.comm, self.plan.micro_batch_size)
 
@@ -137,6 +146,8 @@ class Loop:
     def close(self, together: bool = True) -> None:
         """Stop training on these ranks; if not `together`, wait for none: one may be lost."""
         self._loading = None
+        if self._gathering is not None:
+            self._parted.end()
         if together:
             self._gradients.check_values()
         self._gradients.close()
@@ -313,12 +324,16 @@ class Loop:
         """Undo what was begun of a step; its samples are repeated. Not collective."""
         self._loading = None
         self._gradients.reset()
+        if self._gathering is not None:
+            self._parted.end()
         self.state.restore()
 
     def place(self, part: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
         if part.samples and self.state.statistics.norms:
             self.state.statistics.before_batch(part.samples)
+        if self._gathering is not None:
+            self._parted.begin(self._gathering.bring)
         return self._computation.place(part.batch)
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
@@ -339,6 +354,9 @@ class Loop:
             scaled.backward()
         else:
             step.take_part_in_backward()
+        if self._gathering is not None:
+            self._parted.end()
+            cast("Any", self._gradients).end_round()
         if not is_last:
             if not self.weight(index):  # leave nothing but that there are gradients
                 for parameter in self.state.model.parameters():
@@ -397,11 +415,31 @@ class Loop:
                 *(self._task, self._setup.validation, self._computation, self.world),
                 self.sampler.batch_sizes,
                 *(self.plan.micro_batch_size, self._evaluation_limit),
+                self._forwards(),
             )
         self._limit.apply()
         self._commit_unit()
         self._evaluated = means if self.progress.epoch_is_over else None
         return means
+
+    @contextmanager
+    def _forwards(self) -> Iterator[None]:
+        """Return the context of forwards only, of any number on each rank."""
+        if self._gathering is None:
+            yield
+            return
+        self._parted.begin(self._gathering.bring_any)
+        try:
+            yield
+        finally:
+            self._parted.end()
+        enter_phase("waiting for the other ranks' forwards", waits=True, limited=False)
+        self._gathering.end_any()
+
+    @property
+    def _parted(self) -> PartedModel:
+        assert self.state.parted is not None
+        return self.state.parted
 
     @torch.no_grad()
     def _recompute_statistics(self) -> None:
@@ -412,7 +450,7 @@ class Loop:
         self._set_epoch()
         count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
         shares = list(self.sampler.first_shares(count))
-        with aside(self._computation.device):
+        with aside(self._computation.device), self._forwards():
             self.state.statistics.before_step(0, sum(map(len, shares)), count)
             for indices in filter(None, shares):
                 enter_phase("getting a batch")

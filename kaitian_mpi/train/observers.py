@@ -175,8 +175,12 @@ class Metrics(StepObserver):
         print_rank_0(self._world, result_line(*where, means))
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
-        with run.state.whole(self._world, run.setup.path):
+        with run.saving(self._world), run.state.whole_weights(self._world, run.setup.path):
             run.setup.folder.save_model(run.state.weights() if run.owns_files else {})
+        peak = None
+        if run.room is not None:
+            used = gather_values(self._world.comm, run.peak_bytes)
+            peak = [round(each / 1e6, 1) for each in used]
         steps = max(1, self._all_steps)
         run.write_summary(
             relay=self._world.relay.describe() if run.summary.relay else None,
@@ -192,6 +196,7 @@ class Metrics(StepObserver):
             compute_time_sec=[seconds / steps for seconds in self._compute_sec],
             wait_time_sec=[seconds / steps for seconds in self._wait_sec],
             training_time_sec=progress.training_sec,
+            peak_memory_mb=peak,
             validation=dict(means) or None,
             val_loss=means.get("loss"),
             val_accuracy=means.get("accuracy"),

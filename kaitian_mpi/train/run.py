@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,9 +72,13 @@ class Run:
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
     room: Room | None = None
-    """The memory for gradients and optimizer state; None without `--layout shard`."""
+    """The memory for what ranks own; None without `--layout shard`."""
+    values: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+    """Of the parameters in parts, those that this rank has before it trains: see `Shards`."""
     facts: PipelineFacts | None = None
     """What stages are planned from; None without `--layout pipeline`."""
+    peak_bytes: int = 0
+    """The most memory that this rank's device was found to have used, besides for saving."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -115,6 +119,14 @@ class Run:
             self.failures(),
             self.setup.dataset_size,
         )
+
+    @contextmanager
+    def saving(self, world: World) -> Iterator[None]:
+        """Return the context of saving: what it maps of files is not the device's memory."""
+        device, index = world.device_kind, world.device_index
+        self.peak_bytes = max(self.peak_bytes, device.memory_peak_bytes(index))
+        yield
+        device.restart_memory_peak(index)
 
     def current_summary(self, **changes: Any) -> Summary:
         """Return the summary as of now, with some fields changed."""
@@ -189,6 +201,10 @@ def _choose_ranks(run: Run) -> None:
         from kaitian_mpi.train.measure.room import find_room
 
         run.room, reserved = on_all(find_room, setup, config)
+        if run.room.parted:
+            setup = run.setup = _part(run, world)
+        else:
+            setup.task.model.to(world.device)
     elif config.layout == "pipeline" and run.facts is None:
         from kaitian_mpi.train.pipeline.measure import find_facts
 
@@ -213,6 +229,22 @@ def _choose_ranks(run: Run) -> None:
         excluded=[{"rank": info.world_rank, "reason": why} for info, why in excluded.items()],
         parity=agrees,
     )
+
+
+def _part(run: Run, world: World) -> Setup:
+    """Keep a part of the parameters, as this rank will own; return the setup with it."""
+    from kaitian_mpi.distributed.parted import PartedModel
+    from kaitian_mpi.train.shards import divide_parameters, steps_by_element
+
+    setup, room = run.setup, run.room
+    assert room is not None
+    parted = PartedModel(setup.task.model, room.parted, world.device)
+    parameters, (pairs, _) = list(setup.task.model.parameters()), room.owners(run.config, world)
+    by_rows = steps_by_element(setup.task.make_optimizers(setup.task.model))
+    parts = divide_parameters(parameters, range(len(parameters)), room.parted, pairs, by_rows)
+    own = [part for part in parts if world.rank in (part.owner, part.mirror)]
+    run.values = parted.keep([(part.parameter, part.begin, part.end) for part in own])
+    return replace(setup, parted=parted)
 
 
 def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | None:
@@ -275,7 +307,9 @@ def make_state(run: Run, world: World) -> State:
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
         is_pipeline = config.layout == "pipeline"
-        state = State(setup.task, computation, total_steps, config.wire, moves=not is_pipeline)
+        moves = not is_pipeline and setup.parted is None
+        state = State(setup.task, computation, total_steps, config.wire, moves=moves)
+        state.parted = setup.parted
         if is_pipeline:
             from kaitian_mpi.train.pipeline.stages import use_stages
 
@@ -283,7 +317,8 @@ def make_state(run: Run, world: World) -> State:
         elif config.layout == "shard":
             from kaitian_mpi.train.sharded_step import use_shards
 
-            use_shards(state, setup.task)
+            use_shards(state, setup.task, run.values)
+            run.values = {}
         state.check_restorable()
     advice = "give every rank the same code and settings"
     check_same(world.comm, {"the optimizer": describe_optimizers(state.optimizers)}, advice)

@@ -139,7 +139,7 @@ class Saving(StepObserver):
         """Bring the results to disk, after `close`; without them the run is not finished."""
         run, world, fault = self._run, self._world, ""
         enter_phase("writing the last checkpoint", limited=False)
-        with self._saved_at_signals(), run.state.whole(world, run.setup.path):
+        with self._saved_at_signals(), run.state.whole_weights(world, run.setup.path):
             if world.rank == 0:
                 try:
                     self._write_results()
@@ -193,7 +193,8 @@ class Saving(StepObserver):
         self._requested = self._has_reported = False
         if self._checkpoints.on_disk is not None:
             enter_phase("saving a checkpoint", waits=True, limited=False)
-            self._checkpoints.save(self._world, self._run.state, self._metadata(), score)
+            with self._run.saving(self._world):
+                self._checkpoints.save(self._world, self._run.state, self._metadata(), score)
 
     def _snapshot(self, always: bool = False) -> None:
         """Save a snapshot in each host's memory, if it is due. Collective if the state is large.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.pipeline.gradients import StageGradients
-from kaitian_mpi.train.shards import Shards
+from kaitian_mpi.train.shards import Key, Shards
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
 
-def use_shards(state: State, task: Task) -> None:
+def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> None:
     """Lay a state out in shards, which have no owners yet. Not collective.
+
+    `values` are this rank's, of the parameters in parts.
 
     Raises:
         UserError: the task cannot be trained so.
@@ -22,7 +26,7 @@ def use_shards(state: State, task: Task) -> None:
         raise UserError(
             "--layout shard requires Task(clip_norm=...) to be a number: no rank has all gradients"
         )
-    state.shards = Shards(state.model, state.optimizers)
+    state.shards = Shards(state.model, state.optimizers, state.parted, values)
 
 
 def apply_step(

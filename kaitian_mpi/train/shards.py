@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Pair, Part, divide
 from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition
+from kaitian_mpi.distributed.parted import PartedModel
 from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -42,13 +44,15 @@ _BY_ELEMENT = {
 }
 _MIN_MAPPED_BYTES = 1 << 16
 _VALUE = "value"
+_STATE = 3  # bytes of a gradient and of an optimizer's state, about, for each of a value
 
 
 class OwnedValues(Protocol):
     """Where parameters are of which only the owners have the values."""
 
-    numbers: Collection[int]
-    """Of these parameters; the same on every rank."""
+    @property
+    def numbers(self) -> Collection[int]:
+        """Of these parameters; the same on every rank."""
 
     def place(self, number: int, values: torch.Tensor) -> nn.Parameter:
         """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
@@ -303,14 +307,21 @@ class Shards:
         self._reducer = ShardReducer(model, parts=self.parts, targets=self.targets, **options)
         return self._reducer
 
+    def gathering(self, model: PartedModel, world: World, waits: Any) -> Gathering:
+        """Return what brings the parameters of `model`, whose values are owned, from the owners."""
+        exchange = partial(gather_values, world.comm)
+        return Gathering(model, self.parts, self.targets, exchange, waits=waits)
+
     def zero_gradients(self) -> None:
         """Free the gradients of the parts."""
         for target in self.targets.values():
             target.grad = None
 
     @contextmanager
-    def collected(self, world: World, folder: Path | None) -> Iterator[None]:
-        """Have rank 0 return all of the state in the block. Collective.
+    def collected(
+        self, world: World, folder: Path | None, only_values: bool = False
+    ) -> Iterator[None]:
+        """Have rank 0 return all of the state in the block, or `only_values`. Collective.
 
         Its tensors are in files without a name in `folder`, so that they take no memory.
         """
@@ -319,7 +330,7 @@ class Shards:
             self._reducer.check_values()
         keep = partial(mapped, folder=folder)
         wanted = [(key, 0) for key in whole]
-        states = _move(world.comm, self._held(), wanted, keep)
+        states = _move(world.comm, {} if only_values else self._held(), wanted, keep)
         moved = self._move_values(world.comm, wanted, keep)
         self._collected_values = {key[0]: value for key, value in moved.items()}
         if world.rank == 0:
@@ -352,7 +363,12 @@ class Shards:
         """Return owned values as `_move` does; those that stay are not copied without `keep`."""
         held = {key: {_VALUE: value} for key, value in (self._loaded | self._values).items()}
         wanted = [(key, rank) for key, rank in wanted if key[0] in self.owned]
-        moved = _move(comm, held, wanted, keep or _kept)
+        of_file = {id(value) for value in self._loaded.values()}  # whose memory is a file's
+
+        def keep_own(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+            return _copied(rows) if id(rows[0]) in of_file else _kept(rows)
+
+        moved = _move(comm, held, wanted, keep or keep_own)
         return {key: state[_VALUE] for key, state in moved.items() if state}
 
     def _whole(self, number: int) -> Key:
@@ -372,13 +388,33 @@ class Shards:
 
     def divide(self, pairs: Sequence[Pair]) -> list[Part]:
         """Return the parts of all parameters by owners and mirrors. Not collective."""
-        counts = [
-            parameter.nbytes * (parameter.requires_grad and number in self._numbers)
-            for number, parameter in enumerate(self._parameters)
-        ]
-        order = [n for bucket in partition(self._parameters, BUCKET_CAPS) for n in bucket]
-        by_rows = all(type(each).__name__ in _BY_ELEMENT for each in self._optimizers)
-        return divide(counts, [*map(_rows, self._parameters)], pairs, order, by_rows)
+        by_rows = steps_by_element(self._optimizers)
+        return divide_parameters(self._parameters, self._numbers, self.owned, pairs, by_rows)
+
+
+def steps_by_element(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether optimizers can step some rows of a parameter as they would step all."""
+    return all(type(each).__name__ in _BY_ELEMENT for each in optimizers)
+
+
+def divide_parameters(
+    parameters: list[nn.Parameter],
+    stepped: Collection[int],
+    owned: Collection[int],
+    pairs: Sequence[Pair],
+    by_rows: bool,
+) -> list[Part]:
+    """Return the parts of a model's parameters by owners and mirrors.
+
+    Optimizers step those with a number in `stepped`; of those in `owned`, the values belong to the
+    parts. If not `by_rows`, only whole ones are owned.
+    """
+    counts = [
+        p.nbytes * (_STATE * (p.requires_grad and number in stepped) + (number in owned))
+        for number, p in enumerate(parameters)
+    ]
+    order = [n for bucket in partition(parameters, BUCKET_CAPS) for n in bucket]
+    return divide(counts, [*map(_rows, parameters)], pairs, order, by_rows)
 
 
 def _move(

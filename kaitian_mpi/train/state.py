@@ -31,6 +31,7 @@ from kaitian_mpi.train.state_transfer import (
 from kaitian_mpi.train.task import Computation, Task
 
 if TYPE_CHECKING:
+    from kaitian_mpi.distributed.parted import PartedModel
     from kaitian_mpi.train.shards import Shards
 
 _PARTS = {
@@ -67,6 +68,8 @@ class State:
         self._schedules = Schedules(task, self.optimizers, total_steps)
         self.shards: Shards | None = None
         """This rank's part of the optimizers' state; None if it has all of it."""
+        self.parted: PartedModel | None = None
+        """The model as one whose parameters are in parts; None if they are whole."""
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.residuals = Residuals(wire)
@@ -146,6 +149,13 @@ class State:
             for name, value in self.model_state().items()
             if isinstance(value, torch.Tensor)  # not a module's extra state
         }
+
+    @contextmanager
+    def whole_weights(self, world: World, folder: Path | None) -> Iterator[None]:
+        """Have rank 0 return the whole model's state in the block. Collective."""
+        shards = self.shards if self.shards is not None and self.shards.owned else None
+        with nullcontext() if shards is None else shards.collected(world, folder, True):
+            yield
 
     def replicas(self) -> list[torch.Tensor]:
         """Return the tensors that only steps change: the weights and the optimizers' state."""
@@ -256,8 +266,9 @@ class State:
         self.is_begun = False
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's `state_dict`, without the values that only owners have."""
-        state = plain(self.model.state_dict())
+        """Return the model's `state_dict`; of what only owners have, while that is collected."""
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
+            state = plain(self.model.state_dict())
         return state if self.shards is None else self.shards.with_values(state)
 
     def _optimizer_states(self) -> list[dict[str, Any]]:

@@ -56,6 +56,10 @@ class Summary:
     scores: list[float] | None = None
     """Each rank's score, time_min / time_i."""
     parameters: int | None = None
+    planned_memory_mb: list[float] | None = None
+    """What each rank's device was to use at most; of layout shard, if it was benchmarked."""
+    peak_memory_mb: list[float] | None = None
+    """What it has used at most since these ranks started to train."""
     torch_version: str | None = None
 
     checkpoint_fault: str | None = None

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.parted import PartedModel
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
@@ -281,18 +282,23 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[nn.Module]:
+def borrowed(model: nn.Module, parted: PartedModel | None = None) -> Iterator[nn.Module]:
     """Compute with a model itself in the block, of which no trace is left. Not collective.
 
-    A gradient is freed as soon as it is complete, so that there is never more than a few.
+    A gradient is freed as soon as it is complete, so that there is never more than a few. If the
+    model is `parted`, its parameters have any values.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [buffer.clone() for buffer in model.buffers()]
     parameters = [each for each in model.parameters() if each.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(_free) for each in parameters]
+    if parted is not None:
+        parted.begin(parted.stand_ins())
     try:
         yield model.train()
     finally:
+        if parted is not None:
+            parted.end()
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():

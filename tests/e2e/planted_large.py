@@ -59,6 +59,11 @@ def chain(width: int = 1024, layers: int = 57):
     return Task(**{**vars(build(4, 1)), "model": model, "name": ""})
 
 
+def build_deep():
+    """Return the task with 240 MB of parameters, 1 MB a layer."""
+    return build(512, 228)
+
+
 def main():
     """Train; a rank dies after the step that is given, the first time."""
     layout, dies, last = sys.argv[3:] if len(sys.argv) > 3 else ("shard", "2", "10")

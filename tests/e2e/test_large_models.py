@@ -39,6 +39,28 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
     assert "resuming from step 3" in ended.out
 
 
+def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
+    """The state is 960 MB: 1.6 times the largest device's memory, and 0.8 of the sum."""
+    deep = ("--task", "planted_large:build_deep", "--layout", "shard")
+    ended = train(tmp_path, 3, *MEMORY, *deep, "--max-steps", "2")
+    assert "layout shard: parameters, gradients and optimizer state by rank" in ended.out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["peak_memory_mb"] == pytest.approx(summary["planned_memory_mb"], rel=0.1)
+    assert sum(summary["peak_memory_mb"]) > 960
+    weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
+    assert sum(weight.numel() for weight in weights.values()) == summary["parameters"]
+    assert all(weight.isfinite().all() for weight in weights.values())
+    others = ("--emulate-memory", "0:300MB,1:600MB,2:300MB", *MEMORY[2:])
+    ended = train(tmp_path, 3, *others, *deep, "--max-steps", "3", "--resume", "auto")
+    assert "resuming from step 2" in ended.out
+    (file,) = (tmp_path / "run/checkpoints").glob("step-*3.pt")
+    states = torch.load(file, mmap=True)["optimizers"][0]["state"].values()
+    assert {float(state["step"]) for state in states} == {3.0}
+    moved = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
+    changes = [(moved[name] - weights[name]).abs().max() for name in weights]
+    assert 0 < max(changes) < 0.01
+
+
 def test_without_mirrors_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
     script = str(PLANTED / "planted_large.py")
     command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script)

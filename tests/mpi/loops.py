@@ -9,6 +9,7 @@ from torch import nn
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.distributed.parted import PartedModel
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
@@ -64,7 +65,8 @@ class Run:
 
     def __init__(
         self, world, shares, *, model=None, layers=(), data=None, commit=None,
-        micro_batch_size=None, min_batch=1, evaluates=True, memory=None, mirrors=False, **settings,
+        micro_batch_size=None, min_batch=1, evaluates=True, memory=None, mirrors=False, parted=(),
+        **settings,
     ):  # fmt: skip
         self.world, self.shares, self.commit = world, shares, commit
         self.evaluates = evaluates
@@ -78,7 +80,13 @@ class Run:
         self.steps = count_steps(self.config, length, sum(shares), min_batch)
         self.state = make_state(world, self.setup.task, self.steps)
         if memory is not None:
-            self.state.shards = Shards(self.state.model, self.state.optimizers)
+            values = {}
+            if parted:
+                self.state.parted = PartedModel(self.state.model, parted, world.device)
+                rows = [(n, 0, len(p)) for n, p in enumerate(self.state.model.parameters())]
+                values = self.state.parted.keep(rows if world.rank == 0 else [])
+            own = self.state.model, self.state.optimizers, self.state.parted, values
+            self.state.shards = Shards(*own)
             hosts = [str(rank) for rank in range(world.size)]
             pairs = with_mirrors(memory, hosts) if mirrors else without_mirrors(memory)
             self.state.shards.assign(world, pairs)

@@ -16,6 +16,7 @@ from kaitian_mpi.balance.cost_model import RankCost, scores
 from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.parted import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
@@ -175,7 +176,8 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
     enter_phase("a trial of the model")
     if config.layout == "pipeline":  # no rank may have the memory for a step
         return min_batch_by_layers(setup.task.model)
-    own = min_batch_of(setup.task, setup.train, computation, config.layout == "replicate")
+    copies = config.layout == "replicate"
+    own = min_batch_of(setup.task, setup.train, computation, copies, setup.parted)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))
     why = "the model cannot train on a single sample"
@@ -193,26 +195,40 @@ def min_batch_by_layers(model: nn.Module) -> int:
     return 1 + any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def min_batch_of(task: Task, data: Any, computation: Computation, copies: bool = True) -> int:
+def min_batch_of(
+    task: Task,
+    data: Any,
+    computation: Computation,
+    copies: bool = True,
+    parted: PartedModel | None = None,
+) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
     Returns 1 for a model that fails with two samples as well: training will report its error.
     """
     if task.loss is None:
         return min_batch_by_layers(task.model)
+    computes = computation, copies, parted
     with aside(computation.device), torch.no_grad():
-        if _works(task, data, [0], computation, copies):
+        if _works(task, data, [0], *computes):
             return 1
-        return 2 if _works(task, data, [0, len(data) - 1], computation, copies) else 1
+        return 2 if _works(task, data, [0, len(data) - 1], *computes) else 1
 
 
 def _works(
-    task: Task, data: Any, indices: Sequence[int], computation: Computation, copies: bool
+    task: Task,
+    data: Any,
+    indices: Sequence[int],
+    computation: Computation,
+    copies: bool,
+    parted: PartedModel | None,
 ) -> bool:
     try:
         batch = data[indices]
         weight = task.weigh(batch, len(indices))
-        with nullcontext() if copies else borrowed(task.model.to(computation.device)) as model:
+        if not (copies or parted):
+            task.model.to(computation.device)
+        with nullcontext() if copies else borrowed(task.model, parted) as model:
             if model is None:
                 model = copy.deepcopy(task.model).to(computation.device).train()
             loss = computation.loss(task, model, computation.place(batch))

@@ -47,6 +47,9 @@ class RankMeasurement:
     """The largest batch that is computed at once; None if the largest possible share is."""
     memory_format: str
     precision: str
+    memory_bytes: float = 0.0
+    memory_bytes_per_sample: float = 0.0
+    """The memory that training takes: this, and for each sample of a micro-batch; about."""
     from_cache: bool = False
     """Whether the result comes from an earlier job."""
 
@@ -76,7 +79,7 @@ class RankTimer:
     ) -> None:
         """Prepare to time; `reserved` are bytes that the training takes besides. Not collective."""
         self._config, self._world, self._device = config, world, world.device_kind
-        self._task, self._data = setup.task, setup.train
+        self._task, self._data, self._parted = setup.task, setup.train, setup.parted
         # In the order of training, so that samples of different sizes come as they do there.
         sampler = LoadAdaptiveSampler(
             setup.train, [1], 0, shuffle=self._task.shuffles, seed=config.seed
@@ -104,7 +107,7 @@ class RankTimer:
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world, self._reserved)
         if self._config.layout == "shard":  # there may be no memory for a copy
-            self._copy = self._end.enter_context(borrowed(self._task.model))
+            self._copy = self._end.enter_context(borrowed(self._task.model, self._parted))
             self._optimizers = []
         else:
             self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
@@ -120,6 +123,7 @@ class RankTimer:
             limit,
             self._computation.memory_format,
             self._computation.precision,
+            *memory.line(self._reserved),
         )
 
     def _repeat(self, times: dict[int, list[float]]) -> None:
@@ -329,6 +333,11 @@ class MemoryGauge:
             # At most half of what was too large, or what has fit, whatever the line predicts.
             fits = min(fits, max(tried, self._too_large // 2))
         return max(1, min(fits, wanted))
+
+    def line(self, reserved: int) -> tuple[float, float]:
+        """Return the bytes without samples and for each, with what was `reserved`."""
+        base, per_sample = self._line()
+        return (base or max(self._peaks.values(), default=0)) + reserved, per_sample
 
     def _line(self) -> tuple[float, float]:
         """Return the bytes without samples, and per sample; 0 with less than two measurements."""

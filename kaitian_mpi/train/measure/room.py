@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Pair, with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.shards import BUCKET_CAPS
+from kaitian_mpi.distributed.parted import can_be_parted
+from kaitian_mpi.distributed.shards import BUCKET_CAPS, bucket_cap
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
@@ -18,6 +20,8 @@ from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
 _BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
+_VISITS = 2  # parameters that are whole for a while, of those in parts
+_MIN_PARTED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
 _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # What mirrors may take of a rank's room, with what it owns; the rest is for activations. On a host
 # also for moving the state after a loss: the new parts are there before the old ones are freed.
@@ -26,7 +30,7 @@ _ALIKE = 0.95  # of another rank's room is as much as that
 
 
 class Room(NamedTuple):
-    """The memory for gradients and optimizer state, in bytes."""
+    """The memory for what ranks own, in bytes: gradients, optimizer state, perhaps parameters."""
 
     by_place: dict[str, float]
     """What each rank has."""
@@ -36,6 +40,8 @@ class Room(NamedTuple):
     """What a rank needs besides."""
     small: int = 0
     """What all parameters take that share a bucket with others."""
+    parted: frozenset[int] = frozenset()
+    """The numbers of the parameters that are owned in parts; empty if they fit whole on each."""
 
     def owners(self, config: TrainingConfig, world: World) -> tuple[list[Pair], str]:
         """Return who owns what, and its mirrors; or else why there are none. Not collective.
@@ -48,10 +54,11 @@ class Room(NamedTuple):
         rooms = [given[bisect_left(given, _ALIKE * room)] for room in rooms]
         if sum(rooms) < self.needed:
             has = ", ".join(f"{each / 1e6:.0f}" for each in rooms)
+            beside = "" if self.parted else "next to the model "
             raise AgreedError(
-                f"--layout shard: gradients and optimizer state take {self.needed / 1e6:.0f} MB, "
-                f"but next to the model the ranks have room for {has} MB; start more ranks, or use "
-                "a smaller model or an optimizer with less state"
+                f"--layout shard: {self._what} take {self.needed / 1e6:.0f} MB, but {beside}the "
+                f"ranks have room for {has} MB; start more ranks, or use a smaller model or an "
+                "optimizer with less state"
             )
         alone = without_mirrors(rooms)
         if sum(room > 0 for room in rooms) < 2:
@@ -81,11 +88,15 @@ class Room(NamedTuple):
                 taken[rank] += fraction * self.needed
         return taken
 
+    @property
+    def _what(self) -> str:
+        return f"{'parameters, ' if self.parted else ''}gradients and optimizer state"
+
     def describe(self, owned: list[float], mirrored: list[float], why: str) -> str:
         """Return a line that says which fractions ranks have, or `why` there are no mirrors."""
         shares = ", ".join(f"{each:.1%}" for each in owned)
         whole = f"{self.needed / 1e6:.3g} MB"
-        line = f"layout shard: gradients and optimizer state by rank {shares} of {whole}"
+        line = f"layout shard: {self._what} by rank {shares} of {whole}"
         if len(owned) == 1:
             return line
         if why:
@@ -94,30 +105,78 @@ class Room(NamedTuple):
 
 
 def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room, int]:
-    """Return the memory for the state, and how many bytes of it this rank will use.
+    """Return the memory for what ranks own, and how many bytes of it this one will use.
 
-    The state is the gradients and what the optimizers keep. What a rank has left beyond its part is
-    for the activations, so each keeps the same fraction for them. Moves the model to the device.
+    Parameters are whole on each rank if they fit there, next to the rest, which is faster. What a
+    rank has left beyond its part is for the activations, so each keeps the same fraction for them.
     Collective.
 
     Raises:
-        AgreedError: the state does not fit.
+        AgreedError: it does not fit.
     """
     with agree_on_errors(world.comm):
-        model = setup.task.model.to(world.device)
-        optimizers = setup.task.make_optimizers(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers = setup.task.make_optimizers(setup.task.model)
+    device, index = world.device_kind, world.device_index
+    device.restart_memory_peak(index)
+    used = device.memory_peak_bytes(index)
+    limit = memory_limit(world)
+    needs = _whole(setup, optimizers), _in_parts(setup, optimizers)
+    model = 0 if device.is_host else sum(each.nbytes for each in setup.task.model.parameters())
+    own = [limit - max(0, used + model - each.freed) - each.buffers for each in needs]
+    rooms = [*zip(*gather_values(world.comm, own), strict=True)]
+    fits = min(rooms[0]) >= 0 and sum(rooms[0]) >= needs[0].owned
+    is_parted = bool(not fits and needs[1].numbers and not config.spares)
+    need, by_rank = needs[is_parted], [max(0.0, each) for each in rooms[is_parted]]
+    by_place = dict(zip([info.place for info in world.infos], by_rank, strict=True))
+    room = Room(by_place, need.owned, need.buffers, need.small, need.numbers)
+    pairs, _ = room.owners(config, world)
+    taken = room.taken(pairs, world.size)[world.rank]
+    buffers = room.buffers + room.small * room.can_overlap(pairs, world)
+    # When ranks are timed, each has its values already.
+    return room, int(taken * (1 - need.freed / need.owned)) + buffers
+
+
+class _Need(NamedTuple):
+    """What a form of the layout takes, in bytes."""
+
+    owned: int
+    """By all ranks together."""
+    buffers: int
+    """By each rank while it trains, besides."""
+    small: int = 0
+    """By each rank, if values arrive while the next step computes."""
+    freed: int = 0
+    """Of what each rank has now."""
+    numbers: frozenset[int] = frozenset()
+    """Of the parameters in parts."""
+
+
+def _whole(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
+    """Return what whole parameters on each rank take."""
+    trained = [p for p in setup.task.model.parameters() if p.requires_grad]
     whole = sum(p.nbytes for p in trained)
+    bucket = max(min(whole, BUCKET_CAPS[1]), *(p.nbytes for p in trained))
+    small = sum(p.nbytes for p in trained if p.nbytes < BUCKET_CAPS[1])
+    return _Need(whole * (1 + _states(optimizers)), _BUFFERS * bucket, small)
+
+
+def _in_parts(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
+    """Return what parameters in parts take."""
+    parameters = list(setup.task.model.parameters())
+    numbers = frozenset(
+        number
+        for number, parameter in enumerate(parameters)
+        if can_be_parted(parameter) and parameter.nbytes >= _MIN_PARTED_BYTES
+    )
+    parted = sum(parameters[number].nbytes for number in numbers)
+    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    largest = max(p.nbytes for p in parameters)
+    buffers = _VISITS * largest + _BUFFERS * max(largest, bucket_cap(largest))
+    return _Need(parted + trained * (1 + _states(optimizers)), buffers, 0, parted, numbers)
+
+
+def _states(optimizers: Sequence[Optimizer]) -> int:
+    """Return how many numbers optimizers keep of each parameter, about."""
     has_momentum = any(group.get("momentum") for each in optimizers for group in each.param_groups)
     is_sgd = all(type(each) is SGD for each in optimizers)
-    needed = whole * (1 + (int(has_momentum) if is_sgd else _USUAL_STATES))
-    bucket = max(min(whole, BUCKET_CAPS[1]), *(p.nbytes for p in trained))
-    used = world.device_kind.memory_peak_bytes(world.device_index)
-    own = max(0.0, memory_limit(world) - used - _BUFFERS * bucket)
-    rooms = gather_values(world.comm, own)
-    by_place = dict(zip([info.place for info in world.infos], rooms, strict=True))
-    small = sum(p.nbytes for p in trained if p.nbytes < BUCKET_CAPS[1])
-    room = Room(by_place, needed, _BUFFERS * bucket, small)
-    pairs, _ = room.owners(config, world)
-    buffers = room.buffers + small * room.can_overlap(pairs, world)
-    return room, int(room.taken(pairs, world.size)[world.rank]) + buffers
+    return int(has_momentum) if is_sgd else _USUAL_STATES

@@ -112,8 +112,10 @@ class Stages(Shards):
                     buffer.copy_(value)
 
     @contextmanager
-    def collected(self, world: World, folder: Path | None) -> Iterator[None]:
-        """Have rank 0 return all parameters and all state in the block. Collective.
+    def collected(
+        self, world: World, folder: Path | None, only_values: bool = False
+    ) -> Iterator[None]:
+        """Have rank 0 return all parameters, and unless `only_values` all state. Collective.
 
         What it does not have itself is in files without a name in `folder`, and takes no memory.
         """
@@ -123,7 +125,7 @@ class Stages(Shards):
         for number, ranks in enumerate(self.owners):
             own = None
             if world.rank == ranks[0]:
-                own = self._value(number), self._state(number)
+                own = self._value(number), {} if only_values else self._state(number)
             if ranks[0] != 0:
                 own = send_state(world.comm, own, ranks[0], 0)
                 if world.rank == 0:

@@ -1,0 +1,145 @@
+"""Gathers parameters that are in parts, in an order of collectives that all ranks share.
+
+Training has the same order in each round of forward and backward: the first is compared between the
+ranks, and recorded. Elsewhere ranks compute what they like, and tell each other what they need.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.balance.ownership import Part
+from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.errors import AgreedError, UserError
+
+_BUCKET = -1  # among the numbers of parameters: the next bucket of gradients
+_DONE = -2
+_WHAT = "the parameters"
+_ORDER = (
+    "--layout shard: parameters in parts have to be used in the same order in each step on each "
+    "rank, but {}; leave out what depends on the data (such as skipped layers), or use devices on "
+    "which the model fits whole"
+)
+
+
+class Gathering:
+    """Brings the values of parameters from their owners. Collective, unless stated otherwise."""
+
+    def __init__(
+        self,
+        model: PartedModel,
+        parts: Sequence[Part],
+        targets: Mapping[Part, torch.Tensor],
+        exchange: Callable[[Any], list[Any]],
+        group: dist.ProcessGroup | None = None,
+        waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
+    ) -> None:
+        """Not collective.
+
+        Args:
+            model: whose parameters are in parts.
+            parts: of all of them, by all ranks.
+            targets: the values of those of this rank.
+            exchange: gathers a value of each rank.
+            group: of the ranks; None: all.
+            waits: the context of waiting for values.
+        """
+        self.numbers = model.numbers
+        self._model, self._targets, self._exchange = model, targets, exchange
+        self._group, self._waits = group, waits
+        self._of: dict[int, list[Part]] = {}
+        for part in sorted(parts):
+            if part.parameter in model.numbers:
+                self._of.setdefault(part.parameter, []).append(part)
+        self._order: list[int] | None = None
+        self._recorded: list[int] = []
+        self._place = 0
+
+    def bring(self, number: int) -> torch.Tensor:
+        """Return a parameter that the current round uses next.
+
+        Raises:
+            UserError: it is another one than before at this place.
+            AgreedError: the ranks use different ones.
+        """
+        self._follow(number)
+        return self._gather(number)
+
+    def next_bucket(self) -> None:
+        """Note that a bucket's gradients are summed next."""
+        self._follow(_BUCKET)
+
+    def complete(self, sum_bucket: Callable[[], None]) -> None:
+        """Take part in what other ranks do in this round, of which this one has done its own."""
+        while (what := self._follow(None)) is not None:
+            if what == _BUCKET:
+                sum_bucket()
+            else:
+                self._gather(what)
+
+    def end_round(self) -> None:
+        """End a round that all ranks have completed. Not collective."""
+        if self._order is None:
+            self._order = self._recorded
+        self._place = 0
+
+    def reset(self) -> None:
+        """Forget a round that was not completed. Not collective."""
+        self._recorded, self._place = [], 0
+
+    def bring_any(self, number: int) -> torch.Tensor:
+        """Return a parameter, while the other ranks bring any, or are at `end_any`."""
+        found: torch.Tensor | None = None
+        for each in sorted({*self._exchange(number)} - {_DONE}):
+            values = self._gather(each)
+            found = values if each == number else found
+        assert found is not None
+        return found
+
+    def end_any(self) -> None:
+        """Take part in what the others bring, until all are here."""
+        while wanted := {*self._exchange(_DONE)} - {_DONE}:
+            for each in sorted(wanted):
+                self._gather(each)
+
+    def _follow(self, what: int | None) -> int | None:
+        """Return what comes next in a round; None if nothing does."""
+        if self._order is None:
+            known = {each for each in self._exchange(what) if each is not None}
+            if len(known) > 1:
+                names = " and ".join(sorted(map(self._name, known)))
+                raise AgreedError(_ORDER.format(f"ranks use {names} at the same time"))
+            next_ = next(iter(known), None)
+            self._recorded += [] if next_ is None else [next_]
+            return next_
+        next_ = self._order[self._place] if self._place < len(self._order) else None
+        if what is not None and what != next_:
+            name = "nothing" if next_ is None else self._name(next_)
+            text = f"this step has used {self._name(what)} where the first has used {name}"
+            raise UserError(_ORDER.format(text))
+        self._place += 1
+        return next_
+
+    def _name(self, what: int) -> str:
+        return "no more parameters" if what == _BUCKET else self._model.name(what)
+
+    @torch.no_grad()
+    def _gather(self, number: int) -> torch.Tensor:
+        values = self._model.room_for(number)
+        group: Any = self._group or dist.group.WORLD
+        rank, pieces = group.rank(), [values[:0].view(-1)] * group.size()
+        for owner, parts in itertools.groupby(self._of[number], lambda part: part.owner):
+            own = [*parts]
+            if owner == rank:
+                for part in own:
+                    values[part.begin : part.end] = self._targets[part]
+            pieces[owner] = values[own[0].begin : own[-1].end].view(-1)
+        with self._waits(_WHAT):
+            dist.all_gather(pieces, pieces[rank], group=self._group)
+        return values

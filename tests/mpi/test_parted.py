@@ -1,0 +1,164 @@
+"""Parameters in parts train as whole ones do, whoever owns what."""
+
+import copy
+import itertools
+
+import loops
+import pytest
+import torch
+from samples import Points
+from test_shards import LOSS, OPTIMIZERS, STEPS, alone, compare
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train.task import Task
+
+pytestmark = pytest.mark.sizes(1, 2, 3)
+
+
+class Block(nn.Module):
+    """Has a parameter of its own, and uses another module's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.up, self.down = nn.Linear(width, 30), nn.Linear(30, width)
+
+    def forward(self, x):
+        x = x + self.attend(x * self.gain, x, x, need_weights=False)[0]
+        return x + self.down(self.up(x).relu_())
+
+
+class Net(nn.Module):
+    """Ties its last weight to its first, repeats a block, and recomputes one in backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(3, 16, bias=False)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.last = nn.Linear(3, 4)
+        self.double()
+
+    def forward(self, x):
+        hidden = {"x": self.first(x[:, None])}
+        hidden["x"] = self.blocks[0](hidden["x"])
+        hidden["x"] = checkpoint(self.blocks[1], hidden["x"], use_reentrant=False)
+        hidden["x"] = self.frozen(self.blocks[0](hidden["x"])).tanh_()
+        return self.last(functional.linear(hidden["x"][:, 0], self.first.weight.t()))
+
+
+def make_task(optimizer, clip_norm=None):
+    return Task(
+        model=Net(),
+        optimizer=OPTIMIZERS[optimizer],
+        data=Points(),
+        validation=Points(),
+        loss=lambda m, batch: LOSS(m(batch[0]), batch[1]),
+        clip_norm=clip_norm,
+    )
+
+
+@pytest.fixture
+def make_run(world, monkeypatch):
+    def make(optimizer="adamw", clip_norm=None, **options):
+        task = make_task(optimizer, clip_norm)
+        monkeypatch.setattr(loops, "make_task", lambda *_: task)
+        # The last of the parameters stays whole.
+        options["parted"] = range(len(list(task.model.parameters())) - 1)
+        memory = [3, 1, 2][: world.size]  # the batches are 1 : 2 : 3
+        return task, loops.Run(world, loops.uneven(world), memory=memory, epochs=9, **options)
+
+    return make
+
+
+def check(world, run, task, initial, taken, tmp_path):
+    """Compare a run with one process that has trained on the same batches."""
+    expected, optimizers = alone(
+        Task(**{**vars(task), "model": initial, "validation": None}),
+        [run.setup.train[indices] for indices in taken],
+    )
+    with run.state.shards.collected(world, tmp_path):
+        state = run.state.shared()
+        if world.rank == 0:
+            compare(dict(state["model"]), dict(expected.state_dict()))
+            for own, other in zip(state["optimizers"], optimizers, strict=True):
+                compare(own["state"], other.state_dict()["state"])
+
+
+def train(world, run, steps, taken):
+    """Train and evaluate epochs until so many steps are taken; note their samples."""
+    while len(taken) < steps:
+        for step in run.epoch():
+            taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
+            assert step.is_finite
+            if len(taken) == steps:
+                return
+        run.results.append(run.loop.evaluate())
+        run.state.progress.epoch_done(9)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clip_norm", "micro_batch_size"),
+    [("adamw", 0.5, None), ("fused", None, 2), ("matrices", None, 2)],
+)
+def test_twenty_steps_are_those_of_one_process(
+    world, make_run, tmp_path, optimizer, clip_norm, micro_batch_size
+):
+    own = micro_batch_size if world.rank else None
+    initial = make_task(optimizer).model
+    task, run = make_run(optimizer, clip_norm, micro_batch_size=own)
+    train(world, run, STEPS, taken := [])
+    run.close()
+    check(world, run, task, initial, taken, tmp_path)
+
+
+def test_values_move_to_other_owners_and_their_mirrors(world, make_run, tmp_path):
+    initial = make_task("adamw").model
+    task, run = make_run("adamw")
+    train(world, run, 3, taken := [])
+    run.loop.close()
+    shares = [1, 3, 1][: world.size]
+    hosts = [str(rank) for rank in range(world.size)]
+    pairs = with_mirrors(shares, hosts) if world.size > 1 else without_mirrors(shares)
+    run.state.shards.assign(world, pairs)
+    run.make_loop()
+    train(world, run, 5, taken)
+    run.close()
+    check(world, run, task, initial, taken, tmp_path)
+    # Nothing is whole on a rank, besides the last parameter.
+    with torch._C.DisableTorchFunctionSubclass():
+        *parted, last = (p.untyped_storage().nbytes() for p in task.model.parameters())
+    assert (set(parted), last) == ({8}, 4 * 8)
+
+
+def test_a_parameter_cannot_be_used_between_steps(world, make_run):
+    task, run = make_run()
+    train(world, run, 1, [])
+    weight = task.model.first.weight
+    uses = task.model.state_dict, weight.sum, weight.tolist, lambda: copy.deepcopy(weight)
+    for use in (*uses, lambda: task.model(torch.ones(1, 3)), lambda: weight.data):
+        with pytest.raises(UserError, match="in parts on the ranks"):
+            use()
+    assert (weight.shape, weight.dtype, weight.grad) == ((16, 3), torch.float64, None)
+    run.close()
+
+
+def test_parameters_must_be_used_in_the_same_order(world, make_run):
+    """On each rank in the first step, and then as in that."""
+    for steps, error in ((0, AgreedError), (1, UserError)):
+        task, run = make_run()
+        train(world, run, steps, [])
+        blocks = task.model.blocks
+        if world.rank == 0 or steps:
+            blocks[0], blocks[1] = blocks[1], blocks[0]
+        if world.size > 1 or steps:
+            with pytest.raises(error, match="used in the same order"):
+                train(world, run, 1, [])
+        run.close()
