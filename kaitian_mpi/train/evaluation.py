@@ -91,7 +91,7 @@ def measure_batch(
 ) -> dict[str, tuple[float, float]]:
     """Return (sum, count) of each metric, given what the task's metrics or loss has returned."""
     if task.metrics is None:
-        loss = check_loss(found).item()
+        loss = check_loss(found, needs_gradient=False).item()
         weight = task.weigh(batch, samples)
         return {"loss": (loss * weight if weight else 0.0, weight)}
     if not isinstance(found, Mapping):

@@ -12,11 +12,14 @@ from torch import nn
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.loop import PipelineLoop
+from kaitian_mpi.train.pipeline.measure import find_facts
 from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
@@ -109,7 +112,7 @@ class Run:
         self.loader.close()
 
 
-def compare_with_one_process(run, initial, taken, losses, tmp_path):
+def compare_with_one_process(run, initial, taken, tmp_path):
     data = run.setup.train
     task = Task(**{**vars(run.task), "model": initial})
     expected, optimizers = alone(task, [data[indices] for indices in taken])
@@ -122,7 +125,6 @@ def compare_with_one_process(run, initial, taken, losses, tmp_path):
         for number, state in optimizers[0].state_dict()["state"].items():
             for name, value in state.items():
                 torch.testing.assert_close(own[number][name], value, rtol=1e-10, atol=1e-10)
-    return losses
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -138,4 +140,109 @@ def test_twenty_steps_are_those_of_one_process(world, tmp_path, is_tied, micro_b
             losses.append(step.loss)
         run.state.progress.epoch_done(9)
     run.close()
-    compare_with_one_process(run, initial, taken, losses, tmp_path)
+    compare_with_one_process(run, initial, taken, tmp_path)
+    assert losses[-1] < losses[0]
+
+
+def test_other_stages_continue_with_the_same_state(world, tmp_path):
+    task = make_task(is_tied=True)
+    initial = copy.deepcopy(task.model)
+    run, taken = Run(world, task, plan_of(world, task, 5)), []
+    for step, indices in run.epoch():
+        taken.append(indices)
+        if step.number == 3:
+            run.loop.close()
+            assert run.state.shards.is_complete(world.comm)
+            break
+    run.make_loop(plan_of(world, task, 3, replicas=2))
+    taken += [indices for _, indices in run.epoch()]
+    run.close()
+    compare_with_one_process(run, initial, taken, tmp_path)
+
+
+def test_terms_of_unlike_weight_count_as_in_one_process(world, tmp_path):
+    """A micro-batch in which nothing counts has a loss of NaN."""
+
+    def loss(model, batch):
+        counts = batch[1] > 0
+        return LOSS(model(batch[0])[counts], batch[1][counts])
+
+    task = make_task(loss=loss, weight=lambda batch: int((batch[1] > 0).sum()), clip_norm=None)
+    initial = copy.deepcopy(task.model)
+    run, taken = Run(world, task, plan_of(world, task, 1, replicas=2)), []
+    for step, indices in itertools.islice(run.epoch(), 4):
+        taken.append(indices)
+        assert step.is_finite
+        assert 0 < step.loss < 3
+    run.close()
+    compare_with_one_process(run, initial, taken, tmp_path)
+
+
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_evaluation_is_that_of_one_process(world, has_metrics):
+    def metrics(model, batch):
+        return {"right": (model(batch[0]).argmax(1) == batch[1]).sum()}
+
+    task = make_task(validation=Points(50), metrics=metrics if has_metrics else None)
+    model, data = copy.deepcopy(task.model), Points(50)[list(range(50))]
+    run = Run(world, task, plan_of(world, task, 7, replicas=2))
+    found = run.loop.evaluate()
+    run.close()
+    expected = (
+        metrics(model, data)["right"] / 50 if has_metrics else task.loss(model, data).detach()
+    )
+    assert found == pytest.approx({"right" if has_metrics else "loss": float(expected)})
+
+
+@pytest.mark.sizes(1, 2)
+def test_batch_norms_of_a_stage_reach_the_others(world):
+    layers = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    task = make_task(model=nn.Sequential(*layers).double(), clip_norm=None)
+    run = Run(world, task, plan_of(world, task, 8))
+    next(run.epoch())
+    run.loop.evaluate()
+    means = task.model[1].running_mean.tolist()
+    assert any(means)
+    assert gather_values(world.comm, means) == [means] * world.size
+    assert task.model[1].num_batches_tracked == 3
+    run.close()
+
+
+def twice(model, batch):
+    return LOSS(model(batch[0]) + model(batch[0]), batch[1])
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"loss": twice}, "more than once"),
+        ({"loss": lambda m, b: LOSS(m[0](b[0]), b[1])}, "not subscriptable"),
+        ({"loss": lambda m, b: m.weight.sum()}, "uses model.weight"),
+        ({"loss": lambda m, b: b[0].sum()}, "does not call the model"),
+        ({"loss": None}, "requires Task\\(loss=...\\)"),
+        ({"clip_norm": lambda parameters: None}, "to be a number"),
+        ({"model": nn.Bilinear(3, 3, 4)}, "requires Task\\(layers=\\[...\\]\\)"),
+    ],
+)
+def test_a_task_that_cannot_be_divided_is_refused(world, parts, message):
+    kinds = {"model": nn.Linear(3, 4), "layers": ()} if "loss" in parts else {}
+    if kinds:
+        kinds = {"model": (model := nn.Linear(3, 4).double()), "layers": [model]}
+    task = make_task(**{**kinds, **parts})
+    setup, config = Setup(task, NoFolder()), TrainConfig(layout="pipeline", balance="off")
+    with pytest.raises((UserError, TypeError), match=message):
+        find_facts(config, setup, world)
+
+
+@pytest.mark.sizes(1)
+def test_layers_that_are_not_the_models_are_refused(world):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    for layers, message in (
+        ([model[0], model[1]], "lack 2.weight, 2.bias"),
+        ([model[0], model[2]], "give another loss"),
+    ):
+        task = make_task(model=model, layers=layers)
+        setup, config = Setup(task, NoFolder()), TrainConfig(layout="pipeline", balance="off")
+        with pytest.raises(UserError, match=message):
+            find_facts(config, setup, world)

@@ -117,7 +117,7 @@ class StageGradients:
         buffer = torch.cat([*flat, flat[0].new_tensor(used)])
         dist.all_reduce(buffer, group=group)
         sums = buffer.split([*(each.numel() for each in flat), len(used)])
-        counts = sums[-1].tolist()
+        counts = sums[-1].cpu().tolist()
         for parameter, total, count in zip(parameters, sums, counts, strict=False):
             parameter.grad = total.view(parameter.shape) if count else None
 

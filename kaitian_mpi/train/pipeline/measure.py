@@ -30,6 +30,7 @@ from kaitian_mpi.train.pipeline.chain import (
     answered,
     captured,
     chain_of,
+    move,
     put_together,
     run,
     take_apart,
@@ -301,11 +302,11 @@ class LayerTimer:
     @contextmanager
     def _on_device(self, layer: nn.Module) -> Iterator[None]:
         """Have only this layer on the device, as there may be no memory for others."""
-        layer.to(self._world.device)
+        move(layer, self._world.device)
         try:
             yield
         finally:
-            layer.to("cpu")
+            move(layer, torch.device("cpu"))
 
 
 @contextmanager

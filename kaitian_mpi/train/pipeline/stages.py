@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.train.pipeline.chain import chain_of
+from kaitian_mpi.train.pipeline.chain import chain_of, move, set_data
 from kaitian_mpi.train.shards import Shards, mapped
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
 
@@ -94,7 +94,7 @@ class Stages(Shards):
         for stage in stages:
             if world.rank in stage.ranks:
                 for layer in self.layers[stage.begin : stage.end]:
-                    layer.to(self._device)
+                    move(layer, self._device)
         self._restrict(states)
 
     @torch.no_grad()
@@ -174,9 +174,8 @@ class Stages(Shards):
         self._new.pop(number, None)
         self._present.discard(number)
         parameter = self._parameters[number]
-        parameter.grad = None
         # It can be read, and keeps its shape; torch refuses to write to it.
-        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        set_data(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
         for optimizer in self._optimizers:
             optimizer.state.pop(parameter, None)
 
@@ -187,7 +186,7 @@ class Stages(Shards):
             data = torch.empty_strided(
                 value.shape, self._strides[number], dtype=value.dtype, device=self._device
             )
-            parameter.data = data.copy_(value)
+            set_data(parameter, data.copy_(value))
         self._present.add(number)
 
     def _restrict(self, states: Mapping[int, dict[str, Any]]) -> None:

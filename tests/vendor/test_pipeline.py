@@ -1,0 +1,75 @@
+"""Layout pipeline on devices whose kind has a library, beside kinds that have none or another."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from collective_cases import values
+from torch import nn
+from torch.nn import functional
+
+from kaitian_mpi import Task
+from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.train.pipeline.chain import chain_of
+from kaitian_mpi.train.pipeline.gradients import StageGradients
+from kaitian_mpi.train.pipeline.runner import Runner
+from kaitian_mpi.train.pipeline.stages import Stages
+from kaitian_mpi.train.task import Computation
+
+COUNT = 5  # micro-batches
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stages_on_devices_train_like_one_process(world, replicas):
+    torch.manual_seed(5)
+    layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 5)]
+    ours = nn.Sequential(*layers).double()
+    alone = copy.deepcopy(ours)
+    singles, ends = world.size - replicas, [1, 3, 4]
+    ends = [*ends[:singles], 5]
+    ranks = [*((rank,) for rank in range(singles)), tuple(range(singles, world.size))]
+    stages = [
+        Stage(begin, end, own, (1.0,) * len(own))
+        for begin, end, own in zip([0, *ends], ends, ranks, strict=False)
+    ]
+    task = Task(model=ours, optimizer=lambda m: torch.optim.AdamW(m.parameters()), data=[0])
+    optimizers = [*task.make_optimizers(ours), *task.make_optimizers(alone)]
+    held = Stages(ours, optimizers[:1], chain_of(task), world.device)
+    held.assign_stages(world, stages)
+    task = Task(**{**vars(task), "loss": loss})
+    waits = lambda what: nullcontext()  # noqa: E731
+    computation = Computation(world.device, "fp32", "contiguous")
+    runner = Runner(task, held.layers, computation, stages, world.rank, 1, waits=waits)
+    gradients = StageGradients(held.targets, held.owners, world.rank, waits)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(3, COUNT, 4, 6, dtype=torch.float64, generator=random)
+    y = torch.randint(5, (3, COUNT, 4), generator=random)
+    for step in range(3):
+        own = runner.own(COUNT)
+        batches = {number: computation.place((x[step, number], y[step, number])) for number in own}
+        gradients.samples, gradients.weight = 4 * COUNT, 4.0 * len(own) * runner.is_last
+        gradients.losses = runner.train(COUNT, batches, dict.fromkeys(own, 1 / COUNT))
+        gradients.finish()
+        assert gradients.factor == 1.0
+        whole = loss(alone, (x[step].flatten(0, 1), y[step].flatten()))
+        assert gradients.number.item() == pytest.approx(whole.item(), rel=1e-10), step
+        whole.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    gradients.close()
+    for number, (one, other) in enumerate(zip(ours.parameters(), alone.parameters(), strict=True)):
+        if world.rank in held.owners[number]:
+            assert one.device.type == world.device.type
+            assert (values(one) - other).abs().max().item() <= 1e-10
+    with held.collected(world, None):
+        whole = held.with_values(dict(ours.state_dict()))
+    if world.rank == 0:
+        for name, value in alone.state_dict().items():
+            assert (values(whole[name]) - value).abs().max().item() <= 1e-10
