@@ -17,7 +17,7 @@ def loss_of(model, batch):
 def test_layers_must_return_what_the_model_does(order):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    task = Task(model=model, optimizer=torch.optim.SGD, data=[], loss=loss_of)
+    task = Task(model=model, optimizer=torch.optim.SGD, data=[0], loss=loss_of)
     chain = [model[place] for place in order]
     if order == (0, 1, 2):
         _check_chain(task, chain, torch.ones(2, 4))
