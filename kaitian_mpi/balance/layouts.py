@@ -20,7 +20,7 @@ from kaitian_mpi.balance.shares import split_cohorts
 
 REPLICATE, SHARD, PIPELINE = "replicate", "shard", "pipeline"
 _AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is as good
-_SHARD_BUCKET = 8 << 20
+_SHARD_BUCKET, _LEAST_BUCKET = 8 << 20, 1 << 20
 _BUCKETS = 4  # of a shard's that are in memory at once
 _MOST = 1e18  # of what a file says, so that no sum overflows
 _FORWARD = 1 / 3  # part of a step's compute time
@@ -205,11 +205,11 @@ def _replicate(job: LayoutJob) -> Prediction:
 def _shard(job: LayoutJob) -> Prediction:
     bucket = max(min(job.trained_bytes, _SHARD_BUCKET), job.largest_bytes)
     least = job.min_batch * job.kept_bytes
-    for whole, owned_bytes in (
-        (job.parameter_bytes, job.state_bytes),
-        (2 * job.largest_bytes, job.parameter_bytes + job.state_bytes),
+    in_parts = max(job.largest_bytes, _LEAST_BUCKET)
+    for fixed, owned_bytes in (
+        (job.parameter_bytes + _BUCKETS * bucket, job.state_bytes),
+        (_BUCKETS * in_parts, job.parameter_bytes + job.state_bytes),
     ):
-        fixed = whole + _BUCKETS * bucket
         room = np.maximum(0.0, job.memory - fixed - least)
         if room.sum() >= owned_bytes:
             break
@@ -222,16 +222,16 @@ def _shard(job: LayoutJob) -> Prediction:
     found = _divide(job, SHARD, fixed + part * owned_bytes, update)
     if isinstance(found, Prediction):
         return found
-    in_parts, rounds = whole != job.parameter_bytes, found.rounds
+    is_parted, rounds = owned_bytes != job.state_bytes, found.rounds
     of_round = found.computing / rounds
     sizes = _buckets(job.trained_bytes, bucket)
     step = found.seconds + rounds * exposed_seconds(of_round, sizes, job.scatter_cost)
     gathered = sum(map(job.gather_cost.seconds, _buckets(job.parameter_bytes, bucket)))
-    if in_parts:  # for each forward and each backward
+    if is_parted:  # for each forward and each backward
         step += 2 * rounds * gathered
     else:
         step += max(0.0, gathered - _FORWARD * of_round)
-    return Prediction(SHARD, step, found.needed, "parameters in parts, too" if in_parts else "")
+    return Prediction(SHARD, step, found.needed, "parameters in parts, too" if is_parted else "")
 
 
 def _pipeline(job: LayoutJob) -> Prediction:

@@ -7,7 +7,6 @@ autograd would save of the values is replaced by a note, with which backward bri
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from torch import nn
 from kaitian_mpi.distributed.late_values import Late
 from kaitian_mpi.errors import UserError
 
-_KEPT = 2  # parameters that stay whole: the last ones used
 _STAND_IN_STD = 0.02
 
 Source = Callable[[int], torch.Tensor]
@@ -61,7 +59,7 @@ class PartedModel:
         self._away = type("Away", (Late,), {"arrive": self._bring_used})
         self._names = {number: parameters[number][0] for number in numbers}
         self._device = device
-        self._here: OrderedDict[int, torch.Tensor] = OrderedDict()  # the least recently used first
+        self._here: dict[int, torch.Tensor] = {}  # those used last
         self._by_memory: dict[int, int] = {}
         self._source: Source | None = None
         self._hooks: Any = None
@@ -112,9 +110,8 @@ class PartedModel:
             )
         for number in dict.fromkeys(numbers):
             if number in self._here:
-                self._here.move_to_end(number)
                 continue
-            for other in [each for each in self._here if each not in numbers][: 1 - _KEPT or None]:
+            for other in [each for each in self._here if each not in numbers]:
                 self._leave(other)
             values = self._source(number)
             self._here[number] = values

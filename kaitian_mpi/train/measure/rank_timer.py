@@ -235,7 +235,8 @@ class RankTimer:
         smaller = max(self._min_batch, min(grown) // 4)
         if not is_host:
             self._time_step(smaller)
-        return {smaller: self._time_step(smaller), **grown}
+        seconds = memory.try_step(smaller, self._time_step)
+        return {smaller: seconds or self._time_step(smaller), **grown}
 
     def _half(self, batch: int) -> int:
         if batch == self._min_batch:

@@ -20,7 +20,7 @@ from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
 _BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
-_VISITS = 2  # parameters that are whole for a while, of those in parts
+_VISITS = 4  # parameters in parts: one that is whole, its gradient, two that are being summed
 _MIN_PARTED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
 _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # What mirrors may take of a rank's room, with what it owns; the rest is for activations. On a host
@@ -171,7 +171,7 @@ def _in_parts(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
     parted = sum(parameters[number].nbytes for number in numbers)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     largest = max(p.nbytes for p in parameters)
-    buffers = _VISITS * largest + _BUFFERS * max(largest, bucket_cap(largest))
+    buffers = _VISITS * max(largest, bucket_cap(largest))
     return _Need(parted + trained * (1 + _states(optimizers)), buffers, 0, parted, numbers)
 
 
