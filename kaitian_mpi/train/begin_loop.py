@@ -229,13 +229,10 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         print_rank_0(world, text)
     what = {"batch_sizes": plan.batch_sizes, "reason": reason}
     record_plan(world, run.setup.folder, run.sinks, step, text, what)
-    planned = None
-    if run.room is not None:
-        device, index = world.device_kind, world.device_index
-        device.release_cached_memory()
-        device.restart_memory_peak(index)
-        run.peak_bytes = 0
-        planned = _planned_memory(run, world, plan)
+    if run.config.layout != "replicate":
+        world.device_kind.release_cached_memory()
+        world.device_kind.restart_memory_peak(world.device_index)
+        run.planned_bytes, run.peak_bytes = _planned_memory(run, world, plan), 0
     groups: dict[str, list[int]] = {}
     for info in world.infos:
         groups.setdefault(info.kind, []).append(info.world_rank)
@@ -252,23 +249,24 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         global_batch_size=sum(plan.batch_sizes),
         batch_sizes=plan.batch_sizes,
         scores=plan.scores,
-        planned_memory_mb=planned,
+        memory=run.describe_memory(world),
         parameters=sum(p.numel() for p in run.state.model.parameters()),
         torch_version=world.info.torch_version,
     )
 
 
-def _planned_memory(run: Run, world: World, plan: Plan) -> list[float] | None:
-    """Return how many MB each rank is to use at most; None without a benchmark."""
-    measured = run.profiles.measured
-    planned = []
+def _planned_memory(run: Run, world: World, plan: Plan) -> list[int | None]:
+    """Return how many bytes each rank is to use at most; None if that was not measured."""
+    if plan.pipeline is not None:
+        return [*plan.pipeline.bytes_by_rank]
+    planned: list[int | None] = []
     for info, share in zip(world.infos, plan.batch_sizes, strict=True):
-        if info.place not in measured:
-            return None
-        result = measured[info.place]
+        result = run.profiles.measured.get(info.place)
+        if result is None:
+            planned.append(None)
+            continue
         batch = min(share, result.largest_micro_batch or share)
-        total = result.memory_bytes + result.memory_bytes_per_sample * batch
-        planned.append(round(total / 1e6, 1))
+        planned.append(int(result.memory_bytes + result.memory_bytes_per_sample * batch))
     return planned
 
 

@@ -177,10 +177,7 @@ class Metrics(StepObserver):
             run.sinks.on_evaluation(_figures(run, epoch, means))
         with run.saving(self._world), run.state.whole_weights(self._world, run.setup.path):
             run.setup.folder.save_model(run.state.weights() if run.owns_files else {})
-        peak = None
-        if run.room is not None:
-            used = gather_values(self._world.comm, run.peak_bytes)
-            peak = [round(each / 1e6, 1) for each in used]
+        memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(
             relay=self._world.relay.describe() if run.summary.relay else None,
@@ -196,7 +193,7 @@ class Metrics(StepObserver):
             compute_time_sec=[seconds / steps for seconds in self._compute_sec],
             wait_time_sec=[seconds / steps for seconds in self._wait_sec],
             training_time_sec=progress.training_sec,
-            peak_memory_mb=peak,
+            memory=memory,
             validation=dict(means) or None,
             val_loss=means.get("loss"),
             val_accuracy=means.get("accuracy"),

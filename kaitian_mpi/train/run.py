@@ -77,6 +77,8 @@ class Run:
     """Of the parameters in parts, those that this rank has before it trains: see `Shards`."""
     facts: PipelineFacts | None = None
     """What stages are planned from; None without `--layout pipeline`."""
+    planned_bytes: Sequence[int | None] = ()
+    """The most memory that each rank's device is to use; None if unknown; empty if whole."""
     peak_bytes: int = 0
     """The most memory that this rank's device was found to have used, besides for saving."""
     is_joining: bool = False
@@ -127,6 +129,17 @@ class Run:
         self.peak_bytes = max(self.peak_bytes, device.memory_peak_bytes(index))
         yield
         device.restart_memory_peak(index)
+
+    def describe_memory(self, world: World, with_peak: bool = False) -> Any:
+        """Return an entry of `summary.json` on the ranks' memory. Collective if `with_peak`."""
+        if not self.planned_bytes:
+            return None
+        peaks = gather_values(world.comm, self.peak_bytes) if with_peak else [None] * world.size
+        columns = zip(world.infos, self.planned_bytes, peaks, strict=True)
+        return [
+            {"limit_bytes": info.memory_bytes, "planned_bytes": planned, "peak_bytes": peak}
+            for info, planned, peak in columns
+        ]
 
     def current_summary(self, **changes: Any) -> Summary:
         """Return the summary as of now, with some fields changed."""

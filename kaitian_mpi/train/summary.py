@@ -56,10 +56,9 @@ class Summary:
     scores: list[float] | None = None
     """Each rank's score, time_min / time_i."""
     parameters: int | None = None
-    planned_memory_mb: list[float] | None = None
-    """What each rank's device was to use at most; of layout shard, if it was benchmarked."""
-    peak_memory_mb: list[float] | None = None
-    """What it has used at most since these ranks started to train."""
+    memory: list[dict[str, Any]] | None = None
+    """Of each rank's device, unless all ranks have all of the state: `limit_bytes`; the most that
+    it was to use, `planned_bytes`; and has used since these ranks began, `peak_bytes`."""
     torch_version: str | None = None
 
     checkpoint_fault: str | None = None

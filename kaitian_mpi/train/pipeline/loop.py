@@ -49,8 +49,6 @@ class PipelineLoop(Loop):
 
     _gradients: Any
     _make_reducer: Any
-    _peaks: Sequence[int] | None = None
-    """Each rank's memory at its peak, in bytes, as of the last evaluation."""
 
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return GlobalSampler(
@@ -141,8 +139,6 @@ class PipelineLoop(Loop):
         """Return the means over the validation data, if any. Collective."""
         self.state.save()
         self._share_buffers()
-        device, index = self.world.device_kind, self.world.device_index
-        self._peaks = gather_values(self.world.comm, device.memory_peak_bytes(index))
         means: dict[str, float] = {}
         if self._setup.validation is not None:
             means = self._means()
@@ -160,8 +156,6 @@ class PipelineLoop(Loop):
             ],
             "micro_batch_size": plan.micro_batch,
             "predicted_step_sec": plan.step_sec,
-            "predicted_bytes": [*plan.bytes_by_rank],
-            "peak_bytes": self._peaks,
         }
 
     def _means(self) -> dict[str, float]:
