@@ -32,6 +32,7 @@ _AHEADS = (0, 1, 3)
 _MANY_RANKS = 64
 _BOUNDS_OF_MANY = 8
 _TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
+_TEMPORARIES = 2  # of a parameter's size, while an optimizer steps it
 _BUCKET_BYTES = 16 << 20
 
 
@@ -47,6 +48,8 @@ class Layer:
     """Kept of a sample from its forward to its backward."""
     output_bytes: float
     """What it returns for a sample."""
+    largest_bytes: int = 0
+    """Of its largest parameter."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class RankFacts:
     """That it uses besides parameters, state and activations."""
     start_bytes: float = 0.0
     """That it uses before the layers are divided."""
+    steps_at_once: bool = False
+    """Whether its optimizer steps all parameters at once, with temporary memory for each."""
     node: int = 0
     """Its host. Those of different hosts send at once; those of one host take turns."""
 
@@ -235,7 +240,11 @@ def _memory(
             taken.setdefault(taker, []).append(number)
         for rank in stage.ranks:
             most = share if job.is_large else most_kept(taken.get(rank, []), window)
-            whole = size + most * kept + _TRANSIT * samples * ends
+            largest = max(layer.largest_bytes for layer in layers)
+            computing = most * kept + _TRANSIT * samples * ends + largest
+            weights = sum(layer.weight_bytes for layer in layers)
+            stepping = weights if job.ranks[rank].steps_at_once else _TEMPORARIES * largest
+            whole = size + max(computing, stepping)
             by_rank[rank] = max(by_rank[rank], int(job.ranks[rank].base_bytes + whole))
     return tuple(by_rank)
 
@@ -299,6 +308,7 @@ class _Program:
         layers = job.layers
         self._size = len(layers)
         self._weights = _between([one.weight_bytes + one.state_bytes for one in layers])
+        self._largest = _largest([one.largest_bytes for one in layers])
         self._bytes = _between([one.weight_bytes for one in layers])
         self._kept = _between([one.kept_bytes * self._samples for one in layers])
         self._outputs = np.array([0.0, *(one.output_bytes for one in layers)]) * self._samples
@@ -356,9 +366,11 @@ class _Program:
             hop = 2 * (busy + latency * (busy > 0))
             times = self._times[place]
             kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
-            memory = self._weights + kept * self._kept + self._transit
-            memory += _BUCKET_BYTES * (ranks > 1)
             facts = [job.ranks[rank] for rank in group[begin:end]]
+            at_once = any(each.steps_at_once for each in facts)
+            stepping = self._bytes if at_once else _TEMPORARIES * self._largest
+            computing = kept * self._kept + self._transit + self._largest
+            memory = self._weights + np.maximum(computing, stepping) + _BUCKET_BYTES * (ranks > 1)
             room = min(each.memory_bytes - each.base_bytes for each in facts)
             cost = times * (ranks / speed) + hop + best
             if ranks > 1:  # the sum of the replicas' gradients
@@ -410,6 +422,14 @@ def _between(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.maximum(sums[None, :] - sums[:, None], 0.0) * (
         np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
     )
+
+
+def _largest(values: Sequence[float]) -> np.ndarray:
+    """Return a matrix of the largest from one place to before another."""
+    found = np.zeros((len(values) + 1, len(values) + 1))
+    for begin in range(len(values)):
+        found[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
+    return found
 
 
 def _numbers(ranks: int, layers: int) -> list[int]:

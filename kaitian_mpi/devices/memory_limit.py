@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ _UNITS = {"MB": 10**6, "GB": 10**9}
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
 _CLEAR = Path("/proc/self/clear_refs")
 _LARGE_BYTES = 1 << 16
+_STACK_BYTES = 1 << 20
 
 
 class LimitedDevice:
@@ -43,6 +45,7 @@ class LimitedDevice:
         if not LimitedDevice._at_start:
             import_for_optimizers()  # a program's code is in no device's memory
             LimitedDevice._at_start, LimitedDevice._resident_at_start = _allocated(), _resident()
+            threading.stack_size(_STACK_BYTES)  # else each new thread would count with 8 MB
             libc = ctypes.CDLL(None)
             if hasattr(libc, "mallopt"):  # glibc
                 libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -140,3 +141,13 @@ def test_replicas_are_few_where_gradients_would_take_long():
     plan = plan_pipeline(PipelineJob((layer,) * 8, facts, 32, links=links))
     assert [len(stage.ranks) for stage in plan.stages] == [1, 1, 1]
     assert plan.step_sec < 0.1
+
+
+def test_a_plan_has_room_for_what_an_optimizer_takes_while_it_steps():
+    layer, ranks = Layer(10 * MB, 30 * MB, 0.0, 0.0, 8 * MB), [("gpu", 450, 1), ("mlu", 450, 1)]
+    job = replace(job_of(ranks, micro_batch=1), layers=(layer,) * 12)
+    assert predict(job, [Stage(0, 12, (0,), (1.0,))], 1, 0).bytes_by_rank[0] == (480 + 16) * MB
+    at_once = tuple(replace(each, steps_at_once=True) for each in job.ranks)
+    plan = predict(replace(job, ranks=at_once), [Stage(0, 12, (0,), (1.0,))], 1, 0)
+    assert plan.bytes_by_rank[0] == (480 + 120) * MB
+    assert all(own <= 450 * MB for own in plan_pipeline(job).bytes_by_rank)

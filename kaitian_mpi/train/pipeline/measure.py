@@ -200,7 +200,7 @@ class LayerTimer:
         used = max(0, device.memory_peak_bytes(index) - start)
         update_sec = self._update_sec(optimizers)  # first: what it frees, the layers use again
         with borrowed(model):
-            self._grow(memory_limit(self._world))
+            self._grow(memory_limit(self._world) - used - start)
             small, large = min(self._times), max(self._times)
             for size in (small, large) * (_ROUNDS - 1):
                 if time.perf_counter() < self._until:
@@ -222,6 +222,7 @@ class LayerTimer:
             update_sec,
             float(used),
             float(used + start),
+            _steps_at_once(optimizers, device.is_host),
             self._world.info.node,
         )
         return facts, self._kept, self._outputs
@@ -394,8 +395,16 @@ def _layers(
         parameters = list(layer.parameters())
         trained = sum(p.nbytes for p in parameters if p.requires_grad and p in stepped)
         size = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in layer.buffers())
-        found.append(Layer(size, trained * (1 + states), own, output))
+        largest = max((p.nbytes for p in parameters), default=0)
+        found.append(Layer(size, trained * (1 + states), own, output, largest))
     return found
+
+
+def _steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:
+    """Return whether optimizers use torch's `foreach`: its default is the device's."""
+    chosen = [group.get("foreach") for each in optimizers for group in each.param_groups]
+    fused = [group.get("fused") for each in optimizers for group in each.param_groups]
+    return not all(fused) and any(not is_host if each is None else each for each in chosen)
 
 
 def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
