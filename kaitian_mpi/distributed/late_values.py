@@ -62,8 +62,13 @@ def late_in(value: Any) -> Iterator[Late]:
         yield from late_in([*value.values()])
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile was called for a module."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 def is_compiling() -> bool:
-    """Return whether torch.compile is in use: compiled code would not wait."""
+    """Return whether compiled code is in use, which would not wait."""
     module = sys.modules.get("torch._dynamo.eval_frame")  # which optimizers import as well
     if module is None:
         return False

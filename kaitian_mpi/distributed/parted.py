@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kaitian_mpi.distributed.late_values import Late
+from kaitian_mpi.distributed.late_values import Late, is_compiled
 from kaitian_mpi.errors import UserError
 
 _STAND_IN_STD = 0.02
@@ -47,7 +47,7 @@ class PartedModel:
         Raises:
             UserError: the model is compiled.
         """
-        if any(_is_compiled(module) for module in model.modules()):
+        if any(is_compiled(module) for module in model.modules()):
             raise UserError(
                 "--layout shard: the model does not fit whole on each rank, and its parameters "
                 "cannot be in parts with torch.compile; leave that out"
@@ -173,7 +173,3 @@ def can_be_parted(parameter: nn.Parameter) -> bool:
     """Return whether a parameter can be in parts: rows of a real, contiguous one."""
     is_plain = type(parameter) is nn.Parameter and parameter.is_contiguous()
     return is_plain and parameter.dim() > 0 and parameter.is_floating_point()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -23,9 +23,9 @@ from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition, sum_on_host
-from kaitian_mpi.distributed.late_values import Late, is_compiling
+from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.errors import CollectiveError, UnsupportedError
 
 BUCKET_CAPS = (1 << 20, 8 << 20)  # small, because memory is short where this is used
 _MIN_CAP = 1 << 20
@@ -170,10 +170,10 @@ class ShardBucket:
             if part.owner != self.rank:
                 _rows(parameter, part).copy_(view)
 
-    def settle(self) -> None:
-        """Make late parameters plain ones again."""
+    def settle(self, late: type[nn.Parameter]) -> None:
+        """Make parameters of this class plain ones again."""
         for parameter in self.parameters:
-            if isinstance(parameter, Late):
+            if type(parameter) is late:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -248,7 +248,8 @@ class ShardReducer(GradientReducer):
         self._is_finite = True
         self._failure: Exception | None = None
         # A parameter of another class keeps it.
-        self._overlaps = overlaps and all(type(p) is nn.Parameter for p in self._numbers)
+        are_plain = all(type(p) is nn.Parameter for p in self._numbers)
+        self._overlaps = overlaps and are_plain and not any(map(is_compiled, model.modules()))
         self._sharing: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
         self._arriving = threading.RLock()
         self._late: type[nn.Parameter] = type("Late", (Late,), {"arrive": self.arrive})
@@ -256,6 +257,9 @@ class ShardReducer(GradientReducer):
             bucket_caps = _MIN_CAP, bucket_cap(max(p.nbytes for p in model.parameters()))
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
             super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
+        if self._overlaps and not is_compiling():
+            for parameter in self._parameters:  # a trial: see `_check_seen`
+                parameter.__class__ = self._late
 
     @property
     def number(self) -> torch.Tensor:
@@ -276,6 +280,7 @@ class ShardReducer(GradientReducer):
         if not (self._is_armed or self._round):
             raise RuntimeError("finish() without arm()")
         try:
+            self._check_seen(self._parameters)
             self._arrive(0)  # what no rank has used
             if self._is_armed:
                 self.end_round()
@@ -333,17 +338,37 @@ class ShardReducer(GradientReducer):
         """Wait for the values of parameters, in a step or between two. Not collective."""
         with self._arriving, torch._C.DisableTorchFunctionSubclass():
             for parameter in parameters:
-                with self.waits("the owners' values"):
+                with self.waits("the owners' values") if self._sharing else nullcontext():
                     while type(parameter) is self._late and self._sharing:
                         self._arrive(len(self._sharing) - 1)
                 parameter.__class__ = nn.Parameter
 
     def close(self) -> None:
-        for bucket, *_ in self._sharing:
-            bucket.settle()
+        for bucket in self._buckets:
+            bucket.settle(self._late)
         self._sharing.clear()  # what is under way keeps its buffers
         self._late = nn.Parameter  # else it would refer to this
         super().close()
+
+    def _check_seen(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Check that whatever has used a parameter has waited for it.
+
+        TorchScript, CUDA graphs and some extensions use memory without torch's functions. In the
+        first step, whose values are all here, they are found out; later values then arrive at once.
+        """
+        late = [parameter for parameter in parameters if type(parameter) is self._late]
+        unseen = [parameter for parameter in late if parameter.grad is not None]
+        if unseen and self._sharing:
+            number = next(n for n, p in enumerate(self._parameters) if p is unseen[0])
+            raise UnsupportedError(
+                f"{self._names[number]} was used before its new values had arrived, by code that "
+                "torch does not see, such as TorchScript, a CUDA graph or an extension; use it so "
+                "in the first step, too, or pass it through a function of torch, as detach()"
+            )
+        if late and not self._sharing:
+            self._overlaps = self._overlaps and not unseen
+            for parameter in late:
+                parameter.__class__ = nn.Parameter
 
     def _arrive(self, most: int) -> None:
         """Wait until at most so many buckets are on their way."""
@@ -358,7 +383,7 @@ class ShardReducer(GradientReducer):
                 except Exception as error:
                     self._failure = self._failure or error
                 self._release(bucket, buffer)
-                bucket.settle()
+                bucket.settle(self._late)
                 self._sharing.popleft()
 
     def _release(self, bucket: ShardBucket, buffer: torch.Tensor) -> None:
@@ -404,6 +429,7 @@ class ShardReducer(GradientReducer):
         self._land(_IN_FLIGHT - 1)
         number, bucket = self._filled, self._buckets[self._filled]
         self._filled += 1
+        self._check_seen(bucket.parameters)
         is_real = self._weight is not None or self._round == 0
         if is_real:  # else this rank has nothing left to compute
             is_last = self._round + 1 == self.rounds or self._number is not None

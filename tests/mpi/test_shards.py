@@ -83,10 +83,10 @@ def compute_loss(model, batch):
     return LOSS(model(batch[0]), batch[1])
 
 
-def make_task(optimizer, clip_norm=None, loss=compute_loss):
+def make_task(optimizer, clip_norm=None, loss=compute_loss, model=None):
     data = Points()
     return Task(
-        model=Net(),
+        model=model or Net(),
         optimizer=OPTIMIZERS[optimizer],
         data=data,
         loss=loss,
@@ -116,8 +116,8 @@ def alone(task, batches):
 
 @pytest.fixture
 def make_run(world, monkeypatch):
-    def make(optimizer="adamw", clip_norm=None, loss=compute_loss, **options):
-        task = make_task(optimizer, clip_norm, loss)
+    def make(optimizer="adamw", clip_norm=None, loss=compute_loss, model=None, **options):
+        task = make_task(optimizer, clip_norm, loss, model)
         monkeypatch.setattr(loops, "make_task", lambda *_: task)
         return task, loops.Run(world, loops.uneven(world), **options)
 
@@ -217,6 +217,37 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         assert type(own) is nn.Parameter
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+class Unseen(nn.Module):
+    """Uses some of its parameters without torch's functions, if not `is_seen`."""
+
+    def __init__(self, is_seen=False):
+        super().__init__()
+        torch.manual_seed(3)
+        first, self.last = nn.Linear(3, 9), nn.Linear(9, 4)
+        self.first = first if is_seen else torch.jit.script(first)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_values_that_are_used_unseen_do_not_come_late(world, make_run, monkeypatch):
+    task, run = make_run("fused", memory=[3, 1, 2][: world.size], model=Unseen())
+    monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
+    run.loop.close()
+    initial, taken = Unseen(is_seen=True), []
+    run.make_loop()
+    for _ in run.epoch():
+        taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
+        assert {type(p) for p in task.model.parameters()} == {nn.Parameter}
+    run.close()
+    data = run.setup.train
+    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
