@@ -131,7 +131,9 @@ def main() -> None:
         sizes = options.width, options.blocks, 128, options.context
         return kaitian_mpi.Task(
             model=make_model(*sizes, options.lora),
-            optimizer=lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad]),
+            optimizer=lambda m: torch.optim.AdamW(
+                (p for p in m.parameters() if p.requires_grad), lr=1e-4
+            ),
             clip_norm=1.0,
             data=TensorDataset(ids.unfold(0, options.context + 1, options.context)),
             loss=loss_of,

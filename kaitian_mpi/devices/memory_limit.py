@@ -16,7 +16,7 @@ from kaitian_mpi.devices.emulation import MEMORY_FLAG
 from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
 
-_USUAL_STACK = 8 << 20
+_USUAL_STACK, _USUAL_THREADS = 8 << 20, 8
 _LINES = re.MULTILINE | re.DOTALL
 _UNITS = {"MB": 10**6, "GB": 10**9}
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
@@ -119,8 +119,8 @@ def unlimited() -> Iterator[None]:
 
 def _set_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    # With one thread more than there are now: the one that communicates starts later.
-    limit = LimitedDevice._limit + _mapped() + _stacks(_sizes()[1] + 1)
+    # With the threads that start later, as those that communicate and save.
+    limit = LimitedDevice._limit + _mapped() + _stacks(max(_sizes()[1] + 1, _USUAL_THREADS))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
