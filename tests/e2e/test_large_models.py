@@ -131,3 +131,11 @@ def test_a_plan_compares_the_layouts(tmp_path):
     rows = ended.out.partition("layouts (--layout) of the whole world")[2].splitlines()[2:5]
     assert [row.split()[0] for row in rows] == ["replicate", "shard", "pipeline"]
     assert "Task(layers=[...])" in rows[2]
+
+
+@pytest.mark.parametrize("flags", ["--layout shard", "--layout pipeline --lora"])
+def test_the_example_trains_and_draws_the_memory(tmp_path, flags):
+    example = str(PLANTED.parents[1] / "examples/large_gpt.py")
+    small = "--width 64 --blocks 2 --steps 3 --run-dir run".split()
+    run_alone("mpirun", "-np", "2", PYTHON, example, *small, *flags.split(), cwd=tmp_path)
+    assert (tmp_path / "run/memory.png").stat().st_size > 1000
