@@ -304,7 +304,7 @@ class Saving(StepObserver):
                 if kept is None
                 else f"the checkpoint of step {kept} is kept"
             )
-            return f"step {step} is not saved, as --layout shard has it in parts; {last}"
+            return f"step {step} is not saved, as the ranks have it in parts (--layout); {last}"
         if step == 0:
             return "no step has completed yet; nothing was saved"
         assert writer is not None

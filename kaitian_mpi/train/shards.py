@@ -85,7 +85,7 @@ class Shards:
         self._place = None if owned is None else owned.place
         self._parameters = list(model.parameters())
         if any(parameter.is_complex() for parameter in self._parameters):
-            raise UserError("--layout shard does not support complex parameters")
+            raise UserError("complex parameters require --layout replicate")
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._groups = [
             [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]

@@ -46,7 +46,7 @@ class Checkpoints:
         self._folder = run_folder
         if run_folder is not None:
             self.on_disk = BackgroundWriter(run_files(run_folder, config.keep_checkpoints))
-        # No rank has a whole state in layout shard.
+        # No rank has a whole state in other layouts.
         name = snapshots_name(config.snapshots, os.environ)
         if name and config.layout == "replicate":
             self.in_memory = BackgroundWriter(snapshot_files(name))
