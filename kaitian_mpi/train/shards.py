@@ -293,8 +293,10 @@ class Shards:
     def held(self, size: int) -> tuple[list[float], list[float]]:
         """Return which fraction each rank owns, and which it mirrors."""
         owned, mirrored = [0.0] * size, [0.0] * size
+        counts = _counts(self._parameters, self._numbers, self.owned)
         for part in self.parts:
-            count = _bytes(self._parameters[part.parameter], part)
+            rows = max(1, _rows(self._parameters[part.parameter]))
+            count = counts[part.parameter] * (part.end - part.begin) / rows
             owned[part.owner] += count
             if part.mirror != NO_MIRROR:
                 mirrored[part.mirror] += count
@@ -392,6 +394,16 @@ class Shards:
         return divide_parameters(self._parameters, self._numbers, self.owned, pairs, by_rows)
 
 
+def _counts(
+    parameters: Sequence[nn.Parameter], stepped: Collection[int], owned: Collection[int]
+) -> list[int]:
+    """Return about how many bytes of each parameter's value, gradient and state are owned."""
+    return [
+        p.nbytes * (_STATE * (p.requires_grad and number in stepped) + (number in owned))
+        for number, p in enumerate(parameters)
+    ]
+
+
 def steps_by_element(optimizers: Sequence[Optimizer]) -> bool:
     """Return whether optimizers can step some rows of a parameter as they would step all."""
     return all(type(each).__name__ in _BY_ELEMENT for each in optimizers)
@@ -409,10 +421,7 @@ def divide_parameters(
     Optimizers step those with a number in `stepped`; of those in `owned`, the values belong to the
     parts. If not `by_rows`, only whole ones are owned.
     """
-    counts = [
-        p.nbytes * (_STATE * (p.requires_grad and number in stepped) + (number in owned))
-        for number, p in enumerate(parameters)
-    ]
+    counts = _counts(parameters, stepped, owned)
     order = [n for bucket in partition(parameters, BUCKET_CAPS) for n in bucket]
     return divide(counts, [*map(_rows, parameters)], pairs, order, by_rows)
 
@@ -539,10 +548,6 @@ def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dic
 
 def _key(part: Part) -> Key:
     return part.parameter, part.begin, part.end
-
-
-def _bytes(parameter: torch.Tensor, part: Part) -> int:
-    return parameter.nbytes * (part.end - part.begin) // max(1, _rows(parameter))
 
 
 def _rows(parameter: torch.Tensor) -> int:
