@@ -199,6 +199,7 @@ class ShardReducer(GradientReducer):
     Attributes:
         rounds: how often the rank with the most micro-batches arms the reducer in this step; the
             same on every rank.
+        gathering: of parameters in parts; None if all are whole.
         squared_norm: of the whole gradient, after `finish`; the same on every rank.
         factor: what its numbers are to be multiplied with.
     """
@@ -239,7 +240,7 @@ class ShardReducer(GradientReducer):
         self._of: dict[int, list[Part]] = {}
         for part in parts:
             self._of.setdefault(part.parameter, []).append(part)
-        self._targets, self.waits, self._gathering = targets, waits, gathering
+        self._targets, self.waits, self.gathering = targets, waits, gathering
         self._flights: deque[Any] = deque()  # bucket, work, sum, whether it adds, ends; buffer
         self._mirroring: list[Any] = []
         self.rounds, self._round = 1, 0
@@ -297,8 +298,8 @@ class ShardReducer(GradientReducer):
     def reset(self) -> None:
         super().reset()
         self._round = 0
-        if self._gathering is not None:
-            self._gathering.reset()
+        if self.gathering is not None:
+            self.gathering.reset()
         self._flights.clear()  # what is being summed keeps its buffers
         self._mirroring.clear()
 
@@ -404,7 +405,7 @@ class ShardReducer(GradientReducer):
 
     def _is_parted(self, index: int) -> bool:
         number = self._numbers[self._parameters[index]]
-        return self._gathering is not None and number in self._gathering.numbers
+        return self.gathering is not None and number in self.gathering.numbers
 
     def _build(self) -> None:
         group: Any = self._group or dist.group.WORLD
@@ -420,8 +421,8 @@ class ShardReducer(GradientReducer):
         self._carrier = None
 
     def _fill_next(self) -> None:
-        if self._gathering is not None:
-            self._gathering.next_bucket()
+        if self.gathering is not None:
+            self.gathering.next_bucket()
         self._sum_next()
 
     def _sum_next(self) -> None:
@@ -474,12 +475,12 @@ class ShardReducer(GradientReducer):
     def end_round(self) -> None:
         """Complete an armed backward; at the latest, the next one does. Collective."""
         with self._lock:
-            if self._gathering is not None:
-                self._gathering.complete(self._sum_next)
+            if self.gathering is not None:
+                self.gathering.complete(self._sum_next)
             while self._filled < len(self._buckets):
                 self._fill_next()
-            if self._gathering is not None:
-                self._gathering.end_round()
+            if self.gathering is not None:
+                self.gathering.end_round()
         if self._number is not None and self._weight:
             self._own_number += float(self._number) * float(self._weight)  # type: ignore[arg-type]
         self._round += 1

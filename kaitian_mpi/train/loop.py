@@ -82,7 +82,6 @@ class Loop:
         )
         self._apply: Callable[[Task, State, bool, int], None] = apply_step
         self._micro_batches: list[int | None] | None = None
-        self._gathering: Gathering | None = None
         if state.shards is not None:
             self._use_shards(state.shards)
         self._gradients = self._make_reducer()
@@ -115,13 +114,13 @@ class Loop:
         """Sum gradients to their owners, who apply them."""
         from kaitian_mpi.train.sharded_step import apply_step as apply_to_shards
 
-        step, parted = self._step, self.state.parted
+        step, state, world = self._step, self.state, self.world
 
-        def make_reducer() -> GradientReducer:
-            options = {"on_bucket": step.bucket_ready, "waits": step.waits}
-            if parted is not None:
-                self._gathering = shards.gathering(parted, self.world, step.waits)
-            return shards.reducer(self.state.model, gathering=self._gathering, **options)
+        def make_reducer() -> GradientReducer:  # does not refer to this loop, whose end frees all
+            options: dict[str, Any] = {"on_bucket": step.bucket_ready, "waits": step.waits}
+            if state.parted is not None:
+                options["gathering"] = shards.gathering(state.parted, world, step.waits)
+            return shards.reducer(state.model, **options)
 
         self._make_reducer = make_reducer
         self._apply = lambda *args: apply_to_shards(cast("Any", self._gradients), *args)
@@ -435,6 +434,10 @@ class Loop:
             self._parted.end()
         enter_phase("waiting for the other ranks' forwards", waits=True, limited=False)
         self._gathering.end_any()
+
+    @property
+    def _gathering(self) -> Gathering | None:
+        return getattr(self._gradients, "gathering", None)
 
     @property
     def _parted(self) -> PartedModel:
