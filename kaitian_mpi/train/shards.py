@@ -133,9 +133,12 @@ class Shards:
         """Forget all state, as it is incomplete. Not collective."""
         self._loose = {}
         self._values, self._loaded = dict[Key, torch.Tensor](), dict[Key, torch.Tensor]()
-        self.parts, self.targets = [], {}
+        self.zero_gradients()
         for optimizer in self._optimizers:
             optimizer.state.clear()
+            for group in optimizer.param_groups if self.targets else ():
+                group["params"] = []  # until there are new parts
+        self.parts, self.targets = [], {}
 
     def settings(self) -> list[dict[str, Any]]:
         """Return the optimizers' `state_dict` as if they had all parameters, without any state.
