@@ -60,6 +60,8 @@ class LayoutJob:
     """Of a sum in parts, by the bytes of the whole."""
     gather_cost: AllreduceCost
     """Of bringing all parts to all ranks, by the bytes of the whole."""
+    hides_gather: bool = True
+    """Whether the parts travel while ranks compute; on a host, that takes their cores."""
     pipeline: PipelineJob | None = None
     """None: the model cannot be divided in layers."""
     no_pipeline: str = ""
@@ -226,11 +228,12 @@ def _shard(job: LayoutJob) -> Prediction:
     of_round = found.computing / rounds
     sizes = _buckets(job.trained_bytes, bucket)
     step = found.seconds + rounds * exposed_seconds(of_round, sizes, job.scatter_cost)
-    gathered = sum(map(job.gather_cost.seconds, _buckets(job.parameter_bytes, bucket)))
+    moved = job.parameter_bytes if is_parted else job.trained_bytes
+    gathered = sum(map(job.gather_cost.seconds, _buckets(moved, bucket)))
     if is_parted:  # for each forward and each backward
         step += 2 * rounds * gathered
     else:
-        step += max(0.0, gathered - _FORWARD * of_round)
+        step += max(0.0, gathered - _FORWARD * of_round * job.hides_gather)
     return Prediction(SHARD, step, found.needed, "parameters in parts, too" if is_parted else "")
 
 

@@ -292,7 +292,7 @@ class LayerTimer:
         kind = SGD if isinstance(optimizers[0], SGD) else AdamW
         trial, pace = kind([parameter], lr=1e-3), self._world.device_kind.pace
         seconds = []
-        for _ in range(_ROUNDS):
+        for _ in range(2 * _ROUNDS):
             parameter.grad = torch.zeros_like(parameter)
             begin = self._now()
             pace.start()
