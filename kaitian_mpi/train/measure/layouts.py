@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 FILE = "layouts.json"
 _LARGEST, _PART_OF_MEMORY = 8 << 20, 0.01  # of what is exchanged, in bytes
 _ROUNDS, _MAX_SEC = 6, 1.0
+# What is measured is in the cache; a step's values are not, and are copied in and out of buffers:
+# of 20 M parameters, that took as long again (benchmarks/layout_choice.py).
+_COLD_ON_HOST = 2.0
 
 
 def choose_layout(
@@ -135,8 +138,8 @@ def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceC
         works["scatter", size] = partial(dist.reduce_scatter, own, parts)
         works["gather", size] = partial(dist.all_gather, parts, own)
     seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)
-    costs = []
+    costs, times = [], _COLD_ON_HOST if any(info.is_on_host for info in world.infos) else 1.0
     for name in ("scatter", "gather"):
         line = fit(sizes, [seconds[name, size] for size in sizes])
-        costs.append(AllreduceCost(line.alpha_sec, line.beta_sec))
+        costs.append(AllreduceCost(line.alpha_sec, times * line.beta_sec))
     return costs[0], costs[1]

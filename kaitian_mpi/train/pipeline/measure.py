@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,7 +186,7 @@ class LayerTimer:
         self._task, self._data = setup.task, setup.train
         share = equal_share(config, world.size)
         self._smallest, self._most = min_batch, max(min_batch, min(len(setup.train), share))
-        self._times: dict[int, list[tuple[float, float]]] = {}
+        self._times: dict[int, list[list[tuple[float, float]]]] = {}
         self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
         self._kept, self._outputs = [0.0] * len(chain), [0.0] * len(chain)
 
@@ -205,7 +206,7 @@ class LayerTimer:
             for size in (small, large) * (_ROUNDS - 1):
                 if time.perf_counter() < self._until:
                     self._round(size)
-        times = self._times
+        times = {size: _medians(self._times[size]) for size in (small, large)}
         whole = [(sum(times[small][n]), sum(times[large][n])) for n in range(len(self._chain))]
         sample = [
             max((b - a) / (large - small), b / large / 10) if large > small else b / large
@@ -242,7 +243,7 @@ class LayerTimer:
             size = larger
 
     def _round(self, size: int) -> None:
-        """Time each layer's forward and backward; the shortest times count."""
+        """Time each layer's forward and backward."""
         enter_phase("the benchmark")
         task, found = self._task, []
         batch = self._computation.place(self._data[list(range(size))])
@@ -261,10 +262,7 @@ class LayerTimer:
             call, carried = None, carried if is_last else _as_received(carried)
             self._outputs[number] = sum(t.nbytes for t in _tensors(carried)) / size
             self._kept[number] /= size
-        known = self._times.get(size, found)
-        self._times[size] = [
-            (min(a[0], b[0]), min(a[1], b[1])) for a, b in zip(known, found, strict=True)
-        ]
+        self._times.setdefault(size, []).append(found)
 
     def _time(
         self, layer: nn.Module, call: Call | None, carried: Any, batch: Any, number: int
@@ -288,12 +286,13 @@ class LayerTimer:
 
     def _update_sec(self, optimizers: Sequence[Optimizer]) -> float:
         """Return about the seconds of an optimizer's step for each byte of its parameters."""
-        parameter = nn.Parameter(torch.zeros(_TRIAL_NUMBERS, device=self._world.device))
+        # Not zeros: the first use of their memory would count.
+        parameter = nn.Parameter(torch.full((_TRIAL_NUMBERS,), 0.1, device=self._world.device))
+        parameter.grad = torch.full_like(parameter, 0.1)
         kind = SGD if isinstance(optimizers[0], SGD) else AdamW
         trial, pace = kind([parameter], lr=1e-3), self._world.device_kind.pace
         seconds = []
         for _ in range(2 * _ROUNDS):
-            parameter.grad = torch.zeros_like(parameter)
             begin = self._now()
             pace.start()
             trial.step()
@@ -329,6 +328,14 @@ def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield saved
+
+
+def _medians(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return the median seconds of each layer's forward and backward."""
+    return [
+        (statistics.median(a for a, _ in layer), statistics.median(b for _, b in layer))
+        for layer in zip(*rounds, strict=True)
+    ]
 
 
 def measure_links(world: World) -> dict[tuple[str, str], Hop]:
