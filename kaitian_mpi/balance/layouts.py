@@ -23,6 +23,7 @@ _AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is 
 _SHARD_BUCKET, _LEAST_BUCKET = 8 << 20, 1 << 20
 _BUCKETS = 4  # of a shard's that are in memory at once
 _MOST = 1e18  # of what a file says, so that no sum overflows
+_COPIES = 3  # of all gradients, in a shard's step: to buffers, from them, and to check them
 _FORWARD = 1 / 3  # part of a step's compute time
 
 
@@ -37,6 +38,8 @@ class LayoutRank:
     """That it has for parameters, state and activations."""
     update_sec_per_byte: float = 0.0
     """The optimizer's, by bytes of parameters."""
+    copy_sec_per_byte: float = 0.0
+    """To copy what is not in a cache."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,11 @@ class LayoutJob:
         """The bytes that each rank has."""
         return np.array([rank.memory_bytes for rank in self.ranks])
 
-    @property
-    def update_sec_per_byte(self) -> np.ndarray:
-        """The optimizer's seconds for each byte of parameters, by rank."""
-        return np.array([rank.update_sec_per_byte for rank in self.ranks])
+    def seconds(self, updates: float | np.ndarray, copies: float) -> np.ndarray:
+        """Return each rank's seconds to update some bytes of parameters, and to copy others."""
+        return updates * np.array([rank.update_sec_per_byte for rank in self.ranks]) + (
+            copies * np.array([rank.copy_sec_per_byte for rank in self.ranks])
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
@@ -195,7 +199,7 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 def _replicate(job: LayoutJob) -> Prediction:
     fixed = np.full(len(job.ranks), float(job.parameter_bytes + job.state_bytes))
-    found = _divide(job, REPLICATE, fixed, job.update_sec_per_byte * job.trained_bytes)
+    found = _divide(job, REPLICATE, fixed, job.seconds(job.trained_bytes, 0))
     if isinstance(found, Prediction):
         return found
     exposed = exposed_seconds(
@@ -220,7 +224,7 @@ def _shard(job: LayoutJob) -> Prediction:
         why = f"needs {_mb(needed)} in all, and the ranks have {_mb(job.memory.sum())}"
         return Prediction(SHARD, why=why)
     part = room / room.sum()
-    update = job.update_sec_per_byte * job.trained_bytes * part
+    update = job.seconds(job.trained_bytes * part, _COPIES * job.trained_bytes)
     found = _divide(job, SHARD, fixed + part * owned_bytes, update)
     if isinstance(found, Prediction):
         return found

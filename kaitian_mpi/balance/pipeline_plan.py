@@ -67,6 +67,8 @@ class RankFacts:
     """The part of it that is forward."""
     update_sec_per_byte: float = 0.0
     """The optimizer's, by bytes of parameters."""
+    copy_sec_per_byte: float = 0.0
+    """To copy what is not in a cache."""
     base_bytes: float = 0.0
     """That it uses besides parameters, state and activations."""
     start_bytes: float = 0.0

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 FILE = "layouts.json"
 _LARGEST, _PART_OF_MEMORY = 8 << 20, 0.01  # of what is exchanged, in bytes
 _ROUNDS, _MAX_SEC = 6, 1.0
-# What is measured is in the cache; a step's values are not, and are copied in and out of buffers:
-# of 20 M parameters, that took as long again (benchmarks/layout_choice.py).
-_COLD_ON_HOST = 2.0
 
 
 def choose_layout(
@@ -114,7 +111,8 @@ def measure_layouts(
 def _whole(facts: PipelineFacts, place: str) -> LayoutRank:
     rank = facts.by_place[place]
     cost = RankCost(sum(rank.fixed_sec), sum(rank.sample_sec))
-    return LayoutRank(rank.kind, cost, rank.memory_bytes, rank.update_sec_per_byte)
+    rates = rank.update_sec_per_byte, rank.copy_sec_per_byte
+    return LayoutRank(rank.kind, cost, rank.memory_bytes, *rates)
 
 
 def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int]) -> AllreduceCost:
@@ -138,8 +136,8 @@ def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceC
         works["scatter", size] = partial(dist.reduce_scatter, own, parts)
         works["gather", size] = partial(dist.all_gather, parts, own)
     seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)
-    costs, times = [], _COLD_ON_HOST if any(info.is_on_host for info in world.infos) else 1.0
+    costs = []
     for name in ("scatter", "gather"):
         line = fit(sizes, [seconds[name, size] for size in sizes])
-        costs.append(AllreduceCost(line.alpha_sec, times * line.beta_sec))
+        costs.append(AllreduceCost(line.alpha_sec, line.beta_sec))
     return costs[0], costs[1]

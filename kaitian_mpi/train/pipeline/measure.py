@@ -43,7 +43,8 @@ _ROUNDS = 3
 _SHARE_OF_TIME = 0.5  # of --benchmark-seconds
 _LARGER = 4  # samples of the next size, times those of the one before
 _PART_OF_MEMORY = 0.2  # for what one layer keeps
-_TRIAL_NUMBERS = 1 << 20
+_TRIAL_NUMBERS = 1 << 18, 4 << 20
+_PART_OF_TRIAL = 0.002  # of the memory's bytes, in numbers: of which AdamW needs five times as many
 _TRIAL_BYTES = 1 << 20
 _UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
 _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
@@ -199,7 +200,7 @@ class LayerTimer:
         on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         start = on_host if device.is_host else 0
         used = max(0, device.memory_peak_bytes(index) - start)
-        update_sec = self._update_sec(optimizers)  # first: what it frees, the layers use again
+        rates = self._update_sec(optimizers)  # first: what it frees, the layers use again
         with borrowed(model):
             self._grow(memory_limit(self._world) - used - start)
             small, large = min(self._times), max(self._times)
@@ -220,7 +221,7 @@ class LayerTimer:
             tuple(fixed),
             tuple(sample),
             forward,
-            update_sec,
+            *rates,
             float(used),
             float(used + start),
             _steps_at_once(optimizers, device.is_host),
@@ -284,21 +285,28 @@ class LayerTimer:
         pace.catch_up()
         return (middle - begin, self._now() - middle), output
 
-    def _update_sec(self, optimizers: Sequence[Optimizer]) -> float:
-        """Return about the seconds of an optimizer's step for each byte of its parameters."""
-        # Not zeros: the first use of their memory would count.
-        parameter = nn.Parameter(torch.full((_TRIAL_NUMBERS,), 0.1, device=self._world.device))
-        parameter.grad = torch.full_like(parameter, 0.1)
+    def _update_sec(self, optimizers: Sequence[Optimizer]) -> tuple[float, float]:
+        """Return about the seconds to step, and to copy, a byte of the parameters."""
+        # Larger than a cache, if there is memory. Not zeros: their first use would count.
+        numbers = int(_PART_OF_TRIAL * memory_limit(self._world))
+        numbers = max(_TRIAL_NUMBERS[0], min(_TRIAL_NUMBERS[1], numbers))
+        parameter = nn.Parameter(torch.full((numbers,), 0.1, device=self._world.device))
+        parameter.grad = gradient = torch.full_like(parameter, 0.1)
         kind = SGD if isinstance(optimizers[0], SGD) else AdamW
-        trial, pace = kind([parameter], lr=1e-3), self._world.device_kind.pace
-        seconds = []
+        trial = kind([parameter], lr=1e-3)
+        steps = self._seconds(trial.step)
+        copies = self._seconds(lambda: parameter.detach().copy_(gradient))
+        return steps / parameter.nbytes, copies / parameter.nbytes
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        pace, seconds = self._world.device_kind.pace, []
         for _ in range(2 * _ROUNDS):
             begin = self._now()
             pace.start()
-            trial.step()
+            work()
             pace.catch_up()
             seconds.append(self._now() - begin)
-        return min(seconds) / parameter.nbytes
+        return statistics.median(seconds[1:])
 
     def _now(self) -> float:
         self._world.synchronize()
