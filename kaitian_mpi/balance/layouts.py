@@ -63,8 +63,9 @@ class LayoutJob:
     """Of a sum in parts, by the bytes of the whole."""
     gather_cost: AllreduceCost
     """Of bringing all parts to all ranks, by the bytes of the whole."""
-    hides_gather: bool = True
-    """Whether the parts travel while ranks compute; on a host, that takes their cores."""
+    on_host: bool = False
+    """Whether a rank computes on its host: then what travels takes the cores that compute, and the
+    model is beside its copy in the benchmark of replicate."""
     pipeline: PipelineJob | None = None
     """None: the model cannot be divided in layers."""
     no_pipeline: str = ""
@@ -198,7 +199,8 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 
 def _replicate(job: LayoutJob) -> Prediction:
-    fixed = np.full(len(job.ranks), float(job.parameter_bytes + job.state_bytes))
+    whole = job.parameter_bytes * (1 + job.on_host) + job.state_bytes
+    fixed = np.full(len(job.ranks), float(whole))
     found = _divide(job, REPLICATE, fixed, job.seconds(job.trained_bytes, 0))
     if isinstance(found, Prediction):
         return found
@@ -237,7 +239,7 @@ def _shard(job: LayoutJob) -> Prediction:
     if is_parted:  # for each forward and each backward
         step += 2 * rounds * gathered
     else:
-        step += max(0.0, gathered - _FORWARD * of_round * job.hides_gather)
+        step += max(0.0, gathered - _FORWARD * of_round * (not job.on_host))
     return Prediction(SHARD, step, found.needed, "parameters in parts, too" if is_parted else "")
 
 

@@ -101,7 +101,7 @@ def measure_layouts(
         allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
         scatter_cost=scatter,
         gather_cost=gather,
-        hides_gather=not any(info.is_on_host for info in world.infos),
+        on_host=any(info.is_on_host for info in world.infos),
         pipeline=None if why else facts.job(config, world, min_batch),
         no_pipeline=why,
     )
