@@ -350,6 +350,8 @@ class ShardReducer(GradientReducer):
         self._sharing.clear()  # what is under way keeps its buffers
         self._late = nn.Parameter  # else it would refer to this
         super().close()
+        # The loop may outlive its end, but not the memory of the parts.
+        self._targets, self._spares, self.gathering, self._failure = {}, Spares(0), None, None
 
     def _check_seen(self, parameters: Sequence[nn.Parameter]) -> None:
         """Check that whatever has used a parameter has waited for it.

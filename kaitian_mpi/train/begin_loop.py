@@ -31,8 +31,8 @@ from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.step import StepObserver
 
 _NO_CHECKPOINT = (
-    "the part of the optimizer's state that a lost rank had is lost, and there is no checkpoint to "
-    "continue from; give a run folder, and save more often (--checkpoint-minutes)"
+    "the part of the state that a lost rank had is lost, and there is no checkpoint to continue "
+    "from; give a run folder, and save more often (--checkpoint-minutes)"
 )
 
 
@@ -148,17 +148,18 @@ def _plan(run: Run, world: World) -> Plan:
 
 def _restore_state(run: Run, world: World, plan: Plan) -> None:
     """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
-    state, has_lost = run.state, bool(run.membership.losses)
+    state, has_lost, lacks_values = run.state, bool(run.membership.losses), False
     if state.shards is not None:
         if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
             state.shards.drop()  # what it has is of the start
         if not state.shards.is_complete(world.comm):
+            lacks_values = bool(state.shards.owned)  # those of the start are lost, too
             state.forget()
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
         # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
         from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 
-        has_part_lost = state.shards is not None and run.has_started
+        has_part_lost = state.shards is not None and (run.has_started or lacks_values)
         found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)

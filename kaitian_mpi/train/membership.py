@@ -143,6 +143,7 @@ class Membership:
             except Exception as error:
                 noticed = error
             self.recover(noticed)
+            del noticed  # its traceback refers to this frame
 
     def wait_until_active(self) -> World | None:
         """Return the active ranks, once this one is among them; None if they end without it.

@@ -215,7 +215,7 @@ def _choose_ranks(run: Run) -> None:
 
         run.room, reserved = on_all(find_room, setup, config)
         if run.room.parted:
-            setup = run.setup = _part(run, world)
+            setup = run.setup = _part(run, membership.all_ranks)
         else:
             setup.task.model.to(world.device)
     elif config.layout == "pipeline" and run.facts is None:

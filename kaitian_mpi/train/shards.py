@@ -134,6 +134,7 @@ class Shards:
         self._loose = {}
         self._values, self._loaded = dict[Key, torch.Tensor](), dict[Key, torch.Tensor]()
         self.zero_gradients()
+        self._reducer = None
         for optimizer in self._optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups if self.targets else ():
@@ -230,6 +231,7 @@ class Shards:
         Each row of each parameter belongs to one rank.
         """
         self._share_values(world.comm)
+        self.zero_gradients()
         held = self._held()
         wanted = [
             (_key(part), rank)

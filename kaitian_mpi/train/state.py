@@ -126,6 +126,7 @@ class State:
     def forget(self) -> None:
         """Make this no state of the run, as a part of it is lost: a checkpoint has to be loaded."""
         self.is_begun = False
+        self.zero_gradients()
         if self.shards is not None:
             self.shards.drop()
 

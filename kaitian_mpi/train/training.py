@@ -601,6 +601,8 @@ class Training:
                 self._until_done(self._end_standby, False)
             self._end(failure)
             raise
+        finally:
+            del failure  # its traceback refers to this frame, and to all that the step has made
         return None
 
     def _end(self, error: BaseException | None = None) -> None:

@@ -64,14 +64,33 @@ def build_deep():
     return build(512, 228)
 
 
+def mortal_at_start(make, dies):
+    """Return a task, of which a rank dies when it makes its state."""
+    task, made = make(), []
+
+    def optimizer(model):
+        made.append(model)
+        if len(made) == 3 and int(os.environ["OMPI_COMM_WORLD_RANK"]) == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.optim.AdamW(model.parameters())
+
+    return Task(**{**vars(task), "optimizer": optimizer, "name": ""})
+
+
 def main():
-    """Train; a rank dies after the step that is given, the first time."""
+    """Train; a rank dies after the step that is given, the first time; before the first, if 0."""
     layout, dies, last = sys.argv[3:] if len(sys.argv) > 3 else ("shard", "2", "10")
     if layout == "pipeline":  # of three stages
         kaitian_mpi.init(emulate_kinds="gpu,mlu,npu")
-    task = partial(build if layout == "shard" else chain, 32, 3 if layout == "shard" else 6)
+    task = {
+        "shard": partial(build, 32, 3),
+        "parts": partial(build, 512, 24),
+        "pipeline": partial(chain, 32, 6),
+    }[layout]
     with Training(
-        task, layout=layout, run_dir="run", global_batch_size=24, max_steps=int(last), epochs=9,
+        partial(mortal_at_start, task, int(dies)) if sys.argv[1] == "0" else task,
+        layout="pipeline" if layout == "pipeline" else "shard", run_dir="run",
+        global_batch_size=24, max_steps=int(last), epochs=9,
         balance="off", checkpoint_every=2, mirrors=False,
         emulate_memory=sys.argv[2] if len(sys.argv) > 2 else "",
     ) as training:  # fmt: skip

@@ -75,6 +75,26 @@ def test_without_mirrors_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
     assert summary["steps"] == 10
 
 
+@pytest.mark.parametrize("dies_after", [5, 0])
+def test_parameters_in_parts_come_from_the_checkpoint_if_there_is_one(tmp_path, dies_after):
+    script = str(PLANTED / "planted_large.py")
+    command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script, str(dies_after))
+    memory = "0:75MB,1:75MB,2:75MB"  # two ranks have hardly more than the state
+    ended = run_alone(*command, memory, "parts", "2", "7", cwd=tmp_path, code=None)
+    if not dies_after:
+        assert ended.code != 0
+        assert "there is no checkpoint to continue from" in ended.err
+        return
+    assert ended.code == 0, ended.text
+    assert "parameters, gradients and optimizer state by rank" in ended.out
+    assert "continuing from step 4" in ended.text
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["finished"]
+    assert summary["steps"] == 7
+    saved = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
+    assert all(weight.isfinite().all() for weight in saved.values())
+
+
 def test_what_fits_no_rank_trains_in_a_pipeline_and_continues_on_others(tmp_path):
     chain = ("--task", "planted_large:chain")
     ended = train(tmp_path, 3, *MEMORY, *chain, "--max-steps", "2", "--layout", "pipeline")
