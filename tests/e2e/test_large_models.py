@@ -11,6 +11,7 @@ MEMORY = "--emulate-memory 0:600MB,1:300MB,2:300MB --emulate-kinds gpu,mlu,mlu".
 TRAIN = (
     "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run"
 ).split()
+RESUMED = ("--resume", "auto", "--balance", "off")
 
 
 def train(tmp_path, ranks, *flags, code=0):
@@ -32,10 +33,9 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
     saved = torch.load(file)["optimizers"][0]["state"]
     assert len(saved) == 2 * 37
     assert all(state["step"] == 2 for state in saved.values())
-    resumed = ("--resume", "auto", "--balance", "off")
-    train(tmp_path, 3, *MEMORY, "--layout", "shard", "--max-steps", "3", *resumed)
+    train(tmp_path, 3, *MEMORY, "--layout", "shard", "--max-steps", "3", *RESUMED)
     assert file.read_bytes() == before
-    ended = train(tmp_path, 2, "--max-steps", "4", *resumed)
+    ended = train(tmp_path, 2, "--max-steps", "4", *RESUMED)
     assert "resuming from step 3" in ended.out
 
 
@@ -54,7 +54,7 @@ def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
     assert sum(weight.numel() for weight in weights.values()) == summary["parameters"]
     assert all(weight.isfinite().all() for weight in weights.values())
     others = ("--emulate-memory", "0:300MB,1:600MB,2:300MB", *MEMORY[2:])
-    ended = train(tmp_path, 3, *others, *deep, "--max-steps", "3", "--resume", "auto")
+    ended = train(tmp_path, 3, *others, *deep, "--max-steps", "3", *RESUMED)
     assert "resuming from step 2" in ended.out
     (file,) = (tmp_path / "run/checkpoints").glob("step-*3.pt")
     states = torch.load(file, mmap=True)["optimizers"][0]["state"].values()
@@ -108,10 +108,8 @@ def test_what_fits_no_rank_trains_in_a_pipeline_and_continues_on_others(tmp_path
     saved = torch.load(file, mmap=True)
     assert len(saved["optimizers"][0]["state"]) == 2 * 59
     assert all(saved["model"][name].any() for name in ("0.weight", "30.layer.weight", "58.weight"))
-    resumed = (*chain, "--resume", "auto", "--balance", "off")
-    ended = train(tmp_path, 2, "--layout", "pipeline", "--max-steps", "3", *resumed)
+    ended = train(tmp_path, 2, *chain, "--layout", "pipeline", "--max-steps", "3", *RESUMED)
     assert "resuming from step 2" in ended.out
-    train(tmp_path, 2, "--max-steps", "4", *resumed)
     weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
     assert all(each.isfinite().all() for each in weights.values())
 
@@ -130,7 +128,7 @@ def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies):
 def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
     auto = ("--layout", "auto", "--max-steps", "2", "--task", "planted_large:chain")
     ended = train(tmp_path, 3, *MEMORY, *auto)
-    assert re.search(r"replicate \| +- \|.*needs \d+ MB on rank \d, which has \d+ MB", ended.out)
+    assert re.search(r"replicate \| +- \|.*needs [\d,]+ MB on rank \d, which has \d+ MB", ended.out)
     found = json.loads((tmp_path / "run/layouts.json").read_text())
     predicted = {each["layout"]: each["step_sec"] for each in found["layouts"]}
     assert predicted.pop("replicate") is None

@@ -240,7 +240,7 @@ def test_layers_that_are_not_the_models_are_refused(world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     for layers, message in (
         ([model[0], model[1]], "lack 2.weight, 2.bias"),
-        ([model[0], model[2]], "give another loss"),
+        ([model[0], model[2]], "return something else than the model"),
     ):
         task = make_task(model=model, layers=layers)
         setup, config = Setup(task, NoFolder()), TrainConfig(layout="pipeline", balance="off")

@@ -228,7 +228,8 @@ def test_new_group_times_out_if_a_rank_does_not_arrive(world, last):
 
 def test_a_rank_that_arrives_after_the_others_timed_out_gets_an_error(world, last):
     """The calls time out side by side, each in a group and a thread of its own."""
-    named = rf"^timed out after 1 s in \w+ #2: waiting for rank {last} of {world.size}; set a"
+    # On a busy machine a rank may learn it from another, which has timed out before.
+    named = rf"timed out after 1 s in \w+ #2: waiting for rank {last} of {world.size}; set a"
     too_late = rf"^rank {last} of {world.size} arrived too late in \w+ #2: the others timed out"
 
     def time_out(call, group):
