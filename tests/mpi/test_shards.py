@@ -114,6 +114,14 @@ def alone(task, batches):
     return model, optimizers
 
 
+def check_against_one_process(task, run, initial, taken):
+    """Check that a run's weights are those of one process that took these samples in each step."""
+    data = run.setup.train
+    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.fixture
 def make_run(world, monkeypatch):
     def make(optimizer="adamw", clip_norm=None, loss=compute_loss, model=None, **options):
@@ -245,10 +253,7 @@ def test_values_that_are_used_unseen_do_not_come_late(world, make_run, monkeypat
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
         assert {type(p) for p in task.model.parameters()} == {nn.Parameter}
     run.close()
-    data = run.setup.train
-    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
-    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    check_against_one_process(task, run, initial, taken)
 
 
 def owned_bytes(run):
@@ -291,10 +296,7 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
     for _ in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
     run.close()
-    data = run.setup.train
-    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
-    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    check_against_one_process(task, run, initial, taken)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "matrices", "two"])
@@ -341,7 +343,4 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
     for _ in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
     run.close()
-    data = run.setup.train
-    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
-    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    check_against_one_process(task, run, initial, taken)
