@@ -5,7 +5,8 @@ The sums are over the ranks of a group of any backend; ours has methods of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +138,20 @@ def partition(parameters: list[torch.nn.Parameter], caps: tuple[int, int]) -> li
             full.append(open_.pop(key))
             sizes[key], limits[key] = 0, caps[1]
     return sorted([*full, *open_.values()], key=lambda bucket: -bucket[-1])
+
+
+def judge(gradients: Sequence[torch.Tensor]) -> tuple[bool, float]:
+    """Return whether gradients have no NaN and no infinity, and their squared norm. Not collective.
+
+    float16 and bfloat16 are added up in float32.
+    """
+    norms = [
+        float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)))
+        for g in gradients
+    ]
+    # Finite numbers may add up to more than a float can hold.
+    is_finite = math.isfinite(sum(norms)) or all(bool(g.isfinite().all()) for g in gradients)
+    return is_finite, sum(norm * norm for norm in norms)
 
 
 def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:

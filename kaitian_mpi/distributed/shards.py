@@ -8,7 +8,6 @@ Parts that have mirrors are sent on to those, once they are summed.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import nn
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
-from kaitian_mpi.distributed.gradients import partition, sum_on_host
+from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host
 from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
@@ -490,12 +489,8 @@ class ShardReducer(GradientReducer):
 
     def _settle(self) -> None:
         """Exchange what all ranks must know, and give the owned gradients to the optimizers."""
-        owned = [bucket.own for bucket in self._buckets]
-        is_finite = math.isfinite(sum(float(own.sum(dtype=_wide(own))) for own in owned))
-        # Finite numbers may add up to more than a float can hold.
-        is_finite = is_finite or all(bool(own.isfinite().all()) for own in owned)
-        norms = [float(torch.linalg.vector_norm(own, dtype=_wide(own))) for own in owned]
-        facts = self._own_number, float(not is_finite), sum(norm * norm for norm in norms)
+        is_finite, squared_norm = judge([bucket.own for bucket in self._buckets])
+        facts = self._own_number, float(not is_finite), squared_norm
         total = torch.tensor([*facts, *self._used], dtype=torch.float64)
         sum_on_host(total, self._group).wait()
         number, faults, self.squared_norm, *used = total.tolist()
@@ -511,11 +506,6 @@ class ShardReducer(GradientReducer):
 def bucket_cap(largest: int) -> int:
     """Return the bytes at which a bucket is full, with parameters in parts of at most so many."""
     return min(BUCKET_CAPS[1], max(_MIN_CAP, largest))
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which to add up a tensor."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -157,7 +157,7 @@ def _whole(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
     whole = sum(p.nbytes for p in trained)
     bucket = max(min(whole, BUCKET_CAPS[1]), *(p.nbytes for p in trained))
     small = sum(p.nbytes for p in trained if p.nbytes < BUCKET_CAPS[1])
-    return _Need(whole * (1 + _states(optimizers)), _BUFFERS * bucket, small)
+    return _Need(whole * (1 + usual_states(optimizers)), _BUFFERS * bucket, small)
 
 
 def _in_parts(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
@@ -172,10 +172,10 @@ def _in_parts(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     largest = max(p.nbytes for p in parameters)
     buffers = _VISITS * max(largest, bucket_cap(largest))
-    return _Need(parted + trained * (1 + _states(optimizers)), buffers, 0, parted, numbers)
+    return _Need(parted + trained * (1 + usual_states(optimizers)), buffers, 0, parted, numbers)
 
 
-def _states(optimizers: Sequence[Optimizer]) -> int:
+def usual_states(optimizers: Sequence[Optimizer]) -> int:
     """Return how many numbers optimizers keep of each parameter, about."""
     has_momentum = any(group.get("momentum") for each in optimizers for group in each.param_groups)
     is_sgd = all(type(each) is SGD for each in optimizers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.gradients import sum_on_host
+from kaitian_mpi.distributed.gradients import judge, sum_on_host
 from kaitian_mpi.errors import UserError
 
 _BUCKET_BYTES = 8 << 20
@@ -63,11 +62,9 @@ class StageGradients:
                 self._sum(group, bucket)
         own = [t.grad for n, t in self._targets.items() if self._rank == self._owners[n][0]]
         found = [gradient for gradient in own if gradient is not None]
-        norms = [float(_norm(gradient)) for gradient in found]
-        # Finite numbers may add up to more than a float can hold.
-        is_finite = math.isfinite(sum(norms)) or all(bool(g.isfinite().all()) for g in found)
+        is_finite, squared_norm = judge(found)
         loss = sum((float(each) for each in self.losses), 0.0)
-        facts = [loss, self.weight, sum(norm * norm for norm in norms), float(not is_finite)]
+        facts = [loss, self.weight, squared_norm, float(not is_finite)]
         total = torch.tensor(facts, dtype=torch.float64)
         sum_on_host(total).wait()
         loss, weight, self.squared_norm, faults = total.tolist()
@@ -120,8 +117,3 @@ class StageGradients:
         counts = sums[-1].cpu().tolist()
         for parameter, total, count in zip(parameters, sums, counts, strict=False):
             parameter.grad = total.view(parameter.shape) if count else None
-
-
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide)

@@ -22,10 +22,12 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers, profile_unmeasured
 from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
+from kaitian_mpi.train.measure.room import usual_states
 from kaitian_mpi.train.pipeline.chain import (
     Call,
     answered,
@@ -47,7 +49,6 @@ _TRIAL_NUMBERS = 1 << 18, 4 << 20
 _PART_OF_TRIAL = 0.002  # of the memory's bytes, in numbers: of which AdamW needs five times as many
 _TRIAL_BYTES = 1 << 20
 _UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
-_USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
     with borrowed(task.model) as model:
         model.eval()
         call = captured(task.loss, model, batch)
-        whole = _tensors(model(*call.args, **call.kwargs))
-        chained = _tensors(run(chain, call, None))
+        whole = list(tensors_in(model(*call.args, **call.kwargs)))
+        chained = list(tensors_in(run(chain, call, None)))
     is_same = [each.shape for each in whole] == [each.shape for each in chained]
     if not is_same or not all(map(_is_close, whole, chained)):
         raise UserError(
@@ -261,7 +262,7 @@ class LayerTimer:
                 )
             found.append(seconds)
             call, carried = None, carried if is_last else _as_received(carried)
-            self._outputs[number] = sum(t.nbytes for t in _tensors(carried)) / size
+            self._outputs[number] = sum(t.nbytes for t in tensors_in(carried)) / size
             self._kept[number] /= size
         self._times.setdefault(size, []).append(found)
 
@@ -273,7 +274,7 @@ class LayerTimer:
         pace.start()
         with self._computation.autocast(), _saved_by(layer) as saved:
             output = run([layer], call, carried)
-            ends = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if batch is not None:
                 loss = check_loss(answered(task.loss, task.model, batch, output), False)  # type: ignore[arg-type]
                 ends = [loss] * loss.requires_grad
@@ -401,9 +402,7 @@ def _layers(
     kept: Sequence[float],
     outputs: Sequence[float],
 ) -> list[Layer]:
-    has_momentum = any(group.get("momentum") for each in optimizers for group in each.param_groups)
-    is_sgd = all(type(each) is SGD for each in optimizers)
-    states = int(has_momentum) if is_sgd else _USUAL_STATES
+    states = usual_states(optimizers)
     stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     found = []
     for layer, own, output in zip(chain, kept, outputs, strict=True):
@@ -433,12 +432,6 @@ def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    from kaitian_mpi.observe.tensor_files import tensors_in
-
-    return list(tensors_in(value))
 
 
 def _as_received(value: Any) -> Any:
