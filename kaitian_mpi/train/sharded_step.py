@@ -14,6 +14,19 @@ from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
 
+def check_clip_norm(task: Task, layout: str) -> None:
+    """Check that a task clips by a number, as no rank has all gradients for a function.
+
+    Raises:
+        UserError: it does not.
+    """
+    if callable(task.clip_norm):
+        raise UserError(
+            f"--layout {layout} requires Task(clip_norm=...) to be a number: no rank has all "
+            "gradients"
+        )
+
+
 def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> None:
     """Lay a state out in shards, which have no owners yet. Not collective.
 
@@ -22,10 +35,7 @@ def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> 
     Raises:
         UserError: the task cannot be trained so.
     """
-    if callable(task.clip_norm):
-        raise UserError(
-            "--layout shard requires Task(clip_norm=...) to be a number: no rank has all gradients"
-        )
+    check_clip_norm(task, "shard")
     state.shards = Shards(state.model, state.optimizers, state.parted, values)
 
 

@@ -39,6 +39,7 @@ from kaitian_mpi.train.pipeline.chain import (
     take_apart,
 )
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.sharded_step import check_clip_norm
 from kaitian_mpi.train.task import Computation, Task, aside, borrowed, check_loss
 
 _ROUNDS = 3
@@ -140,11 +141,7 @@ def check_task(task: Task) -> list[nn.Module]:
         raise UserError(
             "--layout pipeline requires Task(loss=...), as no rank computes the whole model"
         )
-    if callable(task.clip_norm):
-        raise UserError(
-            "--layout pipeline requires Task(clip_norm=...) to be a number: no rank has all "
-            "gradients"
-        )
+    check_clip_norm(task, "pipeline")
     return chain_of(task)
 
 
