@@ -45,8 +45,8 @@ class RunFolder:
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Append a line to a JSON lines file."""
 
-    def save_model(self, state: dict[str, torch.Tensor]) -> None:
-        """Save the model's weights as `checkpoints/model.pt`, atomically."""
+    def save_model(self, state: dict[str, torch.Tensor], fault: OSError | None = None) -> None:
+        """Save the model's weights as `checkpoints/model.pt`, atomically; not with a `fault`."""
 
     def has(self, name: str) -> bool:
         """Return whether the last content given to this object for a file is on disk."""
@@ -139,10 +139,15 @@ class DiskFolder(RunFolder):
         with _warned(self.path / name):
             os.utime(self.path / name)
 
-    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+    def save_model(self, state: dict[str, torch.Tensor], fault: OSError | None = None) -> None:
         needed = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
         target = self.path / "checkpoints" / "model.pt"
-        self._fill(target, needed, lambda file: write_tensors(file, state))
+        if fault is None:
+            self._fill(target, needed, lambda file: write_tensors(file, state))
+            return
+        with _warned(target):
+            self._faults[target] = fault.strerror or str(fault)
+            raise fault
 
     def has(self, name: str) -> bool:
         return self._faults.get(self.path / name) == ""

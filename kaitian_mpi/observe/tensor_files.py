@@ -6,8 +6,9 @@ import hashlib
 import io
 import os
 import pickle
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,7 @@ import torch
 from kaitian_mpi.devices.memory_limit import unlimited
 
 _BUFFER_BYTES = 1 << 20  # each write() releases the GIL and must acquire it again
+_MIN_SPOOLED_BYTES = 1 << 16
 
 
 class UnusableError(Exception):
@@ -66,6 +68,44 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
+
+
+class Spool:
+    """Host memory for large tensors that is in files without a name, and ends with them.
+
+    Attributes:
+        fault: why there was no file for a tensor, e.g. because the disk is full; the values of that
+            and of later ones are lost. None if all are kept.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Have the files in a folder; without one, tensors are copied in memory."""
+        self._folder = folder
+        self.fault: OSError | None = None
+
+    def keep(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a copy of tensors one below the other: they differ in the number of rows only."""
+        size = sum(each.nbytes for each in rows)
+        if size < _MIN_SPOOLED_BYTES or self._folder is None:
+            return torch.cat([each.cpu() for each in rows])
+        shape = sum(map(len, rows)), *rows[0].shape[1:]
+        memory = self._map(self._folder, size) if self.fault is None else None
+        if memory is None:
+            return torch.zeros((), dtype=rows[0].dtype).expand(shape)
+        whole = memory.view(rows[0].dtype).view(shape)
+        for target, each in zip(whole.split([*map(len, rows)]), rows, strict=True):
+            target.copy_(each)
+        return whole
+
+    def _map(self, folder: Path, size: int) -> torch.Tensor | None:
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
+                # Without the space, a write to the mapped memory would end the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+                return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+        except OSError as error:
+            self.fault = error
+            return None
 
 
 def write_tensors(file: IO[bytes], state: Any) -> tuple[int, str]:

@@ -175,8 +175,13 @@ class Metrics(StepObserver):
         print_rank_0(self._world, result_line(*where, means))
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
-        with run.saving(self._world), run.state.whole_weights(self._world, run.setup.path):
-            run.setup.folder.save_model(run.state.weights() if run.owns_files else {})
+        with (
+            run.saving(self._world),
+            run.state.whole_weights(self._world, run.setup.path) as fault,
+        ):
+            run.setup.folder.save_model(
+                run.state.weights() if run.owns_files and fault is None else {}, fault
+            )
         memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(

@@ -139,10 +139,10 @@ class Saving(StepObserver):
         """Bring the results to disk, after `close`; without them the run is not finished."""
         run, world, fault = self._run, self._world, ""
         enter_phase("writing the last checkpoint", limited=False)
-        with self._saved_at_signals(), run.state.whole_weights(world, run.setup.path):
+        with self._saved_at_signals(), run.state.whole_weights(world, run.setup.path) as why:
             if world.rank == 0:
                 try:
-                    self._write_results()
+                    self._write_results(why)
                 except StorageError as error:
                     fault = f"training is done, but {error}; {self._keep()}"
             fault = gather_values(world.comm, fault)[0]
@@ -151,17 +151,20 @@ class Saving(StepObserver):
             else:
                 self._report_finish()
 
-    def _write_results(self) -> None:
+    def _write_results(self, why: OSError | None) -> None:
         """Write the weights, unless they are on disk already, and then the summary as finished.
 
-        Existing files are kept. A checkpoint that did not fit is not an error.
+        Existing files are kept. A checkpoint that did not fit is not an error. `why` says that
+        this rank does not have the weights.
         """
         run, folder = self._run, self._run.setup.folder
         self._checkpoints.wait()  # one that is still being written needs space
         if not folder.has(_MODEL):  # the disk may have been full only temporarily
-            folder.save_model(run.state.weights())
+            folder.save_model(run.state.weights() if why is None else {}, why)
         folder.require(_MODEL)
         if run.config.export:
+            if why is not None:
+                raise StorageError(f"{run.config.export} could not be written: {why.strerror}")
             from kaitian_mpi.train.weight_files import export_weights
 
             export_weights(run.config.export, run.state.model, run.state.model_state())

@@ -8,7 +8,6 @@ same, so that all of the state is left after a rank is lost.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.tensor_files import Spool
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, is_whole, send_state
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _BY_ELEMENT = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
     *("RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"),
 }
-_MIN_MAPPED_BYTES = 1 << 16
 _VALUE = "value"
 _STATE = 3  # bytes of a gradient and of an optimizer's state, about, for each of a value
 
@@ -327,18 +326,19 @@ class Shards:
     @contextmanager
     def collected(
         self, world: World, folder: Path | None, only_values: bool = False
-    ) -> Iterator[None]:
+    ) -> Iterator[OSError | None]:
         """Have rank 0 return all of the state in the block, or `only_values`. Collective.
 
-        Its tensors are in files without a name in `folder`, so that they take no memory.
+        Its tensors are in files without a name in `folder`, so that they take no memory. Yields
+        why that was not possible, e.g. as the disk is full: then rank 0 does not have the state.
         """
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
         if self._reducer is not None:
             self._reducer.check_values()
-        keep = partial(mapped, folder=folder)
+        spool = Spool(folder)
         wanted = [(key, 0) for key in whole]
-        states = _move(world.comm, {} if only_values else self._held(), wanted, keep)
-        moved = self._move_values(world.comm, wanted, keep)
+        states = _move(world.comm, {} if only_values else self._held(), wanted, spool.keep)
+        moved = self._move_values(world.comm, wanted, spool.keep)
         self._collected_values = {key[0]: value for key, value in moved.items()}
         if world.rank == 0:
             collected = self.settings()
@@ -349,7 +349,7 @@ class Shards:
                 content["state"] = {place: state for place, state in found.items() if state}
             self._collected = collected
         try:
-            yield
+            yield spool.fault
         finally:
             self._collected, self._collected_values = None, {}
 
@@ -523,22 +523,6 @@ def _kept(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return copy_state(rows[0]) if len(rows) == 1 else torch.cat([each.cpu() for each in rows])
-
-
-def mapped(rows: Sequence[torch.Tensor], folder: Path | None) -> torch.Tensor:
-    """Return a tensor whose memory is that of a file, which ends with it."""
-    size = sum(each.nbytes for each in rows)
-    if size < _MIN_MAPPED_BYTES or folder is None:
-        return _copied(rows)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.truncate(size)
-        memory = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
-    first = rows[0]
-    shape = sum(map(len, rows)), *first.shape[1:]
-    whole = memory.view(first.dtype).view(shape)
-    for target, each in zip(whole.split([*map(len, rows)]), rows, strict=True):
-        target.copy_(each)
-    return whole
 
 
 def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -138,10 +138,13 @@ class State:
             self.shards.zero_gradients()
 
     @contextmanager
-    def whole(self, world: World, folder: Path | None) -> Iterator[None]:
-        """Have rank 0 return the whole state in the block, whatever the layout. Collective."""
-        with nullcontext() if self.shards is None else self.shards.collected(world, folder):
-            yield
+    def whole(self, world: World, folder: Path | None) -> Iterator[OSError | None]:
+        """Have rank 0 return the whole state in the block, whatever the layout. Collective.
+
+        Yields why that is not possible, if the `folder` for what other ranks have is full.
+        """
+        with nullcontext() if self.shards is None else self.shards.collected(world, folder) as why:
+            yield why
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's weights and buffers, contiguous in host memory."""
@@ -152,11 +155,11 @@ class State:
         }
 
     @contextmanager
-    def whole_weights(self, world: World, folder: Path | None) -> Iterator[None]:
-        """Have rank 0 return the whole model's state in the block. Collective."""
+    def whole_weights(self, world: World, folder: Path | None) -> Iterator[OSError | None]:
+        """Have rank 0 return the whole model's state in the block, as `whole`. Collective."""
         shards = self.shards if self.shards is not None and self.shards.owned else None
-        with nullcontext() if shards is None else shards.collected(world, folder, True):
-            yield
+        with nullcontext() if shards is None else shards.collected(world, folder, True) as why:
+            yield why
 
     def replicas(self) -> list[torch.Tensor]:
         """Return the tensors that only steps change: the weights and the optimizers' state."""

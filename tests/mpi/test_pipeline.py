@@ -1,7 +1,10 @@
 """Layout pipeline trains as one process does, whoever computes which layers."""
 
 import copy
+import errno
 import itertools
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.observe import tensor_files
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.pipeline.chain import chain_of
@@ -158,6 +163,29 @@ def test_other_stages_continue_with_the_same_state(world, tmp_path):
     taken += [indices for _, indices in run.epoch()]
     run.close()
     compare_with_one_process(run, initial, taken, tmp_path)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_training(world, tmp_path, monkeypatch):
+    """Where the parts of other ranks are to be collected, before the checkpoint is written."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    task = make_task()
+    run = Run(world, task, plan_of(world, task, 5))
+    checkpoints = Checkpoints(run.config, tmp_path)
+    metadata = SimpleNamespace(to_json=dict)
+    monkeypatch.setattr(tensor_files, "_MIN_SPOOLED_BYTES", 0)
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        checkpoints.save(world, run.state, metadata)
+    written, fault = checkpoints.on_disk.last_written, checkpoints.on_disk.fault
+    if world.rank == 0 and world.size > 1:
+        assert (written, fault) == (None, "No space left on device")
+    checkpoints.save(world, run.state, metadata)
+    run.close()
+    if world.rank == 0:
+        assert (checkpoints.on_disk.last_written, checkpoints.on_disk.fault) == (0, None)
 
 
 def test_terms_of_unlike_weight_count_as_in_one_process(world, tmp_path):

@@ -1,8 +1,10 @@
 """A large state is saved and loaded without a second copy, from files that are mapped."""
 
 import ctypes
+import errno
 import gc
 import re
+import resource
 import subprocess
 import sys
 from collections import OrderedDict
@@ -17,7 +19,7 @@ from torch import nn
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.observe import folders, tensor_files
 from kaitian_mpi.observe.run_folder import DiskFolder
-from kaitian_mpi.observe.tensor_files import UnusableError, map_tensors, tensors_in
+from kaitian_mpi.observe.tensor_files import Spool, UnusableError, map_tensors, tensors_in
 from kaitian_mpi.train import state_transfer
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
@@ -197,6 +199,23 @@ def test_a_copy_shares_no_memory_with_the_file_which_leaves_memory(saved, monkey
             tensor.zero_()
     path.unlink()
     assert_same(file.content, state)
+
+
+def test_a_spool_keeps_rows_until_the_disk_is_full(tmp_path):
+    spool, rows = Spool(tmp_path), [torch.randn(300, 64), torch.randn(200, 64)]
+    kept = spool.keep(rows)
+    assert torch.equal(kept, torch.cat(rows))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        lost = spool.keep(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert spool.fault.errno == errno.EFBIG
+    assert lost.shape == kept.shape
+    assert lost.untyped_storage().nbytes() == lost.element_size()
+    assert spool.keep(rows).shape == kept.shape  # a state of which a part is missing is of no use
+    assert not [*tmp_path.iterdir()]
 
 
 def test_large_tensors_are_copied_in_place_and_unmapped_files_read_but_no_other_values(

@@ -56,11 +56,14 @@ class Checkpoints:
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
         """Save the state in the run folder; there must be one. Collective."""
-        with state.whole(world, self._folder):
+        with state.whole(world, self._folder) as fault:
             gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
             if world.rank == 0 and self.on_disk is not None:
                 rank_states = [from_bytes(content) for content in gathered]
-                self.write(self.on_disk, state, metadata, rank_states, score)
+                if fault is None:
+                    self.write(self.on_disk, state, metadata, rank_states, score)
+                else:
+                    self.on_disk.fail(state.progress.step, fault)
         self.wait_if_large(world, state)
 
     def write(
@@ -178,6 +181,20 @@ class BackgroundWriter:
         self.close()
         self._write(state, description)
 
+    def fail(self, step: int, error: Exception) -> None:
+        """Report that a step's checkpoint is not written."""
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, OSError) or reason != self.fault:
+            kept = self.last_written
+            if kept is None:  # an earlier job may have written one
+                kept = self.files.newest_step()
+            text = "there is none yet" if kept is None else f"the one of step {kept} is kept"
+            _log.warning(
+                "checkpoint of step %d could not be written: %s; training continues, %s",
+                *(step, reason, text),
+            )
+        self.fault = reason
+
     def take_spare(self) -> dict[str, Any] | None:
         """Return a state whose memory can be reused for the next copy; None if there is none."""
         spare, self._spare = self._spare, None
@@ -211,17 +228,7 @@ class BackgroundWriter:
         try:
             self.files.write(state, description)
         except (OSError, UserError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            if isinstance(error, OSError) or reason != self.fault:
-                kept = self.last_written
-                if kept is None:  # an earlier job may have written one
-                    kept = self.files.newest_step()
-                text = "there is none yet" if kept is None else f"the one of step {kept} is kept"
-                _log.warning(
-                    "checkpoint of step %d could not be written: %s; training continues, %s",
-                    *(step, reason, text),
-                )
-            self.fault = reason
+            self.fail(step, error)
         else:
             self.last_written = self._newly_written = step
             self.fault = None

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.tensor_files import Spool
 from kaitian_mpi.train.pipeline.chain import chain_of, move, set_data
-from kaitian_mpi.train.shards import Shards, mapped
+from kaitian_mpi.train.shards import Shards
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
 
 if TYPE_CHECKING:
@@ -114,12 +115,14 @@ class Stages(Shards):
     @contextmanager
     def collected(
         self, world: World, folder: Path | None, only_values: bool = False
-    ) -> Iterator[None]:
+    ) -> Iterator[OSError | None]:
         """Have rank 0 return all parameters, and unless `only_values` all state. Collective.
 
         What it does not have itself is in files without a name in `folder`, and takes no memory.
+        Yields why that was not possible; then rank 0 does not have it.
         """
         self.share_buffers(world)
+        spool = Spool(folder)
         whole: dict[int, torch.Tensor] = {}
         states: dict[int, dict[str, Any]] = {}
         for number, ranks in enumerate(self.owners):
@@ -130,10 +133,7 @@ class Stages(Shards):
                 own = send_state(world.comm, own, ranks[0], 0)
                 if world.rank == 0:
                     value, state = own
-                    own = (
-                        _in_file(value, folder),
-                        {k: _in_file(v, folder) for k, v in state.items()},
-                    )
+                    own = _kept(value, spool), {k: _kept(v, spool) for k, v in state.items()}
             if world.rank == 0:
                 whole[number], states[number] = own  # type: ignore[misc]
         if world.rank == 0:
@@ -143,7 +143,7 @@ class Stages(Shards):
                 content["state"] = {p: states[n] for p, n in enumerate(order) if states[n]}
             self._collected, self._collected_values = collected, whole
         try:
-            yield
+            yield spool.fault
         finally:
             self._collected, self._collected_values = None, {}
 
@@ -222,6 +222,6 @@ def use_stages(state: State, task: Task) -> None:
     state.shards = Stages(state.model, state.optimizers, chain_of(task), device)
 
 
-def _in_file(value: Any, folder: Path | None) -> Any:
+def _kept(value: Any, spool: Spool) -> Any:
     is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-    return mapped([value], folder) if is_tensor else value
+    return spool.keep([value]) if is_tensor else value
