@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,7 +259,7 @@ class Computation:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which to compute a forward and a loss, in the precision."""
         dtype = _AUTOCAST_DTYPES.get(self.precision)
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        return torch.autocast(self.device.type, dtype) if dtype is not None else nullcontext()
 
     def loss(
         self, task: Task, model: nn.Module, batch: Any, needs_gradient: bool = True
