@@ -136,9 +136,9 @@ def write_forking_program(folder: Path) -> Path:
 
 
 @contextmanager
-def fork_server(*modules: str) -> Iterator[str]:
+def fork_server(*modules: str, **env: str) -> Iterator[str]:
     """Yield the socket of a fork of the fork server that has loaded more modules."""
-    with _fork_server_of(forked([PYTHON]), *modules) as path:
+    with _fork_server_of(forked([PYTHON]), *modules, **env) as path:
         yield path
 
 
@@ -155,13 +155,13 @@ def _own_fork_server() -> str:
 
 
 @contextmanager
-def _fork_server_of(python: Sequence[str], *modules: str) -> Iterator[str]:
+def _fork_server_of(python: Sequence[str], *modules: str, **env: str) -> Iterator[str]:
     # Only this user may enter it. Not below $TMPDIR: a socket's path has 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="kaitian-fork-server-", dir="/tmp") as folder:
         path = f"{folder}/socket"
         words = [*python, str(_HERE / "fork_server.py"), path, *modules]
         pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as server:  # closes its stdin
+        with subprocess.Popen(words, env=ENVIRONMENT | env, **pipes) as server:  # closes its stdin
             assert server.stdout.readline() == b"ready\n"
             yield path
 

@@ -105,16 +105,21 @@ def train(world, run, steps, taken):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "clip_norm", "micro_batch_size"),
-    [("adamw", 0.5, None), ("fused", None, 2), ("matrices", None, 2)],
+    ("optimizer", "clip_norm", "micro_batch_size", "steps"),
+    [
+        ("adamw", 0.5, None, STEPS),
+        # Eight steps are more than an epoch; the ranks have one, two and three micro-batches.
+        pytest.param("fused", None, 5, 8, marks=pytest.mark.sizes(1, 3)),
+        pytest.param("matrices", None, 5, 8, marks=pytest.mark.sizes(3)),
+    ],
 )
-def test_twenty_steps_are_those_of_one_process(
-    world, make_run, tmp_path, optimizer, clip_norm, micro_batch_size
+def test_steps_are_those_of_one_process(
+    world, make_run, tmp_path, optimizer, clip_norm, micro_batch_size, steps
 ):
     own = micro_batch_size if world.rank else None
     initial = make_task(optimizer).model
     task, run = make_run(optimizer, clip_norm, micro_batch_size=own)
-    train(world, run, STEPS, taken := [])
+    train(world, run, steps, taken := [])
     run.close()
     check(world, run, task, initial, taken, tmp_path)
 
