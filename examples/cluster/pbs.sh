@@ -17,7 +17,7 @@
 #PBS -l walltime=04:00:00
 #PBS -r y
 #PBS -j oe
-limit=230m # less than walltime: PBS itself leaves a few seconds between SIGTERM and SIGKILL
+limit=230m last=238m # less than walltime: PBS leaves a few seconds between SIGTERM and SIGKILL
 
 cd "$PBS_O_WORKDIR" || exit 2
 run=${RUN_DIR:-runs/kaitian-${PBS_JOBID%%.*}}
@@ -32,7 +32,8 @@ awk '!slots[$1]++ { names[++n] = $1 } END { for (i = 1; i <= n; i++) print names
 # At qdel, PBS sends SIGTERM to mpirun as well. Only stay until the checkpoint is saved.
 trap : TERM
 
-timeout --foreground --signal=TERM "$limit" \
+# At the first limit the ranks save between two steps and end; SIGTERM saves the last one, if whole.
+timeout --foreground --signal=TERM "$last" timeout --foreground --signal=USR2 "$limit" \
     mpirun --hostfile "$hosts" --with-ft ulfm --bind-to none -x PATH \
     kaitian-train --run-dir "$run" --resume auto "${arguments[@]}" &
 job=$!

@@ -1,4 +1,4 @@
-"""Signal handling: exit after saving the state, or write a checkpoint and continue.
+"""Signal handling: exit after saving the state, or write a checkpoint, to continue or to end.
 
 On SIGTERM or Ctrl-C, Open MPI's mpirun sends its ranks SIGTERM, and 0.25 s later, or as soon as a
 rank has exited, SIGKILL. What takes longer is done by a process in its own session.
@@ -22,7 +22,7 @@ from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import launched_by
 
 CHECKPOINT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that request a checkpoint: a batch system's warning before it ends the job."""
+"""Signals that request a checkpoint; the job then continues, or ends after the second one."""
 
 _OTHERS_SAVING_SEC = 2.0
 _REASONS: dict[int, str] = {
@@ -44,7 +44,7 @@ class _Exit(NamedTuple):
 
 # Of the blocks that this process is in, the innermost last.
 _exits: list[_Exit] = []
-_requests: list[Callable[[], None]] = []
+_requests: list[Callable[[bool], None]] = []
 
 
 @contextmanager
@@ -68,8 +68,11 @@ def on_exit_signal(
 
 
 @contextmanager
-def on_checkpoint_request(callback: Callable[[], None]) -> Iterator[None]:
-    """Call `callback`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block."""
+def on_checkpoint_request(callback: Callable[[bool], None]) -> Iterator[None]:
+    """Call `callback`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block.
+
+    It gets whether the job is to end after the checkpoint, which SIGUSR2 asks for.
+    """
     _requests.append(callback)
     try:
         yield
@@ -110,7 +113,7 @@ def handle_signals(program: str) -> None:
                 _exit_by_signal(number)
             elif number in CHECKPOINT_SIGNALS:
                 for callback in _requests[-1:]:
-                    callback()
+                    callback(number == signal.SIGUSR2)
 
     threading.Thread(target=wait_for_signal, name="kaitian-signals", daemon=True).start()
 

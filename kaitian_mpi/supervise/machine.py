@@ -34,6 +34,7 @@ _FORWARDED = (*_STOPS, signal.SIGUSR1)
 _POLL_SEC = 0.1
 _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
+_SAVE_SEC = 20.0
 _MAX_HANG_SEC = 60.0
 _BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 _RANK_VARIABLES = frozenset(library.rank_variables[0] for library in LIBRARIES)
@@ -42,9 +43,11 @@ _RANK_VARIABLES = frozenset(library.rank_variables[0] for library in LIBRARIES)
 class Machine:
     """Runs commands, waits, probes hosts and logs, for a supervisor.
 
-    As a context manager it handles signals: SIGINT and SIGTERM are forwarded to the running command
-    and recorded in `stopped`; SIGUSR1 is forwarded. `hang_sec` is how long mpirun may keep running
-    after its ranks on this machine have ended, if there are none on others; 0 for no limit.
+    As a context manager it handles signals: SIGINT and SIGTERM are recorded in `stopped` and
+    forwarded to the running command; if the ranks may have the state in parts, not before they have
+    had time to bring it together, or a second signal comes. SIGUSR1 is forwarded. `hang_sec` is how
+    long mpirun may keep running after its ranks on this machine have ended, if there are none on
+    others; 0 for no limit.
     """
 
     def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
@@ -56,6 +59,7 @@ class Machine:
         self._child: subprocess.Popen[bytes] | None = None
         self._reported_remote = False
         self._missed = 0  # a stop signal received while there was no child
+        self._stop_at = float("inf")  # when the stop signal is forwarded
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
@@ -81,7 +85,9 @@ class Machine:
             child.send_signal(self._missed)
         code = self._wait(child, watch)
         self._child = None
-        if self.stopped:  # the process that saves the last step may outlive mpirun
+        if self.stopped:
+            self.withdraw_request()
+            # The process that saves the last step may outlive mpirun.
             wait_for_save(self.job.folder / "checkpoints")
         return code if code >= 0 else 128 - code
 
@@ -112,6 +118,10 @@ class Machine:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_CHECK_SEC)
             watch()
+            if time.monotonic() >= self._stop_at:
+                self._stop_at = float("inf")
+                self.report("the job has not ended by itself: terminating it")
+                child.send_signal(self.stopped)
             if has_local_ranks(child.pid):
                 alive_at = time.monotonic()
             elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
@@ -180,8 +190,8 @@ class Machine:
             folders.request_restart(self.job.folder, self.job.job_id)
         except OSError as error:
             self.report(
-                f"{self.job.folder}: {error.strerror}; could not ask the job to restart; it "
-                "continues on its current hosts"
+                f"{self.job.folder}: {error.strerror}; could not ask the job to save and end, so "
+                "it continues"
             )
 
     def withdraw_request(self) -> bool:
@@ -206,12 +216,22 @@ class Machine:
         _log.info("%s", text)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if number in _STOPS:
-            self.stopped = self.stopped or number
-        if self._child is not None:
+        is_first_stop = number in _STOPS and not self.stopped
+        if is_first_stop:
+            self.stopped = number
+        if self._child is None:
+            if number in _STOPS:
+                self._missed = number
+        elif is_first_stop and self._is_trained_in_parts():
+            self._stop_at = time.monotonic() + _SAVE_SEC
+            self.report("asking the job to save and end; a second signal ends it at once")
+            self.request_restart()
+        else:
             self._child.send_signal(number)
-        elif number in _STOPS:
-            self._missed = number
+
+    def _is_trained_in_parts(self) -> bool:
+        job = self.job
+        return job.config.layout != "replicate" and (job.folder / "metrics.jsonl").exists()
 
 
 def environment(job: Job) -> dict[str, str]:

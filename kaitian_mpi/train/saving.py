@@ -45,7 +45,7 @@ class Saving(StepObserver):
         self._run, self._world, self._sampler = run, world, sampler
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
-        self._is_to_restart = False
+        self._is_told_to_end = self._is_to_end = False
         # What was due when a rank was lost is saved by those that are left.
         self._is_due = self._has_step = bool(run.membership.losses) and self._is_missing()
         self._saved_at = time.monotonic()
@@ -58,7 +58,7 @@ class Saving(StepObserver):
     def wants_checkpoint(self) -> bool:
         """Return whether a checkpoint is due by time, or requested by a signal or a supervisor.
 
-        Not collective. True once per checkpoint, except for a supervisor.
+        Not collective. True once per checkpoint, except if the job is to end after it.
         """
         if not self._checkpoints.writers:
             return False
@@ -67,19 +67,19 @@ class Saving(StepObserver):
         if is_due and not self._has_reported and self._checkpoints.on_disk is not None:
             self._has_reported = True
             return True
-        return self._restart.is_made()
+        return self._is_asked_to_end()
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         if not self._checkpoints.writers:
             return
         requested = reports is not None and bool(reports.wants_checkpoint.any())
         # After the last step, only the results are missing.
-        may_restart = requested and not self._progress.has_all_steps
-        is_asked = self._restart.is_made
-        self._is_to_restart = may_restart and any(gather_values(self._world.comm, is_asked()))
+        may_end = requested and not self._progress.has_all_steps
+        is_asked = self._is_asked_to_end
+        self._is_to_end = may_end and any(gather_values(self._world.comm, is_asked()))
         every = self._run.config.checkpoint_every
         self._is_due = requested or (every > 0 and step.number % every == 0)
-        self._has_step = not self._is_to_restart
+        self._has_step = not self._is_to_end
         self._report_written()
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
@@ -113,11 +113,11 @@ class Saving(StepObserver):
                 self._save()
             self._snapshot()
 
-    def save_for_restart(self) -> bool:
+    def save_to_end(self) -> bool:
         """Save the state between two steps, on disk and in every host's memory, if asked to end."""
-        if not self._is_to_restart:
+        if not self._is_to_end:
             return False
-        self._is_to_restart = False
+        self._is_to_end = False
         step = self._progress.step
         self._save()
         self._snapshot(always=True)
@@ -125,13 +125,14 @@ class Saving(StepObserver):
         is_saved = any(each.last_written == step for each in self._checkpoints.writers)
         if any(gather_values(self._world.comm, is_saved)):
             self._restart.fulfill()
-            text = f"step {step} saved; ending so that kaitian-supervise can restart the job"
+            text = f"step {step} is saved, and the job ends: --resume auto resumes from it"
             print_rank_0(self._world, text)
             self._report_written()
             self._event("stop", text)
             return True
         self._restart.refuse()
-        text = f"step {step} could not be saved; the job continues without a restart"
+        self._is_told_to_end = False
+        text = f"step {step} could not be saved, so the job does not end"
         warn_rank_0(self._world, text)
         return False
 
@@ -258,8 +259,12 @@ class Saving(StepObserver):
         if writer is not None and (step := writer.newly_written()) is not None:
             self._run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
 
-    def _request(self) -> None:  # from any thread, on any rank
+    def _request(self, ends: bool) -> None:  # from any thread, on any rank
         self._requested = True
+        self._is_told_to_end = self._is_told_to_end or ends
+
+    def _is_asked_to_end(self) -> bool:
+        return self._is_told_to_end or self._restart.is_made()
 
     @contextmanager
     def _saved_at_signals(self) -> Iterator[None]:
@@ -307,7 +312,10 @@ class Saving(StepObserver):
                 if kept is None
                 else f"the checkpoint of step {kept} is kept"
             )
-            return f"step {step} is not saved, as the ranks have it in parts (--layout); {last}"
+            return (
+                f"step {step} is not saved, as the ranks have it in parts (--layout); SIGUSR2 to "
+                f"mpirun ends a job that has saved all; {last}"
+            )
         if step == 0:
             return "no step has completed yet; nothing was saved"
         assert writer is not None

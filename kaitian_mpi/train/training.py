@@ -422,7 +422,7 @@ class Training:
         if loop is None or self._meet(loop, _TRAINS) == _STOPS:
             return None
         self._saving.save_due()
-        is_saved = self._saving.save_for_restart()
+        is_saved = self._saving.save_to_end()
         share = None if is_saved else loop.next_share(crosses_epochs)
         if is_saved or loop.progress.is_done:
             self._finish(loop, is_saved)

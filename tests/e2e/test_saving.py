@@ -18,7 +18,7 @@ STEPS_PER_EPOCH = 6
 
 
 @pytest.mark.any_mpi
-def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
+def test_sigusr1_and_sigusr2_save_a_checkpoint_and_the_second_ends_the_job(tmp_path):
     command = "kaitian-train --model planted:Slow --global-batch-size 24 --workers 1".split()
     with jobs.Job(2, *command, *jobs.EVEN, cwd=tmp_path, survives=False, fresh=False) as job:
         job.wait_for(r"step 2/")
@@ -31,12 +31,35 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint(tmp_path):
         ranks = job.rank_pids().values()
         processes = [process for rank in ranks for process in processes_of(rank)]
         assert len(processes) >= 2 * 4
-        # MPICH's mpirun passes on the first of them only.
-        for number in (signal.SIGUSR1, signal.SIGUSR2)[: 2 if jobs.IS_OPEN_MPI else 1]:
-            steps = jobs.steps_saved(tmp_path)
-            job.process.send_signal(number)
-            job.wait_until(lambda known=steps: jobs.steps_saved(tmp_path) - known, "no new one")
+        steps = jobs.steps_saved(tmp_path)
+        job.process.send_signal(signal.SIGUSR1)
+        job.wait_until(lambda: jobs.steps_saved(tmp_path) - steps, "no new one")
         assert all(process.is_running() for process in processes)
+        if jobs.IS_OPEN_MPI:  # MPICH's mpirun passes on the first of them only
+            job.process.send_signal(signal.SIGUSR2)
+            ended = job.finish()
+            saved = int(jobs.newest_checkpoint(tmp_path).stem[5:])
+            said = f"step {saved} is saved, and the job ends: --resume auto resumes from it"
+            assert said in ended.text
+            assert saved == jobs.steps_shown(ended)[-1]
+            assert jobs.summary_of(tmp_path)["finished"] is False
+
+
+class SupervisedJob(jobs.Job):
+    def __init__(self, *mpirun, cwd):
+        self._start("kaitian-supervise", *jobs.forked(mpirun), cwd=cwd, env={})
+
+
+def test_a_supervised_job_that_has_its_state_in_parts_saves_all_at_sigterm(tmp_path):
+    mpirun = "mpirun -np 2 kaitian-train --task planted_large:chain --global-batch-size 24".split()
+    mpirun += "--set width=32 --set layers=4 --epochs 900 --layout pipeline".split()
+    with SupervisedJob(*mpirun, *jobs.EVEN, cwd=tmp_path) as job:
+        job.wait_for(r"step \d+/")
+        job.process.terminate()
+        ended = job.finish(code=128 + signal.SIGTERM)
+    saved = int(jobs.newest_checkpoint(tmp_path).stem[5:])
+    assert saved == jobs.read_readings(tmp_path / "run")[-1]["step"]
+    assert f"step {saved} is saved, and the job ends" in ended.text
 
 
 def prefer(job):

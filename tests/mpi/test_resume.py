@@ -21,6 +21,7 @@ from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.folders import request_restart, withdraw_request
 from kaitian_mpi.recipes.image_classification import Schedule, make_task
+from kaitian_mpi.runtime import signals
 from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles, snapshot_files
 from kaitian_mpi.train.checkpoint.resume import find_checkpoint
@@ -284,11 +285,29 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
 
 
+@pytest.mark.parametrize("layout", ["replicate", "shard", "pipeline"])
+def test_a_signal_to_end_saves_first_whatever_the_layout(world, folder, layout, capsys):
+    config = TrainConfig(**USUAL | {"run_dir": str(folder), "layout": layout})
+    with Training(partial(make_task, config), config) as training:
+        for step in training:
+            if step.number == 3 and world.rank == 1:
+                for callback in signals._requests:
+                    callback(True)  # as at SIGUSR2
+        assert training.steps_done in (4, 5)
+        assert not training.summary.finished
+    done = steps_in(folder)[-1]
+    assert newest(folder)["progress"]["step"] == done
+    said = f"step {done} is saved, and the job ends: --resume auto resumes from it"
+    assert capsys.readouterr().out.count(said) == (world.rank == 0)
+    assert run(world, folder, layout=layout)["finished"]
+    assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
+
+
 @pytest.mark.usefixtures("asked_to_restart")
 def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
     world, folder, name, monkeypatch, capsys
 ):
-    save = Saving.save_for_restart
+    save = Saving.save_to_end
 
     def fail(*args):
         with monkeypatch.context() as patch:
@@ -298,10 +317,10 @@ def test_a_job_that_cannot_save_goes_on_where_it_is_asked_to_end(
     def cannot(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Saving, "save_for_restart", fail)
+    monkeypatch.setattr(Saving, "save_to_end", fail)
     assert run(world, folder, snapshots=name)["finished"]
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
-    refused = "could not be saved; the job continues without a restart"
+    refused = "could not be saved, so the job does not end"
     assert capsys.readouterr().out.count(refused) == (world.rank == 0)
 
 

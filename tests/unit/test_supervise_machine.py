@@ -170,6 +170,34 @@ def test_after_a_stop_signal_it_waits_for_the_save_and_removes_snapshots(place):
     assert not list(Path("/dev/shm").glob(f"kaitian-{snapshots}-*"))
 
 
+@pytest.mark.parametrize("end", ["by itself", "in time", "at once"])
+def test_ranks_that_have_parts_may_save_before_mpirun_gets_a_stop_signal(place, end):
+    """Until 20 s are over, here 1 s, or a second signal comes."""
+    asked = "[ -e run/restart-request ] && exit 0; " if end == "by itself" else ""
+    script = f"""echo > run/metrics.jsonl
+    trap 'echo got >> got; exit 7' TERM; {WAIT.replace("; do ", f"; do {asked}")}"""
+    write_script(place / "mpirun", MPIRUN + script)
+    program = f"""
+import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.machine as machine
+machine._SAVE_SEC = {1 if end == "in time" else 600}
+kaitian_mpi.cli.supervise.main()
+"""
+    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
+    command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
+    with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
+        wait_for(place / "ready")
+        supervisor.terminate()
+        line = next(line for line in supervisor.stderr if "asking" in line)
+        assert "asking the job to save and end; a second signal ends it at once" in line
+        if end == "at once":
+            supervisor.terminate()
+        _, err = supervisor.communicate(timeout=LONGEST_SEC)
+    assert supervisor.returncode == 128 + signal.SIGTERM
+    assert (place / "got").exists() is (end != "by itself")
+    assert ("the job has not ended by itself: terminating it" in err) is (end == "in time")
+    assert not (place / "run/restart-request").exists()
+
+
 def test_sigusr1_is_forwarded_and_ends_nothing(place):
     script, got = "trap 'echo > got; summary 1 true; exit 0' USR1; " + WAIT, place / "got"
     process = start(place, script, "-np", "2", "kaitian-train")
