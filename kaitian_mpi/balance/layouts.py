@@ -7,57 +7,39 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, exposed_seconds
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.ownership import BUCKET_CAPS, Need
 from kaitian_mpi.balance.pipeline import Hop
-from kaitian_mpi.balance.pipeline_plan import Layer, PipelineJob, RankFacts, plan_pipeline
+from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
+from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.shares import split_cohorts
 
 REPLICATE, SHARD, PIPELINE = "replicate", "shard", "pipeline"
 _AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is as good
-_SHARD_BUCKET, _LEAST_BUCKET = 8 << 20, 1 << 20
-_BUCKETS = 4  # of a shard's that are in memory at once
 _MOST = 1e18  # of what a file says, so that no sum overflows
-_COPIES = 3  # of all gradients, in a shard's step: to buffers, from them, and to check them
+# What a rank does in a step besides computing and its optimizer: as many calls of torch as the loop
+# takes the time of, and those by parameter; and passes over all gradients. These go to buffers, and
+# are checked; in shard, the new values come back, too.
+_HANDLING = {REPLICATE: (700, 5, 1.5), SHARD: (1500, 24, 3.0)}
 _FORWARD = 1 / 3  # part of a step's compute time
-
-
-@dataclass(frozen=True)
-class LayoutRank:
-    """What a rank takes to compute the whole model."""
-
-    kind: str
-    cost: RankCost
-    """Of forward and backward; without a limit by memory."""
-    memory_bytes: float
-    """That it has for parameters, state and activations."""
-    update_sec_per_byte: float = 0.0
-    """The optimizer's, by bytes of parameters."""
-    copy_sec_per_byte: float = 0.0
-    """To copy what is not in a cache."""
 
 
 @dataclass(frozen=True)
 class LayoutJob:
     """What the layouts are compared by."""
 
-    ranks: tuple[LayoutRank, ...]
-    parameter_bytes: int
-    trained_bytes: int
-    """Of the parameters that are trained."""
-    state_bytes: int
-    """Of their gradients and the optimizer's state."""
-    kept_bytes: float
-    """Of the activations of a sample."""
-    largest_bytes: int
-    """Of the largest parameter."""
-    global_batch: int
-    min_batch: int
+    chain: PipelineJob
+    """The ranks, and the model's layers: only one, if it cannot be divided."""
+    whole: Layer
+    """The model."""
+    needs: tuple[Need, ...]
+    """The memory of shards: of gradients and state, and if that can be, of parameters in parts."""
     allreduce_cost: AllreduceCost
     scatter_cost: AllreduceCost
     """Of a sum in parts, by the bytes of the whole."""
@@ -66,28 +48,44 @@ class LayoutJob:
     on_host: bool = False
     """Whether a rank computes on its host: then what travels takes the cores that compute, and the
     model is beside its copy in the benchmark of replicate."""
-    pipeline: PipelineJob | None = None
-    """None: the model cannot be divided in layers."""
-    no_pipeline: str = ""
-    """Why not."""
+    has_mirrors: bool = False
+    """Whether two ranks step each part of a shard."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why the task or the settings rule a layout out."""
 
     @property
     def memory(self) -> np.ndarray:
         """The bytes that each rank has."""
-        return np.array([rank.memory_bytes for rank in self.ranks])
+        return np.array([rank.memory_bytes for rank in self.chain.ranks])
 
-    def seconds(self, updates: float | np.ndarray, copies: float) -> np.ndarray:
-        """Return each rank's seconds to update some bytes of parameters, and to copy others."""
-        return updates * np.array([rank.update_sec_per_byte for rank in self.ranks]) + (
-            copies * np.array([rank.copy_sec_per_byte for rank in self.ranks])
-        )
+    @property
+    def base(self) -> np.ndarray:
+        """The bytes that each rank uses besides parameters, state and activations."""
+        return np.array([rank.base_bytes for rank in self.chain.ranks])
+
+    @property
+    def least(self) -> float:
+        """The bytes of the activations of the smallest micro-batch."""
+        return self.chain.min_batch * self.whole.kept_bytes
+
+    def update_sec(self, part: np.ndarray) -> np.ndarray:
+        """Return each rank's seconds to step its part of the parameters."""
+        count, size = self.whole.trained, self.whole.trained_bytes
+        ranks = zip(self.chain.ranks, part.tolist(), strict=True)
+        # Each has some rows of most large parameters, and of the small ones few.
+        return np.array([rank.update_seconds(own**0.5 * count, own * size) for rank, own in ranks])
+
+    def handling_sec(self, layout: str) -> np.ndarray:
+        """Return each rank's seconds of a step for what is neither computing nor the optimizer."""
+        once, each, passes = _HANDLING[layout]
+        calls, size = once + each * self.whole.trained, passes * self.whole.trained_bytes
+        return np.array([rank.copy_seconds(calls, size) for rank in self.chain.ranks])
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         content = asdict(self)
-        if self.pipeline is not None:
-            links = [[*kinds, *hop] for kinds, hop in self.pipeline.links.items()]
-            content["pipeline"]["links"] = links
+        links = [[*kinds, *hop] for kinds, hop in self.chain.links.items()]
+        content["chain"]["links"] = links
         return content
 
     @classmethod
@@ -97,26 +95,27 @@ class LayoutJob:
         Raises:
             ValueError, TypeError, KeyError: it is not valid.
         """
-        found = dict(content)
-        found["ranks"] = tuple(
-            LayoutRank(**{**rank, "cost": RankCost(**rank["cost"])}) for rank in content["ranks"]
-        )
+        chain, tuples = content["chain"], ("fixed_sec", "sample_sec")
+        ranks = [
+            {**rank, **{name: tuple(rank[name]) for name in tuples}} for rank in chain["ranks"]
+        ]
+        found = {
+            **content,
+            "chain": PipelineJob(
+                **{
+                    **chain,
+                    "layers": tuple(Layer(**layer) for layer in chain["layers"]),
+                    "ranks": tuple(RankFacts(**rank) for rank in ranks),
+                    "links": {(one, two): Hop(*link) for one, two, *link in chain["links"]},
+                }
+            ),
+            "whole": Layer(**content["whole"]),
+            "needs": tuple(Need(*need) for need in content["needs"]),
+        }
         for name in ("allreduce_cost", "scatter_cost", "gather_cost"):
             found[name] = AllreduceCost(**content[name])
-        if (pipeline := content["pipeline"]) is not None:
-            tuples = ("fixed_sec", "sample_sec")
-            ranks = [{**r, **{name: tuple(r[name]) for name in tuples}} for r in pipeline["ranks"]]
-            found["pipeline"] = PipelineJob(
-                **{
-                    **pipeline,
-                    "layers": tuple(Layer(**layer) for layer in pipeline["layers"]),
-                    "ranks": tuple(RankFacts(**rank) for rank in ranks),
-                    "links": {(one, two): Hop(*link) for one, two, *link in pipeline["links"]},
-                }
-            )
-        job = cls(**found)
-        numbers = _numbers(content)
-        if not job.ranks or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
+        job, numbers = cls(**found), _numbers(content)
+        if not ranks or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
             raise ValueError("a number of the layouts is out of range")
         return job
 
@@ -127,34 +126,28 @@ class LayoutJob:
 
         The parts of an allreduce are scaled as the whole.
         """
-        by_kind: dict[str, list[int]] = {}
-        for number, rank in enumerate(self.ranks):
-            by_kind.setdefault(rank.kind, []).append(number)
-        chosen = [
-            number
+        by_kind: dict[str, list[RankFacts]] = {}
+        for rank in self.chain.ranks:
+            by_kind.setdefault(rank.kind, []).append(rank)
+        ranks = tuple(
+            rank
             for kind, count in world.items()
-            for number in itertools.islice(itertools.cycle(by_kind[kind]), count)
-        ]
-        then = self.allreduce_cost.seconds(_SHARD_BUCKET)
-        longer = allreduce.seconds(_SHARD_BUCKET) / then if then else 1.0
+            for rank in itertools.islice(itertools.cycle(by_kind[kind]), count)
+        )
+        then = self.allreduce_cost.seconds(BUCKET_CAPS[1])
+        longer = allreduce.seconds(BUCKET_CAPS[1]) / then if then else 1.0
 
         def scaled(cost: AllreduceCost) -> AllreduceCost:
             if not then:  # one rank was measured; each is half of an allreduce
                 return AllreduceCost(allreduce.latency_sec / 2, allreduce.sec_per_byte / 2)
             return AllreduceCost(cost.latency_sec * longer, cost.sec_per_byte * longer)
 
-        pipeline = self.pipeline
-        if pipeline is not None:
-            ranks = tuple(pipeline.ranks[number] for number in chosen)
-            pipeline = replace(pipeline, ranks=ranks, global_batch=global_batch)
         return replace(
             self,
-            ranks=tuple(self.ranks[number] for number in chosen),
-            global_batch=global_batch,
+            chain=replace(self.chain, ranks=ranks, global_batch=global_batch),
             allreduce_cost=allreduce,
             scatter_cost=scaled(self.scatter_cost),
             gather_cost=scaled(self.gather_cost),
-            pipeline=pipeline,
         )
 
 
@@ -173,7 +166,11 @@ class Prediction:
 
 def predict_layouts(job: LayoutJob) -> list[Prediction]:
     """Return the predictions for replicate, shard and pipeline, in this order."""
-    return [_replicate(job), _shard(job), _pipeline(job)]
+    predict = {REPLICATE: _replicate, SHARD: _shard, PIPELINE: _pipeline}
+    return [
+        Prediction(layout, why=job.refused[layout]) if layout in job.refused else own(job)
+        for layout, own in predict.items()
+    ]
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction | None:
@@ -199,54 +196,51 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 
 def _replicate(job: LayoutJob) -> Prediction:
-    whole = job.parameter_bytes * (1 + job.on_host) + job.state_bytes
-    fixed = np.full(len(job.ranks), float(whole))
-    found = _divide(job, REPLICATE, fixed, job.seconds(job.trained_bytes, 0))
+    whole = job.whole
+    size = whole.weight_bytes * (1 + job.on_host) + whole.state_bytes
+    # A rank goes on with its next step as soon as it has the sums: so its optimizer counts with it.
+    each_step = job.handling_sec(REPLICATE) + job.update_sec(np.ones(len(job.chain.ranks)))
+    found = _divide(job, REPLICATE, job.base + size, each_step)
     if isinstance(found, Prediction):
         return found
     exposed = exposed_seconds(
-        found.computing, ddp_buckets(job.trained_bytes), job.allreduce_cost, found.rounds
+        found.computing, ddp_buckets(whole.trained_bytes), job.allreduce_cost, found.rounds
     )
     return Prediction(REPLICATE, found.seconds + exposed, found.needed)
 
 
 def _shard(job: LayoutJob) -> Prediction:
-    bucket = max(min(job.trained_bytes, _SHARD_BUCKET), job.largest_bytes)
-    least = job.min_batch * job.kept_bytes
-    in_parts = max(job.largest_bytes, _LEAST_BUCKET)
-    for fixed, owned_bytes in (
-        (job.parameter_bytes + _BUCKETS * bucket, job.state_bytes),
-        (_BUCKETS * in_parts, job.parameter_bytes + job.state_bytes),
-    ):
-        room = np.maximum(0.0, job.memory - fixed - least)
-        if room.sum() >= owned_bytes:
+    whole = job.whole
+    for need in job.needs:
+        fixed = job.base + whole.weight_bytes - need.freed + need.buffers
+        room = np.maximum(0.0, job.memory - fixed - job.least)
+        if room.sum() >= need.owned:
             break
     else:
-        needed = owned_bytes + len(job.ranks) * (fixed + least)
+        needed = need.owned + (fixed + job.least).sum()
         why = f"needs {_mb(needed)} in all, and the ranks have {_mb(job.memory.sum())}"
         return Prediction(SHARD, why=why)
-    part = room / room.sum()
-    update = job.seconds(job.trained_bytes * part, _COPIES * job.trained_bytes)
-    found = _divide(job, SHARD, fixed + part * owned_bytes, update)
+    part = room / max(room.sum(), 1.0)
+    found = _divide(job, SHARD, fixed + part * need.owned, job.handling_sec(SHARD))
     if isinstance(found, Prediction):
         return found
-    is_parted, rounds = owned_bytes != job.state_bytes, found.rounds
-    of_round = found.computing / rounds
-    sizes = _buckets(job.trained_bytes, bucket)
-    step = found.seconds + rounds * exposed_seconds(of_round, sizes, job.scatter_cost)
-    moved = job.parameter_bytes if is_parted else job.trained_bytes
-    gathered = sum(map(job.gather_cost.seconds, _buckets(moved, bucket)))
-    if is_parted:  # for each forward and each backward
-        step += 2 * rounds * gathered
+    sizes = _buckets(whole.trained_bytes, need.bucket)
+    scattered = exposed_seconds(found.computing / found.rounds, sizes, job.scatter_cost)
+    # All wait for the sums, and then for all owners' values.
+    update = float(job.update_sec(part).max()) * (1 + job.has_mirrors)
+    step = found.seconds + found.rounds * scattered + update
+    moved = whole.weight_bytes if need.freed else whole.trained_bytes
+    gathered = sum(map(job.gather_cost.seconds, _buckets(moved, need.bucket)))
+    if need.freed:  # for each forward and each backward
+        step += 2 * found.rounds * gathered
     else:
-        step += max(0.0, gathered - _FORWARD * of_round * (not job.on_host))
-    return Prediction(SHARD, step, found.needed, "parameters in parts, too" if is_parted else "")
+        hidden = _FORWARD * found.computing / found.rounds * (not job.on_host)
+        step += max(0.0, gathered - hidden)
+    return Prediction(SHARD, step, found.needed, "parameters in parts, too" if need.freed else "")
 
 
 def _pipeline(job: LayoutJob) -> Prediction:
-    if job.pipeline is None:
-        return Prediction(PIPELINE, why=job.no_pipeline)
-    plan = plan_pipeline(job.pipeline)
+    plan = plan_pipeline(job.chain)
     if plan is None:
         return Prediction(PIPELINE, why="no division of the layers fits the ranks' memory")
     samples = f"micro-batches of {plan.micro_batch}"
@@ -259,7 +253,7 @@ class _Division(NamedTuple):
     """The fastest shares, and what they take."""
 
     seconds: float
-    """Of the slowest rank, with its optimizer."""
+    """Of the slowest rank, with what it does in each step besides."""
     computing: float
     """Without."""
     rounds: int
@@ -269,28 +263,30 @@ class _Division(NamedTuple):
 
 
 def _divide(
-    job: LayoutJob, layout: str, fixed: np.ndarray, update: np.ndarray
+    job: LayoutJob, layout: str, fixed: np.ndarray, other_sec: np.ndarray
 ) -> _Division | Prediction:
     """Divide the global batch over ranks that have other bytes and seconds in each step, too."""
-    ranks, least = len(job.ranks), job.min_batch * job.kept_bytes
-    if job.global_batch < job.min_batch * ranks:
-        why = f"a global batch of {job.global_batch} is too small for {ranks} ranks"
+    chain, ranks = job.chain, len(job.chain.ranks)
+    if chain.global_batch < chain.min_batch * ranks:
+        why = f"a global batch of {chain.global_batch} is too small for {ranks} ranks"
         return Prediction(layout, why=why)
-    needed = fixed + least
+    needed = fixed + job.least
     missing = needed - job.memory
     if (missing > 0).any():
         rank = int(missing.argmax())
         has = _mb(job.memory[rank])
         return Prediction(layout, why=f"needs {_mb(needed[rank])} on rank {rank}, which has {has}")
-    table = CostTable.of([rank.cost for rank in job.ranks])
-    room = np.floor((job.memory - fixed) / max(job.kept_bytes, 1.0))
-    table = replace(table, largest_micro_batch=np.maximum(room, job.min_batch))
-    whole = replace(table, alpha_sec=table.alpha_sec + update)
-    samples, fewer = split_cohorts(whole, np.ones(ranks, int), job.global_batch, job.min_batch)
+    table = CostTable.of([RankCost(sum(r.fixed_sec), sum(r.sample_sec)) for r in chain.ranks])
+    room = np.floor((job.memory - fixed) / max(job.whole.kept_bytes, 1.0))
+    room = np.minimum(room, chain.micro_batch or chain.global_batch)
+    table = replace(table, largest_micro_batch=np.maximum(room, chain.min_batch))
+    loaded = replace(table, alpha_sec=table.alpha_sec + other_sec)
+    least = chain.min_batch
+    samples, fewer = split_cohorts(loaded, np.ones(ranks, int), chain.global_batch, least)
     shares = samples - fewer
     computing = table.seconds(shares)
     rounds = int(np.ceil(shares / table.largest_micro_batch).max())
-    seconds = float((computing + update).max())
+    seconds = float((computing + other_sec).max())
     return _Division(seconds, float(computing.max()), rounds, tuple(map(int, needed)))
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kaitian_mpi.balance.pipeline import Hop, PipelinePlan, Stage, most_kept, simulate, windows
+from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
+from kaitian_mpi.balance.pipeline_cost import TRANSIT, PipelineJob, fits, peak_bytes, predict
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of micro-batches
 _BOUNDS = 10
@@ -27,126 +27,8 @@ _ALL_ORDERS = 4  # groups
 _STAGES_OF_MANY = (1, 2, 3, 4, 6, 8, 12, 16)
 _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
-_LONG_SIMULATION = 20_000  # actions
 _AHEADS = (0, 1, 3)
-_MANY_RANKS = 64
 _BOUNDS_OF_MANY = 8
-_TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
-_TEMPORARIES = 2  # of a parameter's size, while an optimizer steps it
-_BUCKET_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What a layer takes, the same on every rank."""
-
-    weight_bytes: int
-    """Of its parameters."""
-    state_bytes: int
-    """Of their gradients and of the optimizer's state."""
-    kept_bytes: float
-    """Kept of a sample from its forward to its backward."""
-    output_bytes: float
-    """What it returns for a sample."""
-    largest_bytes: int = 0
-    """Of its largest parameter."""
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What a rank takes for each layer, forward and backward."""
-
-    kind: str
-    memory_bytes: float
-    """That it may use at most."""
-    fixed_sec: tuple[float, ...]
-    """By layer, for each micro-batch."""
-    sample_sec: tuple[float, ...]
-    """By layer, for each sample."""
-    forward: float = 1 / 3
-    """The part of it that is forward."""
-    update_sec_per_byte: float = 0.0
-    """The optimizer's, by bytes of parameters."""
-    copy_sec_per_byte: float = 0.0
-    """To copy what is not in a cache."""
-    base_bytes: float = 0.0
-    """That it uses besides parameters, state and activations."""
-    start_bytes: float = 0.0
-    """That it uses before the layers are divided."""
-    steps_at_once: bool = False
-    """Whether its optimizer steps all parameters at once, with temporary memory for each."""
-    node: int = 0
-    """Its host. Those of different hosts send at once; those of one host take turns."""
-
-
-@dataclass(frozen=True)
-class PipelineJob:
-    """What a pipeline is planned from."""
-
-    layers: tuple[Layer, ...]
-    ranks: tuple[RankFacts, ...]
-    global_batch: int
-    min_batch: int = 1
-    micro_batch: int = 0
-    """The most samples of a micro-batch; 0: choose."""
-    links: Mapping[tuple[str, str], Hop] = field(default_factory=dict)
-    """Between kinds, in alphabetical order: a message's latency, and seconds for each byte."""
-
-    def hop(self, one: str, other: str, size: float) -> Hop:
-        """Return what so many bytes take between two kinds."""
-        link = self.links.get((min(one, other), max(one, other)), Hop(0.0, 0.0))
-        return Hop(link.latency_sec, size * link.busy_sec)
-
-    @cached_property
-    def _sums(self) -> list[tuple[list[float], list[float]]]:
-        """By rank, the seconds of all layers before each, for micro-batches and for samples."""
-        known: dict[tuple[Any, Any], tuple[list[float], list[float]]] = {}
-        for facts in self.ranks:
-            own = facts.fixed_sec, facts.sample_sec
-            if own not in known:
-                fixed, sample = (itertools.accumulate(each, initial=0.0) for each in own)
-                known[own] = [*fixed], [*sample]
-        return [known[facts.fixed_sec, facts.sample_sec] for facts in self.ranks]
-
-    def seconds(self, rank: int, begin: int, end: int, samples: float) -> float:
-        """Return a rank's seconds for a micro-batch through some layers."""
-        fixed, sample = self._sums[rank]
-        return fixed[end] - fixed[begin] + samples * (sample[end] - sample[begin])
-
-    def links_of(self, stage: Stage) -> int:
-        """Return how many links a stage has to others."""
-        return len({self.ranks[rank].node for rank in stage.ranks})
-
-    @property
-    def is_large(self) -> bool:
-        """Whether there are so many ranks that fewer plans have to do."""
-        return len(self.ranks) > _MANY_RANKS
-
-
-def predict(
-    job: PipelineJob, stages: Sequence[Stage], micro_batch: int, ahead: int
-) -> PipelinePlan:
-    """Return a plan with the seconds of its step and the peak memory of each rank."""
-    count = math.ceil(job.global_batch / micro_batch)
-    samples = job.global_batch / count
-    timed = tuple(
-        replace(s, seconds=tuple(job.seconds(r, s.begin, s.end, samples) for r in s.ranks))
-        for s in stages
-    )
-    kinds = [job.ranks[stage.ranks[0]].kind for stage in timed]
-    links = [min(map(job.links_of, pair)) for pair in itertools.pairwise(timed)]
-    hops = [
-        job.hop(*pair, samples * job.layers[stage.end - 1].output_bytes / number)
-        for stage, pair, number in zip(timed, itertools.pairwise(kinds), links, strict=False)
-    ]
-    if 2 * count * len(timed) <= _LONG_SIMULATION:
-        forward = sum(job.ranks[s.ranks[0]].forward for s in timed) / len(timed)
-        step = simulate(timed, hops, count, ahead, forward)
-    else:
-        step = _in_short(timed, hops, count)
-    step += max(_update_sec(job, stage) for stage in timed)
-    memory = _memory(job, timed, count, samples, ahead)
-    return PipelinePlan(timed, micro_batch, ahead, step, memory)
 
 
 def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
@@ -155,7 +37,7 @@ def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
     found: dict[tuple[tuple[Stage, ...], int], float] = {}
     for size in _sizes(job):
         count = math.ceil(job.global_batch / size)
-        for order in _orders(groups):
+        for order in _orders(job, groups):
             for stages, seconds in _splits(job, order, count):
                 found.setdefault((stages, size), seconds)
     best: Any = None
@@ -203,54 +85,6 @@ def _neighbors(stages: Sequence[Stage]) -> Iterator[list[Stage]]:
                 yield [*stages[:place], *changed, *stages[place + 2 :]]
 
 
-def fits(job: PipelineJob, plan: PipelinePlan) -> bool:
-    """Return whether each rank has the memory."""
-    pairs = zip(job.ranks, plan.bytes_by_rank, strict=True)
-    return all(size <= facts.memory_bytes for facts, size in pairs)
-
-
-def _in_short(stages: Sequence[Stage], hops: Sequence[Hop], count: int) -> float:
-    rates = [sum(1 / each for each in stage.seconds) for stage in stages]
-    total = sum(len(s.seconds) / rate for s, rate in zip(stages, rates, strict=True))
-    longest = max([*(1 / rate for rate in rates), *(hop.busy_sec for hop in hops)])
-    return total + sum(2 * sum(hop) for hop in hops) + (count - 1) * longest
-
-
-def _update_sec(job: PipelineJob, stage: Stage) -> float:
-    """Return the seconds of a stage's sum of gradients and of its optimizer."""
-    weights = sum(layer.weight_bytes for layer in job.layers[stage.begin : stage.end])
-    kind, ranks = job.ranks[stage.ranks[0]].kind, len(stage.ranks)
-    exchanged = job.hop(kind, kind, 2 * weights * (ranks - 1) / ranks)
-    return max(job.ranks[r].update_sec_per_byte for r in stage.ranks) * weights + (
-        sum(exchanged) if ranks > 1 else 0.0
-    )
-
-
-def _memory(
-    job: PipelineJob, stages: Sequence[Stage], count: int, samples: float, ahead: int
-) -> tuple[int, ...]:
-    by_rank = [int(facts.start_bytes) for facts in job.ranks]
-    for stage, window in zip(stages, windows(stages, ahead), strict=True):
-        layers = job.layers[stage.begin : stage.end]
-        size = sum(layer.weight_bytes + layer.state_bytes for layer in layers)
-        size += _BUCKET_BYTES * (len(stage.ranks) > 1)
-        kept = samples * sum(layer.kept_bytes for layer in layers)
-        ends = job.layers[max(0, stage.begin - 1)].output_bytes + layers[-1].output_bytes
-        share = math.ceil(min(count, window) / len(stage.ranks))
-        taken: dict[int, list[int]] = {}
-        for number, taker in enumerate(() if job.is_large else stage.takers(count)[: 4 * window]):
-            taken.setdefault(taker, []).append(number)
-        for rank in stage.ranks:
-            most = share if job.is_large else most_kept(taken.get(rank, []), window)
-            largest = max(layer.largest_bytes for layer in layers)
-            computing = most * kept + _TRANSIT * samples * ends + largest
-            weights = sum(layer.weight_bytes for layer in layers)
-            stepping = weights if job.ranks[rank].steps_at_once else _TEMPORARIES * largest
-            whole = size + max(computing, stepping)
-            by_rank[rank] = max(by_rank[rank], int(job.ranks[rank].base_bytes + whole))
-    return tuple(by_rank)
-
-
 def _groups(job: PipelineJob) -> list[list[int]]:
     """Return the ranks that are alike, those with the most memory and the fastest first."""
     total = [job.seconds(rank, 0, len(job.layers), 1.0) for rank in range(len(job.ranks))]
@@ -274,8 +108,8 @@ def _groups(job: PipelineJob) -> list[list[int]]:
     return sorted(groups, key=lambda g: (-facts[g[0]].memory_bytes, total[g[0]]))
 
 
-def _orders(groups: list[list[int]]) -> Iterator[Sequence[list[int]]]:
-    if len(groups) <= _ALL_ORDERS and sum(map(len, groups)) <= _MANY_RANKS:
+def _orders(job: PipelineJob, groups: list[list[int]]) -> Iterator[Sequence[list[int]]]:
+    if len(groups) <= _ALL_ORDERS and not job.is_large:
         yield from itertools.permutations(groups)
     else:
         yield groups
@@ -309,19 +143,18 @@ class _Program:
         self._samples = job.global_batch / count
         layers = job.layers
         self._size = len(layers)
-        self._weights = _between([one.weight_bytes + one.state_bytes for one in layers])
+        self._owned = _between([one.weight_bytes + one.state_bytes for one in layers])
         self._largest = _largest([one.largest_bytes for one in layers])
-        self._bytes = _between([one.weight_bytes for one in layers])
+        self._trained = _between([one.trained_bytes for one in layers])
         self._kept = _between([one.kept_bytes * self._samples for one in layers])
         self._outputs = np.array([0.0, *(one.output_bytes for one in layers)]) * self._samples
         ends = self._outputs[:-1, None] + self._outputs[None, :]
         self._transit = np.zeros_like(self._kept)
-        self._transit[:-1] = _TRANSIT * ends
+        self._transit[:-1] = TRANSIT * ends
         self._times, self._speeds = [], []
         for group in order:
-            first = job.ranks[group[0]]
-            times = np.array(first.fixed_sec) + self._samples * np.array(first.sample_sec)
-            self._times.append(_between(times))
+            fixed, sample = map(np.diff, job.sums[group[0]])
+            self._times.append(_between(fixed + self._samples * sample))
             whole = [job.seconds(rank, 0, self._size, self._samples) for rank in group]
             self._speeds.append([whole[0] / max(each, 1e-12) for each in whole])
         rates = [sum(s) / t[0, -1] for s, t in zip(self._speeds, self._times, strict=True)]
@@ -369,14 +202,13 @@ class _Program:
             times = self._times[place]
             kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
             facts = [job.ranks[rank] for rank in group[begin:end]]
-            at_once = any(each.steps_at_once for each in facts)
-            stepping = self._bytes if at_once else _TEMPORARIES * self._largest
-            computing = kept * self._kept + self._transit + self._largest
-            memory = self._weights + np.maximum(computing, stepping) + _BUCKET_BYTES * (ranks > 1)
+            at_once, active = any(each.steps_at_once for each in facts), kept * self._kept
+            stepped = self._largest, self._trained, at_once
+            memory = peak_bytes(self._owned, active + self._transit, *stepped, ranks > 1)
             room = min(each.memory_bytes - each.base_bytes for each in facts)
             cost = times * (ranks / speed) + hop + best
             if ranks > 1:  # the sum of the replicas' gradients
-                cost = cost + self._bytes * job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec
+                cost = cost + self._trained * job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec
             cost[(memory > room) | (times / speed > bound) | (times <= 0)] = np.inf
             cost[:, busy > bound] = np.inf
             way = cost.argmin(axis=1)

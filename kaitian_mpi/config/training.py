@@ -253,18 +253,7 @@ class TrainingConfig:
                 "--sync-bn cannot be combined with --micro-batch-size, since its statistics are "
                 "those of a whole step; remove one of them"
             )
-        if self.layout != "replicate":
-            for name in ("wire", "relay_dtype"):
-                if getattr(self, name) != "fp32":
-                    raise UserError(
-                        f"{flag_name(name)} cannot be combined with --layout {self.layout}, whose "
-                        "sums are exact; remove one of them"
-                    )
-        if self.sync_bn and self.layout == "pipeline":
-            raise UserError(
-                "--sync-bn cannot be combined with --layout pipeline, in which each micro-batch "
-                "has statistics of its own; remove one of them"
-            )
+        self.check_layout(self.layout)
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
         for name in ("tensorboard", "wandb", "mlflow", "timeline"):
@@ -284,6 +273,24 @@ class TrainingConfig:
                 self.export,
                 "a file named *.safetensors",
                 "the run folder has the weights as torch.save writes them, in checkpoints/model.pt",
+            )
+
+    def check_layout(self, layout: str) -> None:
+        """Check that the other settings permit a layout; `auto` takes one that they do.
+
+        Raises:
+            UserError: they do not.
+        """
+        for name in ("wire", "relay_dtype") if layout in ("shard", "pipeline") else ():
+            if getattr(self, name) != "fp32":
+                raise UserError(
+                    f"{flag_name(name)} cannot be combined with --layout {layout}, whose sums are "
+                    "exact; remove one of them"
+                )
+        if self.sync_bn and layout == "pipeline":
+            raise UserError(
+                "--sync-bn cannot be combined with --layout pipeline, in which each micro-batch "
+                "has statistics of its own; remove one of them"
             )
 
     def choose_folder(self) -> Path | None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.balance.ownership import NO_MIRROR, Part
+from kaitian_mpi.balance.ownership import BUCKET_CAPS, NO_MIRROR, Part, bucket_cap
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host
@@ -26,8 +26,6 @@ from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 
-BUCKET_CAPS = (1 << 20, 8 << 20)  # small, because memory is short where this is used
-_MIN_CAP = 1 << 20
 _IN_FLIGHT = (
     2  # buckets that are summed at once; backward waits for more, so that memory is bounded
 )
@@ -254,7 +252,7 @@ class ShardReducer(GradientReducer):
         self._arriving = threading.RLock()
         self._late: type[nn.Parameter] = type("Late", (Late,), {"arrive": self.arrive})
         if gathering is not None:
-            bucket_caps = _MIN_CAP, bucket_cap(max(p.nbytes for p in model.parameters()))
+            bucket_caps = BUCKET_CAPS[0], bucket_cap(max(p.nbytes for p in model.parameters()))
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
             super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
         if self._overlaps and not is_compiling():
@@ -501,11 +499,6 @@ class ShardReducer(GradientReducer):
             for part, gradient in bucket.gradients.items():
                 is_used = counts[part.parameter] > 0
                 self._targets[part].grad = gradient if is_used else None
-
-
-def bucket_cap(largest: int) -> int:
-    """Return the bytes at which a bucket is full, with parameters in parts of at most so many."""
-    return min(BUCKET_CAPS[1], max(_MIN_CAP, largest))
 
 
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:

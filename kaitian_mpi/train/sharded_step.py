@@ -14,12 +14,14 @@ from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
 
-def check_clip_norm(task: Task, layout: str) -> None:
-    """Check that a task clips by a number, as no rank has all gradients for a function.
+def check_parts(task: Task, layout: str) -> None:
+    """Check that a task can be trained in a layout in which each rank steps a part.
 
     Raises:
-        UserError: it does not.
+        UserError: it clips by a function, and no rank has all gradients; or some are complex.
     """
+    if any(parameter.is_complex() for parameter in task.model.parameters()):
+        raise UserError("complex parameters require --layout replicate")
     if callable(task.clip_norm):
         raise UserError(
             f"--layout {layout} requires Task(clip_norm=...) to be a number: no rank has all "
@@ -35,7 +37,7 @@ def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> 
     Raises:
         UserError: the task cannot be trained so.
     """
-    check_clip_norm(task, "shard")
+    check_parts(task, "shard")
     state.shards = Shards(state.model, state.optimizers, state.parted, values)
 
 

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kaitian_mpi.balance.ownership import NO_MIRROR, Pair, Part, divide
+from kaitian_mpi.balance.ownership import BUCKET_CAPS, NO_MIRROR, Pair, Part, divide
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition
 from kaitian_mpi.distributed.parted import PartedModel
-from kaitian_mpi.distributed.shards import BUCKET_CAPS, ShardReducer
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
@@ -83,8 +82,6 @@ class Shards:
         self._model, self._optimizers = model, optimizers
         self._place = None if owned is None else owned.place
         self._parameters = list(model.parameters())
-        if any(parameter.is_complex() for parameter in self._parameters):
-            raise UserError("complex parameters require --layout replicate")
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._groups = [
             [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]

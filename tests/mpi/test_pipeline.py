@@ -21,6 +21,7 @@ from kaitian_mpi.observe import tensor_files
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.measure.layouts import choose_layout, measure_layouts
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.loop import PipelineLoop
@@ -240,12 +241,16 @@ def twice(model, batch):
     return LOSS(model(batch[0]) + model(batch[0]), batch[1])
 
 
+def pairs(model, batch):
+    return LOSS(model(batch[0].float(), batch[0].float()), batch[1])
+
+
 @pytest.mark.sizes(1)
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
         ({"loss": twice}, "more than once"),
-        ({"loss": lambda m, b: LOSS(m[0](b[0]), b[1])}, "not subscriptable"),
+        ({"loss": lambda m, b: LOSS(m[0](b[0]), b[1])}, "uses model\\[0\\]"),
         ({"loss": lambda m, b: m.weight.sum()}, "uses model.weight"),
         ({"loss": lambda m, b: b[0].sum()}, "does not call the model"),
         ({"loss": None}, "requires Task\\(loss=...\\)"),
@@ -259,8 +264,29 @@ def test_a_task_that_cannot_be_divided_is_refused(world, parts, message):
         kinds = {"model": (model := nn.Linear(3, 4).double()), "layers": [model]}
     task = make_task(**{**kinds, **parts})
     setup, config = Setup(task, NoFolder()), TrainConfig(layout="pipeline", balance="off")
-    with pytest.raises((UserError, TypeError), match=message):
+    with pytest.raises(UserError, match=message):
         find_facts(config, setup, world)
+
+
+@pytest.mark.sizes(2)
+def test_auto_does_not_choose_what_the_task_or_a_setting_rules_out(world):
+    clips, both = {"clip_norm": lambda parameters: None}, ["pipeline", "shard"]
+    for parts, settings, expected in (
+        ({}, {}, []),
+        (clips, {}, both),
+        ({}, {"sync_bn": True}, ["pipeline"]),
+        ({}, {"wire": "int8"}, both),
+        ({"loss": twice}, {}, ["pipeline"]),
+        ({"loss": lambda m, b: LOSS(m[5](m[:5](b[0])), b[1])}, {}, ["pipeline"]),
+        ({"model": nn.Bilinear(3, 3, 4), "loss": pairs}, {}, ["pipeline"]),
+    ):
+        config = TrainConfig(layout="auto", benchmark_seconds=0.1, **settings)
+        setup = Setup(make_task(**parts), NoFolder())
+        job, _ = measure_layouts(config, setup, world)
+        assert sorted(job.refused) == expected, settings
+        assert choose_layout(config, setup, world)[0] not in expected
+    with pytest.raises(UserError, match="auto require Task"):
+        choose_layout(TrainConfig(layout="auto"), Setup(make_task(loss=None), NoFolder()), world)
 
 
 @pytest.mark.sizes(1)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from kaitian_mpi.balance.communication import AllreduceCost
-from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.layouts import LayoutJob, LayoutRank, choose, predict_layouts
+from kaitian_mpi.balance.layouts import LayoutJob, choose, predict_layouts
+from kaitian_mpi.balance.ownership import Need
 from kaitian_mpi.balance.pipeline import Hop
-from kaitian_mpi.balance.pipeline_plan import Layer, PipelineJob, RankFacts
+from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
 
 MB = 10**6
 
@@ -19,23 +19,30 @@ def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
     facts = tuple(
         RankFacts("gpu", size, (0.0,) * layers, (1e-3 / layers,) * layers) for size in memory
     )
-    whole = parameters // layers
-    layer = Layer(whole, 3 * whole, kept / layers, 1000.0)
+    size = parameters // layers
     cost = AllreduceCost(0.0, link)
     return LayoutJob(
-        ranks=tuple(LayoutRank("gpu", RankCost(0.0, 1e-3), size) for size in memory),
-        parameter_bytes=parameters,
-        trained_bytes=parameters,
-        state_bytes=3 * parameters,
-        kept_bytes=kept,
-        largest_bytes=whole,
-        global_batch=batch,
-        min_batch=1,
+        chain=PipelineJob(
+            (Layer(size, 3 * size, kept / layers, 1000.0, size, size, 1),) * layers,
+            facts,
+            batch,
+            links={("gpu", "gpu"): Hop(0, link)},
+        ),
+        whole=Layer(parameters, 3 * parameters, kept, 0.0, size, parameters, layers),
+        needs=(
+            Need.of_whole([size] * layers, 2),
+            Need.in_parts(parameters, 2, parameters, size),
+        ),
         allreduce_cost=cost,
         scatter_cost=cost,
         gather_cost=cost,
-        pipeline=PipelineJob((layer,) * layers, facts, batch, links={("gpu", "gpu"): Hop(0, link)}),
     )
+
+
+def with_ranks(job, **changed):
+    """Return a job whose ranks have other facts."""
+    ranks = tuple(replace(rank, **changed) for rank in job.chain.ranks)
+    return replace(job, chain=replace(job.chain, ranks=ranks))
 
 
 def possible(job):
@@ -77,12 +84,39 @@ def test_free_links_leave_the_time_of_the_slowest_rank():
     assert 8e-3 <= pipeline.step_sec < 13e-3  # several stages have to be filled and emptied
 
 
-def test_the_optimizers_time_is_shared_only_in_shard():
-    job = a_job([600 * MB] * 4)
-    ranks = tuple(replace(rank, update_sec_per_byte=1e-10) for rank in job.ranks)
-    replicate, shard, _ = predict_layouts(replace(job, ranks=ranks))
+def test_the_optimizers_time_is_shared_in_shard_and_comes_after_the_sum():
+    job = with_ranks(a_job([600 * MB] * 4), update_sec_per_byte=1e-10)
+    replicate, shard, _ = predict_layouts(job)
     assert replicate.step_sec == pytest.approx(18e-3)
     assert shard.step_sec == pytest.approx(8e-3 + 10e-3 / 4)
+    # The rank that computes the longest is not the one that steps the longest.
+    first, *others = job.chain.ranks
+    first = replace(first, memory_bytes=900 * MB, sample_sec=(4e-3,) * 8)
+    shard = predict_layouts(replace(job, chain=replace(job.chain, ranks=(first, *others))))[1]
+    assert shard.step_sec > 11e-3 + 10e-3 / 4
+    mirrored = predict_layouts(replace(job, has_mirrors=True))[1]
+    assert mirrored.step_sec == pytest.approx(8e-3 + 2 * 10e-3 / 4)
+
+
+def test_many_parameters_take_time_of_their_own():
+    job = a_job([600 * MB] * 4)
+    before = [each.step_sec for each in predict_layouts(job)]
+    slower = with_ranks(job, update_sec=1e-4, call_sec=1e-6)
+    replicate, shard, pipeline = (
+        each.step_sec - least for each, least in zip(predict_layouts(slower), before, strict=True)
+    )
+    assert replicate > 8 * 1e-4
+    assert shard > 8 * 1e-4 / 4
+    assert pipeline > 8 * 1e-4 / 4
+
+
+def test_what_is_ruled_out_is_not_chosen():
+    job = replace(a_job([600 * MB, 350 * MB, 350 * MB]), refused={"shard": "a function clips"})
+    predictions = predict_layouts(job)
+    assert predictions[1].why == "a function clips"
+    assert choose(predictions).layout == "pipeline"
+    content = json.loads(json.dumps(job.to_json()))
+    assert LayoutJob.from_json(content) == job
 
 
 def test_what_does_not_fit_says_what_is_missing():
@@ -90,7 +124,7 @@ def test_what_does_not_fit_says_what_is_missing():
     assert replicate.why == "needs 401 MB on rank 1, which has 90 MB"
     assert "in all, and the ranks have 190 MB" in shard.why
     assert "fits" in pipeline.why
-    job = replace(a_job([600 * MB] * 3, batch=2), pipeline=None, no_pipeline="no layers")
+    job = replace(a_job([600 * MB] * 3, batch=2), refused={"pipeline": "no layers"})
     replicate, shard, pipeline = predict_layouts(job)
     assert replicate.why == shard.why == "a global batch of 2 is too small for 3 ranks"
     assert pipeline.why == "no layers"
@@ -101,15 +135,14 @@ def test_a_job_is_the_same_from_a_file_and_grows_with_its_world():
     read = LayoutJob.from_json(json.loads(json.dumps(job.to_json())))
     assert read == job
     large = read.in_world({"gpu": 5}, 80, AllreduceCost(0.0, 2e-9))
-    assert [rank.memory_bytes // MB for rank in large.ranks] == [600, 300, 600, 300, 600]
-    assert [rank.memory_bytes // MB for rank in large.pipeline.ranks] == [600, 300, 600, 300, 600]
+    assert [rank.memory_bytes // MB for rank in large.chain.ranks] == [600, 300, 600, 300, 600]
     assert large.scatter_cost.sec_per_byte == pytest.approx(2e-9)
-    assert large.pipeline.global_batch == large.global_batch == 80
+    assert large.chain.global_batch == 80
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1, 1e300])
 def test_a_file_with_impossible_numbers_is_refused(value):
     content = a_job([600 * MB]).to_json()
-    content["ranks"][0]["memory_bytes"] = value
+    content["chain"]["ranks"][0]["memory_bytes"] = value
     with pytest.raises(ValueError, match="out of range"):
         LayoutJob.from_json(content)

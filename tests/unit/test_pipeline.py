@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kaitian_mpi.balance.pipeline import Action, Hop, Stage, most_kept, order, simulate, windows
-from kaitian_mpi.balance.pipeline_plan import (
-    Layer,
-    PipelineJob,
-    RankFacts,
-    fits,
-    plan_pipeline,
-    predict,
-)
+from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts, fits, predict
+from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 
 MB = 10**6
 
@@ -137,14 +131,15 @@ def test_many_ranks_are_planned():
 
 def test_replicas_are_few_where_gradients_would_take_long():
     facts = tuple(RankFacts("cpu", 4000 * MB, (1e-5,) * 8, (1e-5,) * 8) for _ in range(3))
-    layer, links = Layer(12 * MB, 36 * MB, 1e4, 1e3), {("cpu", "cpu"): Hop(1e-5, 1e-7)}
+    layer, links = Layer(12 * MB, 36 * MB, 1e4, 1e3, 0, 12 * MB), {("cpu", "cpu"): Hop(1e-5, 1e-7)}
     plan = plan_pipeline(PipelineJob((layer,) * 8, facts, 32, links=links))
     assert [len(stage.ranks) for stage in plan.stages] == [1, 1, 1]
     assert plan.step_sec < 0.1
 
 
 def test_a_plan_has_room_for_what_an_optimizer_takes_while_it_steps():
-    layer, ranks = Layer(10 * MB, 30 * MB, 0.0, 0.0, 8 * MB), [("gpu", 450, 1), ("mlu", 450, 1)]
+    layer = Layer(10 * MB, 30 * MB, 0.0, 0.0, 8 * MB, 10 * MB, 2)
+    ranks = [("gpu", 450, 1), ("mlu", 450, 1)]
     job = replace(job_of(ranks, micro_batch=1), layers=(layer,) * 12)
     assert predict(job, [Stage(0, 12, (0,), (1.0,))], 1, 0).bytes_by_rank[0] == (480 + 16) * MB
     at_once = tuple(replace(each, steps_at_once=True) for each in job.ranks)

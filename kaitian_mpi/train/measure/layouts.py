@@ -10,29 +10,35 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost
-from kaitian_mpi.balance.cost_model import RankCost, fit
+from kaitian_mpi.balance.cost_model import fit
 from kaitian_mpi.balance.layouts import (
     PIPELINE,
+    SHARD,
     LayoutJob,
-    LayoutRank,
     Prediction,
     choose,
     predict_layouts,
     table_of,
 )
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.late_values import is_compiled
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.exchange import gather_values, time_in_rounds
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rounds
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table
+from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.train.measure.allreduce import (
     choose_algorithm,
     gradient_buckets,
     measure_allreduce,
 )
 from kaitian_mpi.train.measure.plan import min_batch_by_layers
-from kaitian_mpi.train.pipeline.measure import PipelineFacts, check_task, find_facts
+from kaitian_mpi.train.measure.room import shard_needs
+from kaitian_mpi.train.pipeline.layer_timer import layer_of
+from kaitian_mpi.train.pipeline.measure import PipelineFacts, find_facts
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.sharded_step import check_parts
+from kaitian_mpi.train.task import Task
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
@@ -69,50 +75,64 @@ def choose_layout(
             "a smaller model or an optimizer with less state; see docs/large-models.md"
         )
     print_rank_0(world, f"layout {chosen.layout}: the fastest that fits (--layout sets another)")
-    return chosen.layout, facts if chosen.layout == PIPELINE else None
+    is_measured = chosen.layout == PIPELINE and config.balance != "off"  # then all count alike
+    return chosen.layout, facts if is_measured else None
 
 
 def measure_layouts(
     config: TrainingConfig, setup: Setup, world: World
 ) -> tuple[LayoutJob, PipelineFacts]:
-    """Measure what the layouts are compared by, and return the facts of the layers. Collective."""
-    task, min_batch = setup.task, min_batch_by_layers(setup.task.model)
-    try:
-        chain, why = check_task(task), ""
-    except UserError as error:
-        chain, why = [task.model], str(error)
-    if config.sync_bn:
-        why = "--sync-bn needs the statistics of a step, and micro-batches have their own"
-    facts = find_facts(config, setup, world, chain)
-    buckets = gradient_buckets(task.model)
+    """Measure what the layouts are compared by, and return the facts of the layers. Collective.
+
+    Raises:
+        AgreedError: the model cannot be timed.
+    """
+    model, min_batch = setup.task.model, min_batch_by_layers(setup.task.model)
+    refused = _refused(config, setup.task)
+    facts = None
+    if PIPELINE not in refused:
+        try:
+            facts = find_facts(config, setup, world)
+        except AgreedError as error:  # another layout may do
+            refused[PIPELINE] = _in_short(error)
+    facts = facts or find_facts(config, setup, world, is_whole=True)
+    with agree_on_errors(world.comm):
+        optimizers = setup.task.make_optimizers(model)
+    buckets = gradient_buckets(model)
     # What is allocated for it stays with the process.
     memory = min(rank.memory_bytes for rank in facts.by_place.values())
     most = max(1 << 16, min(_LARGEST, int(_PART_OF_MEMORY * memory)))
     scatter, gather = measure_exchange(world, most)
+    needs, _ = shard_needs(config, model, optimizers)
     job = LayoutJob(
-        tuple(_whole(facts, info.place) for info in world.infos),
-        parameter_bytes=sum(layer.weight_bytes for layer in facts.layers),
-        trained_bytes=sum(buckets),
-        state_bytes=sum(layer.state_bytes for layer in facts.layers),
-        kept_bytes=sum(layer.kept_bytes for layer in facts.layers),
-        largest_bytes=max(parameter.nbytes for parameter in task.model.parameters()),
-        global_batch=config.global_batch_size,
-        min_batch=min_batch,
+        facts.job(config, world, min_batch),
+        layer_of(model, optimizers, sum(layer.kept_bytes for layer in facts.layers), 0.0),
+        tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
         allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
         scatter_cost=scatter,
         gather_cost=gather,
         on_host=any(info.is_on_host for info in world.infos),
-        pipeline=None if why else facts.job(config, world, min_batch),
-        no_pipeline=why,
+        has_mirrors=config.mirrors and ulfm.is_enabled(),
+        refused=refused,
     )
     return job, facts
 
 
-def _whole(facts: PipelineFacts, place: str) -> LayoutRank:
-    rank = facts.by_place[place]
-    cost = RankCost(sum(rank.fixed_sec), sum(rank.sample_sec))
-    rates = rank.update_sec_per_byte, rank.copy_sec_per_byte
-    return LayoutRank(rank.kind, cost, rank.memory_bytes, *rates)
+def _refused(config: TrainingConfig, task: Task) -> dict[str, str]:
+    """Return why the settings and the task rule layouts out."""
+    refused = {}
+    for layout in (SHARD, PIPELINE):
+        try:
+            config.check_layout(layout)
+            check_parts(task, layout)
+        except UserError as error:
+            refused[layout] = _in_short(error)
+    return refused
+
+
+def _in_short(error: UserError) -> str:
+    """Return what is wrong, without what to do about it."""
+    return str(error).partition(";")[0]
 
 
 def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int]) -> AllreduceCost:

@@ -6,12 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import nn
 from torch.optim import SGD, Optimizer
 
-from kaitian_mpi.balance.ownership import NO_MIRROR, Pair, with_mirrors, without_mirrors
+from kaitian_mpi.balance.ownership import NO_MIRROR, Need, Pair, with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.parted import can_be_parted
-from kaitian_mpi.distributed.shards import BUCKET_CAPS, bucket_cap
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
@@ -19,8 +19,6 @@ from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
-_BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
-_VISITS = 4  # parameters in parts: one that is whole, its gradient, two that are being summed
 _MIN_PARTED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
 _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # What mirrors may take of a rank's room, with what it owns; the rest is for activations. On a host
@@ -120,15 +118,15 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     device.restart_memory_peak(index)
     used = device.memory_peak_bytes(index)
     limit = memory_limit(world)
-    needs = _whole(setup, optimizers), _in_parts(setup, optimizers)
+    needs, numbers = shard_needs(config, setup.task.model, optimizers)
     model = 0 if device.is_host else sum(each.nbytes for each in setup.task.model.parameters())
     own = [limit - max(0, used + model - each.freed) - each.buffers for each in needs]
     rooms = [*zip(*gather_values(world.comm, own), strict=True)]
     fits = min(rooms[0]) >= 0 and sum(rooms[0]) >= needs[0].owned
-    is_parted = bool(not fits and needs[1].numbers and not config.spares)
-    need, by_rank = needs[is_parted], [max(0.0, each) for each in rooms[is_parted]]
+    form = 0 if fits else len(needs) - 1
+    need, by_rank = needs[form], [max(0.0, each) for each in rooms[form]]
     by_place = dict(zip([info.place for info in world.infos], by_rank, strict=True))
-    room = Room(by_place, need.owned, need.buffers, need.small, need.numbers)
+    room = Room(by_place, need.owned, need.buffers, need.small, numbers if form else frozenset())
     pairs, _ = room.owners(config, world)
     taken = room.taken(pairs, world.size)[world.rank]
     buffers = room.buffers + room.small * room.can_overlap(pairs, world)
@@ -136,43 +134,26 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     return room, int(taken * (1 - need.freed / need.owned)) + buffers
 
 
-class _Need(NamedTuple):
-    """What a form of the layout takes, in bytes."""
+def shard_needs(
+    config: TrainingConfig, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[list[Need], frozenset[int]]:
+    """Return what whole parameters take, and if they can be in parts, what these take.
 
-    owned: int
-    """By all ranks together."""
-    buffers: int
-    """By each rank while it trains, besides."""
-    small: int = 0
-    """By each rank, if values arrive while the next step computes."""
-    freed: int = 0
-    """Of what each rank has now."""
-    numbers: frozenset[int] = frozenset()
-    """Of the parameters in parts."""
-
-
-def _whole(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
-    """Return what whole parameters on each rank take."""
-    trained = [p for p in setup.task.model.parameters() if p.requires_grad]
-    whole = sum(p.nbytes for p in trained)
-    bucket = max(min(whole, BUCKET_CAPS[1]), *(p.nbytes for p in trained))
-    small = sum(p.nbytes for p in trained if p.nbytes < BUCKET_CAPS[1])
-    return _Need(whole * (1 + usual_states(optimizers)), _BUFFERS * bucket, small)
-
-
-def _in_parts(setup: Setup, optimizers: Sequence[Optimizer]) -> _Need:
-    """Return what parameters in parts take."""
-    parameters = list(setup.task.model.parameters())
+    With the numbers of the parameters that can be.
+    """
+    parameters, states = list(model.parameters()), usual_states(optimizers)
+    trained = [p.nbytes for p in parameters if p.requires_grad]
+    needs = [Need.of_whole(trained, states)]
     numbers = frozenset(
         number
         for number, parameter in enumerate(parameters)
         if can_be_parted(parameter) and parameter.nbytes >= _MIN_PARTED_BYTES
     )
-    parted = sum(parameters[number].nbytes for number in numbers)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    largest = max(p.nbytes for p in parameters)
-    buffers = _VISITS * max(largest, bucket_cap(largest))
-    return _Need(parted + trained * (1 + usual_states(optimizers)), buffers, 0, parted, numbers)
+    if numbers and not config.spares:
+        parted = sum(parameters[number].nbytes for number in numbers)
+        largest = max(p.nbytes for p in parameters)
+        needs.append(Need.in_parts(sum(trained), states, parted, largest))
+    return needs, numbers
 
 
 def usual_states(optimizers: Sequence[Optimizer]) -> int:

@@ -42,6 +42,9 @@ class _StandIn:
             )
         return self._answer(Call(args, kwargs))
 
+    def __getitem__(self, key: Any) -> Any:
+        raise self._used(f"model[{key!r}]")
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._model)
@@ -50,11 +53,15 @@ class _StandIn:
         value = getattr(self._model, name)
         is_part = isinstance(value, nn.Module | torch.Tensor)
         if is_part or getattr(value, "__self__", None) is self._model:
-            raise UserError(
-                f"--layout pipeline: the loss, or metrics, uses model.{name}; it must use the "
-                "model by calling it, once for a batch: no rank has all layers"
-            )
+            raise self._used(f"model.{name}")
         return value
+
+    @staticmethod
+    def _used(what: str) -> UserError:
+        return UserError(
+            f"--layout pipeline: the loss, or metrics, uses {what}; it must use the model by "
+            "calling it, once for a batch: no rank has all layers"
+        )
 
 
 def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Call:

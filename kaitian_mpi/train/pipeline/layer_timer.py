@@ -1,0 +1,276 @@
+"""Times a model's layers on this rank, one at a time, and what it does with their gradients."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from kaitian_mpi.balance.pipeline_cost import Layer, RankFacts
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.tensor_files import tensors_in
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.measure.plan import profile_unmeasured
+from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
+from kaitian_mpi.train.measure.room import usual_states
+from kaitian_mpi.train.pipeline.chain import (
+    Call,
+    answered,
+    captured,
+    move,
+    put_together,
+    run,
+    take_apart,
+)
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import Computation, borrowed, check_loss
+
+_ROUNDS = 3
+_SHARE_OF_TIME = 0.5  # of --benchmark-seconds
+_LARGER = 4  # samples of the next size, times those of the one before
+_PART_OF_MEMORY = 0.2  # for what one layer keeps
+_TRIAL_NUMBERS = 1 << 18, 4 << 20
+_PART_OF_TRIAL = 0.002  # of the memory's bytes, in numbers: of which AdamW needs five times as many
+_SMALL_TRIALS = 64
+
+
+class LayerTimer:
+    """Times each layer on this rank, with small and large micro-batches.
+
+    If the layers are not known, the model is the only one, whatever the loss does with it.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        setup: Setup,
+        chain: Sequence[nn.Module] | None,
+        world: World,
+        min_batch: int,
+    ) -> None:
+        profile = profile_unmeasured(config, world.info)
+        computation = Computation(world.device, profile.precision, profile.memory_format)
+        self._computation, self._world, self._is_whole = computation, world, chain is None
+        self._task, self._data = setup.task, setup.train
+        self._chain = chain = chain or [setup.task.model]
+        share = equal_share(config, world.size)
+        self._smallest, self._most = min_batch, max(min_batch, min(len(setup.train), share))
+        self._times: dict[int, list[list[tuple[float, float]]]] = {}
+        self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
+        self._kept, self._outputs = [0.0] * len(chain), [0.0] * len(chain)
+
+    def measure(self, optimizers: Sequence[Optimizer]) -> tuple[RankFacts, list[Layer]]:
+        """Return what this rank takes for each layer, and what these are."""
+        device, index = self._world.device_kind, self._world.device_index
+        model = self._task.model
+        on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        start = on_host if device.is_host else 0
+        used = max(0, device.memory_peak_bytes(index) - start)
+        rates = self._rates(optimizers)  # first: what it frees, the layers use again
+        with borrowed(model):
+            self._grow(memory_limit(self._world) - used - start)
+            small, large = min(self._times), max(self._times)
+            for size in (small, large) * (_ROUNDS - 1):
+                if time.perf_counter() < self._until:
+                    self._round(size)
+        times = {size: _medians(self._times[size]) for size in (small, large)}
+        whole = [(sum(times[small][n]), sum(times[large][n])) for n in range(len(self._chain))]
+        sample = [
+            max((b - a) / (large - small), b / large / 10) if large > small else b / large
+            for a, b in whole
+        ]
+        fixed = [max(0.0, b - large * own) for own, (_, b) in zip(sample, whole, strict=True)]
+        forward = sum(a for a, _ in times[large]) / sum(b for _, b in whole)
+        facts = RankFacts(
+            self._world.info.kind,
+            memory_limit(self._world),
+            tuple(fixed),
+            tuple(sample),
+            forward,
+            *rates,
+            float(used),
+            float(used + start),
+            _steps_at_once(optimizers, device.is_host),
+            self._world.info.node,
+        )
+        found = zip(self._chain, self._kept, self._outputs, strict=True)
+        return facts, [layer_of(layer, optimizers, *each) for layer, *each in found]
+
+    def _grow(self, memory: float) -> None:
+        """Time larger and larger micro-batches, up to an equal share, while there is time."""
+        size, long_sec = self._smallest, (self._until - time.perf_counter()) / _ROUNDS / 4
+        while True:
+            began = time.perf_counter()
+            self._round(size)
+            is_long = time.perf_counter() - began > long_sec
+            larger = min(_LARGER * size, self._most)
+            if larger == size or (is_long and len(self._times) > 1):
+                return
+            if larger * max(self._kept) > _PART_OF_MEMORY * memory:
+                return
+            size = larger
+
+    def _round(self, size: int) -> None:
+        """Time each layer's forward and backward."""
+        enter_phase("the benchmark")
+        task, found = self._task, []
+        batch = self._computation.place(self._data[list(range(size))])
+        assert task.loss is not None
+        call = None if self._is_whole else captured(task.loss, task.model, batch)
+        carried: Any = None
+        for number, layer in enumerate(self._chain):
+            is_last = number == len(self._chain) - 1
+            with self._on_device(layer):
+                if getattr(layer, "inplace", False):
+                    carried = carried.clone()
+                work = partial(self._through, layer, call, carried, batch if is_last else None)
+                seconds, carried = self._time(layer, work, number)
+            found.append(seconds)
+            call, carried = None, carried if is_last else _as_received(carried)
+            self._outputs[number] = sum(t.nbytes for t in tensors_in(carried)) / size
+            self._kept[number] /= size
+        self._times.setdefault(size, []).append(found)
+
+    def _through(self, layer: nn.Module, call: Call | None, carried: Any, batch: Any) -> Any:
+        """Return what a layer makes of its inputs, and what backward begins with."""
+        loss: Any = self._task.loss
+        if self._is_whole:
+            found = check_loss(loss(layer, batch), False)
+            return found, found
+        output = run([layer], call, carried)
+        if batch is None:
+            return output, output
+        return output, check_loss(answered(loss, self._task.model, batch, output), False)
+
+    def _time(
+        self, layer: nn.Module, work: Callable[[], Any], number: int
+    ) -> tuple[tuple[float, float], Any]:
+        pace = self._world.device_kind.pace
+        begin = self._now()
+        pace.start()
+        with self._computation.autocast(), _saved_by(layer) as saved:
+            output, last = work()
+            ends = [tensor for tensor in tensors_in(last) if tensor.requires_grad]
+        pace.catch_up()
+        middle = self._now()
+        self._kept[number] = float(sum(saved.values()))
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+        pace.catch_up()
+        return (middle - begin, self._now() - middle), output
+
+    def _rates(self, optimizers: Sequence[Optimizer]) -> tuple[float, float, float, float]:
+        """Return about the seconds to step a parameter, and a byte of it; and to copy these."""
+        # Larger than a cache, if there is memory.
+        numbers = int(_PART_OF_TRIAL * memory_limit(self._world))
+        numbers = max(_TRIAL_NUMBERS[0], min(_TRIAL_NUMBERS[1], numbers))
+        first = optimizers[0]
+        kind = SGD if isinstance(first, SGD) else AdamW
+        group = first.param_groups[0]
+        options = {name: group[name] for name in ("foreach", "fused") if name in group}
+
+        def trial(count: int, length: int) -> tuple[float, float]:
+            # Not zeros: their first use would count.
+            full = partial(torch.full, (length,), 0.1, device=self._world.device)
+            parameters = [nn.Parameter(full()) for _ in range(count)]
+            for parameter in parameters:
+                parameter.grad = full()
+
+            def copy() -> None:
+                for parameter in parameters:
+                    parameter.detach().copy_(parameter.grad)  # type: ignore[arg-type]
+
+            optimizer = kind(parameters, lr=1e-3, **options)
+            return self._seconds(optimizer.step), self._seconds(copy)
+
+        small = [each / _SMALL_TRIALS for each in trial(_SMALL_TRIALS, 1)]
+        large = [each / (4 * numbers) for each in trial(1, numbers)]
+        return small[0], large[0], small[1], large[1]
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        pace, seconds = self._world.device_kind.pace, []
+        for _ in range(2 * _ROUNDS):
+            begin = self._now()
+            pace.start()
+            work()
+            pace.catch_up()
+            seconds.append(self._now() - begin)
+        return statistics.median(seconds[1:])
+
+    def _now(self) -> float:
+        self._world.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def _on_device(self, layer: nn.Module) -> Iterator[None]:
+        """Have only this layer on the device, as there may be no memory for others."""
+        move(layer, self._world.device)
+        try:
+            yield
+        finally:
+            move(layer, torch.device("cpu"))
+
+
+@contextmanager
+def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
+    """Collect the bytes that autograd keeps of a forward, by memory, without the parameters'."""
+    known = {parameter.data_ptr() for parameter in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in known:
+            saved[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
+def _medians(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return the median seconds of each layer's forward and backward."""
+    return [
+        (statistics.median(a for a, _ in layer), statistics.median(b for _, b in layer))
+        for layer in zip(*rounds, strict=True)
+    ]
+
+
+def layer_of(
+    layer: nn.Module, optimizers: Sequence[Optimizer], kept: float, output: float
+) -> Layer:
+    """Return what a layer takes that keeps and returns so many bytes of a sample."""
+    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    parameters = list(layer.parameters())
+    trained = [p.nbytes for p in parameters if p.requires_grad and p in stepped]
+    size = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in layer.buffers())
+    return Layer(
+        size,
+        sum(trained) * (1 + usual_states(optimizers)),
+        kept,
+        output,
+        max((p.nbytes for p in parameters), default=0),
+        sum(trained),
+        len(trained),
+    )
+
+
+def _steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:
+    """Return whether optimizers use torch's `foreach`: its default is the device's."""
+    chosen = [group.get("foreach") for each in optimizers for group in each.param_groups]
+    fused = [group.get("fused") for each in optimizers for group in each.param_groups]
+    return not all(fused) and any(not is_host if each is None else each for each in chosen)
+
+
+def _as_received(value: Any) -> Any:
+    """Return what a layer has returned as the next one would get it from another rank."""
+    spec, tensors = take_apart(value)
+    rows = zip(tensors, spec.tensors, strict=True)
+    return put_together(spec.form, [t.detach().requires_grad_(grows) for t, (_, _, grows) in rows])
