@@ -129,7 +129,7 @@ class LayerTimer:
         for number, layer in enumerate(self._chain):
             is_last = number == len(self._chain) - 1
             with self._on_device(layer):
-                if getattr(layer, "inplace", False):
+                if getattr(layer, "inplace", False) and number:
                     carried = carried.clone()
                 work = partial(self._through, layer, call, carried, batch if is_last else None)
                 seconds, carried = self._time(layer, work, number)
