@@ -115,7 +115,8 @@ class LayoutJob:
         for name in ("allreduce_cost", "scatter_cost", "gather_cost"):
             found[name] = AllreduceCost(**content[name])
         job, numbers = cls(**found), _numbers(content)
-        if not ranks or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
+        is_timed = bool(ranks) and all(sum(rank["sample_sec"]) > 0 for rank in ranks)
+        if not is_timed or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
             raise ValueError("a number of the layouts is out of range")
         return job
 

@@ -42,7 +42,7 @@ class Need(NamedTuple):
     @classmethod
     def of_whole(cls, trained: Sequence[int], states: int) -> Need:
         """Return what parameters of these bytes take, with so many numbers of state for each."""
-        bucket = max([min(sum(trained), BUCKET_CAPS[1]), *trained])
+        bucket = max([1, min(sum(trained), BUCKET_CAPS[1]), *trained])
         small = sum(size for size in trained if size < BUCKET_CAPS[1])
         return cls(sum(trained) * (1 + states), bucket, _BUFFERS * bucket, small)
 

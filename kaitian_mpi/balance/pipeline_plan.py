@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
-from kaitian_mpi.balance.pipeline_cost import TRANSIT, PipelineJob, fits, peak_bytes, predict
+from kaitian_mpi.balance.pipeline_cost import TRANSIT, PipelineJob, fits, predict, spare_bytes
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of micro-batches
+_COUNTS_OF_MANY = (1 / 4, 1 / 2, 1, 4)  # times the ranks
 _BOUNDS = 10
 _ALIKE_MEMORY, _ALIKE_SPEED = 1.25, 1.5
 _ALL_ORDERS = 4  # groups
@@ -59,7 +60,7 @@ def _sizes(job: PipelineJob) -> list[int]:
     if job.micro_batch:
         return [job.micro_batch]
     ranks = len(job.ranks)
-    counts = [ranks // 4, ranks, 4 * ranks] if job.is_large else _COUNTS
+    counts = [ranks * part for part in _COUNTS_OF_MANY] if job.is_large else _COUNTS
     sizes = {math.ceil(job.global_batch / count) for count in counts}
     return sorted(size for size in sizes if size >= min(job.min_batch, job.global_batch))
 
@@ -152,6 +153,7 @@ class _Program:
         self._transit = np.zeros_like(self._kept)
         self._transit[:-1] = TRANSIT * ends
         self._times, self._speeds = [], []
+        self._chunks: dict[tuple[int, int, int], tuple[float, np.ndarray]] = {}
         for group in order:
             fixed, sample = map(np.diff, job.sums[group[0]])
             self._times.append(_between(fixed + self._samples * sample))
@@ -196,26 +198,33 @@ class _Program:
         job, kind = self._job, self._job.ranks[self._order[place][0]].kind
         chunks = _chunks(len(group), number)
         for chunk, (begin, end) in reversed([*enumerate(chunks)]):
-            speed, ranks = sum(self._speeds[place][begin:end]), end - begin
+            ranks, (speed, spare) = end - begin, self._chunk(place, begin, end)
             busy, latency = self._hops(place, (begin, end), is_last=chunk == number - 1)
             hop = 2 * (busy + latency * (busy > 0))
             times = self._times[place]
             kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
-            facts = [job.ranks[rank] for rank in group[begin:end]]
-            at_once, active = any(each.steps_at_once for each in facts), kept * self._kept
-            stepped = self._largest, self._trained, at_once
-            memory = peak_bytes(self._owned, active + self._transit, *stepped, ranks > 1)
-            room = min(each.memory_bytes - each.base_bytes for each in facts)
-            cost = times * (ranks / speed) + hop + best
+            cost = times * (ranks / speed) + (hop + best)
             if ranks > 1:  # the sum of the replicas' gradients
                 cost = cost + self._trained * job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec
-            cost[(memory > room) | (times / speed > bound) | (times <= 0)] = np.inf
+            cost[(kept * self._kept > spare) | (times > bound * speed)] = np.inf
             cost[:, busy > bound] = np.inf
             way = cost.argmin(axis=1)
             ways.append(way)
             best = np.take_along_axis(cost, way[:, None], 1)[:, 0]
             after = after[way] + ranks
         return best, after, ways[::-1]
+
+    def _chunk(self, place: int, begin: int, end: int) -> tuple[float, np.ndarray]:
+        """Return the speed of some ranks of a group, and their memory for activations."""
+        if (place, begin, end) not in self._chunks:
+            facts = [self._job.ranks[rank] for rank in self._order[place][begin:end]]
+            room = min(each.memory_bytes - each.base_bytes for each in facts)
+            at_once = any(each.steps_at_once for each in facts)
+            owned = self._owned, self._largest, self._trained
+            spare = spare_bytes(room, *owned, at_once, len(facts) > 1) - self._transit
+            spare[self._times[place] <= 0] = -1.0
+            self._chunks[place, begin, end] = sum(self._speeds[place][begin:end]), spare
+        return self._chunks[place, begin, end]
 
     def _hops(self, place: int, chunk: tuple[int, int], is_last: bool) -> tuple[np.ndarray, float]:
         """Return how long links are busy, and their latency, after a stage of a group.

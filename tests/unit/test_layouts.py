@@ -140,9 +140,28 @@ def test_a_job_is_the_same_from_a_file_and_grows_with_its_world():
     assert large.chain.global_batch == 80
 
 
-@pytest.mark.parametrize("value", [float("nan"), -1, 1e300])
-def test_a_file_with_impossible_numbers_is_refused(value):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("memory_bytes", float("nan")), ("memory_bytes", -1), ("call_sec", 1e300), ("sample_sec", [])],
+)
+def test_a_file_with_impossible_numbers_is_refused(name, value):
     content = a_job([600 * MB]).to_json()
-    content["chain"]["ranks"][0]["memory_bytes"] = value
+    content["chain"]["ranks"][0][name] = value
     with pytest.raises(ValueError, match="out of range"):
         LayoutJob.from_json(content)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (a_job([600 * MB]), ["replicate", "shard", "pipeline"]),
+        (a_job([600 * MB, 0.0, 600 * MB]), ["pipeline"]),
+        (a_job([0.0] * 2), []),
+        (a_job([150 * MB] * 3, layers=1), []),
+        (a_job([600 * MB] * 3, batch=1), ["pipeline"]),
+        (a_job([60 * MB] * 2, parameters=0), ["replicate", "shard", "pipeline"]),
+        (a_job([600 * MB] * 20, batch=20, layers=180), ["replicate", "shard", "pipeline"]),
+    ],
+)
+def test_odd_jobs_are_predicted(job, expected):
+    assert possible(job) == expected
