@@ -95,17 +95,14 @@ class LayoutJob:
         Raises:
             ValueError, TypeError, KeyError: it is not valid.
         """
-        chain, tuples = content["chain"], ("fixed_sec", "sample_sec")
-        ranks = [
-            {**rank, **{name: tuple(rank[name]) for name in tuples}} for rank in chain["ranks"]
-        ]
+        chain, ranks = content["chain"], tuple(map(RankFacts.from_json, content["chain"]["ranks"]))
         found = {
             **content,
             "chain": PipelineJob(
                 **{
                     **chain,
                     "layers": tuple(Layer(**layer) for layer in chain["layers"]),
-                    "ranks": tuple(RankFacts(**rank) for rank in ranks),
+                    "ranks": ranks,
                     "links": {(one, two): Hop(*link) for one, two, *link in chain["links"]},
                 }
             ),
@@ -115,7 +112,7 @@ class LayoutJob:
         for name in ("allreduce_cost", "scatter_cost", "gather_cost"):
             found[name] = AllreduceCost(**content[name])
         job, numbers = cls(**found), _numbers(content)
-        is_timed = bool(ranks) and all(sum(rank["sample_sec"]) > 0 for rank in ranks)
+        is_timed = bool(ranks) and all(sum(rank.sample_sec) > 0 for rank in ranks)
         if not is_timed or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
             raise ValueError("a number of the layouts is out of range")
         return job
@@ -188,9 +185,7 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
     rows = [["layout", "ms a step", "MB by rank, at least", ""]]
     for each in predictions:
         sizes = sorted(round(size / 1e6) for size in each.bytes_by_rank)
-        memory = " to ".join(
-            f"{size:,}" for size in dict.fromkeys([sizes[0], sizes[-1]] if sizes else [])
-        )
+        memory = " to ".join(f"{size:,}" for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))
         seconds = f"{1e3 * each.step_sec:,.1f}" if each.step_sec else "-"
         rows.append([each.layout, seconds, memory or "-", each.why])
     return rows

@@ -72,6 +72,12 @@ class RankFacts:
     node: int = 0
     """Its host. Those of different hosts send at once; those of one host take turns."""
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
+        """Return the facts of a `dataclasses.asdict` that was in JSON."""
+        lines = {name: tuple(content[name]) for name in ("fixed_sec", "sample_sec")}
+        return cls(**{**content, **lines})
+
     def update_seconds(self, count: float, size: float) -> float:
         """Return what its optimizer takes to step so many parameters of so many bytes."""
         return count * self.update_sec + size * self.update_sec_per_byte

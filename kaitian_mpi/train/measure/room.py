@@ -32,12 +32,7 @@ class Room(NamedTuple):
 
     by_place: dict[str, float]
     """What each rank has."""
-    needed: int
-    """What all of it takes, once."""
-    buffers: int
-    """What a rank needs besides."""
-    small: int = 0
-    """What all parameters take that share a bucket with others."""
+    need: Need
     parted: frozenset[int] = frozenset()
     """The numbers of the parameters that are owned in parts; empty if they fit whole on each."""
 
@@ -47,14 +42,15 @@ class Room(NamedTuple):
         Raises:
             AgreedError: it does not fit, on all ranks.
         """
+        needed = f"{self.need.owned / 1e6:.0f} MB"
         given = sorted(rooms := [self.by_place[info.place] for info in world.infos])
         # Equal devices get equal parts, which libraries exchange faster, in few pairs.
         rooms = [given[bisect_left(given, _ALIKE * room)] for room in rooms]
-        if sum(rooms) < self.needed:
+        if sum(rooms) < self.need.owned:
             has = ", ".join(f"{each / 1e6:.0f}" for each in rooms)
             beside = "" if self.parted else "next to the model "
             raise AgreedError(
-                f"--layout shard: {self._what} take {self.needed / 1e6:.0f} MB, but {beside}the "
+                f"--layout shard: {self._what} take {needed}, but {beside}the "
                 f"ranks have room for {has} MB; start more ranks, or use a smaller model or an "
                 "optimizer with less state"
             )
@@ -69,21 +65,23 @@ class Room(NamedTuple):
         taken = self.taken(pairs, world.size)
         most = [_MOST_ON_HOST if info.is_on_host else _MOST for info in world.infos]
         if any(own > part * room for own, part, room in zip(taken, most, rooms, strict=True)):
-            return alone, f"as there is no room for another {self.needed / 1e6:.0f} MB"
+            return alone, f"as there is no room for another {needed}"
         return pairs, ""
 
     def can_overlap(self, pairs: list[Pair], world: World) -> bool:
         """Return whether there is memory to receive all values at once. Not collective."""
         rooms = [self.by_place[info.place] for info in world.infos]
         taken = self.taken(pairs, world.size)
-        return all(own + self.small <= _MOST * room for own, room in zip(taken, rooms, strict=True))
+        return all(
+            own + self.need.small <= _MOST * room for own, room in zip(taken, rooms, strict=True)
+        )
 
     def taken(self, pairs: list[Pair], size: int) -> list[float]:
         """Return the bytes of gradients and optimizer state that each of `size` ranks will have."""
         taken = [0.0] * size
         for owner, mirror, fraction in pairs:
             for rank in {owner, mirror} - {NO_MIRROR}:
-                taken[rank] += fraction * self.needed
+                taken[rank] += fraction * self.need.owned
         return taken
 
     @property
@@ -93,7 +91,7 @@ class Room(NamedTuple):
     def describe(self, owned: list[float], mirrored: list[float], why: str) -> str:
         """Return a line that says which fractions ranks have, or `why` there are no mirrors."""
         shares = ", ".join(f"{each:.1%}" for each in owned)
-        whole = f"{self.needed / 1e6:.3g} MB"
+        whole = f"{self.need.owned / 1e6:.3g} MB"
         line = f"layout shard: {self._what} by rank {shares} of {whole}"
         if len(owned) == 1:
             return line
@@ -126,10 +124,10 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     form = 0 if fits else len(needs) - 1
     need, by_rank = needs[form], [max(0.0, each) for each in rooms[form]]
     by_place = dict(zip([info.place for info in world.infos], by_rank, strict=True))
-    room = Room(by_place, need.owned, need.buffers, need.small, numbers if form else frozenset())
+    room = Room(by_place, need, numbers if form else frozenset())
     pairs, _ = room.owners(config, world)
     taken = room.taken(pairs, world.size)[world.rank]
-    buffers = room.buffers + room.small * room.can_overlap(pairs, world)
+    buffers = need.buffers + need.small * room.can_overlap(pairs, world)
     # When ranks are timed, each has its values already.
     return room, int(taken * (1 - need.freed / need.owned)) + buffers
 

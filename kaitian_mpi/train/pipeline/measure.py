@@ -96,35 +96,28 @@ def find_facts(
                 "--layout pipeline and auto require Task(loss=...), which is timed; give --layout "
                 "replicate or shard"
             )
-        chain = [task.model] if is_whole else check_task(task)
+        chain = None
+        if not is_whole:
+            check_parts(task, "pipeline")
+            chain = chain_of(task)
+            if world.rank == 0 and task.layers is not None:
+                _check_chain(task, chain, setup.train[list(range(min_batch))])
         optimizers = task.make_optimizers(task.model)
-        if world.rank == 0 and task.layers is not None and not is_whole:
-            _check_chain(task, chain, setup.train[list(range(min_batch))])
     sleeping_barrier(world.comm)
     with agree_on_errors(world.comm), aside(world.device):
-        timer = LayerTimer(config, setup, None if is_whole else chain, world, min_batch)
+        timer = LayerTimer(config, setup, chain, world, min_batch)
         facts, layers = timer.measure(optimizers)
     enter_phase("comparing the benchmarks", waits=True, limited=False)
     own = asdict(facts), [asdict(layer) for layer in layers]
     gathered = gather_values(world.comm, own)
     by_place = {
-        info.place: RankFacts(**{name: _tuple(value) for name, value in found.items()})
+        info.place: RankFacts.from_json(found)
         for info, (found, _) in zip(world.infos, gathered, strict=True)
     }
     known = tuple(Layer(**each) for each in gathered[0][1])
     if config.balance == "off" and config.layout == "pipeline":
         by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
     return PipelineFacts(known, by_place, measure_links(world))
-
-
-def check_task(task: Task) -> list[nn.Module]:
-    """Return the layers of a task that can be trained in a pipeline.
-
-    Raises:
-        UserError: it cannot.
-    """
-    check_parts(task, "pipeline")
-    return chain_of(task)
 
 
 @torch.no_grad()
@@ -176,16 +169,12 @@ def measure_links(world: World) -> dict[tuple[str, str], Hop]:
 def _apart(world: World, one: str, other: str) -> tuple[int, int] | None:
     """Return a rank of each of two kinds, on different hosts if there are such."""
     infos = world.infos
-    found = [
-        (infos[a].node != infos[b].node, -a, -b)
-        for a in range(world.size)
-        for b in range(world.size)
-        if a != b and infos[a].kind == one and infos[b].kind == other
+    pairs = [
+        (a, b)
+        for a, b in itertools.permutations(range(world.size), 2)
+        if (infos[a].kind, infos[b].kind) == (one, other)
     ]
-    if not found:
-        return None
-    _, a, b = max(found)
-    return -a, -b
+    return max(pairs, key=lambda pair: infos[pair[0]].node != infos[pair[1]].node, default=None)
 
 
 def _round_trip(size: int, peer: int, begins: bool) -> float:
@@ -205,7 +194,3 @@ def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
     fixed = tuple(_UNMEASURED_FIXED * each for each in seconds)
     still = replace(facts, update_sec=0.0, update_sec_per_byte=0.0, call_sec=0.0)
     return replace(still, fixed_sec=fixed, sample_sec=seconds, forward=1 / 3, copy_sec_per_byte=0.0)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
