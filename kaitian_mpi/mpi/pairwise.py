@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
-from kaitian_mpi.runtime import tags
+from kaitian_mpi.runtime import tags, ulfm
+from kaitian_mpi.runtime.polling import keep_alive
 
 # A piece is long enough to amortise a message's fixed cost; the scratch memory for all pieces that
 # arrive at once roughly fits in the cache.
@@ -34,37 +35,38 @@ def exchange(
     Raises:
         CollectiveError: a rank sends more than `received[r]` has room for.
     """
-    requests = [
-        comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE)
-        for rank in others(comm.rank, comm.size)
-        if (piece := received[rank]) is not None and piece.numel()
-    ]
-    requests += [
-        comm.Isend(as_raw_buffer(piece), rank, tags.PAIRWISE)
-        for rank in others(comm.rank, comm.size)
-        if (piece := sent[rank]) is not None and piece.numel()
-    ]
-    target, source = received[comm.rank], sent[comm.rank]
-    if target is not None and source is not None and target.data_ptr() != source.data_ptr():
-        target.view(-1).copy_(source.view(-1))
-    statuses: list[MPI.Status] = []
+    ranks = others(comm.rank, comm.size)
+    arriving: list[MPI.Request] = []
+    leaving: dict[int, MPI.Request] = {}
     try:
-        MPI.Request.Waitall(requests, statuses)
+        for rank in ranks:
+            if (piece := received[rank]) is not None and piece.numel():
+                arriving.append(comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE))
+        for rank in ranks:
+            if (piece := sent[rank]) is not None and piece.numel():
+                leaving[rank] = comm.Isend(as_raw_buffer(piece), rank, tags.PAIRWISE)
+        target, source = received[comm.rank], sent[comm.rank]
+        if target is not None and source is not None and target.data_ptr() != source.data_ptr():
+            target.view(-1).copy_(source.view(-1))
+        # Not by Waitall: if one fails, Open MPI frees others that go on, and ends the job then.
+        for request in (*arriving, *leaving.values()):
+            request.Wait()
     except MPI.Exception as error:
-        if (unlike := unlike_sizes(error, statuses)) is None:
-            raise
-        for request in requests:  # MPI would write to memory that is no longer ours
+        unlike = unlike_sizes(error)
+        if unlike is None:
+            ulfm.revoke_all()  # so that all requests end, besides those to a lost rank
+            if not ulfm.is_revoked(comm):
+                raise
+            keep_alive(sent, [leaving.pop(rank, None) for rank in ulfm.lost_ranks(comm)])
+        for request in (*arriving, *leaving.values()):  # they use memory that is no longer ours
             with suppress(MPI.Exception):
                 request.Wait()
-        raise unlike from error
+        raise unlike or error from error
 
 
-def unlike_sizes(error: Exception, statuses: Sequence[MPI.Status] = ()) -> CollectiveError | None:
+def unlike_sizes(error: Exception) -> CollectiveError | None:
     """Return what to raise if a rank has been sent more than it has room for, else None."""
-    if not isinstance(error, MPI.Exception):
-        return None
-    codes = {MPI.Get_error_class(status.Get_error()) for status in statuses}
-    if MPI.ERR_TRUNCATE not in codes | {error.Get_error_class()}:
+    if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
     return CollectiveError(
         "the ranks' tensors have unlike sizes, or they called different collectives; pad "

@@ -87,7 +87,7 @@ def is_loss_detected(comm: MPI.Intracomm) -> bool:
     return comm.Is_revoked() or comm.Get_failed().size > 0
 
 
-def lost_ranks(comm: MPI.Intracomm) -> list[int]:
+def lost_ranks(comm: MPI.Comm) -> list[int]:
     """Return the ranks of `comm` that are known to be dead. Not collective."""
     return comm.Get_failed().Translate_ranks(group=comm.group)
 

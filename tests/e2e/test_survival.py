@@ -86,6 +86,12 @@ def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings)
         assert result["steps"] in ([] if form == "run" else EVERY, EVERY[7:])
 
 
+def test_a_message_that_no_rank_receives_does_not_end_the_others(tmp_path):
+    script = str(PLANTED / "planted_revoked.py")
+    ended = run_alone("mpirun", "-np", "3", *SURVIVING, PYTHON, script, cwd=tmp_path)
+    assert all(f"rank {rank} goes on" in ended.out for rank in range(3))
+
+
 def test_an_owner_and_its_mirror_that_are_lost_at_once_end_the_job(tmp_path):
     (tmp_path / "seen").mkdir()
     script = forked([PYTHON, SCRIPT, "closed", str(tmp_path / "seen"), "layout=shard"])
