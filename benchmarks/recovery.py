@@ -2,8 +2,8 @@
 
     python benchmarks/recovery.py [PART ...] [--json FILE]
 
-The parts are kills, closed, open, vendor, agreement, checkpoint, writing, signals and soak. Fifty
-minutes in all; nothing else may run meanwhile. On three hosts, which are emulated by network
+The parts are kills, closed, open, shards, vendor, agreement, checkpoint, writing, signals and soak.
+An hour in all; nothing else may run meanwhile. On three hosts, which are emulated by network
 namespaces of this machine and share its cores, and so as root:
 
     python benchmarks/recovery.py hosts host-losses host-joins
@@ -76,6 +76,11 @@ def run_closed(options: argparse.Namespace) -> Result:
 def run_open(options: argparse.Namespace) -> Result:
     """The same for a script in the open form; its final weights are compared, too."""
     return run_script("open", options)
+
+
+def run_shards(options: argparse.Namespace) -> Result:
+    """The same in layout shard with mirrors, with 152 MB of parameters."""
+    return run_script("closed", options, "--layout=shard", "--width=2144")
 
 
 def run_vendor(options: argparse.Namespace) -> Result:
@@ -204,6 +209,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "kills": run_kills,
     "closed": run_closed,
     "open": run_open,
+    "shards": run_shards,
     "vendor": run_vendor,
     "agreement": run_agreement,
     "checkpoint": run_checkpoint,

@@ -17,16 +17,16 @@ from torch.nn import functional
 
 import kaitian_mpi
 
-_SAMPLES, _FEATURES, _WIDTH = 2048, 256, 1024
+_SAMPLES, _FEATURES = 2048, 256
 
 
 class Gated(nn.Module):
     """A block in which every weight matters for every sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(_WIDTH, _WIDTH)
-        self.value = nn.Linear(_WIDTH, _WIDTH)
+        self.gate = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the gated values to x."""
@@ -38,13 +38,13 @@ def compute_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
-def make_task(form: str) -> kaitian_mpi.Task:
+def make_task(form: str, width: int) -> kaitian_mpi.Task:
     """Return a regression, with a loss in the closed form."""
     torch.manual_seed(0)
     inputs = torch.randn(_SAMPLES, _FEATURES, dtype=torch.float64)
     data = list(zip(inputs, inputs.sin().sum(1, keepdim=True), strict=True))
-    blocks = [Gated() for _ in range(2)]
-    model = nn.Sequential(nn.Linear(_FEATURES, _WIDTH), *blocks, nn.Linear(_WIDTH, 1)).double()
+    blocks = [Gated(width) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(_FEATURES, width), *blocks, nn.Linear(width, 1)).double()
     return kaitian_mpi.Task(
         model=model,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
@@ -79,10 +79,12 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int)
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--allreduce", default="auto")
+    parser.add_argument("--layout", default="replicate")
+    parser.add_argument("--width", type=int, default=1024)
     options = vars(parser.parse_args())
     form = options.pop("form")
     kaitian_mpi.init(devices=options.pop("devices"))
-    task = make_task(form)
+    task = make_task(form, options.pop("width"))
     with kaitian_mpi.Training(task, balance="off", epochs=1000, **options) as training:
         seen = train(training, form)
         training.evaluate()

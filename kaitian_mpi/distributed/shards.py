@@ -242,6 +242,7 @@ class ShardReducer(GradientReducer):
         self._mirroring: list[Any] = []
         self.rounds, self._round = 1, 0
         self.squared_norm = 0.0
+        self._missing = 0  # buckets of which the owners' new values are not here
         self._own_number, self._sum = 0.0, torch.zeros(())
         self._is_finite = True
         self._failure: Exception | None = None
@@ -262,6 +263,11 @@ class ShardReducer(GradientReducer):
     @property
     def number(self) -> torch.Tensor:
         return self._sum
+
+    @property
+    def has_values(self) -> bool:
+        """Whether all of the owners' values are here, besides those of parameters in parts."""
+        return not self._missing
 
     def arm(
         self,
@@ -315,6 +321,7 @@ class ShardReducer(GradientReducer):
         They arrive in the order in which a forward uses them. An error, such as the loss of a rank,
         is raised by `check_values`: the step is done.
         """
+        self._missing = sum(not bucket.is_parted for bucket in self._buckets)
         is_late = self._overlaps and not is_compiling()
         most = len(self._buckets) if is_late else _IN_FLIGHT - 1
         for bucket in reversed(self._buckets):
@@ -380,6 +387,7 @@ class ShardReducer(GradientReducer):
                     if getattr(self._group or dist.group.WORLD, "is_broken", False):
                         raise CollectiveError("the owners' values have not arrived")
                     bucket.take(buffer)
+                    self._missing -= 1
                 except Exception as error:
                     self._failure = self._failure or error
                 self._release(bucket, buffer)

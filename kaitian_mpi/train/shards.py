@@ -275,6 +275,8 @@ class Shards:
 
         The rank that was to share them after a step may be lost.
         """
+        if all(gather_values(comm, self._reducer is not None and self._reducer.has_values)):
+            return
         sources = _sources(comm, map(_key, self.targets))
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for number in sorted(sources.keys() - self.owned):
