@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", bound=Hashable)
 
-_MAX_BYTES = 1 << 30  # per MPI call, which counts in 31 bits
 SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
 """The advice for settings that differ between ranks."""
 
@@ -41,18 +40,6 @@ def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
         return [json.loads(part) for part in _parts(gathered, lengths.tolist())]
     except ValueError as error:
         raise CollectiveError("the values of a rank did not arrive") from error
-
-
-def broadcast_bytes(comm: MPI.Comm, content: bytes | None, root: int) -> bytes:
-    """Return rank `root`'s content on every rank. Collective."""
-    length = np.array([len(content or b"")], dtype=np.int64)
-    comm.Bcast(length, root)
-    buffer = np.empty(int(length[0]), dtype=np.uint8)
-    if content is not None:
-        buffer[:] = np.frombuffer(content, dtype=np.uint8)
-    for begin in range(0, buffer.size, _MAX_BYTES):
-        comm.Bcast(buffer[begin : begin + _MAX_BYTES], root)
-    return buffer.tobytes()
 
 
 def gather_bytes(comm: MPI.Comm, content: bytes) -> list[bytes]:

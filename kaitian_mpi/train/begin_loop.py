@@ -174,6 +174,9 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         run.setup.folder.cut_after(state.progress.step or -1)
     if state.shards is not None:
         if plan.pipeline is not None:
+            from kaitian_mpi.train.pipeline.stages import Stages
+
+            assert isinstance(state.shards, Stages)
             state.shards.assign_stages(world, plan.pipeline.stages)
         else:
             assert run.room is not None

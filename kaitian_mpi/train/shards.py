@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, NO_MIRROR, Pair, Part, divide
-from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition
 from kaitian_mpi.distributed.parted import PartedModel
@@ -217,18 +216,12 @@ class Shards:
     def assign(self, world: World, pairs: Sequence[Pair]) -> None:
         """Make the ranks owners and mirrors, with the state and the values there are. Collective.
 
-        If a rank is lost meanwhile, this rank has what it had.
-        """
-        self.assign_parts(world, self.divide(pairs))
-
-    def assign_parts(self, world: World, parts: Sequence[Part]) -> None:
-        """Make the owners and mirrors those of `parts`, as `assign` does. Collective.
-
-        Each row of each parameter belongs to one rank.
+        Each row of each parameter belongs to one rank. If a rank is lost meanwhile, this rank has
+        what it had.
         """
         self._share_values(world.comm)
         self.zero_gradients()
-        held = self._held()
+        held, parts = self._held(), self.divide(pairs)
         wanted = [
             (_key(part), rank)
             for part in parts
@@ -237,38 +230,36 @@ class Shards:
         ]
         states = _move(world.comm, held, wanted, _kept)
         values = self._move_values(world.comm, wanted)
-        settings = self.settings()
         held.clear()
-        self.parts = list(parts)
+        self.parts = parts
         self._loose, self._values, self._loaded = {}, values, {}
         self.targets = {
             part: self._target(part, world.rank)
             for part in parts
             if world.rank in (part.owner, part.mirror)
         }
-        by_number: dict[int, list[Part]] = {}
-        for part in self.targets:
-            by_number.setdefault(part.parameter, []).append(part)
+        own: dict[int, list[tuple[nn.Parameter, dict[str, Any]]]] = {}
+        for part, target in self.targets.items():
+            own.setdefault(part.parameter, []).append((target, states[_key(part)]))
+        self._restrict(own)
+
+    def _restrict(self, own: Mapping[int, Sequence[tuple[nn.Parameter, dict[str, Any]]]]) -> None:
+        """Let the optimizers step these only, by the parameter's number, with these states."""
         for optimizer, groups, setting in zip(
-            self._optimizers, self._groups, settings, strict=True
+            self._optimizers, self._groups, self.settings(), strict=True
         ):
             optimizer.state.clear()
-            content: dict[int, Any] = {}
-            place = 0
+            place, content = 0, dict[int, Any]()
             for group, numbers, saved in zip(
                 optimizer.param_groups, groups, setting["param_groups"], strict=True
             ):
-                own = [part for number in numbers for part in by_number.get(number, ())]
-                group["params"] = [self.targets[part] for part in own]
-                saved["params"] = [*range(place, place + len(own))]
-                content |= {place + i: states[_key(part)] for i, part in enumerate(own)}
-                place += len(own)
-            setting["state"] = {place: state for place, state in content.items() if state}
+                pairs = [pair for number in numbers for pair in own.get(number, ())]
+                group["params"] = [target for target, _ in pairs]
+                saved["params"] = [*range(place, place + len(pairs))]
+                content |= {place + i: state for i, (_, state) in enumerate(pairs) if state}
+                place += len(pairs)
+            setting["state"] = content
             optimizer.load_state_dict(setting)
-
-    def assign_stages(self, world: World, stages: Sequence[Stage]) -> None:
-        """Give each rank its stage's parameters, in layout pipeline. Collective."""
-        raise NotImplementedError
 
     def _share_values(self, comm: MPI.Intracomm) -> None:
         """Give every rank the parameters' values, of a rank that steps them. Collective.

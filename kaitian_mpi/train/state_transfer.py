@@ -11,13 +11,13 @@ import io
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import broadcast_bytes
 from kaitian_mpi.runtime import tags
 
 if TYPE_CHECKING:
@@ -105,29 +105,11 @@ def broadcast_state(
         The state, with its tensors in host memory; on rank `root`, `state` itself. None if this
         rank does not receive.
     """
+    share = partial(comm.Bcast, root=root)
     if comm.rank == root:
-        layout, tensors = _split(state)
-        broadcast_bytes(comm, to_bytes(layout), root)
-        for tensor in tensors:
-            for piece in _pieces(tensor.cpu()):  # copied one at a time
-                comm.Bcast(piece.numpy(), root)
+        _put(state, share)
         return state if receives else None
-    layout = from_bytes(broadcast_bytes(comm, None, root))
-    unwanted = torch.empty(0 if receives else _PIECE_BYTES, dtype=torch.uint8)
-    received: dict[int, torch.Tensor] = {}
-
-    def receive(meta: torch.Tensor, present: Any) -> torch.Tensor:
-        if not meta.is_meta or id(meta) in received:  # small, or a tied weight, sent once
-            return received.get(id(meta), meta)
-        target = _room(meta, present, on_host=True) if receives else unwanted
-        left = range(meta.nbytes, 0, -_PIECE_BYTES)
-        for piece in _pieces(target) if receives else (unwanted[:size] for size in left):
-            comm.Bcast(piece.numpy(), root)
-        received[id(meta)] = target
-        return target
-
-    result = _map(receive, layout, into)
-    return result if receives else None
+    return _get(share, receives, into, on_host=True)
 
 
 def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any:
@@ -137,28 +119,44 @@ def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any
         The state on rank `target`, with its tensors in new host memory; None on the others.
     """
     if comm.rank == source:
-        layout, tensors = _split(state)
-        content = np.frombuffer(to_bytes(layout), dtype=np.uint8)
-        comm.Send(np.array([content.size]), target, tags.STATE)
-        comm.Send(content, target, tags.STATE)
-        for tensor in tensors:
-            for piece in _pieces(tensor.cpu()):
-                comm.Send(piece.numpy(), target, tags.STATE)
+        _put(state, partial(comm.Send, dest=target, tag=tags.STATE))
     if comm.rank != target:
         return None
+    return _get(partial(comm.Recv, source=source, tag=tags.STATE))
+
+
+def _put(state: Any, put: Callable[[np.ndarray], None]) -> None:
+    """Send a state: what is not a large tensor, and then those, copied a piece at a time."""
+    layout, tensors = _split(state)
+    content = np.frombuffer(to_bytes(layout), dtype=np.uint8)
+    put(np.array([content.size]))
+    put(content)
+    for tensor in tensors:
+        for piece in _pieces(tensor.cpu()):
+            put(piece.numpy())
+
+
+def _get(
+    get: Callable[[np.ndarray], None], receives: bool = True, into: Any = None, **options: bool
+) -> Any:
+    """Receive what `_put` sends; None if it is not wanted."""
+    get(length := np.zeros(1, dtype=np.int64))
+    get(content := np.empty(int(length[0]), dtype=np.uint8))
+    unwanted = torch.empty(0 if receives else _PIECE_BYTES, dtype=torch.uint8)
     received: dict[int, torch.Tensor] = {}
 
-    def receive(meta: torch.Tensor, _: Any) -> torch.Tensor:
-        if not meta.is_meta or id(meta) in received:
+    def receive(meta: torch.Tensor, present: Any) -> torch.Tensor:
+        if not meta.is_meta or id(meta) in received:  # small, or a tied weight, sent once
             return received.get(id(meta), meta)
-        received[id(meta)] = room = _room(meta, None)
-        for piece in _pieces(room):
-            comm.Recv(piece.numpy(), source, tags.STATE)
-        return room
+        target = _room(meta, present, **options) if receives else unwanted
+        left = range(meta.nbytes, 0, -_PIECE_BYTES)
+        for piece in _pieces(target) if receives else (unwanted[:size] for size in left):
+            get(piece.numpy())
+        received[id(meta)] = target
+        return target
 
-    comm.Recv(length := np.zeros(1, dtype=np.int64), source, tags.STATE)
-    comm.Recv(content := np.empty(int(length[0]), dtype=np.uint8), source, tags.STATE)
-    return _map(receive, from_bytes(content.tobytes()))
+    result = _map(receive, from_bytes(content.tobytes()), into)
+    return result if receives else None
 
 
 @torch.no_grad()

@@ -96,7 +96,14 @@ class Stages(Shards):
             if world.rank in stage.ranks:
                 for layer in self.layers[stage.begin : stage.end]:
                     move(layer, self._device)
-        self._restrict(states)
+        of_groups = {n for groups in self._groups for group in groups for n in group}
+        kept = {n: [(self._parameters[n], copy_state(states[n], share=True))] for n in states}
+        self._restrict(kept)
+        self.targets = {
+            n: parameter  # type: ignore[misc]
+            for n, [(parameter, _)] in kept.items()
+            if n in of_groups and parameter.requires_grad
+        }
 
     @torch.no_grad()
     def share_buffers(self, world: World) -> None:
@@ -188,32 +195,6 @@ class Stages(Shards):
             )
             set_data(parameter, data.copy_(value))
         self._present.add(number)
-
-    def _restrict(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Let the optimizers step this rank's parameters only, with these states."""
-        for optimizer, groups, setting in zip(
-            self._optimizers, self._groups, self.settings(), strict=True
-        ):
-            optimizer.state.clear()
-            content: dict[int, Any] = {}
-            place = 0
-            for group, numbers, saved in zip(
-                optimizer.param_groups, groups, setting["param_groups"], strict=True
-            ):
-                own = [number for number in numbers if number in states]
-                group["params"] = [self._parameters[number] for number in own]
-                saved["params"] = [*range(place, place + len(own))]
-                found = {place + i: copy_state(states[n], share=True) for i, n in enumerate(own)}
-                content |= {key: state for key, state in found.items() if state}
-                place += len(own)
-            setting["state"] = content
-            optimizer.load_state_dict(setting)
-        of_groups = {n for groups in self._groups for group in groups for n in group}
-        self.targets = {
-            n: self._parameters[n]  # type: ignore[misc]
-            for n in states
-            if n in of_groups and self._parameters[n].requires_grad
-        }
 
 
 def use_stages(state: State, task: Task) -> None:
