@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.recipes.datasets import DataSource, load_data
-from kaitian_mpi.recipes.models import build_model
+from kaitian_mpi.recipes.models import ImageClassifier, build_model
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.task import Task
 
@@ -34,6 +34,7 @@ def classify(config: TrainConfig, model: nn.Module, source: DataSource) -> Task:
     return Task(
         name=config.model,
         model=model,
+        layers=model.in_order if isinstance(model, ImageClassifier) else None,
         data=source.train,
         validation=source.validation,
         loss=partial(cross_entropy, label_smoothing=config.label_smoothing),

@@ -28,17 +28,30 @@ _STEM_CHANNELS = 32
 _HEAD_CHANNELS = 1280
 
 
+class PixelMean(nn.Module):
+    """The mean of each channel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[N, C, H, W]`` to ``[N, C]``."""
+        return x.mean((2, 3))
+
+
 class ImageClassifier(nn.Module):
     """Features of images, their mean over the pixels, and a classifier of that."""
 
     def __init__(self, features: list[nn.Module], classifier: nn.Module) -> None:
         super().__init__()
-        self.features = nn.Sequential(*features)
+        self.features, self.mean = nn.Sequential(*features), PixelMean()
         self.classifier = classifier
+
+    @property
+    def in_order(self) -> list[nn.Module]:
+        """The modules of which each takes what the one before returns."""
+        return [*self.features, self.mean, self.classifier]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map images ``[N, C, H, W]`` to logits ``[N, num_classes]``."""
-        return self.classifier(self.features(x).mean((2, 3)))
+        return self.classifier(self.mean(self.features(x)))
 
 
 def _conv_bn(
