@@ -13,7 +13,7 @@ from kaitian_mpi import Task, Training
 
 
 class Deep(nn.Module):
-    """Has 4 MB of parameters a layer."""
+    """Has parameters of width**2 numbers, and a bias, a layer."""
 
     def __init__(self, width, layers):
         super().__init__()
@@ -51,8 +51,8 @@ class Residual(nn.Module):
         return x + 0.1 * self.layer(x).relu()
 
 
-def chain(width: int = 1024, layers: int = 57):
-    """Return the task of a chain of layers, of 240 MB of parameters by default."""
+def chain(width: int = 724, layers: int = 57):
+    """Return the task of a chain of layers, of 120 MB of parameters by default."""
     torch.manual_seed(1)
     blocks = [Residual(width) for _ in range(layers)]
     model = nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 4))
@@ -60,8 +60,8 @@ def chain(width: int = 1024, layers: int = 57):
 
 
 def build_deep():
-    """Return the task with 240 MB of parameters, 1 MB a layer."""
-    return build(512, 228)
+    """Return the task with 120 MB of parameters."""
+    return build(724, 57)
 
 
 def mortal_at_start(make, dies):

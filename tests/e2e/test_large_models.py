@@ -7,7 +7,8 @@ import pytest
 import torch
 from jobs import PLANTED, PYTHON, SURVIVING, run_alone
 
-MEMORY = "--emulate-memory 0:600MB,1:300MB,2:300MB --emulate-kinds gpu,mlu,mlu".split()
+KINDS = ("--emulate-kinds", "gpu,mlu,mlu")
+MEMORY = ("--emulate-memory", "0:300MB,1:150MB,2:150MB", *KINDS)
 TRAIN = (
     "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run"
 ).split()
@@ -20,10 +21,11 @@ def train(tmp_path, ranks, *flags, code=0):
 
 
 def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
-    ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", "--run-dir", "other", code=None)
+    memory = ("--emulate-memory", "0:600MB,1:300MB,2:300MB", *KINDS)
+    ended = train(tmp_path, 3, *memory, "--max-steps", "2", "--run-dir", "other", code=None)
     assert ended.code != 0
     assert "out of memory" in ended.text
-    ended = train(tmp_path, 3, *MEMORY, "--max-steps", "2", "--layout", "shard")
+    ended = train(tmp_path, 3, *memory, "--max-steps", "2", "--layout", "shard")
     assert "layout shard: gradients and optimizer state by rank" in ended.out
     assert "MiB (emulated)" in ended.out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -33,14 +35,14 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
     saved = torch.load(file)["optimizers"][0]["state"]
     assert len(saved) == 2 * 37
     assert all(state["step"] == 2 for state in saved.values())
-    train(tmp_path, 3, *MEMORY, "--layout", "shard", "--max-steps", "3", *RESUMED)
+    train(tmp_path, 3, *memory, "--layout", "shard", "--max-steps", "3", *RESUMED)
     assert file.read_bytes() == before
     ended = train(tmp_path, 2, "--max-steps", "4", *RESUMED)
     assert "resuming from step 3" in ended.out
 
 
 def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
-    """The state is 960 MB: 1.6 times the largest device's memory, and 0.8 of the sum."""
+    """The state is 480 MB: 1.6 times the largest device's memory, and 0.8 of the sum."""
     deep = ("--task", "planted_large:build_deep", "--layout", "shard")
     ended = train(tmp_path, 3, *MEMORY, *deep, "--max-steps", "2")
     assert "layout shard: parameters, gradients and optimizer state by rank" in ended.out
@@ -49,11 +51,11 @@ def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
         [m[f"{name}_bytes"] for m in summary["memory"]] for name in ("planned", "peak")
     )
     assert peaks == pytest.approx(planned, rel=0.1)
-    assert sum(peaks) > 960e6
+    assert sum(peaks) > 480e6
     weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
     assert sum(weight.numel() for weight in weights.values()) == summary["parameters"]
     assert all(weight.isfinite().all() for weight in weights.values())
-    others = ("--emulate-memory", "0:300MB,1:600MB,2:300MB", *MEMORY[2:])
+    others = ("--emulate-memory", "0:150MB,1:300MB,2:150MB", *KINDS)
     ended = train(tmp_path, 3, *others, *deep, "--max-steps", "3", *RESUMED)
     assert "resuming from step 2" in ended.out
     (file,) = (tmp_path / "run/checkpoints").glob("step-*3.pt")
@@ -132,11 +134,12 @@ def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
     found = json.loads((tmp_path / "run/layouts.json").read_text())
     predicted = {each["layout"]: each["step_sec"] for each in found["layouts"]}
     assert predicted.pop("replicate") is None
-    assert predicted[found["chosen"]] == min(filter(None, predicted.values()))
+    # Of two that are within 3% it takes the simpler one.
+    assert predicted[found["chosen"]] <= 1.03 * min(filter(None, predicted.values()))
     assert f"layout {found['chosen']}: the fastest that fits" in ended.out
     assert json.loads((tmp_path / "run/summary.json").read_text())["finished"]
 
-    small = "0:290MB,1:290MB,2:290MB"
+    small = "0:145MB,1:145MB,2:145MB"
     ended = train(tmp_path, 3, *auto, "--emulate-memory", small, "--run-dir", "none", code=2)
     assert "fits the ranks' memory in no layout (replicate: needs" in ended.err
     assert "Traceback" not in ended.text

@@ -16,9 +16,11 @@ CALLS = {"reduce_scatter", "allgather", "alltoall"}
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("mirrors", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_owners_on_devices_train_like_one_process(world, mirrors, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "mirrors"),
+    [(torch.float64, 1e-12, True), (torch.float64, 1e-12, False), (torch.float32, 1e-4, True)],
+)
+def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, mirrors):
     shares, memory = SHARES[: world.size], MEMORY[: world.size]
     generator = torch.Generator().manual_seed(5)
     images = torch.randn(4, sum(shares), 3, 8, 8, generator=generator).to(dtype)
@@ -59,5 +61,5 @@ def test_owners_on_devices_train_like_one_process(world, mirrors, dtype, toleran
         assert (values(one) - other).abs().max().item() <= tolerance
     is_alone = len(world.groups) == 1 and world.info.kind != "cpu"
     if is_alone and dtype is torch.float32:
-        assert CALLS - ({"alltoall"} if not mirrors else set()) <= {*fake_library.calls}
+        assert {*fake_library.calls} >= CALLS
     assert is_alone or not fake_library.calls

@@ -304,8 +304,8 @@ class MemoryGauge:
 
     def try_step(self, batch: int, step: Callable[[int], float]) -> float | None:
         """Return the seconds that a step with this batch takes; None if it runs out of memory."""
-        self._device.restart_memory_peak(self._index)
         try:
+            self._device.restart_memory_peak(self._index)
             seconds = step(batch)
         except Exception as error:
             if not self._device.is_out_of_memory(error):
