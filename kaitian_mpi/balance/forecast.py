@@ -22,12 +22,13 @@ from kaitian_mpi.balance.communication import (
 )
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.layouts import LayoutJob, Prediction, predict_layouts
+from kaitian_mpi.balance.records import rebuilt
 from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
 MAX_SAMPLES = 10**9  # in a global batch
 _MAX_KINDS_FOR_ALL_SUBSETS = 8
-_VERSION = 3
+_VERSION = 4
 _MAX_BYTES = 2**42  # 10**12 float32 parameters
 _MAX_SEC = 1e9  # so that no sum overflows
 _MIN_SEC = 1e-12  # per sample, so that no rate overflows
@@ -222,8 +223,7 @@ class Measurements:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file that `read_measurements` reads."""
-        layouts = None if self.layouts is None else self.layouts.to_json()
-        return {"version": _VERSION, **asdict(replace(self, layouts=None)), "layouts": layouts}
+        return {"version": _VERSION, **asdict(self)}
 
 
 def read_measurements(path: Path) -> Measurements:
@@ -232,16 +232,7 @@ def read_measurements(path: Path) -> Measurements:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
             raise ValueError("it is of another version of kaitian-mpi")
-        content["ranks"] = tuple(
-            MeasuredRank(**{**rank, "cost": RankCost(**rank["cost"])}) for rank in content["ranks"]
-        )
-        content["allreduces"] = tuple(
-            MeasuredAllreduce(entry["ranks_per_kind"], AllreduceCost(**entry["cost"]))
-            for entry in content["allreduces"]
-        )
-        if content["layouts"] is not None:
-            content["layouts"] = LayoutJob.from_json(content["layouts"])
-        measured = Measurements(**content)
+        measured: Measurements = rebuilt(Measurements, content)
         _check(measured)
     except OSError as error:
         raise UserError(
@@ -260,6 +251,8 @@ def _check(measured: Measurements) -> None:
     counts = ranks_per_kind(measured.cohorts())
     if not measured.ranks or not measured.allreduces:
         raise ValueError("no ranks or allreduces")
+    if measured.layouts is not None:
+        measured.layouts.check()
     _check_range("gradient_bytes", measured.gradient_bytes, 0, _MAX_BYTES, int)
     _check_range("global_batch_size", measured.global_batch_size, 1, MAX_SAMPLES, int)
     for rank in measured.ranks:

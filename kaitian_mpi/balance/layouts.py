@@ -15,7 +15,6 @@ import numpy as np
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, exposed_seconds
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Need
-from kaitian_mpi.balance.pipeline import Hop
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.shares import split_cohorts
@@ -81,41 +80,16 @@ class LayoutJob:
         calls, size = once + each * self.whole.trained, passes * self.whole.trained_bytes
         return np.array([rank.copy_seconds(calls, size) for rank in self.chain.ranks])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
-        content = asdict(self)
-        links = [[*kinds, *hop] for kinds, hop in self.chain.links.items()]
-        content["chain"]["links"] = links
-        return content
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> LayoutJob:
-        """Return the job of a file.
+    def check(self) -> None:
+        """Check what a file says.
 
         Raises:
-            ValueError, TypeError, KeyError: it is not valid.
+            ValueError: no prediction can be made of it.
         """
-        chain, ranks = content["chain"], tuple(map(RankFacts.from_json, content["chain"]["ranks"]))
-        found = {
-            **content,
-            "chain": PipelineJob(
-                **{
-                    **chain,
-                    "layers": tuple(Layer(**layer) for layer in chain["layers"]),
-                    "ranks": ranks,
-                    "links": {(one, two): Hop(*link) for one, two, *link in chain["links"]},
-                }
-            ),
-            "whole": Layer(**content["whole"]),
-            "needs": tuple(Need(*need) for need in content["needs"]),
-        }
-        for name in ("allreduce_cost", "scatter_cost", "gather_cost"):
-            found[name] = AllreduceCost(**content[name])
-        job, numbers = cls(**found), _numbers(content)
+        ranks, numbers = self.chain.ranks, _numbers(asdict(self))
         is_timed = bool(ranks) and all(sum(rank.sample_sec) > 0 for rank in ranks)
         if not is_timed or not all(0 <= number <= _MOST for number in numbers):  # False for NaN
             raise ValueError("a number of the layouts is out of range")
-        return job
 
     def in_world(
         self, world: Mapping[str, int], global_batch: int, allreduce: AllreduceCost
@@ -239,10 +213,9 @@ def _pipeline(job: LayoutJob) -> Prediction:
     plan = plan_pipeline(job.chain)
     if plan is None:
         return Prediction(PIPELINE, why="no division of the layers fits the ranks' memory")
-    samples = f"micro-batches of {plan.micro_batch}"
-    return Prediction(
-        PIPELINE, plan.step_sec, plan.bytes_by_rank, f"{len(plan.stages)} stages, {samples}"
-    )
+    stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
+    how = f"{stages}, micro-batches of {plan.micro_batch}"
+    return Prediction(PIPELINE, plan.step_sec, plan.bytes_by_rank, how)
 
 
 class _Division(NamedTuple):

@@ -72,12 +72,6 @@ class RankFacts:
     node: int = 0
     """Its host. Those of different hosts send at once; those of one host take turns."""
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
-        """Return the facts of a `dataclasses.asdict` that was in JSON."""
-        lines = {name: tuple(content[name]) for name in ("fixed_sec", "sample_sec")}
-        return cls(**{**content, **lines})
-
     def update_seconds(self, count: float, size: float) -> float:
         """Return what its optimizer takes to step so many parameters of so many bytes."""
         return count * self.update_sec + size * self.update_sec_per_byte
@@ -97,12 +91,12 @@ class PipelineJob:
     min_batch: int = 1
     micro_batch: int = 0
     """The most samples of a micro-batch; 0: choose."""
-    links: Mapping[tuple[str, str], Hop] = field(default_factory=dict)
-    """Between kinds, in alphabetical order: a message's latency, and seconds for each byte."""
+    links: Mapping[str, Hop] = field(default_factory=dict)
+    """By two kinds, in alphabetical order: a message's latency, and seconds for each byte."""
 
     def hop(self, one: str, other: str, size: float) -> Hop:
         """Return what so many bytes take between two kinds."""
-        link = self.links.get((min(one, other), max(one, other)), Hop(0.0, 0.0))
+        link = self.links.get(f"{min(one, other)} {max(one, other)}", Hop(0.0, 0.0))
         return Hop(link.latency_sec, size * link.busy_sec)
 
     @cached_property

@@ -284,6 +284,7 @@ def test_auto_does_not_choose_what_the_task_or_a_setting_rules_out(world):
         setup = Setup(make_task(**parts), NoFolder())
         job, _ = measure_layouts(config, setup, world)
         assert sorted(job.refused) == expected, settings
+        assert all(len(why) < 110 and ";" not in why for why in job.refused.values())
         assert choose_layout(config, setup, world)[0] not in expected
     with pytest.raises(UserError, match="auto require Task"):
         choose_layout(TrainConfig(layout="auto"), Setup(make_task(loss=None), NoFolder()), world)

@@ -131,7 +131,7 @@ def test_many_ranks_are_planned():
 
 def test_replicas_are_few_where_gradients_would_take_long():
     facts = tuple(RankFacts("cpu", 4000 * MB, (1e-5,) * 8, (1e-5,) * 8) for _ in range(3))
-    layer, links = Layer(12 * MB, 36 * MB, 1e4, 1e3, 0, 12 * MB), {("cpu", "cpu"): Hop(1e-5, 1e-7)}
+    layer, links = Layer(12 * MB, 36 * MB, 1e4, 1e3, 0, 12 * MB), {"cpu cpu": Hop(1e-5, 1e-7)}
     plan = plan_pipeline(PipelineJob((layer,) * 8, facts, 32, links=links))
     assert [len(stage.ranks) for stage in plan.stages] == [1, 1, 1]
     assert plan.step_sec < 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -132,7 +133,8 @@ def _refused(config: TrainingConfig, task: Task) -> dict[str, str]:
 
 def _in_short(error: UserError) -> str:
     """Return what is wrong, without what to do about it."""
-    return str(error).partition(";")[0]
+    text = re.sub("^(ranks? [^:]*: )?(--layout pipeline: |Task: )?", "", str(error))
+    return re.split("[;:] ", text, maxsplit=1)[0]
 
 
 def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int]) -> AllreduceCost:

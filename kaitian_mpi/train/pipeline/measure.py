@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.balance.pipeline import Hop, PipelinePlan, Stage
+from kaitian_mpi.balance.pipeline import Hop, PipelinePlan
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
+from kaitian_mpi.balance.records import rebuilt
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
@@ -41,7 +42,7 @@ class PipelineFacts:
 
     layers: tuple[Layer, ...]
     by_place: Mapping[str, RankFacts]
-    links: Mapping[tuple[str, str], Hop]
+    links: Mapping[str, Hop]
 
     def plan(self, config: TrainingConfig, world: World, min_batch: int) -> Plan:
         """Plan the stages of these ranks. Collective."""
@@ -53,11 +54,7 @@ class PipelineFacts:
         own = gather_values(world.comm, own)[0]
         if isinstance(own, str):
             raise AgreedError(own)
-        stages = tuple(
-            Stage(each["begin"], each["end"], tuple(each["ranks"]), tuple(each["seconds"]))
-            for each in own.pop("stages")
-        )
-        pipeline = PipelinePlan(stages, **own | {"bytes_by_rank": tuple(own["bytes_by_rank"])})
+        pipeline: PipelinePlan = rebuilt(PipelinePlan, own)
         sizes = split_micro_batches(config.global_batch_size, pipeline.micro_batch, min_batch)
         shares = pipeline.first_samples(sizes, world.size)
         return Plan(shares, [1.0] * world.size, None, pipeline.micro_batch, min_batch, pipeline)
@@ -111,10 +108,10 @@ def find_facts(
     own = asdict(facts), [asdict(layer) for layer in layers]
     gathered = gather_values(world.comm, own)
     by_place = {
-        info.place: RankFacts.from_json(found)
+        info.place: rebuilt(RankFacts, found)
         for info, (found, _) in zip(world.infos, gathered, strict=True)
     }
-    known = tuple(Layer(**each) for each in gathered[0][1])
+    known = rebuilt(tuple[Layer, ...], gathered[0][1])
     if config.balance == "off" and config.layout == "pipeline":
         by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
     return PipelineFacts(known, by_place, measure_links(world))
@@ -143,14 +140,13 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-3, atol=1e-4 * largest, equal_nan=True)
 
 
-def measure_links(world: World) -> dict[tuple[str, str], Hop]:
+def measure_links(world: World) -> dict[str, Hop]:
     """Return what messages between ranks of two kinds take: if possible, of two hosts. Collective.
 
     Within a kind as well; a pair of kinds is in alphabetical order.
     """
     own: dict[str, list[float]] = {}
-    pairs = list(itertools.combinations_with_replacement(sorted(set(world.kinds)), 2))
-    for number, (one, other) in enumerate(pairs):
+    for one, other in itertools.combinations_with_replacement(sorted(set(world.kinds)), 2):
         ranks = _apart(world, one, other)
         if ranks is not None and world.rank in ranks:
             enter_phase("measuring a link", waits=True, limited=False)
@@ -158,12 +154,11 @@ def measure_links(world: World) -> dict[tuple[str, str], Hop]:
             small, large = (
                 _round_trip(size, peer, ranks[0] == world.rank) for size in (8, _TRIAL_BYTES)
             )
-            own[str(number)] = [small / 2, max(0.0, large - small) / 2 / _TRIAL_BYTES]
+            own[f"{one} {other}"] = [small / 2, max(0.0, large - small) / 2 / _TRIAL_BYTES]
     enter_phase("waiting for the other ranks' links", waits=True, limited=False)
-    found: dict[str, list[float]] = {}
-    for each in gather_values(world.comm, own):
-        found |= each
-    return {pairs[int(number)]: Hop(*each) for number, each in found.items()}
+    return {
+        key: Hop(*hop) for found in gather_values(world.comm, own) for key, hop in found.items()
+    }
 
 
 def _apart(world: World, one: str, other: str) -> tuple[int, int] | None:
