@@ -21,8 +21,6 @@ NO_MIRROR = -1
 # Bytes at which a shard's bucket is full: the first one, and the others. Small, because memory is
 # short where this is used.
 BUCKET_CAPS = (1 << 20, 8 << 20)
-_BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
-_VISITS = 4  # parameters in parts: one that is whole, its gradient, two that are being summed
 
 
 class Need(NamedTuple):
@@ -38,20 +36,6 @@ class Need(NamedTuple):
     """By each rank, if values arrive while the next step computes."""
     freed: int = 0
     """Of what each rank has at the start: of parameters, which are then in parts, too."""
-
-    @classmethod
-    def of_whole(cls, trained: Sequence[int], states: int) -> Need:
-        """Return what parameters of these bytes take, with so many numbers of state for each."""
-        bucket = max([1, min(sum(trained), BUCKET_CAPS[1]), *trained])
-        small = sum(size for size in trained if size < BUCKET_CAPS[1])
-        return cls(sum(trained) * (1 + states), bucket, _BUFFERS * bucket, small)
-
-    @classmethod
-    def in_parts(cls, trained: int, states: int, parted: int, largest: int) -> Need:
-        """Return what parameters take of which `parted` bytes are in parts, by the largest."""
-        bucket = bucket_cap(largest)
-        buffers = _VISITS * max(largest, bucket)
-        return cls(parted + trained * (1 + states), bucket, buffers, freed=parted)
 
 
 def bucket_cap(largest: int) -> int:

@@ -115,12 +115,8 @@ def simulate(
 ) -> float:
     """Return the seconds of all forwards and backwards of so many micro-batches.
 
-    Args:
-        stages: from the first layer to the last.
-        hops: from each stage to the next.
-        count: micro-batches.
-        ahead: as in `windows`.
-        forward: the part of a stage's time that its forward takes.
+    `hops` are from each stage to the next, `ahead` as in `windows`, and `forward` is the part of a
+    stage's time that its forward takes.
     """
     return _Simulation(stages, hops, count, ahead, forward).run()
 

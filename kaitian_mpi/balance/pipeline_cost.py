@@ -10,15 +10,13 @@ from functools import cached_property
 from operator import add, sub
 from typing import Any
 
-import numpy as np
-
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan, Stage, most_kept, simulate, windows
 
 _LONG_SIMULATION = 20_000  # actions
 _MANY_RANKS, _MUCH_WORK = 64, 500_000
 TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
-_TEMPORARIES = 2  # of a parameter's size, while an optimizer steps it
-_BUCKET_BYTES = 16 << 20
+TEMPORARIES = 2  # of a parameter's size, while an optimizer steps it
+BUCKET_BYTES = 16 << 20
 _HANDLING = 1000, 2, 0.5  # in a step: calls of torch, those by parameter, and passes over gradients
 
 
@@ -186,24 +184,6 @@ def _update_sec(job: PipelineJob, stage: Stage) -> float:
     return own + (sum(exchanged) if ranks > 1 else 0.0)
 
 
-def spare_bytes(
-    room: float, owned: Any, largest: Any, trained: Any, at_once: bool, shares: bool
-) -> Any:
-    """Return how many bytes a rank has for activations; below 0 if its optimizer cannot step.
-
-    Args:
-        room: what it may use.
-        owned: of parameters, gradients and the optimizer's state; a number or an array.
-        largest: of the largest parameter.
-        trained: of the parameters that the optimizer steps.
-        at_once: whether it steps them all at once.
-        shares: whether gradients are summed over replicas.
-    """
-    room = room - _BUCKET_BYTES * shares
-    can_step = owned + (trained if at_once else _TEMPORARIES * largest) <= room
-    return np.where(can_step, room - owned - largest, -1.0)
-
-
 def _memory(
     job: PipelineJob, stages: Sequence[Stage], count: int, samples: float, ahead: int
 ) -> tuple[int, ...]:
@@ -219,11 +199,11 @@ def _memory(
         taken: dict[int, list[int]] = {}
         for number, taker in enumerate(() if job.is_large else stage.takers(count)[: 4 * window]):
             taken.setdefault(taker, []).append(number)
-        owned += _BUCKET_BYTES * (replicas > 1)
+        owned += BUCKET_BYTES * (replicas > 1)
         for rank in stage.ranks:
             most = share if job.is_large else most_kept(taken.get(rank, []), window)
             facts, computing = job.ranks[rank], most * kept + TRANSIT * samples * ends + largest
-            stepping = trained if facts.steps_at_once else _TEMPORARIES * largest
+            stepping = trained if facts.steps_at_once else TEMPORARIES * largest
             peak = facts.base_bytes + owned + max(computing, stepping)
             by_rank[rank] = max(by_rank[rank], int(peak))
     return tuple(by_rank)

@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
-from kaitian_mpi.balance.pipeline_cost import TRANSIT, PipelineJob, fits, predict, spare_bytes
+from kaitian_mpi.balance.pipeline_cost import (
+    BUCKET_BYTES,
+    TEMPORARIES,
+    TRANSIT,
+    PipelineJob,
+    fits,
+    predict,
+)
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of micro-batches
 _COUNTS_OF_MANY = (1 / 4, 1 / 2, 1, 4)  # times the ranks
@@ -219,10 +226,11 @@ class _Program:
         if (place, begin, end) not in self._chunks:
             facts = [self._job.ranks[rank] for rank in self._order[place][begin:end]]
             room = min(each.memory_bytes - each.base_bytes for each in facts)
+            room -= BUCKET_BYTES * (len(facts) > 1)
             at_once = any(each.steps_at_once for each in facts)
-            owned = self._owned, self._largest, self._trained
-            spare = spare_bytes(room, *owned, at_once, len(facts) > 1) - self._transit
-            spare[self._times[place] <= 0] = -1.0
+            stepping = self._trained if at_once else TEMPORARIES * self._largest
+            spare = room - self._owned - self._largest - self._transit
+            spare[(self._owned + stepping > room) | (self._times[place] <= 0)] = -1.0
             self._chunks[place, begin, end] = sum(self._speeds[place][begin:end]), spare
         return self._chunks[place, begin, end]
 

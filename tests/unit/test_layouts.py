@@ -21,6 +21,7 @@ def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
         RankFacts("gpu", size, (0.0,) * layers, (1e-3 / layers,) * layers) for size in memory
     )
     size = parameters // layers
+    bucket = max(1, min(size, 8 * MB))
     cost = AllreduceCost(0.0, link)
     return LayoutJob(
         chain=PipelineJob(
@@ -31,8 +32,8 @@ def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
         ),
         whole=Layer(parameters, 3 * parameters, kept, 0.0, size, parameters, layers),
         needs=(
-            Need.of_whole([size] * layers, 2),
-            Need.in_parts(parameters, 2, parameters, size),
+            Need(3 * parameters, bucket, 4 * size),
+            Need(4 * parameters, bucket, 4 * size, freed=parameters),
         ),
         allreduce_cost=cost,
         scatter_cost=cost,

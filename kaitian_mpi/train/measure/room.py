@@ -9,7 +9,15 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from kaitian_mpi.balance.ownership import NO_MIRROR, Need, Pair, with_mirrors, without_mirrors
+from kaitian_mpi.balance.ownership import (
+    BUCKET_CAPS,
+    NO_MIRROR,
+    Need,
+    Pair,
+    bucket_cap,
+    with_mirrors,
+    without_mirrors,
+)
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.parted import can_be_parted
 from kaitian_mpi.errors import AgreedError
@@ -19,6 +27,8 @@ from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
+_BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
+_VISITS = 4  # parameters in parts: one that is whole, its gradient, two that are being summed
 _MIN_PARTED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
 _USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # What mirrors may take of a rank's room, with what it owns; the rest is for activations. On a host
@@ -141,7 +151,9 @@ def shard_needs(
     """
     parameters, states = list(model.parameters()), usual_states(optimizers)
     trained = [p.nbytes for p in parameters if p.requires_grad]
-    needs = [Need.of_whole(trained, states)]
+    bucket = max([1, min(sum(trained), BUCKET_CAPS[1]), *trained])
+    small = sum(size for size in trained if size < BUCKET_CAPS[1])
+    needs = [Need(sum(trained) * (1 + states), bucket, _BUFFERS * bucket, small)]
     numbers = frozenset(
         number
         for number, parameter in enumerate(parameters)
@@ -150,7 +162,8 @@ def shard_needs(
     if numbers and not config.spares:
         parted = sum(parameters[number].nbytes for number in numbers)
         largest = max(p.nbytes for p in parameters)
-        needs.append(Need.in_parts(sum(trained), states, parted, largest))
+        bucket, owned = bucket_cap(largest), parted + sum(trained) * (1 + states)
+        needs.append(Need(owned, bucket, _VISITS * max(largest, bucket), freed=parted))
     return needs, numbers
 
 
