@@ -25,14 +25,6 @@ MESSAGES = {
         "rank 0, which serves the store, has not answered",
     ),
     "balance.md": (" samples/s, without ", "worth it"),
-    "your-own-training.md": (
-        "iterating over a Training requires Task(loss=...)",
-        "training.batches() and micro_batches() are for a Task without a loss",
-        "call training.backward(loss) before training.step()",
-        "call training.backward(loss) and training.step() for each batch",
-        "another Training is open; call close() first", "a tensor of shape",
-        "Task: weight returned", "Task: each parameter of an optimizer must belong to the model",
-    ),
     "failures.md": (" is saved: --resume auto resumes from it", "fault tolerance: on"),
 }  # fmt: skip
 PARSERS = {train.PROGRAM: flags.make_parser(train.PROGRAM)}
