@@ -210,9 +210,7 @@ class StepInProgress(Participation):
         self, number: int, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]
     ) -> None:
         """Begin a step, counted from 1, with this rank's share. Collective."""
-        self.number, self.ready, self._losses, self._outputs = number, None, [], []
-        self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
-        self.own_samples = sum(part.samples for part in parts)
+        self.begin_own(number, batch_sizes, sum(part.samples for part in parts))
         self.weights = [
             task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
         ]
