@@ -132,7 +132,7 @@ def make_run(world, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("micro_batch_size", [None, pytest.param(2, marks=pytest.mark.sizes(1, 3))])
 @pytest.mark.parametrize(
     ("optimizer", "clip_norm", "mirrors"),
     [
