@@ -24,3 +24,10 @@ def test_layers_must_return_what_the_model_does(order):
     else:
         with pytest.raises(UserError, match="something else than the model"):
             _check_chain(task, chain, torch.ones(2, 4))
+
+
+def test_layers_that_fail_are_the_users_mistake():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    task = Task(model=model, optimizer=torch.optim.SGD, data=[0], loss=loss_of, layers=[*model])
+    with pytest.raises(UserError, match=r"layers fail \(RuntimeError: .*in order"):
+        _check_chain(task, [model[0], model[0], model[1]], torch.ones(2, 4))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.pipeline.pieces import Piece, pieces_of
 from kaitian_mpi.train.task import Task
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -94,10 +95,12 @@ def chain_of(task: Task) -> list[nn.Module]:
     layers = list(task.layers or ())
     if not layers and type(task.model) is nn.Sequential:
         layers = _flat(task.model)
+    layers = layers or pieces_of(task.model)
     if not layers:
         raise UserError(
             "--layout pipeline requires Task(layers=[...]): the model's modules in order, of which "
-            "each is called with what the one before returns; or a model that is an nn.Sequential"
+            "each is called with what the one before returns; or a model that is an nn.Sequential, "
+            "or one of Hugging Face's with a base_model_pp_plan"
         )
     covered = {id(p) for layer in layers for p in layer.parameters()}
     missing = [name for name, p in task.model.named_parameters() if id(p) not in covered]
@@ -109,6 +112,11 @@ def chain_of(task: Task) -> list[nn.Module]:
     return layers
 
 
+def all_need_call(layers: Sequence[nn.Module]) -> bool:
+    """Return whether each of these layers, not only the first, needs how the loss calls them."""
+    return isinstance(layers[0], Piece)
+
+
 def _flat(model: nn.Module) -> list[nn.Module]:
     return [
         inner
@@ -118,8 +126,11 @@ def _flat(model: nn.Module) -> list[nn.Module]:
 
 
 def run(layers: Sequence[nn.Module], call: Call | None, carried: Any) -> Any:
-    """Return what consecutive layers make of a call, or of what the layer before returned."""
+    """Return what consecutive layers make of what the layer before returned, or of a call."""
     first, *others = layers
+    if isinstance(first, Piece):
+        assert call is not None
+        return first.run(first.number + len(layers), *call, carried)
     output = first(carried) if call is None else first(*call.args, **call.kwargs)
     for layer in others:
         output = layer(output)

@@ -23,6 +23,7 @@ from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
 from kaitian_mpi.train.measure.room import usual_states
 from kaitian_mpi.train.pipeline.chain import (
     Call,
+    all_need_call,
     answered,
     captured,
     move,
@@ -134,7 +135,8 @@ class LayerTimer:
                 work = partial(self._through, layer, call, carried, batch if is_last else None)
                 seconds, carried = self._time(layer, work, number)
             found.append(seconds)
-            call, carried = None, carried if is_last else _as_received(carried)
+            carried = carried if is_last else _as_received(carried)
+            call = call if all_need_call(self._chain) else None
             self._outputs[number] = sum(t.nbytes for t in tensors_in(carried)) / size
             self._kept[number] /= size
         self._times.setdefault(size, []).append(found)

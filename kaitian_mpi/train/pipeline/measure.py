@@ -25,7 +25,7 @@ from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
-from kaitian_mpi.train.pipeline.chain import captured, chain_of, run
+from kaitian_mpi.train.pipeline.chain import all_need_call, captured, chain_of, run
 from kaitian_mpi.train.pipeline.layer_timer import LayerTimer
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.sharded_step import check_parts
@@ -97,7 +97,7 @@ def find_facts(
         if not is_whole:
             check_parts(task, "pipeline")
             chain = chain_of(task)
-            if world.rank == 0 and task.layers is not None:
+            if world.rank == 0 and (task.layers is not None or all_need_call(chain)):
                 _check_chain(task, chain, setup.train[list(range(min_batch))])
         optimizers = task.make_optimizers(task.model)
     sleeping_barrier(world.comm)
@@ -123,15 +123,27 @@ def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
     assert task.loss is not None
     with borrowed(task.model) as model:
         model.eval()
-        call = captured(task.loss, model, batch)
-        whole = list(tensors_in(model(*call.args, **call.kwargs)))
-        chained = list(tensors_in(run(chain, call, None)))
+        args, kwargs = call = captured(task.loss, model, batch)
+        whole = list(tensors_in(model(*args, **kwargs)))
+        carried, fault = None, ""
+        try:
+            for layer in chain:
+                is_called = layer is chain[0] or all_need_call(chain)
+                carried = run([layer], call if is_called else None, carried)
+        except Exception as error:  # of the user's layers
+            fault = f"fail ({type(error).__name__}: {error})"
+        chained = list(tensors_in(carried))
     is_same = [each.shape for each in whole] == [each.shape for each in chained]
-    if not is_same or not all(map(_is_close, whole, chained)):
-        raise UserError(
-            "Task: called one after the other, the layers return something else than the model; "
-            "list all that it does, in order"
+    if not fault and not (is_same and all(map(_is_close, whole, chained))):
+        fault = "return something else than the model"
+    advice = "list all that it does, in order"
+    if all_need_call(chain):
+        advice = (
+            "let it return nothing of several layers, such as router logits or hidden states, or "
+            "list its layers in Task(layers=[...])"
         )
+    if fault:
+        raise UserError(f"Task: called one after the other, the layers {fault}; {advice}")
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

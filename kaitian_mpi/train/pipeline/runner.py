@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from kaitian_mpi.balance.pipeline import Stage, order, windows
-from kaitian_mpi.train.data.batches import map_tensors
-from kaitian_mpi.train.pipeline.chain import answered, captured, run
+from kaitian_mpi.observe.tensor_files import tensors_in
+from kaitian_mpi.train.pipeline.chain import all_need_call, answered, captured, run
 from kaitian_mpi.train.pipeline.messages import Gradients, Incoming, Outbox, Waits
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
@@ -47,12 +47,14 @@ class Runner:
         self._layers, self._window = layers[stage.begin : stage.end], limits[number]
         self.is_first = self.number == 0
         self.is_last = self.number == len(stages) - 1
+        self.needs_call = self.is_first or all_need_call(layers)
+        """Whether it is called as the loss calls the model."""
         self._outbox = Outbox(waits)
 
     @property
     def reads_batches(self) -> bool:
         """Whether this rank needs the samples of its micro-batches."""
-        return self.is_first or self.is_last
+        return self.needs_call or self.is_last
 
     def own(self, count: int) -> list[int]:
         """Return which of so many micro-batches this rank computes."""
@@ -128,14 +130,14 @@ class _Step:
         """Compute a micro-batch; send it on, or return the function's result in the last stage."""
         runner, call, carried = self._runner, None, None
         task, leaves = runner._task, list[torch.Tensor]()
-        if runner.is_first:
+        if runner.needs_call:
             call = captured(self._function, task.model, self.batches[number])
-        else:
+        if not runner.is_first:
             carried, leaves = self._receive(number)
         with runner._computation.autocast():
             output = run(runner._layers, call, carried)
             if runner.is_last:
-                self.kept[number] = leaves, _with_gradient(output)
+                self.kept[number] = leaves, [t for t in tensors_in(output) if t.requires_grad]
                 return answered(self._function, task.model, self.batches[number], output)
         runner._ends()
         grown = runner._outbox.send_activations(output, self._targets[number], number)
@@ -197,14 +199,3 @@ class _Step:
         else:
             with self._runner._waits(what):
                 messages.wait()
-
-
-def _with_gradient(output: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.extend([tensor] * tensor.requires_grad)
-        return tensor
-
-    map_tensors(output, keep, lambda value: value)
-    return found

@@ -110,7 +110,7 @@ class Stages(Shards):
         """Give every rank the buffers of each layer as its first rank has them. Collective."""
         for stage in self.stages:
             layers, source = self.layers[stage.begin : stage.end], stage.ranks[0]
-            buffers = [buffer for layer in layers for buffer in layer.buffers()]
+            buffers = list(dict.fromkeys(b for layer in layers for b in layer.buffers()))
             if not buffers:
                 continue
             own = buffers if world.rank == source else None
