@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,44 +22,51 @@ _MAX_READ_SEC = 0.1
 
 
 @torch.no_grad()
-def evaluate(
-    task: Task,
-    data: Any,
-    computation: Computation,
-    world: World,
-    shares: Sequence[float],
-    micro_batch_size: int | None,
-    limit: StepLimit,
-    forwards: AbstractContextManager[Any] | None = None,
-) -> dict[str, float]:
-    """Return the means of the metrics over all samples of `data`, by name. Collective.
+def evaluate(task: Task, world: World, results: Iterable[tuple[Any, Any, int]]) -> dict[str, float]:
+    """Return the means of the metrics over all samples, by name. Collective.
 
-    They are the same on every rank. `shares` are the proportions of the ranks' work, `limit` is the
-    watchdog's for a batch, and `forwards` the context in which to compute.
+    They are the same on every rank. `results` computes this rank's batches: what the task's metrics
+    or loss has returned for each, the batch on the host, and the number of its samples.
     """
-    limit.apply()
-    model = task.model
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for module in task.model.modules()]
+    task.model.eval()
     totals: dict[str, list[float]] = {}
-    batch_size = min(MAX_BATCH, micro_batch_size or MAX_BATCH)
-    reader = Reader(data)
-    with forwards or nullcontext():
-        for indices in evaluation_indices(len(data), world.rank, shares, batch_size):
-            batch = reader.read(indices)
-            began = time.perf_counter()
-            enter_phase("evaluation")
-            for name, (value, count) in _measure(task, batch, computation, indices).items():
-                total = totals.setdefault(name, [0.0, 0.0])
-                total[0] += value
-                total[1] += count
-            limit.observe(time.perf_counter() - began)
-    model.train(modes[0][1])
+    for found, batch, samples in results:
+        for name, (value, count) in _measure(task, found, batch, samples).items():
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[0] += value
+            total[1] += count
+    task.model.train(modes[0][1])
     for module, was_training in modes:  # some may be kept from training, such as batch norm
         module.training = was_training
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
     return pool_means(gather_values(world.comm, totals))
+
+
+def compute_share(
+    task: Task,
+    data: Any,
+    computation: Computation,
+    indices: Iterable[list[int]],
+    limit: StepLimit,
+    forwards: AbstractContextManager[Any],
+) -> Iterator[tuple[Any, Any, int]]:
+    """Yield the results of batches of these samples, for `evaluate`.
+
+    `limit` is the watchdog's for a batch, and `forwards` the context in which to compute.
+    """
+    function, reader = task.metrics or task.loss, Reader(data)
+    assert function is not None
+    with forwards:
+        for own in indices:
+            batch = reader.read(own)
+            began = time.perf_counter()
+            enter_phase("evaluation")
+            with computation.autocast():
+                found = function(task.model, computation.place(batch))
+            yield found, batch, len(own)
+            limit.observe(time.perf_counter() - began)
 
 
 def evaluation_indices(
@@ -75,20 +82,7 @@ def evaluation_indices(
     return [list(range(first, min(first + batch, stop))) for first in range(start, stop, batch)]
 
 
-def _measure(
-    task: Task, batch: Any, computation: Computation, indices: list[int]
-) -> dict[str, tuple[float, float]]:
-    """Return (sum, count) of each of a batch's metrics."""
-    placed, function = computation.place(batch), task.metrics or task.loss
-    assert function is not None
-    with computation.autocast():
-        found = function(task.model, placed)
-    return measure_batch(task, found, batch, len(indices))
-
-
-def measure_batch(
-    task: Task, found: Any, batch: Any, samples: int
-) -> dict[str, tuple[float, float]]:
+def _measure(task: Task, found: Any, batch: Any, samples: int) -> dict[str, tuple[float, float]]:
     """Return (sum, count) of each metric, given what the task's metrics or loss has returned."""
     if task.metrics is None:
         loss = check_loss(found, needs_gradient=False).item()

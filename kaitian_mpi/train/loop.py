@@ -408,18 +408,27 @@ class Loop:
         self._pool_statistics()
         means: dict[str, float] = {}
         if self._setup.validation is not None:
-            from kaitian_mpi.train.evaluation import evaluate
-
-            means = evaluate(
-                *(self._task, self._setup.validation, self._computation, self.world),
-                self.sampler.batch_sizes,
-                *(self.plan.micro_batch_size, self._evaluation_limit),
-                self._forwards(),
-            )
+            means = self._means()
         self._limit.apply()
         self._commit_unit()
         self._evaluated = means if self.progress.epoch_is_over else None
         return means
+
+    def _means(self) -> dict[str, float]:
+        """Return the means over the validation data. Collective."""
+        from kaitian_mpi.train.evaluation import (
+            MAX_BATCH,
+            compute_share,
+            evaluate,
+            evaluation_indices,
+        )
+
+        self._evaluation_limit.apply()
+        data, size = self._setup.validation, self.plan.micro_batch_size or MAX_BATCH
+        shares = self.sampler.batch_sizes
+        indices = evaluation_indices(len(data), self._rank, shares, min(MAX_BATCH, size))
+        own = self._computation, indices, self._evaluation_limit, self._forwards()
+        return evaluate(self._task, self.world, compute_share(self._task, data, *own))
 
     @contextmanager
     def _forwards(self) -> Iterator[None]:

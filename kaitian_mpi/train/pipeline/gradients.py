@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.gradients import judge, sum_on_host
+from kaitian_mpi.distributed.gradients import Bucket, judge, partition, sum_on_host
 from kaitian_mpi.errors import UserError
 
 _BUCKET_BYTES = 8 << 20
@@ -58,8 +58,12 @@ class StageGradients:
     def finish(self) -> None:
         """Complete the gradients, and exchange what all ranks must know of them. Collective."""
         for group, numbers in self._groups:
-            for bucket in self._buckets(numbers):
-                self._sum(group, bucket)
+            parameters = [self._targets[number] for number in numbers]
+            for part in partition(parameters, (_BUCKET_BYTES, _BUCKET_BYTES)):
+                bucket = Bucket({place: parameters[place] for place in part})
+                bucket.fill(1.0)
+                dist.all_reduce(bucket.gradients, group=group)
+                bucket.settle()
         own = [t.grad for n, t in self._targets.items() if self._rank == self._owners[n][0]]
         found = [gradient for gradient in own if gradient is not None]
         is_finite, squared_norm = judge(found)
@@ -93,27 +97,3 @@ class StageGradients:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups = []
-
-    def _buckets(self, numbers: Sequence[int]) -> list[list[nn.Parameter]]:
-        buckets: list[list[nn.Parameter]] = []
-        size = _BUCKET_BYTES
-        for parameter in (self._targets[number] for number in reversed(numbers)):
-            is_full = size + parameter.nbytes > _BUCKET_BYTES
-            if is_full or parameter.dtype != buckets[-1][0].dtype:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(parameter)
-            size += parameter.nbytes
-        return buckets
-
-    @torch.no_grad()
-    def _sum(self, group: Any, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum gradients over a group's ranks; one that no rank has stays without."""
-        used = [float(p.grad is not None) for p in parameters]
-        flat = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-        buffer = torch.cat([*flat, flat[0].new_tensor(used)])
-        dist.all_reduce(buffer, group=group)
-        sums = buffer.split([*(each.numel() for each in flat), len(used)])
-        counts = sums[-1].cpu().tolist()
-        for parameter, total, count in zip(parameters, sums, counts, strict=False):
-            parameter.grad = total.view(parameter.shape) if count else None

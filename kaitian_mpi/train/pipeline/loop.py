@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import split_micro_batches
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_table, size_text
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.evaluation import (
-    MAX_BATCH,
-    Reader,
-    evaluation_indices,
-    measure_batch,
-    pool_means,
-)
+from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluate, evaluation_indices
 from kaitian_mpi.train.loop import Loop, set_learning_rates
 from kaitian_mpi.train.pipeline.gradients import StageGradients
 from kaitian_mpi.train.pipeline.runner import Runner
@@ -127,25 +120,13 @@ class PipelineLoop(Loop):
         share = super()._share(indices)
         return share._replace(parts=[(sizes[number], runs[number]) for number in own])
 
-    def _pool_statistics(self) -> None:
-        self._share_buffers()
+    def _recompute_statistics(self) -> None:
+        """Do nothing: no rank has all layers."""
 
-    def _share_buffers(self) -> None:
+    def _pool_statistics(self) -> None:
         shards: Any = self.state.shards
         enter_phase("the buffers of other stages", waits=True)
         shards.share_buffers(self.world)
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the means over the validation data, if any. Collective."""
-        self.state.save()
-        self._share_buffers()
-        means: dict[str, float] = {}
-        if self._setup.validation is not None:
-            means = self._means()
-        self._limit.apply()
-        self._commit_unit()
-        self._evaluated = means if self.progress.epoch_is_over else None
-        return means
 
     def describe(self) -> dict[str, Any]:
         plan, ranks = self._pipeline, [info.world_rank for info in self.world.infos]
@@ -160,12 +141,12 @@ class PipelineLoop(Loop):
 
     def _means(self) -> dict[str, float]:
         self._evaluation_limit.apply()
-        model, data, task = self._task.model, self._setup.validation, self._task
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        size = min(MAX_BATCH, self._pipeline.micro_batch)
+        return evaluate(self._task, self.world, self._results())
+
+    def _results(self) -> Iterator[tuple[Any, Any, int]]:
+        """Yield what the last stage finds of its micro-batches of the validation data."""
+        data, size = self._setup.validation, min(MAX_BATCH, self._pipeline.micro_batch)
         batches, reader = evaluation_indices(len(data), 0, [1], size), Reader(data)
-        totals: dict[str, list[float]] = {}
         on_host: Any = None
 
         def read(number: int) -> Any:
@@ -173,17 +154,9 @@ class PipelineLoop(Loop):
             on_host = reader.read(batches[number])
             return self._computation.place(on_host)
 
-        function: Any = task.metrics or task.loss
-        for number, found in self._runner.evaluate(function, len(batches), read):
-            measured = measure_batch(task, found, on_host, len(batches[number]))
-            for name, (value, count) in measured.items():
-                total = totals.setdefault(name, [0.0, 0.0])
-                total[0] += value
-                total[1] += count
-        for module, was_training in modes.items():
-            module.training = was_training
-        enter_phase("the sum of the evaluation", waits=True, limited=False)
-        return pool_means(gather_values(self.world.comm, totals))
+        function = self._task.metrics or self._task.loss
+        for number, found in self._runner.evaluate(function, len(batches), read):  # type: ignore[arg-type]
+            yield found, on_host, len(batches[number])
 
 
 def show_plan(world: World, plan: PipelinePlan) -> None:
