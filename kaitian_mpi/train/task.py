@@ -181,11 +181,9 @@ class Task:
         return self.scheduler is not None and _required_arguments(self.scheduler) == 2
 
     def make_schedulers(self, optimizers: Sequence[Optimizer], total_steps: int) -> list[Any]:
-        """Return the learning rate schedulers of these optimizers; none if none is wanted.
+        """Return the learning rate schedulers of what `make_optimizers` returned; perhaps none.
 
-        Args:
-            optimizers: as `make_optimizers` returned them.
-            total_steps: of the whole run.
+        `total_steps` are those of the whole run.
         """
         if self.scheduler is None:
             return []

@@ -130,7 +130,7 @@ def without_plan():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (routed, "the layers fail .*; let it return nothing of several layers, such as router"),
+        (routed, "the layers fail .*.* let it return nothing of several layers, such as router"),
         (without_plan, "with a base_model_pp_plan"),
     ],
 )

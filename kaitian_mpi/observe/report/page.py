@@ -6,6 +6,8 @@ import base64
 import html
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
 
 from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
@@ -13,33 +15,7 @@ from kaitian_mpi.observe.report.run import Run
 from kaitian_mpi.observe.report.style import to_image
 
 _MAX_ROWS = 200
-_STYLE = """
-:root { color-scheme: light; }
-body { margin: 0; background: #fff; color: #1a1a1a; font: 16px/1.5 system-ui, sans-serif; }
-header, main, footer { max-width: 62rem; margin: 0 auto; padding: 0 1rem; }
-h1 { font-size: 1.7rem; margin: 1rem 0 .3rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.35rem; margin: 2.2rem 0 .5rem; border-bottom: 2px solid #0072b2;
-  overflow-wrap: anywhere; }
-h3 { font-size: 1.1rem; margin: 1.8rem 0 .3rem; }
-nav ul { padding-left: 1.2rem; columns: 15rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr));
-  gap: .6rem 1rem; }
-.facts dt { color: #555; font-size: .85rem; }
-.facts dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
-a { color: #005a8c; }
-figure { margin: .5rem 0 1.5rem; break-inside: avoid; }
-figure img { width: 100%; min-width: 40rem; }
-figcaption, footer { color: #444; font-size: .92rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .92rem; }
-th, td { border: 1px solid #bbb; padding: .25rem .6rem; text-align: left; vertical-align: top;
-  overflow-wrap: anywhere; }
-th { background: #f2f2f2; }
-.emulated, .missing { border-left: 5px solid #d55e00; background: #fff4ec; padding: .5rem .9rem; }
-summary { cursor: pointer; }
-"""
 _COMPARISON = "Runs side by side"
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STATES = {
     "finished": "The run is finished.",
     "stopped": "The run was stopped before its end.",
@@ -60,27 +36,9 @@ def make_page(runs: Sequence[Run], reload_sec: int = 0) -> str:
         sections.insert(0, _comparison(runs))
     date = time.strftime("%Y-%m-%d %H:%M %Z")
     reload = f'\n<meta http-equiv="refresh" content="{reload_sec}">' if reload_sec else ""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{reload}
-<title>{_text(title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<header>
-<h1>{_text(title)}</h1>
-<nav aria-label="Contents"><ul>{links}</ul></nav>
-</header>
-<main>
-{"".join(sections)}
-</main>
-<footer><p>Made by kaitian-report on {_text(date)}.</p></footer>
-</body>
-</html>
-"""
+    template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    parts = {"title": _text(title), "date": _text(date), "reload": reload, "links": links}
+    return template.substitute(parts, sections="".join(sections))
 
 
 def _links(runs: Sequence[Run]) -> str:

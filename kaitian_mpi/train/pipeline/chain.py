@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.pipeline.pieces import Piece, pieces_of
+from kaitian_mpi.train.pipeline.pieces import Piece, StoppedError, pieces_of
 from kaitian_mpi.train.task import Task
 
-_PLAIN = (int, float, bool, str, bytes, type(None))
+_PLAIN = (int, float, bool, str, type(None))
 
 
 class Call(NamedTuple):
@@ -20,11 +20,6 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-class _CapturedError(BaseException):  # no handler of the user's catches it
-    def __init__(self, call: Call) -> None:
-        self.call = call
 
 
 class _StandIn:
@@ -69,12 +64,12 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
     """Return how a user's function calls the model for a batch."""
 
     def stop(call: Call) -> None:
-        raise _CapturedError(call)
+        raise StoppedError(call)
 
     try:
         function(_StandIn(model, stop), batch)
-    except _CapturedError as found:
-        return found.call
+    except StoppedError as found:
+        return found.args[0]
     raise UserError(
         "--layout pipeline: the loss, or metrics, does not call the model; it must call it once "
         "for a batch"
@@ -184,7 +179,7 @@ def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
             return {type(value).__name__[0]: [form_of(each) for each in value]}
         if type(value) is dict and all(type(key) is str for key in value):
             return {"d": {key: form_of(each) for key, each in value.items()}}
-        if type(value) in _PLAIN and type(value) is not bytes:
+        if type(value) in _PLAIN:
             return {"p": value}
         raise UserError(
             f"--layout pipeline: a layer returns a {type(value).__name__}; layers may pass on "

@@ -61,15 +61,9 @@ class PipelineLoop(Loop):
         targets: Any = shards.targets
         self._make_reducer = lambda: StageGradients(targets, shards.owners, rank, waits)
         self._apply = lambda *args: apply_step(self._gradients, *args)
-        own = self._computation, plan.stages, rank, plan.ahead
-        self._runner = Runner(
-            self._task,
-            shards.layers,
-            *own,
-            waits=waits,
-            begins=self._begins,
-            ends=self._pace.catch_up,
-        )
+        own = self._task, shards.layers, self._computation, plan.stages, rank, plan.ahead
+        hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
+        self._runner = Runner(*own, waits=waits, **hooks)
 
     @property
     def _pipeline(self) -> PipelinePlan:

@@ -127,8 +127,8 @@ def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
         whole = list(tensors_in(model(*args, **kwargs)))
         carried, fault = None, ""
         try:
-            for layer in chain:
-                is_called = layer is chain[0] or all_need_call(chain)
+            for number, layer in enumerate(chain):
+                is_called = not number or all_need_call(chain)
                 carried = run([layer], call if is_called else None, carried)
         except Exception as error:  # of the user's layers
             fault = f"fail ({type(error).__name__}: {error})"
@@ -136,14 +136,11 @@ def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
     is_same = [each.shape for each in whole] == [each.shape for each in chained]
     if not fault and not (is_same and all(map(_is_close, whole, chained))):
         fault = "return something else than the model"
-    advice = "list all that it does, in order"
-    if all_need_call(chain):
-        advice = (
-            "let it return nothing of several layers, such as router logits or hidden states, or "
-            "list its layers in Task(layers=[...])"
-        )
     if fault:
-        raise UserError(f"Task: called one after the other, the layers {fault}; {advice}")
+        raise UserError(
+            f"Task: called one after the other, the layers {fault}; list all that it does, in "
+            "order, and let it return nothing of several layers, such as router logits"
+        )
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

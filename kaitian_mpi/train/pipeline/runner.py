@@ -8,6 +8,7 @@ are ragged, and each wait is one that the watchdog and the recovery know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,15 +67,10 @@ class Runner:
     def train(
         self, count: int, batches: Mapping[int, Any], weights: Mapping[int, float]
     ) -> list[torch.Tensor]:
-        """Compute a step's forwards and backwards; the gradients add up in the parameters.
+        """Compute a step of so many micro-batches; the gradients add up in the parameters.
 
-        Args:
-            count: the step's micro-batches.
-            batches: of those that this rank computes, on its device, if it `reads_batches`.
-            weights: what to multiply their mean losses with.
-
-        Returns:
-            The weighted losses; none except on ranks of the last stage.
+        If it `reads_batches`, this rank needs those that it computes, on its device. The last stage
+        multiplies their mean losses with the weights, and returns these; others return none.
         """
         step = _Step(self, count, self._task.loss, batches)
         losses = []
@@ -194,8 +190,5 @@ class _Step:
                 self._gradients[number] = Gradients(outputs, self._targets[number], number)
 
     def _wait(self, what: str, messages: Incoming | Gradients) -> None:
-        if messages.is_completed():
+        with nullcontext() if messages.is_completed() else self._runner._waits(what):
             messages.wait()  # raises what went wrong
-        else:
-            with self._runner._waits(what):
-                messages.wait()
