@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 import torch
 from torch import nn
@@ -81,13 +82,17 @@ def main() -> None:
     parser.add_argument("--allreduce", default="auto")
     parser.add_argument("--layout", default="replicate")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--emulate-memory", default="")
+    parser.add_argument("--checkpoint-every", type=int, default=0)
     options = vars(parser.parse_args())
     form = options.pop("form")
     kaitian_mpi.init(devices=options.pop("devices"))
-    task = make_task(form, options.pop("width"))
+    task = partial(make_task, form, options.pop("width"))
     with kaitian_mpi.Training(task, balance="off", epochs=1000, **options) as training:
         seen = train(training, form)
         training.evaluate()
+    if options["checkpoint_every"]:  # from which steps may be repeated
+        seen = sorted({*seen})
     if seen != list(range(1, options["max_steps"] + 1)):
         sys.exit(f"this rank's loop saw the steps {seen}")
 

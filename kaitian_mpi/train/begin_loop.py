@@ -35,6 +35,11 @@ _NO_CHECKPOINT = (
     "from; give a run folder, and save more often (--checkpoint-minutes)"
 )
 
+_NO_PARAMETERS = (
+    "a rank was lost before the first step, and with it parameters that no other rank has; start "
+    "the job again"
+)
+
 
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
     """Begin a loop on these ranks, from wherever the run is, and what saves it. Collective."""
@@ -159,7 +164,9 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
         from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 
-        has_part_lost = state.shards is not None and (run.has_started or lacks_values)
+        # Before the first step, the parameters are all there is; where whole, they are here.
+        steps = max(gather_values(world.comm, state.progress.step if run.has_started else 0))
+        has_part_lost = state.shards is not None and (steps > 0 or lacks_values)
         found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)
@@ -168,7 +175,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
                 step = f"step {state.progress.step} ({found.name})"
                 warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
         elif has_part_lost:
-            raise AgreedError(_NO_CHECKPOINT)
+            raise AgreedError(_NO_CHECKPOINT if steps else _NO_PARAMETERS)
     state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)

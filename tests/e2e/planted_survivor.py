@@ -218,7 +218,8 @@ def train_several():
 def main():
     form, folder, *settings = sys.argv[1:]
     pairs = (each.split("=") for each in settings)
-    given = {name: int(value) if value.isdigit() else value for name, value in pairs}
+    words = {"no": False}
+    given = {n: int(value) if value.isdigit() else words.get(value, value) for n, value in pairs}
     seen = train_several() if form == "several" else run_to_the_end(form, **given)
     (Path(folder) / RANK).write_text(json.dumps(seen))
     if form == "several" and KILLS:

@@ -86,6 +86,12 @@ def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings)
         assert result["steps"] in ([] if form == "run" else EVERY, EVERY[7:])
 
 
+def test_without_mirrors_the_others_begin_again_before_the_first_step(survivors):
+    kills = "backward:1:2"
+    for result in survivors(3, "closed", kills, "layout=shard", "mirrors=no").values():
+        assert result["steps"] == EVERY
+
+
 def test_a_message_that_no_rank_receives_does_not_end_the_others(tmp_path):
     script = str(PLANTED / "planted_revoked.py")
     ended = run_alone("mpirun", "-np", "3", *SURVIVING, PYTHON, script, cwd=tmp_path)
