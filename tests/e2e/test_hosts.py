@@ -107,7 +107,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
 
         job.wait_for(r"\| step 2/")
         file.write_text("".join(lines))
-        saved = int(job.wait_for(r"step (\d+) saved; ending")[1])
+        saved = int(job.wait_for(r"step (\d+) is saved, and the job ends")[1])
         joined = see_change("joined", time.time())
         job.wait_for(rf"\| step {joined + 2}/")
         hosts.kill(3)
@@ -115,7 +115,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
         job.wait_for(r"does not answer; it can rejoin in 1 s")
         hosts.revive(3)
         see_change("lost", killed_at)
-        saved_again = int(job.wait_for(r"step (\d+) saved; ending")[1])
+        saved_again = int(job.wait_for(r"step (\d+) is saved, and the job ends")[1])
         came_back = see_change("came back", time.time())
         (tmp_path / "hurry").touch()
         ended = job.finish()
