@@ -253,7 +253,7 @@ def pairs(model, batch):
         ({"loss": lambda m, b: LOSS(m[0](b[0]), b[1])}, "uses model\\[0\\]"),
         ({"loss": lambda m, b: m.weight.sum()}, "uses model.weight"),
         ({"loss": lambda m, b: b[0].sum()}, "does not call the model"),
-        ({"loss": None}, "requires Task\\(loss=...\\)"),
+        ({"loss": None}, "require Task\\(loss=...\\)"),
         ({"clip_norm": lambda parameters: None}, "to be a number"),
         ({"model": nn.Bilinear(3, 3, 4)}, "requires Task\\(layers=\\[...\\]\\)"),
     ],
