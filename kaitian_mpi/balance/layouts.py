@@ -173,10 +173,11 @@ def _replicate(job: LayoutJob) -> Prediction:
     found = _divide(job, REPLICATE, job.base + size, each_step)
     if isinstance(found, Prediction):
         return found
-    exposed = exposed_seconds(
-        found.computing, ddp_buckets(whole.trained_bytes), job.allreduce_cost, found.rounds
-    )
-    return Prediction(REPLICATE, found.seconds + exposed, found.needed)
+    computing, rounds = float(found.computing.max()), int(found.rounds.max())
+    buckets = ddp_buckets(whole.trained_bytes)
+    exposed = exposed_seconds(computing, buckets, job.allreduce_cost, rounds)
+    step = float((found.computing + each_step).max()) + exposed
+    return Prediction(REPLICATE, step, found.needed)
 
 
 def _shard(job: LayoutJob) -> Prediction:
@@ -191,21 +192,26 @@ def _shard(job: LayoutJob) -> Prediction:
         why = f"needs {_mb(needed)} in all, and the ranks have {_mb(job.memory.sum())}"
         return Prediction(SHARD, why=why)
     part = room / max(room.sum(), 1.0)
-    found = _divide(job, SHARD, fixed + part * need.owned, job.handling_sec(SHARD))
+    handling = job.handling_sec(SHARD)
+    found = _divide(job, SHARD, fixed + part * need.owned, handling)
     if isinstance(found, Prediction):
         return found
     sizes = _buckets(whole.trained_bytes, need.bucket)
-    scattered = exposed_seconds(found.computing / found.rounds, sizes, job.scatter_cost)
+    # About half of what is done with gradients is done for each micro-batch.
+    step = _in_rounds(found.computing + handling * (1 + found.rounds) / 2, found.rounds)
+    rounds = int(found.rounds.max())
+    # Behind this, communication is hidden.
+    of_round = float((found.computing / found.rounds).max()) * (not job.on_host)
+    scattered = exposed_seconds(of_round, sizes, job.scatter_cost)
     # All wait for the sums, and then for all owners' values.
     update = float(job.update_sec(part).max()) * (1 + job.has_mirrors)
-    step = found.seconds + found.rounds * scattered + update
+    step += rounds * scattered + update
     moved = whole.weight_bytes if need.freed else whole.trained_bytes
     gathered = sum(map(job.gather_cost.seconds, _buckets(moved, need.bucket)))
     if need.freed:  # for each forward and each backward
-        step += 2 * found.rounds * gathered
+        step += 2 * rounds * gathered
     else:
-        hidden = _FORWARD * found.computing / found.rounds * (not job.on_host)
-        step += max(0.0, gathered - hidden)
+        step += max(0.0, gathered - _FORWARD * of_round)
     return Prediction(SHARD, step, found.needed, "parameters in parts, too" if need.freed else "")
 
 
@@ -221,12 +227,10 @@ def _pipeline(job: LayoutJob) -> Prediction:
 class _Division(NamedTuple):
     """The fastest shares, and what they take."""
 
-    seconds: float
-    """Of the slowest rank, with what it does in each step besides."""
-    computing: float
-    """Without."""
-    rounds: int
-    """The most micro-batches of a rank."""
+    computing: np.ndarray
+    """Each rank's seconds."""
+    rounds: np.ndarray
+    """The micro-batches of each."""
     needed: tuple[int, ...]
     """Each rank's memory, at least."""
 
@@ -253,10 +257,17 @@ def _divide(
     least = chain.min_batch
     samples, fewer = split_cohorts(loaded, np.ones(ranks, int), chain.global_batch, least)
     shares = samples - fewer
-    computing = table.seconds(shares)
-    rounds = int(np.ceil(shares / table.largest_micro_batch).max())
-    seconds = float((computing + other_sec).max())
-    return _Division(seconds, float(computing.max()), rounds, tuple(map(int, needed)))
+    rounds = np.ceil(shares / table.largest_micro_batch)
+    return _Division(table.seconds(shares), rounds, tuple(map(int, needed)))
+
+
+def _in_rounds(seconds: np.ndarray, rounds: np.ndarray) -> float:
+    """Return the seconds of ranks that wait for each other after each of their micro-batches."""
+    total = done = 0.0
+    for count in np.unique(rounds).tolist():
+        total += (count - done) * float((seconds / rounds)[rounds >= count].max())
+        done = count
+    return total
 
 
 def _buckets(total: int, bucket: int) -> list[int]:

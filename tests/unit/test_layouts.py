@@ -100,6 +100,16 @@ def test_the_optimizers_time_is_shared_in_shard_and_comes_after_the_sum():
     assert mirrored.step_sec == pytest.approx(8e-3 + 2 * 10e-3 / 4)
 
 
+def test_in_shard_ranks_wait_for_each_other_after_each_micro_batch():
+    job = a_job([600 * MB] * 2, batch=16)
+    fast, slow = job.chain.ranks
+    ranks = fast, replace(slow, sample_sec=(5e-4,) * 8)  # four times as long
+    job = replace(job, chain=replace(job.chain, ranks=ranks, micro_batch=4))
+    replicate, shard, _ = predict_layouts(job)
+    assert replicate.step_sec == pytest.approx(13e-3)
+    assert shard.step_sec == pytest.approx(12e-3 + 3 * 13e-3 / 4)
+
+
 def test_many_parameters_take_time_of_their_own():
     job = a_job([600 * MB] * 4)
     before = [each.step_sec for each in predict_layouts(job)]
