@@ -200,8 +200,7 @@ def _shard(job: LayoutJob) -> Prediction:
     # About half of what is done with gradients is done for each micro-batch.
     step = _in_rounds(found.computing + handling * (1 + found.rounds) / 2, found.rounds)
     rounds = int(found.rounds.max())
-    # Behind this, communication is hidden.
-    of_round = float((found.computing / found.rounds).max()) * (not job.on_host)
+    of_round = float((found.computing / found.rounds).max())
     scattered = exposed_seconds(of_round, sizes, job.scatter_cost)
     # All wait for the sums, and then for all owners' values.
     update = float(job.update_sec(part).max()) * (1 + job.has_mirrors)
@@ -211,7 +210,7 @@ def _shard(job: LayoutJob) -> Prediction:
     if need.freed:  # for each forward and each backward
         step += 2 * rounds * gathered
     else:
-        step += max(0.0, gathered - _FORWARD * of_round)
+        step += max(0.0, gathered - _FORWARD * of_round * (not job.on_host))
     return Prediction(SHARD, step, found.needed, "parameters in parts, too" if need.freed else "")
 
 
