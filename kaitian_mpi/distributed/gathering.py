@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.balance.ownership import Part
-from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
 
 _BUCKET = -1  # among the numbers of parameters: the next bucket of gradients

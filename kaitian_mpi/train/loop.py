@@ -30,7 +30,7 @@ from kaitian_mpi.train.task import Task, aside
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.gathering import Gathering
-    from kaitian_mpi.distributed.parted import PartedModel
+    from kaitian_mpi.distributed.late_values import PartedModel
     from kaitian_mpi.train.shards import Shards
 
 _SAMPLES_OF_STATISTICS = 256

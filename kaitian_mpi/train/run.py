@@ -246,7 +246,7 @@ def _choose_ranks(run: Run) -> None:
 
 def _part(run: Run, world: World) -> Setup:
     """Keep a part of the parameters, as this rank will own; return the setup with it."""
-    from kaitian_mpi.distributed.parted import PartedModel
+    from kaitian_mpi.distributed.late_values import PartedModel
     from kaitian_mpi.train.shards import divide_parameters, steps_by_element
 
     setup, room = run.setup, run.room

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, NO_MIRROR, Pair, Part, divide
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition
-from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

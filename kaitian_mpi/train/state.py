@@ -31,7 +31,7 @@ from kaitian_mpi.train.state_transfer import (
 from kaitian_mpi.train.task import Computation, Task
 
 if TYPE_CHECKING:
-    from kaitian_mpi.distributed.parted import PartedModel
+    from kaitian_mpi.distributed.late_values import PartedModel
     from kaitian_mpi.train.shards import Shards
 
 _PARTS = {

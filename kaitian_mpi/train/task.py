@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook

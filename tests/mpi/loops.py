@@ -9,7 +9,7 @@ from torch import nn
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder

@@ -16,7 +16,7 @@ from kaitian_mpi.balance.cost_model import RankCost, scores
 from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.parted import PartedModel
+from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo

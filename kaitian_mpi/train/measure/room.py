@@ -19,7 +19,7 @@ from kaitian_mpi.balance.ownership import (
     without_mirrors,
 )
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.parted import can_be_parted
+from kaitian_mpi.distributed.late_values import can_be_parted
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
