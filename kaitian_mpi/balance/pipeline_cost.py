@@ -70,6 +70,13 @@ class RankFacts:
     node: int = 0
     """Its host. Those of different hosts send at once; those of one host take turns."""
 
+    def scaled(self, factor: float) -> RankFacts:
+        """Return the facts of a rank that takes so many times as long."""
+        times = self.fixed_sec, self.sample_sec
+        fixed, sample = (tuple(factor * sec for sec in own) for own in times)
+        update = factor * self.update_sec_per_byte
+        return replace(self, fixed_sec=fixed, sample_sec=sample, update_sec_per_byte=update)
+
     def update_seconds(self, count: float, size: float) -> float:
         """Return what its optimizer takes to step so many parameters of so many bytes."""
         return count * self.update_sec + size * self.update_sec_per_byte

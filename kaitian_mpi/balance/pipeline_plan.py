@@ -37,6 +37,7 @@ _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
 _AHEADS = (0, 1, 3)
 _BOUNDS_OF_MANY = 8
+_MIN_CHANGE, _MIN_GAIN, _MOVING_SEC = 1.1, 1.05, 1.0  # of new stages
 
 
 def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
@@ -292,3 +293,33 @@ def _numbers(ranks: int, layers: int) -> list[int]:
 def _chunks(ranks: int, number: int) -> list[tuple[int, int]]:
     sizes = [ranks // number + (place < ranks % number) for place in range(number)]
     return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+
+
+def replan(
+    job: PipelineJob, plan: PipelinePlan, work_sec: Sequence[float], steps: int
+) -> tuple[list[float], str] | None:
+    """Return how ranks' speeds have changed, and what is gained, if other stages are worth a move.
+
+    `work_sec` is what each rank has computed in a step by the plan, of which so many are left.
+    """
+    factors, count = [1.0] * len(job.ranks), math.ceil(job.global_batch / plan.micro_batch)
+    for stage in plan.stages:
+        takers, layers = stage.takers(count), job.layers[stage.begin : stage.end]
+        trained = sum(one.trained for one in layers), sum(one.trained_bytes for one in layers)
+        for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
+            if number := takers.count(rank):
+                planned = number * seconds + job.ranks[rank].update_seconds(*trained)
+                factors[rank] = work_sec[rank] / planned
+    used = [factors[rank] for stage in plan.stages for rank in stage.ranks]
+    if max(used) < _MIN_CHANGE * min(used):
+        return None
+    pairs = zip(job.ranks, factors, strict=True)
+    job = replace(job, ranks=tuple(facts.scaled(factor) for facts, factor in pairs))
+    before = predict(job, plan.stages, plan.micro_batch, plan.ahead).step_sec
+    if (found := plan_pipeline(job)) is None or before < _MIN_GAIN * found.step_sec:
+        return None
+    size = sum(layer.weight_bytes + layer.state_bytes for layer in job.layers)  # at most
+    moving = _MOVING_SEC + size * max((hop.busy_sec for hop in job.links.values()), default=0.0)
+    if (before - found.step_sec) * steps <= moving:
+        return None
+    return factors, f"new stages, for a step of {1e3 * found.step_sec:.0f} ms"

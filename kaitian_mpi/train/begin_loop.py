@@ -76,6 +76,10 @@ def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepO
     yield (balancing := Balancing(config, loop, run.setup.folder, run.sinks))
     yield Metrics(run, loop, balancing, logged)
     yield Events(run, loop)
+    if loop.plan.pipeline is not None and config.balance == "adaptive":
+        from kaitian_mpi.train.pipeline.loop import Restaging
+
+        yield Restaging(run, loop)
     if recorder.current is not None:
         from kaitian_mpi.train.timeline import Timeline
 
@@ -222,13 +226,14 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         from kaitian_mpi.train.pipeline.loop import show_plan
 
         show_plan(world, plan.pipeline)
-    if not (run.has_started or run.is_joining):
+    is_first = not run.has_started
+    if is_first and not run.is_joining:
         _report_first_start(run, world)
     run.has_started = True
     if losses:
         reason = _report_losses(run, world, losses)
     elif step:
-        reason = "as resumed"
+        reason = "as resumed" if is_first else "of the first stage"
     elif run.profiles.measured:
         reason = FROM_BENCHMARK
         results = [run.profiles.measured[info.place] for info in world.infos]

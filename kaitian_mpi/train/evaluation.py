@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
+from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import Batches
-from kaitian_mpi.train.task import Computation, Task, check_loss
+from kaitian_mpi.train.task import Task, check_loss
 
 MAX_BATCH = 64
 _MAX_READ_SEC = 0.1
@@ -42,31 +41,6 @@ def evaluate(task: Task, world: World, results: Iterable[tuple[Any, Any, int]]) 
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
     return pool_means(gather_values(world.comm, totals))
-
-
-def compute_share(
-    task: Task,
-    data: Any,
-    computation: Computation,
-    indices: Iterable[list[int]],
-    limit: StepLimit,
-    forwards: AbstractContextManager[Any],
-) -> Iterator[tuple[Any, Any, int]]:
-    """Yield the results of batches of these samples, for `evaluate`.
-
-    `limit` is the watchdog's for a batch, and `forwards` the context in which to compute.
-    """
-    function, reader = task.metrics or task.loss, Reader(data)
-    assert function is not None
-    with forwards:
-        for own in indices:
-            batch = reader.read(own)
-            began = time.perf_counter()
-            enter_phase("evaluation")
-            with computation.autocast():
-                found = function(task.model, computation.place(batch))
-            yield found, batch, len(own)
-            limit.observe(time.perf_counter() - began)
 
 
 def evaluation_indices(

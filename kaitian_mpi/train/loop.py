@@ -95,6 +95,7 @@ class Loop:
         participate(state.model, self._step)
         self.observers: list[StepObserver] = []
         self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
+        self.is_outdated = False  # whether another loop is to go on, with another plan
         self.is_unattended = False
         """Whether no script runs between two steps."""
         self._is_in_epoch = False
@@ -166,7 +167,7 @@ class Loop:
         None if the run is done; or also at the end of an epoch, if not `crosses_epochs`. What is
         left of that is `end_epoch`.
         """
-        while not self.progress.is_done:
+        while not (self.progress.is_done or self.is_outdated):
             if not self._is_in_epoch:
                 self._is_in_epoch = True
                 for observer in self.observers:
@@ -403,32 +404,37 @@ class Loop:
         in which only the script knows how to compute a batch.
         """
         self.state.save()
-        if self.state.statistics.lag(self.progress.step_in_epoch) and self._task.loss is not None:
+        can_compute = self._task.loss is not None and self.plan.pipeline is None
+        if can_compute and self.state.statistics.lag(self.progress.step_in_epoch):
             self._recompute_statistics()
         self._pool_statistics()
         means: dict[str, float] = {}
         if self._setup.validation is not None:
-            means = self._means()
+            from kaitian_mpi.train.evaluation import evaluate
+
+            self._evaluation_limit.apply()
+            means = evaluate(self._task, self.world, self._results())
         self._limit.apply()
         self._commit_unit()
         self._evaluated = means if self.progress.epoch_is_over else None
         return means
 
-    def _means(self) -> dict[str, float]:
-        """Return the means over the validation data. Collective."""
-        from kaitian_mpi.train.evaluation import (
-            MAX_BATCH,
-            compute_share,
-            evaluate,
-            evaluation_indices,
-        )
+    def _results(self) -> Iterator[tuple[Any, Any, int]]:
+        """Yield the results of this rank's part of the validation data, for `evaluate`."""
+        from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 
-        self._evaluation_limit.apply()
-        data, size = self._setup.validation, self.plan.micro_batch_size or MAX_BATCH
-        shares = self.sampler.batch_sizes
-        indices = evaluation_indices(len(data), self._rank, shares, min(MAX_BATCH, size))
-        own = self._computation, indices, self._evaluation_limit, self._forwards()
-        return evaluate(self._task, self.world, compute_share(self._task, data, *own))
+        task, data, computation = self._task, self._setup.validation, self._computation
+        size, shares = self.plan.micro_batch_size or MAX_BATCH, self.sampler.batch_sizes
+        function, reader = task.metrics or task.loss, Reader(data)
+        assert function is not None
+        with self._forwards():
+            for own in evaluation_indices(len(data), self._rank, shares, min(MAX_BATCH, size)):
+                batch, began = reader.read(own), time.perf_counter()
+                enter_phase("evaluation")
+                with computation.autocast():
+                    found = function(task.model, computation.place(batch))
+                yield found, batch, len(own)
+                self._evaluation_limit.observe(time.perf_counter() - began)
 
     @contextmanager
     def _forwards(self) -> Iterator[None]:

@@ -423,6 +423,10 @@ class Training:
             return None
         self._saving.save_due()
         is_saved = self._saving.save_to_end()
+        if loop.is_outdated and not is_saved:
+            loop.close()
+            self._loop = None
+            return None
         share = None if is_saved else loop.next_share(crosses_epochs)
         if is_saved or loop.progress.is_done:
             self._finish(loop, is_saved)

@@ -1,6 +1,7 @@
 """A pipeline's schedule and its plan: who computes what, when, and in which memory."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 
 from kaitian_mpi.balance.pipeline import Action, Hop, Stage, most_kept, order, simulate, windows
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts, fits, predict
-from kaitian_mpi.balance.pipeline_plan import plan_pipeline
+from kaitian_mpi.balance.pipeline_plan import plan_pipeline, replan
 
 MB = 10**6
 
@@ -146,3 +147,26 @@ def test_a_plan_has_room_for_what_an_optimizer_takes_while_it_steps():
     plan = predict(replace(job, ranks=at_once), [Stage(0, 12, (0,), (1.0,))], 1, 0)
     assert plan.bytes_by_rank[0] == (480 + 120) * MB
     assert all(own <= 450 * MB for own in plan_pipeline(job).bytes_by_rank)
+
+
+@pytest.mark.parametrize(
+    ("slower", "steps", "moves"), [(1.0, 1000, False), (4.0, 1000, True), (4.0, 1, False)]
+)
+def test_stages_move_if_a_speed_has_changed_and_it_pays(slower, steps, moves):
+    links = {("gpu", "mlu"): Hop(0.0, 2e-8)}  # on which the state takes longer than a step
+    job = job_of([("gpu", 1000, 1), ("mlu", 1000, 1)], links=links)
+    plan = plan_pipeline(job)
+    count = math.ceil(64 / plan.micro_batch)
+    work = [0.0, 0.0]
+    for stage in plan.stages:
+        for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
+            work[rank] = stage.takers(count).count(rank) * seconds
+    work[1] *= slower
+    found = replan(job, plan, work, steps)
+    assert bool(found) == moves
+    if found:
+        factors, text = found
+        assert factors == pytest.approx([1, 4])
+        assert "new stages" in text
+        changed = replace(job, ranks=(job.ranks[0], job.ranks[1].scaled(4)))
+        assert sum(s.end - s.begin for s in plan_pipeline(changed).stages if 1 in s.ranks) < 6

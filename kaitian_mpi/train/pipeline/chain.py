@@ -117,11 +117,8 @@ def all_need_call(layers: Sequence[nn.Module]) -> bool:
 
 
 def _flat(model: nn.Module) -> list[nn.Module]:
-    return [
-        inner
-        for layer in model.children()
-        for inner in (_flat(layer) if type(layer) is nn.Sequential else [layer])
-    ]
+    layers = model.children() if type(model) is nn.Sequential else ()
+    return [inner for layer in layers for inner in _flat(layer)] or [model]
 
 
 class Piece(nn.Module):
@@ -143,10 +140,7 @@ class Piece(nn.Module):
         self.__dict__["model"] = model  # not a part
 
     def run(self, end: int, args: Sequence[Any], kwargs: Mapping[str, Any], carried: Any) -> Any:
-        """Compute this piece and those up to before number `end`, in a call of the model.
-
-        They begin with `carried`, as the piece before returned it; None if they are the first.
-        """
+        """Compute this piece and those before number `end`, with what the one before returned."""
         begin, places, model = self.number, self.places, self.__dict__["model"]
         if getattr(model.config, "use_cache", False):  # of keys and values, for generation
             kwargs = {"use_cache": False, **kwargs}

@@ -19,10 +19,8 @@ _BUCKET_BYTES = 8 << 20
 class StageGradients:
     """Completes the gradients of a step whose backwards are done; in the place of a reducer.
 
-    Attributes:
-        squared_norm: of the whole gradient, after `finish`; the same on every rank.
-        factor: what its numbers are to be multiplied with.
-        number: the mean loss over the global batch, after `finish`.
+    After `finish`, all ranks know the whole gradient's `squared_norm`, the `factor` to multiply it
+    with, and the mean loss, `number`.
     """
 
     carries_number = True

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from kaitian_mpi.balance.pipeline import PipelinePlan
+from kaitian_mpi.balance.pipeline_plan import replan
 from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import show_table, size_text
+from kaitian_mpi.observe.console import print_rank_0, show_table, size_text
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluate, evaluation_indices
+from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 from kaitian_mpi.train.loop import Loop, set_learning_rates
 from kaitian_mpi.train.pipeline.gradients import StageGradients
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
-from kaitian_mpi.train.step import Step, StepClock
+from kaitian_mpi.train.step import Step, StepClock, StepObserver, StepReports
 
 if TYPE_CHECKING:
+    from kaitian_mpi.train.run import Run
     from kaitian_mpi.train.shards import Shards
+
+_WINDOW, _LEAST_STEPS = 10, 4
 
 
 class GlobalSampler(LoadAdaptiveSampler):
     """Yields all samples of each global step, of which every rank picks its own."""
 
     def __init__(self, data: Any, by_rank: Sequence[int], **options: Any) -> None:
-        """`by_rank` are the samples that each rank reads first, for reports."""
-        self._by_rank = list(by_rank)
+        self._by_rank = list(by_rank)  # what each reads first, for reports
         super().__init__(data, [sum(by_rank)], 0, **options)
 
     @property
@@ -114,9 +122,6 @@ class PipelineLoop(Loop):
         share = super()._share(indices)
         return share._replace(parts=[(sizes[number], runs[number]) for number in own])
 
-    def _recompute_statistics(self) -> None:
-        """Do nothing: no rank has all layers."""
-
     def _pool_statistics(self) -> None:
         shards: Any = self.state.shards
         enter_phase("the buffers of other stages", waits=True)
@@ -133,10 +138,6 @@ class PipelineLoop(Loop):
             "predicted_step_sec": plan.step_sec,
         }
 
-    def _means(self) -> dict[str, float]:
-        self._evaluation_limit.apply()
-        return evaluate(self._task, self.world, self._results())
-
     def _results(self) -> Iterator[tuple[Any, Any, int]]:
         """Yield what the last stage finds of its micro-batches of the validation data."""
         data, size = self._setup.validation, min(MAX_BATCH, self._pipeline.micro_batch)
@@ -151,6 +152,45 @@ class PipelineLoop(Loop):
         function = self._task.metrics or self._task.loss
         for number, found in self._runner.evaluate(function, len(batches), read):  # type: ignore[arg-type]
             yield found, on_host, len(batches[number])
+
+
+class Restaging(StepObserver):
+    """Finds out, when epochs end and checkpoints are due, whether other stages are worth a move."""
+
+    def __init__(self, run: Run, loop: Loop) -> None:
+        self._run, self._loop, self._plan = run, loop, cast("PipelinePlan", loop.plan.pipeline)
+        self._samples = len(self._plan.stages) * run.config.global_batch_size
+        self._seconds: deque[np.ndarray] = deque(maxlen=_WINDOW)
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        if reports is None:
+            return
+        times, every = reports.times, self._run.config.checkpoint_every
+        if times.samples.sum() == self._samples and (times.steps > 0).all():
+            self._seconds.append(times.work_sec)
+        if reports.wants_checkpoint.any() or (every and step.number % every == 0):
+            self.epoch_ends()
+
+    def epoch_ends(self) -> None:
+        run, loop, progress = self._run, self._loop, self._run.state.progress
+        if len(self._seconds) < _LEAST_STEPS or run.facts is None:
+            return
+        world, facts, found = loop.world, run.facts, None
+        if world.rank == 0:
+            job = facts.job(run.config, world, loop.plan.min_batch)
+            work, left = np.median(self._seconds, axis=0), progress.total_steps - progress.step
+            found = replan(job, self._plan, work.tolist(), left)
+        self._seconds.clear()
+        if (found := gather_values(world.comm, found)[0]) is None:
+            return
+        factors, text = found
+        places = [info.place for info in world.infos]
+        scaled = {p: facts.by_place[p].scaled(f) for p, f in zip(places, factors, strict=True)}
+        run.facts = replace(facts, by_place={**facts.by_place, **scaled})
+        speeds = ", ".join(f"{factor:.2f}" for factor in factors)
+        text = f"ranks take {speeds} times what was planned: {text}"
+        print_rank_0(world, f"step {progress.step}: {text}")
+        loop.is_outdated = True
 
 
 def show_plan(world: World, plan: PipelinePlan) -> None:

@@ -49,7 +49,6 @@ class Runner:
         self.is_first = self.number == 0
         self.is_last = self.number == len(stages) - 1
         self.needs_call = self.is_first or all_need_call(layers)
-        """Whether it is called as the loss calls the model."""
         self._outbox = Outbox(waits)
 
     @property
