@@ -56,11 +56,9 @@ def plain(state: Any) -> Any:
 
 
 def check_loadable(value: Any, where: str) -> None:
-    """Raise a `UserError` if a safe torch.load does not accept a value, as torch.save does.
+    """Raise a `UserError` if a safe torch.load does not accept a value of `plain` containers.
 
-    Args:
-        value: with `plain` containers.
-        where: its name in messages.
+    `where` is its name in messages.
     """
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
@@ -91,19 +89,11 @@ def check_reloadable(state: Any, where: str) -> None:
 def broadcast_state(
     comm: MPI.Intracomm, state: Any, root: int, receives: bool, into: Any = None
 ) -> Any:
-    """Send a state from one rank to some ranks. Collective.
+    """Send a state from rank `root` to those that want it, of all that call this. Collective.
 
-    Args:
-        comm: of all ranks that call this.
-        state: sent by rank `root`, with tensors on any device; ignored elsewhere.
-        root: the rank that sends.
-        receives: whether this rank wants the state.
-        into: a state of this rank that may be overwritten: its tensors in host memory are received
-            into and become part of the result if shape, strides and dtype match.
-
-    Returns:
-        The state, with its tensors in host memory; on rank `root`, `state` itself. None if this
-        rank does not receive.
+    Its tensors are on any device, and in host memory where they are received: in that of `into`,
+    which may be overwritten, if shape, strides and dtype match. Returns the state, on rank `root`
+    itself; None on a rank that does not receive.
     """
     share = partial(comm.Bcast, root=root)
     if comm.rank == root:
@@ -163,14 +153,11 @@ def _get(
 def copy_state(
     state: Any, into: Any = None, *, share: bool = False, is_mapped: bool = False
 ) -> Any:
-    """Return a copy of a state, with new tensors in host memory.
+    """Return a copy of a state, with tensors on any device, in new host memory.
 
-    Args:
-        state: with tensors on any device.
-        into: a state that may be overwritten: its large tensors, on any device, become part of the
-            copy if shape, strides and dtype match: new memory takes many times as long as copying.
-        share: whether a tensor that has all of its storage in host memory is kept, not copied.
-        is_mapped: whether the state's memory is a file's; each piece that was copied leaves memory.
+    The large tensors of `into`, on any device, become part of the copy if shape, strides and dtype
+    match: new memory takes many times as long as copying. If `share`, a tensor that has all of its
+    storage in host memory is kept; if `is_mapped`, pieces of a file that were copied leave memory.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
 

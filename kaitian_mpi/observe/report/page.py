@@ -79,13 +79,10 @@ def _number(value: float | None) -> str:
 
 def _run_section(run: Run, number: int) -> str:
     figures = "".join(_figure(run, spec, f"run{number}-{spec.name}") for spec in FIGURES)
-    return f"""<section aria-labelledby="run{number}">
-<h2 id="run{number}">Run {_text(run.name)}</h2>
-{_summary(run)}
-{_rank_table(run)}
-{figures}
-</section>
-"""
+    heading = (
+        f'<section aria-labelledby="run{number}">\n<h2 id="run{number}">Run {_text(run.name)}</h2>'
+    )
+    return "\n".join([heading, _summary(run), _rank_table(run), figures, "</section>\n"])
 
 
 def _summary(run: Run) -> str:
