@@ -53,8 +53,8 @@ _open: list[Training] = []
 _TRAINS, _BEGINS, _EVALUATES, _STOPS = "trains", "begins an epoch", "evaluates", "stops"
 _OUT_OF_MEMORY = (
     "{} is out of memory. Set a smaller micro_batch_size, or leave it to the benchmark (balance "
-    "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, or other "
-    "devices"
+    "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, layout auto "
+    "(docs/large-models.md), or other devices"
 )
 
 

@@ -195,9 +195,22 @@ def test_a_device_that_fits_few_samples_takes_part_and_one_for_none_is_an_error(
     if min_batch == 1:
         assert len(measured.batches) >= 2
         assert measured.largest_micro_batch in (2, 3)
-    needed = (r"a single sample.*; leave it out \(name ", "cpu is out of memory for .* 2 samples")
+    needed = (
+        r"a single sample.*auto.*leave the device out \(name ",
+        "cpu is out of memory for .* 2 samples",
+    )
     with pytest.raises(UserError, match=needed[min_batch - 1]):
         measure(HOST, min_batch - 1, min_batch)
+
+
+def test_a_device_without_memory_for_the_model_is_an_error_that_says_what_helps(monkeypatch):
+    def refuse(_):
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(rank_timer.copy, "deepcopy", refuse)
+    message = "cpu is out of memory for a copy of the model; give --layout auto, .*large-models.md"
+    with pytest.raises(UserError, match=message):
+        measure(HOST)
 
 
 # As users report them in the vendors' and their own issue trackers, and as the sources print them.

@@ -110,8 +110,13 @@ class RankTimer:
             self._copy = self._end.enter_context(borrowed(self._task.model, self._parted))
             self._optimizers = []
         else:
-            self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
-            self._optimizers = self._task.make_optimizers(self._copy)
+            try:
+                self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
+                self._optimizers = self._task.make_optimizers(self._copy)
+            except Exception as error:
+                if not self._device.is_out_of_memory(error):
+                    raise
+                raise self._too_small("a copy of the model") from error
         self._computation = self._fastest(self._first_batch)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
         self._repeat(times)
@@ -241,14 +246,17 @@ class RankTimer:
     def _half(self, batch: int) -> int:
         if batch == self._min_batch:
             samples = "a single sample" if batch == 1 else f"{batch} samples"
-            info = self._world.info
-            raise UserError(
-                f"{info.device} is out of memory for a step of {samples}, its smallest share; "
-                "leave it out (name other devices with --devices, or start fewer ranks on "
-                f"{info.host}), or make the step smaller; see 'A device that is too small' in "
-                "docs/balance.md"
-            )
+            raise self._too_small(f"a step of {samples}, its smallest share")
         return max(self._min_batch, batch // 2)
+
+    def _too_small(self, what: str) -> UserError:
+        info = self._world.info
+        return UserError(
+            f"{info.device} is out of memory for {what}; give --layout auto, with which ranks may "
+            "have parts of the model or its state (docs/large-models.md), leave the device out "
+            f"(name others with --devices, or start fewer ranks on {info.host}), or make the step "
+            "smaller; see 'A device that is too small' in docs/balance.md"
+        )
 
     def _mean_step(self, batch: int) -> float:
         """Return the mean seconds of at least one step, over at least 0.1 s.
