@@ -175,13 +175,10 @@ class Metrics(StepObserver):
         print_rank_0(self._world, result_line(*where, means))
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
-        with (
-            run.saving(self._world),
-            run.state.whole_weights(self._world, run.setup.path) as fault,
-        ):
-            run.setup.folder.save_model(
-                run.state.weights() if run.owns_files and fault is None else {}, fault
-            )
+        whole = run.state.whole_weights(self._world, run.setup.path)
+        with run.saving(self._world), whole as fault:
+            own = run.state.weights() if run.owns_files and fault is None else {}
+            run.setup.folder.save_model(own, fault)
         memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(

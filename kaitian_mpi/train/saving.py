@@ -155,8 +155,7 @@ class Saving(StepObserver):
     def _write_results(self, why: OSError | None) -> None:
         """Write the weights, unless they are on disk already, and then the summary as finished.
 
-        Existing files are kept. A checkpoint that did not fit is not an error. `why` says that
-        this rank does not have the weights.
+        Existing files are kept. A checkpoint that did not fit is no error; `why` is one of weights.
         """
         run, folder = self._run, self._run.setup.folder
         self._checkpoints.wait()  # one that is still being written needs space

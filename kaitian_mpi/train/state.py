@@ -139,10 +139,7 @@ class State:
 
     @contextmanager
     def whole(self, world: World, folder: Path | None) -> Iterator[OSError | None]:
-        """Have rank 0 return the whole state in the block, whatever the layout. Collective.
-
-        Yields why that is not possible, if the `folder` for what other ranks have is full.
-        """
+        """Have rank 0 return the whole state in the block; yield why not, if so. Collective."""
         with nullcontext() if self.shards is None else self.shards.collected(world, folder) as why:
             yield why
 

@@ -252,10 +252,10 @@ class RankTimer:
     def _too_small(self, what: str) -> UserError:
         info = self._world.info
         return UserError(
-            f"{info.device} is out of memory for {what}; give --layout auto, with which ranks may "
-            "have parts of the model or its state (docs/large-models.md), leave the device out "
-            f"(name others with --devices, or start fewer ranks on {info.host}), or make the step "
-            "smaller; see 'A device that is too small' in docs/balance.md"
+            f"{info.device} is out of memory for {what}; give --layout auto, which may divide the "
+            "model (docs/large-models.md), leave the device out (name others with --devices, or "
+            f"start fewer ranks on {info.host}); or see 'A device that is too small' in "
+            "docs/balance.md"
         )
 
     def _mean_step(self, batch: int) -> float:
