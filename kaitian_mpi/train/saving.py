@@ -46,8 +46,7 @@ class Saving(StepObserver):
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
         self._is_told_to_end = self._is_to_end = False
-        # What was due when a rank was lost is saved by those that are left.
-        self._is_due = self._has_step = bool(run.membership.losses) and self._is_missing()
+        self._is_due = self._has_step = self._is_missing()
         self._saved_at = time.monotonic()
         self._requested = self._has_reported = False
         self._snapshot_sec = self._snapshot_at = 0.0
@@ -240,10 +239,13 @@ class Saving(StepObserver):
         return self._run.metadata(self._world, self._sampler.batch_sizes)
 
     def _is_missing(self) -> bool:
-        """Return whether a checkpoint of the current step was due, and none was begun."""
-        writer, progress = self._checkpoints.on_disk, self._progress
-        every, step = self._run.config.checkpoint_every, progress.step
-        is_due = step > 0 and (progress.position == 0 or (every > 0 and step % every == 0))
+        """Return whether there is no checkpoint yet that a loss needs, or was due at one."""
+        writer, progress, run = self._checkpoints.on_disk, self._progress, self._run
+        every, step, shards = run.config.checkpoint_every, progress.step, run.state.shards
+        is_due = progress.position == 0 or (every > 0 and step % every == 0)
+        # At the start it is due if the loss of a rank would take along what no other has.
+        may_lose = shards is not None and self._world.size > 1 and not shards.has_copies
+        is_due &= bool(run.membership.losses) if step else run.membership.survives and may_lose
         if not is_due or not self._checkpoints.writers:
             return False
         known = (writer.last_submitted, writer.files.newest_step()) if writer is not None else ()
@@ -306,11 +308,7 @@ class Saving(StepObserver):
         if state.shards is not None:  # no rank has all of it, and the others cannot be asked
             assert writer is not None
             kept = writer.files.newest_step()
-            last = (
-                "there is no checkpoint"
-                if kept is None
-                else f"the checkpoint of step {kept} is kept"
-            )
+            last = "no checkpoint yet" if kept is None else f"the checkpoint of step {kept} is kept"
             return (
                 f"step {step} is not saved, as the ranks have it in parts (--layout); SIGUSR2 to "
                 f"mpirun ends a job that has saved all; {last}"

@@ -202,6 +202,11 @@ class Shards:
             names = ", ".join([*sorted(missing), *result.unexpected_keys])
             raise RuntimeError(f"it has not the same parameters: {names}")
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether all of the state is on two ranks."""
+        return all(part.mirror != NO_MIRROR for part in self.parts)
+
     def is_complete(self, comm: MPI.Intracomm) -> bool:
         """Return whether these ranks have all of the state. Collective."""
         states = _sources(comm, self._held())

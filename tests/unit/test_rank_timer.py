@@ -196,7 +196,7 @@ def test_a_device_that_fits_few_samples_takes_part_and_one_for_none_is_an_error(
         assert len(measured.batches) >= 2
         assert measured.largest_micro_batch in (2, 3)
     needed = (
-        r"a single sample.*auto.*leave the device out \(name ",
+        r"a single sample.*auto.*leave it out \(other ",
         "cpu is out of memory for .* 2 samples",
     )
     with pytest.raises(UserError, match=needed[min_batch - 1]):

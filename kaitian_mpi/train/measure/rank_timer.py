@@ -253,9 +253,8 @@ class RankTimer:
         info = self._world.info
         return UserError(
             f"{info.device} is out of memory for {what}; give --layout auto, which may divide the "
-            "model (docs/large-models.md), leave the device out (name others with --devices, or "
-            f"start fewer ranks on {info.host}); or see 'A device that is too small' in "
-            "docs/balance.md"
+            f"model (docs/large-models.md), leave it out (other --devices, or fewer ranks on "
+            f"{info.host}), or see 'A device that is too small' in docs/balance.md"
         )
 
     def _mean_step(self, batch: int) -> float:

@@ -67,6 +67,10 @@ class Stages(Shards):
         super().drop()
         self.owners, self._new, self._present = [], {}, set()
 
+    @property
+    def has_copies(self) -> bool:
+        return all(len(ranks) > 1 for ranks in self.owners)
+
     def is_complete(self, comm: MPI.Intracomm) -> bool:
         """Return whether these ranks have all parameters and their state. Collective."""
         found = {number for own in gather_values(comm, sorted(self._has())) for number in own}
