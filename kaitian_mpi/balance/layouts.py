@@ -22,10 +22,6 @@ from kaitian_mpi.balance.shares import split_cohorts
 REPLICATE, SHARD, PIPELINE = "replicate", "shard", "pipeline"
 _AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is as good
 _MOST = 1e18  # of what a file says, so that no sum overflows
-# What a rank does in a step besides computing and its optimizer: as many calls of torch as the loop
-# takes the time of, and those by parameter; and passes over all gradients. These go to buffers, and
-# are checked; in shard, the new values come back, too.
-_HANDLING = {REPLICATE: (700, 5, 1.5), SHARD: (1500, 24, 3.0)}
 _FORWARD = 1 / 3  # part of a step's compute time
 
 
@@ -76,9 +72,8 @@ class LayoutJob:
 
     def handling_sec(self, layout: str) -> np.ndarray:
         """Return each rank's seconds of a step for what is neither computing nor the optimizer."""
-        once, each, passes = _HANDLING[layout]
-        calls, size = once + each * self.whole.trained, passes * self.whole.trained_bytes
-        return np.array([rank.copy_seconds(calls, size) for rank in self.chain.ranks])
+        size = self.whole.trained, self.whole.trained_bytes
+        return np.array([rank.handling_seconds(layout, *size) for rank in self.chain.ranks])
 
     def check(self) -> None:
         """Check what a file says.

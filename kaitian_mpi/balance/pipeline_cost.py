@@ -17,7 +17,10 @@ _MANY_RANKS, _MUCH_WORK = 64, 500_000
 TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
 TEMPORARIES = 2  # of a parameter's size, while an optimizer steps it
 BUCKET_BYTES = 16 << 20
-_HANDLING = 1000, 2, 0.5  # in a step: calls of torch, those by parameter, and passes over gradients
+# What a rank does in a step of each layout besides computing and its optimizer: as many calls of
+# torch as the loop takes the time of, and those by parameter; and passes over all gradients. These
+# go to buffers, and are checked; in shard, the new values come back, too.
+HANDLING = {"replicate": (700, 5, 1.5), "shard": (1500, 24, 3.0), "pipeline": (1000, 2, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,10 @@ class RankFacts:
         """Return what its optimizer takes to step so many parameters of so many bytes."""
         return count * self.update_sec + size * self.update_sec_per_byte
 
-    def copy_seconds(self, calls: float, size: float) -> float:
-        """Return what so many calls of torch take, and passes over so many bytes."""
-        return calls * self.call_sec + size * self.copy_sec_per_byte
+    def handling_seconds(self, layout: str, count: int, size: int) -> float:
+        """Return what `HANDLING` says that it takes for so many parameters of so many bytes."""
+        once, each, passes = HANDLING[layout]
+        return (once + each * count) * self.call_sec + passes * size * self.copy_sec_per_byte
 
 
 @dataclass(frozen=True)
@@ -180,10 +184,8 @@ def _update_sec(job: PipelineJob, stage: Stage) -> float:
     """Return the seconds of a stage's sum of gradients, of its check, and of its optimizer."""
     layers = job.layers[stage.begin : stage.end]
     count, trained = sum(one.trained for one in layers), sum(one.trained_bytes for one in layers)
-    once, each, passes = _HANDLING
     own = max(
-        facts.update_seconds(count, trained)
-        + facts.copy_seconds(once + each * count, passes * trained)
+        facts.update_seconds(count, trained) + facts.handling_seconds("pipeline", count, trained)
         for facts in (job.ranks[rank] for rank in stage.ranks)
     )
     kind, ranks = job.ranks[stage.ranks[0]].kind, len(stage.ranks)

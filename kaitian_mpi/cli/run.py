@@ -124,16 +124,19 @@ def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, ru
     launch = read_launch(environ)
     size, names = str(len(hosts)), list(dict.fromkeys(hosts))
     environ |= {
-        **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
+        "RANK": str(rank),
+        "WORLD_SIZE": size,
         "LOCAL_RANK": str(launch.local_rank),
         "LOCAL_WORLD_SIZE": str(launch.local_size),
         "GROUP_RANK": str(names.index(hosts[rank])),
         "GROUP_WORLD_SIZE": str(len(names)),
         "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
         # Frameworks that find this one do not start processes themselves.
         "TORCHELASTIC_RUN_ID": run_id,
-        **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
         # torchrun's own process serves the store at MASTER_PORT; here rank 0 must.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }

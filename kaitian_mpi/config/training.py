@@ -276,11 +276,7 @@ class TrainingConfig:
             )
 
     def check_layout(self, layout: str) -> None:
-        """Check that the other settings permit a layout; `auto` takes one that they do.
-
-        Raises:
-            UserError: they do not.
-        """
+        """Raise a `UserError` if other settings rule a layout out; `auto` then takes another."""
         for name in ("wire", "relay_dtype") if layout in ("shard", "pipeline") else ():
             if getattr(self, name) != "fp32":
                 raise UserError(

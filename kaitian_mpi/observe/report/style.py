@@ -81,17 +81,20 @@ def drawing() -> Iterator[None]:
     defaults = mpl.rcParamsDefault
     settings = {
         **{name: defaults[name] for name in defaults if "backend" not in name},
+        "text.parse_math": False,  # a host name may have dollar signs
         "svg.fonttype": "none",
-        **dict.fromkeys(("font.size", "axes.titlesize"), 10),
+        "font.size": 10,
+        "axes.titlesize": 10,
         "figure.titlesize": 12,
         **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
         **dict.fromkeys(("text.color", "axes.labelcolor"), TEXT),
-        **dict.fromkeys(("axes.edgecolor", "hatch.color"), MUTED),
-        # A host name may have dollar signs.
-        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "text.parse_math"), False),
+        "axes.edgecolor": MUTED,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
         "lines.linewidth": 1.8,
         "lines.markersize": 5,
         "hatch.linewidth": 0.6,
+        "hatch.color": MUTED,
     }
     with warnings.catch_warnings(), mpl.rc_context(settings):
         # A host name may have characters that the font lacks; they are shown as boxes.
