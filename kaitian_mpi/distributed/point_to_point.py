@@ -1,21 +1,23 @@
 """Point-to-point messages: nonblocking MPI, beside the queue of collectives.
 
 A receive posted before a collective and matched after it must not block the collective, so messages
-have their own communicator and their own thread, which polls the pending ones.
+have their own communicator and their own thread, which polls the pending ones. What an accelerator
+sends is copied out beside its computation, and that thread passes it to MPI once it is there.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kaitian_mpi.distributed.collectives import staging
-from kaitian_mpi.distributed.collectives.staging import from_host, to_host
+from kaitian_mpi.distributed.collectives.staging import StreamEnd, from_host, to_host
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
@@ -46,19 +48,26 @@ class Message(Queued):
         self,
         tensor: torch.Tensor,
         buffer: torch.Tensor,
-        request: MPI.Request,
+        start: Callable[[], MPI.Request],
         peer: int,
         *,
         is_receive: bool,
         streams: staging.Streams = staging.NO_STREAMS,
+        filled: StreamEnd | None = None,
     ) -> None:
-        """Follow a request, whose buffer is in host memory; what it receives is for `tensor`."""
+        """Follow the request that `start` returns, whose buffer is in host memory.
+
+        What it receives is for `tensor`. What it sends is in the buffer once `filled` is reached.
+        """
         from mpi4py import MPI
 
-        super().__init__([tensor])
+        # A message is sent from a copy, so that its end is no matter of the device's streams.
+        super().__init__([tensor] if is_receive else [])
         self.peer, self.is_receive = peer, is_receive
         self._tensor, self._buffer, self._streams = tensor, buffer, streams
-        self._request, self._status = request, MPI.Status()
+        self._start, self._filled = start, filled
+        self._request: MPI.Request | None = None
+        self._status = MPI.Status()
         self._is_transferred = False
         self._source = -1
         self.awaited_since = float("inf")
@@ -71,10 +80,23 @@ class Message(Queued):
 
     source_rank = _source_rank
 
+    @property
+    def is_waiting_to_start(self) -> bool:
+        """Whether MPI has not been given the message yet."""
+        return self._request is None
+
+    def start(self) -> bool:
+        """Give MPI the message if the buffer is filled; return whether MPI has it."""
+        if self._request is None and (self._filled is None or self._filled.is_reached()):
+            self._request = self._start()
+        return self._request is not None
+
     def is_transferred(self) -> bool:
         """Return whether MPI is done with the buffer; lets MPI make progress."""
         # A second test would clear the status.
-        self._is_transferred = self._is_transferred or self._request.Test(self._status)
+        self._is_transferred = self._is_transferred or (
+            self._request is not None and self._request.Test(self._status)
+        )
         return self._is_transferred
 
     @property
@@ -84,6 +106,7 @@ class Message(Queued):
 
     def cancel(self) -> None:
         """Cancel a receive that no message has matched."""
+        assert self._request is not None
         self._request.Cancel()
 
     def finish(self) -> None:
@@ -122,7 +145,8 @@ class Mailbox:
     ) -> None:
         """Start the thread; after `on_failure` is called, the group cannot be used."""
         self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
-        self._streams = staging.SideStreams()
+        # Apart, so that what arrives does not wait for the computation of what is sent.
+        self._streams, self._outgoing = staging.SideStreams(), staging.SideStreams()
         self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []
@@ -139,18 +163,18 @@ class Mailbox:
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
         """Start sending a tensor on any device, which must not change until the work is done."""
         self._check("send", target)
-        buffer = to_host(tensor)
-        request = self._comm.Isend(as_raw_buffer(buffer), target, tag)
-        return self._follow(Message(tensor, buffer, request, target, is_receive=False))
+        buffer, filled = staging.copy_out(tensor, self._outgoing)
+        start = partial(self._comm.Isend, as_raw_buffer(buffer), target, tag)
+        return self._follow(Message(tensor, buffer, start, target, is_receive=False, filled=filled))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
         self._check("recv", source)
         buffer = to_host(tensor, read=False)
-        request = self._comm.Irecv(as_raw_buffer(buffer), source, tag)
+        start = partial(self._comm.Irecv, as_raw_buffer(buffer), source, tag)
         streams = self._streams.after_caller(tensor)
         return self._follow(
-            Message(tensor, buffer, request, source, is_receive=True, streams=streams)
+            Message(tensor, buffer, start, source, is_receive=True, streams=streams)
         )
 
     def close(self) -> bool:
@@ -175,9 +199,17 @@ class Mailbox:
 
     def _follow(self, item: Message) -> Message:
         with self._changed:
+            if item.is_receive or not any(other.is_waiting_to_start for other in self._pending):
+                item.start()
             self._pending.append(item)
             self._changed.notify()
         return item
+
+    def _start_sends(self, waiting: Sequence[Message]) -> None:
+        """Give MPI what is copied out, in order, in which it matches what two ranks exchange."""
+        for item in waiting:
+            if item.is_waiting_to_start and not item.start():
+                return
 
     def _poll_or_abort(self) -> None:
         try:
@@ -204,6 +236,8 @@ class Mailbox:
                     if item.is_receive:
                         item.cancel()
             try:
+                with self._changed:  # no message is started past those that wait
+                    self._start_sends(waiting)
                 done = [item for item in waiting if item.is_transferred()]
             except Exception as error:
                 if not ulfm.may_be_loss(error):

@@ -301,6 +301,25 @@ def test_a_receive_writes_after_work_queued_on_the_callers_stream(world, device_
 
 
 @pytest.mark.ranks(2)
+def test_a_send_does_not_wait_for_the_device_and_keeps_its_place(world, device_of):
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    later = torch.full((3,), 20.0)  # in host memory, and not to overtake
+    with Held():
+        content = device_of(torch.zeros(1_000))
+        content.fill_(world.rank + 1.0)
+        works = [dist.isend(content, right), dist.isend(later, right)]
+        is_pending = not works[1].is_completed()
+    assert is_pending or world.info.kind == "cpu"
+    received = [device_of(torch.zeros(1_000)), torch.zeros(3)]
+    for tensor in received:
+        works.append(dist.irecv(tensor, left))
+    for work in works:
+        work.wait()
+    assert torch.equal(values(received[0]), torch.full((1_000,), left + 1.0))
+    assert received[1].tolist() == [20.0] * 3
+
+
+@pytest.mark.ranks(2)
 def test_ranks_may_use_groups_in_different_orders(world, device_of, algorithm):
     if len(world.groups) == 1:
         pytest.skip("a vendor's own libraries need one order")

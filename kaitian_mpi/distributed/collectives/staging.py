@@ -140,6 +140,22 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
     return host
 
 
+def copy_out(tensor: torch.Tensor, streams: SideStreams) -> tuple[torch.Tensor, StreamEnd | None]:
+    """Start copying a tensor to host memory, on one of `streams`, which the host does not wait for.
+
+    Returns the copy, and what must be reached before it is read: None if nothing, as for a
+    contiguous host tensor, which is returned itself. The device keeps the tensor's memory until
+    then, and it must not change.
+    """
+    module = None if tensor.is_cpu else device_of(tensor.device).streams()
+    if module is None:
+        return to_host(tensor), None
+    host = to_host(tensor, read=False)
+    with streams.after_caller(tensor):
+        host.copy_(tensor.detach(), non_blocking=True)
+        return host, StreamEnd(module, tensor.device)
+
+
 def from_host(host: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy values back to the tensor for which `to_host` or `contiguous` returned `host`.
 
