@@ -130,7 +130,11 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
 
 
 def as_buffer(tensor: torch.Tensor) -> Buffer:
-    """Return a contiguous host tensor as an MPI buffer of its own dtype, to be reduced."""
+    """Return a contiguous host tensor as an MPI buffer of its own dtype, to be reduced.
+
+    It does not keep the tensor alive: pass a variable that lives until MPI is done, not a temporary
+    value. The same holds for `as_raw_buffer`.
+    """
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return memory, _TYPES[tensor.dtype]
 

@@ -80,7 +80,7 @@ def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> N
             comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
         else:
             # MPICH before 4.2.1 is in place at rank 0 only (pmodels/mpich#6540, #6893).
-            own = piece.clone()  # as_buffer keeps no tensor alive
+            own = piece.clone()
             comm.Reduce(as_buffer(own), as_buffer(piece), op.mpi_op, root)
     if comm.rank == root:
         op.divide_average(tensor, comm.size)
@@ -94,7 +94,8 @@ def reduce_scatter(
         parts = tensor.view(-1).split(max(1, result.numel()))
         pairwise.reduce_scatter(comm, result.view(-1), parts or (result,), op)
         return
-    comm.Reduce_scatter_block(as_buffer(separate(tensor, result)), as_buffer(result), op.mpi_op)
+    source = separate(tensor, result)
+    comm.Reduce_scatter_block(as_buffer(source), as_buffer(result), op.mpi_op)
     op.divide_average(result, comm.size)
 
 

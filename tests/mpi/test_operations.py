@@ -124,6 +124,30 @@ def test_sums_of_narrow_integers_wrap_and_their_averages_are_exact(world, algori
     assert torch.equal(product, (term.long() ** world.size).to(dtype))
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_results_may_be_written_over_what_is_sent(world, place):
+    """As ZeRO and FSDP reduce gradients, in the way of each of the sizes that differ in it."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for kib in (1, 80, 256, 500, 700):
+            part = (kib << 10) // (world.size * dtype.itemsize)
+            for number in range(3):  # memory that was free at first is in use later
+                content = torch.arange(part * world.size) % 5 + number
+                tensor = place((content * (world.rank + 1)).to(dtype))
+                own = slice(world.rank * part, (world.rank + 1) * part)
+                dist.reduce_scatter_single(tensor[own], tensor)
+                expected = (content * cases.factor(world)).to(dtype)
+                assert torch.equal(cases.values(tensor[own]), expected[own]), (dtype, kib)
+    for length in (3, 50_000):
+        sent = torch.arange(world.size) + world.size * world.rank
+        received = torch.arange(world.size) * world.size + world.rank
+        whole = place(sent.repeat_interleave(length))
+        dist.all_to_all_single(whole, whole)
+        assert torch.equal(cases.values(whole), received.repeat_interleave(length))
+        whole = place(sent.repeat_interleave(length))
+        dist.all_to_all(list(whole.split(length)), list(whole.split(length)))
+        assert torch.equal(cases.values(whole), received.repeat_interleave(length))
+
+
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="came with torch 2.14")
 def test_gather_into_one_tensor(world, place):
     own = place(torch.full((2, 3), float(world.rank)))

@@ -45,6 +45,15 @@ def test_one_file_names_mpi_libraries_and_one_room_asks_for_device_kinds_or_prin
                 assert place == "cli", path
 
 
+def test_memory_that_mpi_accesses_by_its_address_belongs_to_a_variable():
+    """Such a buffer keeps no tensor alive: the memory of a temporary one is used again."""
+    for path in FILES:
+        calls = (node for node in nodes(path) if isinstance(node, ast.Call))
+        for call in calls:
+            if ast.unparse(call.func) in ("as_buffer", "as_raw_buffer"):
+                assert all(isinstance(a, ast.Name) for a in call.args), f"{path}:{call.lineno}"
+
+
 def is_type_of_device(node):
     return isinstance(node, ast.Attribute) and node.attr == "type"
 

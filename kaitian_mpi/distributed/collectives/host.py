@@ -222,6 +222,7 @@ class HostOperations:
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
         host, source = to_host(output, read=False), to_host(tensor)
+        source = separate(source, host)
         request = start_all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
         from_host(host, output)
@@ -232,9 +233,18 @@ class HostOperations:
         self._arrive()
         # One copy of each, as a gather sends the same tensor to all ranks.
         copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
-        sources = [None if piece is None else copies[id(piece)] for piece in sent]
         received = received or [None] * self.size
         targets = [None if piece is None else to_host(piece, read=False) for piece in received]
+        # What arrives must not overwrite what has still to be sent to another rank.
+        written = {
+            target.untyped_storage().data_ptr()
+            for rank, target in enumerate(targets)
+            if target is not None and rank != self.rank
+        }
+        for key, source in copies.items():
+            if source.untyped_storage().data_ptr() in written:
+                copies[key] = source.clone()
+        sources = [None if piece is None else copies[id(piece)] for piece in sent]
         pairwise.exchange(self._comm, sources, targets)
         for target, piece in zip(targets, received, strict=True):
             if target is not None and piece is not None:
