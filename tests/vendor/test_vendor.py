@@ -255,6 +255,43 @@ def test_an_operation_runs_after_work_queued_on_the_callers_stream(
         assert torch.equal(values(tensor), torch.full((length,), 2.0 * cases.factor(world)))
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("form", ["contiguous", "strided", "in host memory"])
+def test_the_copies_of_a_group_of_one_rank_are_waited_for(world, device_of, form, in_background):
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    content = torch.arange(1.0, 1001.0)
+
+    def placed(tensor):
+        if form == "in host memory":
+            return tensor.clone()
+        if form == "contiguous":
+            return device_of(tensor)
+        return device_of(torch.stack([tensor, torch.zeros_like(tensor)], 1))[:, 0]
+
+    def call(operation, output, given):
+        options = {"group": alone, "async_op": in_background}
+        if operation in (dist.all_reduce, dist.broadcast):
+            output = given
+            return output, operation(given, *[world.rank][: operation is dist.broadcast], **options)
+        takes_lists = operation in (dist.all_to_all, dist.reduce_scatter, dist.scatter)
+        inputs = [given] if takes_lists else given
+        outputs = [output] if operation in (dist.all_to_all, dist.all_gather) else output
+        return output, operation(outputs, inputs, **options)
+
+    for operation in (
+        *(dist.all_to_all, dist.all_to_all_single, dist.all_gather, dist.broadcast),
+        *(dist.all_reduce, dist.reduce_scatter),
+    ):
+        output, given = placed(torch.zeros_like(content)), placed(content)
+        if world.info.kind != "cpu":
+            current_stream().give(lambda: time.sleep(0.01))
+        output, work = call(operation, output, given)
+        if work is not None:
+            work.wait()
+        assert torch.equal(values(output), content), operation.__name__
+    dist.destroy_process_group(alone)
+
+
 def test_the_host_sleeps_until_a_futures_result_is_complete(world, device_of, algorithm):
     fake_device.spins.clear()
     tensor = device_of(torch.full((100_000,), world.rank + 1.0))

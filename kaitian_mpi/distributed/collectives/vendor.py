@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.distributed.collectives import staging
 from kaitian_mpi.distributed.collectives.arrivals import LibraryWatch
-from kaitian_mpi.distributed.collectives.work import Finished
+from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_job, write_labeled
@@ -252,7 +252,10 @@ def _copy_alone(outputs: Any, inputs: Any, op: Any) -> Work:
         with staging.writing(outputs):
             for output, tensor in zip(outputs, inputs, strict=True):
                 output.detach().view(-1).copy_(tensor.detach().view(-1))
-    return Finished(outputs)
+    # The device may not have copied yet, and the caller may wait on another stream than this.
+    work = Queued(outputs)
+    work.finish()
+    return work
 
 
 @contextmanager
