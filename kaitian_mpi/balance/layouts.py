@@ -239,7 +239,7 @@ def _divide(
         return Prediction(layout, why=why)
     needed = fixed + job.least
     missing = needed - job.memory
-    if (missing > 0).any():
+    if (missing >= 1).any():  # a part of a byte may be rounding
         rank = int(missing.argmax())
         has = _mb(job.memory[rank])
         return Prediction(layout, why=f"needs {_mb(needed[rank])} on rank {rank}, which has {has}")

@@ -309,7 +309,7 @@ def replan(
         for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
             if number := takers.count(rank):
                 planned = number * seconds + job.ranks[rank].update_seconds(*trained)
-                factors[rank] = work_sec[rank] / planned
+                factors[rank] = max(work_sec[rank], 1e-9) / planned
     used = [factors[rank] for stage in plan.stages for rank in stage.ranks]
     if max(used) < _MIN_CHANGE * min(used):
         return None

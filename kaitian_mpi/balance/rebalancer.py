@@ -154,7 +154,8 @@ class Rebalancer:
         least = MIN_SLOPE * np.where(own < shares, there, here) / np.maximum(larger, 1)
         slope = (here - there) / np.where(known, own - shares, 1)
         beta = np.where(known, np.clip(slope, np.minimum(least, most), most), costs.beta_sec)
-        alpha = np.where(known, here - beta * own, costs.alpha_sec)
+        # Of a line through the origin, rounding may leave a little less than nothing.
+        alpha = np.where(known, np.maximum(here - beta * own, 0.0), costs.alpha_sec)
         self._costs = replace(costs, alpha_sec=alpha, beta_sec=beta)
 
     def _better_plan(self) -> NewPlan | None:

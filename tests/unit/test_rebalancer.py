@@ -173,6 +173,23 @@ def test_no_new_plan_where_all_ranks_become_faster_and_one_of_them_is_noisy(seed
         assert rebalancer.observe(rank_steps(*rows)) is None
 
 
+@pytest.mark.parametrize("seed", [1, 27, 35, 41, 54])
+def test_rounding_makes_no_cost_negative(seed):
+    """As it did in most of these jobs: a negative alpha is no cost, and ended them."""
+    chance = random.Random(seed)
+    rebalancer, slowdowns = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32]), [1.0, 1.0]
+    for _ in range(300):
+        if chance.random() < 0.1:
+            slowdowns[chance.randrange(2)] = chance.choice([0.3, 0.5, 1, 2, 3, 5])
+        work = [
+            0.01 * samples * slowdown * chance.lognormvariate(0, 0.2)
+            for samples, slowdown in zip(rebalancer.batch_sizes, slowdowns, strict=True)
+        ]
+        pairs = zip(rebalancer.batch_sizes, work, strict=True)
+        rebalancer.observe(rank_steps(*((1, b, sec, max(work) - sec + 1e-3) for b, sec in pairs)))
+        assert all(cost.alpha_sec >= 0 and cost.beta_sec > 0 for cost in rebalancer.costs)
+
+
 def watch(steps, told, ranks=3, costs=()):
     """Feed steps 1, 2, … and return the events as (step, rank, kind, begins)."""
     watch = StragglerDetector(ranks, costs)
