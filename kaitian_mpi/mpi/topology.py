@@ -157,6 +157,12 @@ def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
     return [sharing for sharing in users.values() if len(sharing) > 1]
 
 
+def are_joined_by_library(infos: Sequence[RankInfo]) -> bool:
+    """Return whether ranks are of one kind, with a library and a device each."""
+    is_one_kind = len({(info.kind, info.library) for info in infos}) == 1
+    return is_one_kind and bool(infos[0].library) and not shared_devices(infos)
+
+
 def check_own_devices(infos: Sequence[RankInfo]) -> None:
     """Raise an `AgreedError` if two ranks of a group share a device; all have the same infos."""
     faults = []

@@ -2,7 +2,9 @@
 
 import copy
 from contextlib import nullcontext
+from itertools import pairwise, product
 
+import fake_library
 import pytest
 import torch
 from collective_cases import values
@@ -13,6 +15,7 @@ from kaitian_mpi import Task
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.gradients import StageGradients
+from kaitian_mpi.train.pipeline.peers import join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.task import Computation
@@ -45,7 +48,14 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     task = Task(**{**vars(task), "loss": loss})
     waits = lambda what: nullcontext()  # noqa: E731
     computation = Computation(world.device, "fp32", "contiguous")
-    runner = Runner(task, held.layers, computation, stages, world.rank, 1, waits=waits)
+    peers = join_stages(world, stages)
+    links = [{*pair} for one, other in pairwise(stages) for pair in product(one.ranks, other.ranks)]
+    alike = [link for link in links if len({world.kinds[rank] for rank in link}) == 1]
+    joined = [other for other in range(world.size) if {world.rank, other} in alike]
+    assert [other for other in range(world.size) if peers.joins(other)] == joined
+    fake_library.calls.clear()
+    ours_and_plan = task, held.layers, computation, stages, world.rank, 1
+    runner = Runner(*ours_and_plan, waits=waits, peers=peers)
     gradients = StageGradients(held.targets, held.owners, world.rank, waits)
     random = torch.Generator().manual_seed(1)
     x = torch.randn(3, COUNT, 4, 6, dtype=torch.float64, generator=random)
@@ -57,6 +67,7 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
         gradients.losses = runner.train(COUNT, batches, dict.fromkeys(own, 1 / COUNT))
         gradients.finish()
         assert gradients.factor == 1.0
+        assert any("broadcast" in call for call in fake_library.calls) == bool(joined)
         whole = loss(alone, (x[step].flatten(0, 1), y[step].flatten()))
         assert gradients.number.item() == pytest.approx(whole.item(), rel=1e-10), step
         whole.backward()
@@ -64,6 +75,7 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
             optimizer.step()
             optimizer.zero_grad()
     gradients.close()
+    peers.close()
     for number, (one, other) in enumerate(zip(ours.parameters(), alone.parameters(), strict=True)):
         if world.rank in held.owners[number]:
             assert one.device.type == world.device.type

@@ -22,6 +22,7 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 from kaitian_mpi.train.loop import Loop, set_learning_rates
 from kaitian_mpi.train.pipeline.gradients import StageGradients
+from kaitian_mpi.train.pipeline.peers import join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.step import Step, StepClock, StepObserver, StepReports
@@ -71,7 +72,12 @@ class PipelineLoop(Loop):
         self._apply = lambda *args: apply_step(self._gradients, *args)
         own = self._task, shards.layers, self._computation, plan.stages, rank, plan.ahead
         hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
-        self._runner = Runner(*own, waits=waits, **hooks)
+        self._peers = join_stages(self.world, plan.stages)
+        self._runner = Runner(*own, waits=waits, peers=self._peers, **hooks)
+
+    def close(self, together: bool = True) -> None:
+        super().close(together)
+        self._peers.close()
 
     @property
     def _pipeline(self) -> PipelinePlan:

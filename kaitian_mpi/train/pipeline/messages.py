@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.pipeline.chain import Spec, put_together, take_apart
+from kaitian_mpi.train.pipeline.peers import PeerGroups
 
 _HEADER_BYTES = 2048
 _FORM, _ACTIVATION, _GRADIENT, _TAGS = 0, 1, 2, 3
@@ -25,11 +26,13 @@ class Incoming:
     """The activations of a micro-batch, on their way: the form first, and then the tensors.
 
     The thread that polls messages posts the receives of the tensors, so that they arrive while this
-    rank computes.
+    rank computes; those that a library carries are posted by `post`.
     """
 
-    def __init__(self, source: int, micro_batch: int, device: torch.device) -> None:
-        self._from, self._device = (source, micro_batch), device
+    def __init__(
+        self, peers: PeerGroups, source: int, micro_batch: int, device: torch.device
+    ) -> None:
+        self._peers, self._from, self._device = peers, (source, micro_batch), device
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         work: Any = dist.irecv(self._header, source, tag=_tag(micro_batch, _FORM))
         self._work = work
@@ -40,14 +43,30 @@ class Incoming:
         self._fault: Exception | None = None
         work.get_future().then(self._post)
 
+    def post(self) -> bool:
+        """Post what a library carries if it is known what that is; return whether it is.
+
+        It is to be called for micro-batches in the order in which they are sent.
+        """
+        if not self._is_posted.is_set() or self._fault is not None:
+            return False
+        source, _ = self._from
+        if self._peers.joins(source) and not self._works:
+            assert self._spec is not None
+            with self._peers.beside_computing():
+                self._tensors = self._empty_tensors(self._spec)
+                self._works = [self._peers.receive_from(source, tensor) for tensor in self._tensors]
+        return True
+
     def is_completed(self) -> bool:
-        return self._is_posted.is_set() and all(work.is_completed() for work in self._works)
+        return self.post() and all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         self._work.wait()
         self._is_posted.wait()
         if self._fault is not None:
             raise self._fault
+        self.post()
         for work in self._works:
             work.wait()
 
@@ -63,28 +82,48 @@ class Incoming:
             future.wait()
             source, micro_batch = self._from
             self._spec = Spec(*json.loads(bytes(self._header.numpy())))
-            for dtype, shape, _ in self._spec.tensors:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-                self._tensors.append(tensor)
-                self._works.append(dist.irecv(tensor, source, tag=_tag(micro_batch, _ACTIVATION)))
+            if not self._peers.joins(source):
+                tag = _tag(micro_batch, _ACTIVATION)
+                self._tensors = self._empty_tensors(self._spec)
+                self._works = [dist.irecv(tensor, source, tag=tag) for tensor in self._tensors]
         except Exception as error:  # raised where it is waited for
             self._fault = error
         finally:
             self._is_posted.set()
 
+    def _empty_tensors(self, spec: Spec) -> list[torch.Tensor]:
+        return [
+            torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            for dtype, shape, _ in spec.tensors
+        ]
+
 
 class Gradients:
-    """The gradients of what a stage has sent, on their way back."""
+    """The gradients of what a stage has sent, on their way back.
 
-    def __init__(self, outputs: Sequence[torch.Tensor], source: int, micro_batch: int) -> None:
-        self.tensors = [torch.empty_like(each, requires_grad=False) for each in outputs]
-        tag = _tag(micro_batch, _GRADIENT)
-        self._works: list[Any] = [dist.irecv(each, source, tag=tag) for each in self.tensors]
+    Those that a library carries are received when they are waited for: until a message comes, its
+    receive would keep a part of the device busy.
+    """
+
+    def __init__(
+        self, peers: PeerGroups, outputs: Sequence[torch.Tensor], source: int, micro_batch: int
+    ) -> None:
+        self._peers, self._source = peers, source
+        with peers.beside_computing() if peers.joins(source) else nullcontext():
+            self.tensors = [torch.empty_like(each, requires_grad=False) for each in outputs]
+        self._works: list[Any] = []
+        if not peers.joins(source):
+            tag = _tag(micro_batch, _GRADIENT)
+            self._works = [dist.irecv(tensor, source, tag=tag) for tensor in self.tensors]
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return bool(self._works) and all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
+        if not self._works:
+            with self._peers.beside_computing():
+                receive = self._peers.receive_from
+                self._works = [receive(self._source, tensor) for tensor in self.tensors]
         for work in self._works:
             work.wait()
 
@@ -92,8 +131,8 @@ class Gradients:
 class Outbox:
     """What this rank sends, until it has arrived."""
 
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
+    def __init__(self, waits: Waits, peers: PeerGroups) -> None:
+        self._waits, self._peers = waits, peers
         self._pending: list[Any] = []
 
     def send_activations(self, value: Any, target: int, micro_batch: int) -> list[torch.Tensor]:
@@ -103,7 +142,7 @@ class Outbox:
         if len(content) > _HEADER_BYTES:
             raise UserError("--layout pipeline: a layer returns too many tensors; pass on fewer")
         header = torch.frombuffer(bytearray(content.ljust(_HEADER_BYTES)), dtype=torch.uint8)
-        self._send(header, target, _tag(micro_batch, _FORM))
+        self._keep(dist.isend(header, target, tag=_tag(micro_batch, _FORM)))
         for tensor in tensors:
             self._send(tensor.detach().contiguous(), target, _tag(micro_batch, _ACTIVATION))
         return [tensor for tensor in tensors if tensor.requires_grad]
@@ -123,8 +162,14 @@ class Outbox:
                     self._pending.pop(0).wait()
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int) -> None:
+        if self._peers.joins(target):
+            self._keep(self._peers.send_to(target, tensor))
+        else:
+            self._keep(dist.isend(tensor, target, tag=tag))
+
+    def _keep(self, work: Any) -> None:
+        self._pending.append(work)
         self.wait(_MOST_PENDING)
-        self._pending.append(dist.isend(tensor, target, tag=tag))
 
 
 def _tag(micro_batch: int, kind: int) -> int:

@@ -18,6 +18,7 @@ from kaitian_mpi.balance.pipeline import Stage, order, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.train.pipeline.chain import all_need_call, answered, captured, run
 from kaitian_mpi.train.pipeline.messages import Gradients, Incoming, Outbox, Waits
+from kaitian_mpi.train.pipeline.peers import PeerGroups
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
 _AHEAD = 2  # micro-batches whose messages are received while an earlier one is computed
@@ -36,10 +37,14 @@ class Runner:
         ahead: int,
         *,
         waits: Waits,
+        peers: PeerGroups | None = None,
         begins: Callable[[bool], None] = lambda is_forward: None,
         ends: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare to run; `begins` and `ends` are called around each forward and backward."""
+        """Prepare to run; `begins` and `ends` are called around each forward and backward.
+
+        Without `peers`, MPI carries all messages.
+        """
         self._task, self._computation, self._stages, self._rank = task, computation, stages, rank
         self._waits, self._begins, self._ends = waits, begins, ends
         self.number = next((n for n, stage in enumerate(stages) if rank in stage.ranks), None)
@@ -49,7 +54,8 @@ class Runner:
         self.is_first = self.number == 0
         self.is_last = self.number == len(stages) - 1
         self.needs_call = self.is_first or all_need_call(layers)
-        self._outbox = Outbox(waits)
+        self._peers = peers or PeerGroups(rank, computation.device)
+        self._outbox = Outbox(waits, self._peers)
 
     @property
     def reads_batches(self) -> bool:
@@ -169,10 +175,15 @@ class _Step:
             runner._outbox.send_gradients(leaves, self._sources[number], number)
 
     def _receive(self, number: int) -> tuple[Any, list[torch.Tensor]]:
-        device = self._runner._computation.device
+        runner = self._runner
+        device = runner._computation.device
         while self._to_receive and len(self._incoming) <= _AHEAD:
             expected = self._to_receive.pop(0)
-            self._incoming[expected] = Incoming(self._sources[expected], expected, device)
+            source = self._sources[expected]
+            self._incoming[expected] = Incoming(runner._peers, source, expected, device)
+        for incoming in self._incoming.values():
+            if not incoming.post():
+                break
         incoming = self._incoming.pop(number)
         self._wait("activations of the stage before", incoming)
         carried, leaves = incoming.take()
@@ -186,7 +197,8 @@ class _Step:
             if len(self._gradients) > _AHEAD:
                 break
             if outputs and number not in self._gradients:
-                self._gradients[number] = Gradients(outputs, self._targets[number], number)
+                source, peers = self._targets[number], self._runner._peers
+                self._gradients[number] = Gradients(peers, outputs, source, number)
 
     def _wait(self, what: str, messages: Incoming | Gradients) -> None:
         with nullcontext() if messages.is_completed() else self._runner._waits(what):

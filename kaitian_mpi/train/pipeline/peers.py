@@ -1,0 +1,107 @@
+"""Messages between stages of one device kind, by its collective library instead of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise, product
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
+from kaitian_mpi.errors import RankLostError
+from kaitian_mpi.mpi.topology import are_joined_by_library
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.polling import wait_until
+
+
+class LibraryMessage:
+    """A message that a library carries, which keeps its tensor until it is completed."""
+
+    def __init__(self, tensor: torch.Tensor, source: int, group: Any) -> None:
+        """Start it, on both ranks, after the work queued on the current stream."""
+        self._tensor, self._group = tensor, group
+        self._work: Any = dist.broadcast(tensor, source, group=group, async_op=True)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Block the host until it is completed, as a message by MPI does.
+
+        So waiting is seen and limited, and no stream of this rank waits for another rank.
+        """
+        wait_until(lambda: self._group.is_broken or self.is_completed())
+        if self._group.is_broken:
+            raise RankLostError("a rank was lost during a message between stages")
+        self._work.wait()
+        if not self._tensor.is_cpu:
+            keep_for_current_stream(self._tensor)
+
+
+class PeerGroups:
+    """Groups of this rank and one other each, in which one of the two sends.
+
+    A broadcast in a group of two is a message. A library carries out what a group is called for in
+    that order, so each direction has a group of its own: activations and gradients come in unlike
+    orders on the two ranks. Only the thread that computes calls it, as it has to be called for all
+    groups in one order.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        groups: Mapping[tuple[int, int], Any] = MappingProxyType({}),
+    ) -> None:
+        """Take this rank's groups, by sender and receiver; MPI carries all else."""
+        self._rank, self._device, self._groups = rank, device, dict(groups)
+        self._module = device_of(device).streams() if groups else None
+        self._stream = None if self._module is None else self._module.Stream(device)
+
+    def joins(self, peer: int) -> bool:
+        """Return whether a library carries messages between this rank and another."""
+        return (peer, self._rank) in self._groups
+
+    def send_to(self, target: int, tensor: torch.Tensor) -> LibraryMessage:
+        """Start sending a tensor, which must not change until that is completed."""
+        return LibraryMessage(tensor, self._rank, self._groups[self._rank, target])
+
+    def receive_from(self, source: int, tensor: torch.Tensor) -> LibraryMessage:
+        """Start receiving in a tensor that was made inside `beside_computing`, and call it there.
+
+        To be called in the order in which the source sends.
+        """
+        return LibraryMessage(tensor, source, self._groups[source, self._rank])
+
+    @contextmanager
+    def beside_computing(self) -> Iterator[None]:
+        """Let tensors be made, and received, on a stream that does not wait for computation."""
+        with nullcontext() if self._module is None else self._module.stream(self._stream):
+            yield
+
+    def close(self) -> None:
+        """End the groups. Not collective."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+def join_stages(world: World, stages: Sequence[Stage]) -> PeerGroups:
+    """Make the groups of all neighboring ranks whose kind has a library. Collective."""
+    groups = {}
+    for before, after in pairwise(stages):
+        for one, other in product(before.ranks, after.ranks):
+            if not are_joined_by_library([world.infos[one], world.infos[other]]):
+                continue
+            for pair in ((one, other), (other, one)):
+                group = dist.new_group([one, other])
+                if world.rank in pair:
+                    groups[pair] = group
+    return PeerGroups(world.rank, world.device, groups)
