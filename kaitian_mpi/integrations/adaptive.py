@@ -8,12 +8,12 @@ the global batch. When a backward has ended, the ranks exchange their times, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,9 @@ from kaitian_mpi.distributed.sync_batch_norm import (
 )
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.integrations import losses
-from kaitian_mpi.integrations.batches import Cut, Given, cut_loaders
+from kaitian_mpi.integrations.batches import Cut, cut_loaders
 from kaitian_mpi.integrations.plan import Plan, StepTimes
+from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -84,12 +85,9 @@ class Adaptive:
         )
         self._plans: dict[int, Plan] = {}  # by the rows of a rank's full batch in the script
         self._cut: Cut | None = None  # of the loader that trains
-        self._now = Given(1, world.size)
-        # When each cut has last given a batch, and a batch while a model was in training mode.
-        self._turns: weakref.WeakKeyDictionary[Cut, int] = weakref.WeakKeyDictionary()
-        self._training_turns: weakref.WeakKeyDictionary[Cut, int] = weakref.WeakKeyDictionary()
-        self._uncut_turn = self._forward_turn = 0
-        self._count = itertools.count(1)
+        self._taken = TakenBatches()
+        self._in_step: Taken | None = None  # of all forwards in the trainer's step, if it has one
+        self._now = self._in_forward = Given(1, world.size)
         self._sums = False  # whether the next backward sums the gradients
         self._times = StepTimes(self._comm, world.device_kind.mark)
         self._labels: tuple[Any, np.ndarray, np.ndarray] | None = None
@@ -125,15 +123,22 @@ class Adaptive:
             print_rank_0(self.world, f"step {self._times.steps}: new plan {plan.shares}: {reason}")
         return bool(reason)
 
-    def gives(self, cut: Cut | None) -> None:
-        """Take note that a cut's loader gives a batch, or that another loader is iterated."""
-        turn = next(self._count)
-        if cut is None:
-            self._uncut_turn = turn
-        else:
-            self._turns[cut] = turn
-            if self.is_training():
-                self._training_turns[cut] = turn
+    def gives(self, iteration: Iteration, given: Given, batch: Any) -> None:
+        """Take note that the script takes a batch."""
+        self._taken.take(iteration, given, batch, self.is_training())
+
+    def gives_uncut(self) -> None:
+        """Take note that the script iterates over a loader that is not cut."""
+        self._taken.take_uncut(self.is_training())
+
+    @contextlib.contextmanager
+    def step_of(self, inputs: Any) -> Iterator[None]:
+        """Let all forwards have the batch of these inputs, the next that its trainer has taken."""
+        self._in_step = self._taken.train(inputs, in_order=True)
+        try:
+            yield
+        finally:
+            self._in_step = None
 
     def _extend_ddp(self) -> Callable[[], None]:
         """Watch every model that DDP wraps from now on; return what ends that."""
@@ -148,6 +153,7 @@ class Adaptive:
                 from kaitian_mpi.integrations.logged_losses import weight_losses
 
                 weight_losses(self)
+            model.register_forward_pre_hook(_WatchBegin(), with_kwargs=True)
             model.register_forward_hook(_Watch(), with_kwargs=True)
 
         def restore() -> None:
@@ -165,10 +171,23 @@ class Adaptive:
 
     def counts(self) -> bool:
         """Return whether the rows of the forward that begins count, and are not a stand-in."""
-        return self._coming().own > 0 or self.counts_items
+        return self._in_forward.own > 0 or self.counts_items
 
-    def _coming(self) -> Given:
-        return self._cut.given[0] if self._cut is not None and self._cut.given else self._now
+    def before_forward(
+        self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Find out which batch a forward has. Collective when a loader is new."""
+        inputs = args, kwargs
+        if not (torch.is_grad_enabled() and model.module.training):
+            evaluated = self._taken.evaluate(inputs)
+            self._in_forward = evaluated.given if evaluated is not None else self._in_forward
+            return
+        taken = self._in_step or self._taken.train(inputs)
+        if taken is None:
+            raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
+        if taken.iteration.cut is not self._cut:
+            self._begin(taken.iteration.cut, model.module)
+        self._now = self._in_forward = taken.given
 
     def after_forward(
         self,
@@ -180,37 +199,14 @@ class Adaptive:
         """Weight the gradients of a forward in training. Collective when a loader is new."""
         if not (torch.is_grad_enabled() and model.module.training):
             return None
-        cut = self._training_cut()
-        if cut is not self._cut:
-            self._begin(cut, model.module)
         rows = first_length(args, kwargs) or 0
         rule = self._rules.get(model) or self._find_rule(model, args, kwargs, output, rows)
         self.rule = self._rules[model] = rule
-        self._now = self._take_given(cut, rows, self._ratios[model])
-        self._forward_turn = next(self._count)
+        self._check_rows(rows, self._ratios[model])
         self._times.batches += 1
         self._sums = model.require_backward_grad_sync
         self.weight = self._weight(self._now, args, kwargs)
         return losses.scale_gradients(output, self.weight, self._backward_done)
-
-    def _training_cut(self) -> Cut:
-        """Return the cut of the loader whose batch a forward in training has.
-
-        An evaluation's loader has given later batches than the training's, which may have fetched
-        one more; a batch that a forward has not taken stays with the cut that gave it.
-        """
-        since = self._forward_turn
-        if sum(turn > since and bool(cut.given) for cut, turn in self._training_turns.items()) > 1:
-            raise AgreedError(
-                "--adaptive divides the batches of one loader at a time, and this step has batches "
-                "of two; leave out --adaptive"
-            )
-        if self._cut is not None and self._cut.given:
-            return self._cut
-        latest = max(self._turns, key=lambda cut: self._turns[cut], default=None)
-        if latest is None or self._turns[latest] < self._uncut_turn:
-            raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
-        return latest
 
     def _begin(self, cut: Cut, model: nn.Module) -> None:
         """Let the plan follow the speed of the ranks on this loader's batches. Collective."""
@@ -241,8 +237,8 @@ class Adaptive:
         group: Any = model.process_group
         if group.size() != self.size:
             raise AgreedError(f"--adaptive cannot divide this script's batches: {_NEEDS}")
-        given = self._coming()
-        self._ratios[model] = 0 if rows % max(given.own, 1) else rows // max(given.own, 1)
+        in_batch = max(self._now.own, 1)
+        self._ratios[model] = 0 if rows % in_batch else rows // in_batch
         owner = "model" if losses.loss_of(output) is not None else ""
         owner = "Trainer" if self.trainer_rules is not None else owner
         fitting = self.trainer_rules
@@ -262,17 +258,14 @@ class Adaptive:
         )
         return rule
 
-    def _take_given(self, cut: Cut, rows: int, ratio: int) -> Given:
-        def fits(given: Given) -> bool:
-            return not ratio or rows == ratio * max(given.own, 1)
-
-        given = cut.take_given(fits) or self._now  # or another forward of the same batch
-        if self.rule == losses.MEAN and not fits(given) and rows % max(given.own, 1):
+    def _check_rows(self, rows: int, ratio: int) -> None:
+        """Check that a forward has the rows of its batch, `ratio` times as in the first one."""
+        in_batch = max(self._now.own, 1)
+        if self.rule == losses.MEAN and rows % in_batch and ratio and rows != ratio * in_batch:
             raise UserError(
-                f"--adaptive has given this rank a batch of {given.own} rows, and the model was "
+                f"--adaptive has given this rank a batch of {in_batch} rows, and the model was "
                 f"trained on {rows}; train on each batch as the loader gives it"
             )
-        return given
 
     def _weight(self, given: Given, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], float]:
         if self.rule == losses.SUM:
@@ -319,8 +312,8 @@ class Adaptive:
 
     def _check_supported(self, *_: Any) -> None:
         """Refuse a trainer whose batches or gradients are not in our reach. Collective."""
-        is_trained = self._uncut_turn or self._turns  # else it is a step of a preparation
-        if self._cut is None and is_trained:
+        # Else it is a step of a preparation.
+        if self._cut is None and self._taken.is_iterated:
             raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
 
 
@@ -334,6 +327,15 @@ class _Rows(Participation):
     @property
     def counts(self) -> bool:
         return self._adaptive.counts()
+
+
+@not_compiled
+class _WatchBegin:
+    """A forward pre-hook; without a state of its own, so that a model can be copied and pickled."""
+
+    def __call__(self, model: Any, args: Any, kwargs: Any) -> None:
+        if _installed:
+            _installed[0].before_forward(model, args, kwargs)
 
 
 @not_compiled

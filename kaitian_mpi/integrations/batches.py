@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from kaitian_mpi.integrations.taken import Given, Iteration
+
 Iterate = Callable[[DataLoader], Iterator[Any]]
 """`DataLoader.__iter__`."""
+_OUTER_LOADERS = (
+    ("accelerate.data_loader", "DataLoaderShard"),
+    ("timm.data.loader", "PrefetchLoader"),
+)
+"""Loaders that take a torch loader's batches ahead, and give them in that order."""
 _EQUAL_SHAPES = "RepeatSampler"  # of TRL's trainers that generate, such as GRPO
-
-
-class Given(NamedTuple):
-    """How many rows of a batch the ranks were given."""
-
-    own: int
-    """This rank's; 0 if it was given a row only so that it has a batch: the row counts nothing."""
-    all_ranks: int
 
 
 class _Batch(NamedTuple):
@@ -48,8 +48,11 @@ class Planner(Protocol):
     def has_new_plan(self) -> bool:
         """Return whether the shares have changed since the last call. Collective."""
 
-    def gives(self, cut: Cut | None) -> None:
-        """Take note that a cut's loader gives a batch, or that another loader is iterated."""
+    def gives(self, iteration: Iteration, given: Given, batch: Any) -> None:
+        """Take note that the script takes a batch."""
+
+    def gives_uncut(self) -> None:
+        """Take note that the script iterates over a loader that is not cut."""
 
 
 class Cut(BatchSampler):
@@ -63,8 +66,6 @@ class Cut(BatchSampler):
 
     refusal = ""
     """Why this loader's batches cannot be cut, and what to do; empty if they can."""
-    fetches_ahead = False
-    """Whether the trainer takes batches before it has trained on the one before."""
 
     def __init__(self, own: Any, rows: int, planner: Planner, skipped: int = 0) -> None:
         """Cut what `own`, this rank's batch sampler, would have given in batches of `rows`."""
@@ -73,10 +74,8 @@ class Cut(BatchSampler):
         self._skipped = skipped
         self.trains = False
         """Whether a model has been trained on this loader's batches."""
-        self.given: deque[Given] = deque()
-        """The batches that the trainer has taken, and not trained on."""
-        self._ahead: int | None = None
         self._epoch: _Epoch | None = None
+        self._passed_on: deque[Given] | None = None  # to a trainer's own loader
 
     def __getattr__(self, name: str) -> Any:
         """Return what the trainer asks of its own batch sampler, such as `sampler`."""
@@ -106,48 +105,55 @@ class Cut(BatchSampler):
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
         """Yield the loader's batches.
 
-        A new plan holds from the next one: what has been fetched by an older one is fetched again.
+        A new plan holds from the next one: what has been fetched by an older one is fetched again,
+        by the same workers.
         """
-        self.given.clear()
-        self._ahead = None
+        iteration, passed_on = Iteration(self), self._passed_on
+        self._passed_on = None
         epoch = _Epoch(itertools.islice(self._all_batches(), self._skipped, None))
-        inner, trained = None, self.trains
+        inner: Any = None
+        trained = self.trains
         try:
             while True:
                 is_new = self.trains and self._planner.has_new_plan()
                 if inner is None or is_new or trained != self.trains:
                     self._epoch, trained = epoch, self.trains
-                    inner = iterate(loader)
+                    if inner is None:
+                        inner = iterate(loader)
+                    else:
+                        inner._reset(loader)  # as torch does at each epoch of persistent workers
                 try:
                     batch = next(inner)
                 except StopIteration:
                     return
-                self.given.append(epoch.fetched.popleft()[1])
-                self._planner.gives(self)
+                given = epoch.fetched.popleft()[1]
+                if passed_on is None:
+                    self._planner.gives(iteration, given, batch)
+                else:
+                    passed_on.append(given)
                 yield batch
-        except GeneratorExit:  # a batch that was taken ahead will not be trained on
-            self.given.clear()
-            raise
         finally:
+            iteration.close()
             if self._epoch is epoch:
                 self._epoch = None
 
-    def take_given(self, fits: Callable[[Given], bool]) -> Given | None:
-        """Return the batch that a forward has; None if there is none that it could have.
+    def pass_on(self, batches: Iterator[Any], skipped: int) -> Iterator[Any]:
+        """Yield the batches of a trainer's own loader, which takes those of `iterate` in order.
 
-        A trainer that takes batches ahead always has as many as before its first forward. If there
-        are more, it has skipped some. Two of a plain loop are one ahead; more are skipped ones.
+        Args:
+            batches: the trainer's, which may be fetched ahead, and copied to a device.
+            skipped: how many the trainer leaves out at first.
         """
-        if self._ahead is None:
-            taken = len(self.given)
-            self._ahead = taken - 1 if self.fetches_ahead or taken <= 2 else 0
-        while len(self.given) > self._ahead + 1:
-            self.given.popleft()
-        while self.given:
-            given = self.given.popleft()
-            if fits(given):
-                return given
-        return None
+        iteration, given = Iteration(self), deque[Given]()
+        self._passed_on = given
+        try:
+            for number, batch in enumerate(batches):
+                for _ in range(0 if number else skipped):
+                    given.popleft()
+                self._planner.gives(iteration, given.popleft(), batch)
+                yield batch
+        finally:
+            iteration.close()
 
     def _all_batches(self) -> Iterator[_Batch]:
         """Yield the batches of an epoch."""
@@ -188,12 +194,15 @@ class _CutDistributedSampler(Cut):
     def __init__(self, loader: DataLoader, planner: Planner) -> None:
         assert loader.batch_size is not None
         super().__init__(loader.batch_sampler, loader.batch_size, planner)
-        self._sampler = loader.sampler
+        self._sampler: Any = loader.sampler
 
     def _all_batches(self) -> Iterator[_Batch]:
         whole: Any = copy.copy(self._sampler)
         whole.num_replicas, whole.rank = 1, 0
-        whole.num_samples = whole.total_size = len(whole.dataset)
+        # Without `drop_last`, which leaves out the rest of a division by the ranks, it would repeat
+        # rows for one.
+        count = self._sampler.total_size if whole.drop_last else len(whole.dataset)
+        whole.num_samples = whole.total_size = count
         order = list(whole)
         # The ranks' samplers are padded to equal lengths, so there may be one step more.
         step = self.rows * self._planner.size
@@ -203,8 +212,6 @@ class _CutDistributedSampler(Cut):
 
 class _CutShard(Cut):
     """Cuts batches of Accelerate's `BatchSamplerShard` (data_loader.py), also Hugging Face's."""
-
-    fetches_ahead = True
 
     def __init__(self, shard: Any, planner: Planner, skipped: int = 0) -> None:
         super().__init__(shard, shard.batch_size or 1, planner, skipped)
@@ -256,6 +263,7 @@ class _Replay(BatchSampler):
 def cut_loaders(planner: Planner) -> Callable[[], None]:
     """Cut the batches of every loader that is created from now on; return what ends that."""
     create, iterate = DataLoader.__init__, DataLoader.__iter__
+    restores: list[Callable[[], None]] = []
 
     @functools.wraps(create)
     def create_and_cut(self: DataLoader, *args: Any, **kwargs: Any) -> None:
@@ -263,20 +271,49 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
         cut = _cut_of(self, planner)
         if cut is not None:
             self.__dict__["batch_sampler"] = cut  # DataLoader refuses the usual assignment
+            _extend_outer_loaders(restores)
 
     @functools.wraps(iterate)
     def iterate_over_cut(self: DataLoader) -> Iterator[Any]:
         cut = self.batch_sampler
         if isinstance(cut, Cut):
             return cut.iterate(self, iterate)
-        planner.gives(None)
+        planner.gives_uncut()
         return iterate(self)
 
     def restore() -> None:
+        while restores:
+            restores.pop()()
         DataLoader.__init__, DataLoader.__iter__ = create, iterate  # type: ignore[method-assign]
 
     DataLoader.__init__ = create_and_cut  # type: ignore[method-assign]
     DataLoader.__iter__ = iterate_over_cut  # type: ignore[assignment, method-assign]
+    return restore
+
+
+def _extend_outer_loaders(restores: list[Callable[[], None]]) -> None:
+    """Make the trainers' loaders around torch's tell which batch they give; once a class."""
+    for module, name in _OUTER_LOADERS:
+        loader = getattr(sys.modules.get(module), name, None)
+        iterate = getattr(loader, "__iter__", None)
+        if loader is not None and iterate is not None and not hasattr(iterate, "passes_on"):
+            restores.append(_extend_outer_loader(loader, iterate))
+
+
+def _extend_outer_loader(loader: Any, iterate: Any) -> Callable[[], None]:
+    @functools.wraps(iterate)
+    def pass_on(self: Any) -> Iterator[Any]:
+        inner = getattr(self, "base_dataloader", None) or getattr(self, "loader", None)
+        cut = getattr(inner, "batch_sampler", None)
+        if not isinstance(cut, Cut):
+            return iterate(self)
+        return cut.pass_on(iterate(self), getattr(self, "skip_batches", 0))
+
+    def restore() -> None:
+        loader.__iter__ = iterate
+
+    vars(pass_on)["passes_on"] = True
+    loader.__iter__ = pass_on
     return restore
 
 

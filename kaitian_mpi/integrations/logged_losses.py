@@ -6,6 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,9 @@ class Weights(Protocol):
     trainer_rules: list[Rule] | None
     trainer_inputs: Mapping[str, Any]
     counts_items: bool
+
+    def step_of(self, inputs: Any) -> AbstractContextManager[None]:
+        """Let all forwards have the batch of these inputs, the next that its trainer has taken."""
 
 
 def weight_losses(weights: Weights) -> None:
@@ -60,7 +64,8 @@ def weight_losses(weights: Weights) -> None:
         weights.trainer_inputs = dict(inputs)
         if trainer not in sums:
             weights.trainer_rules = _find_trainer_rules(trainer, inputs, items)
-        loss = compute(trainer, model, inputs, *args, **kwargs) * weights.weight()
+        with weights.step_of(inputs):
+            loss = compute(trainer, model, inputs, *args, **kwargs) * weights.weight()
         is_own = type(trainer).compute_loss is not Trainer.compute_loss
         multiplies = weights.counts_items and trainer.model_accepts_loss_kwargs and not is_own
         if trainer not in sums and weights.rule != SUM and multiplies:

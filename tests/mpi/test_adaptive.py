@@ -69,8 +69,14 @@ def positional(model, x, y):
     return model(x, y)["loss"]
 
 
+def two_views(model, x, y):
+    views = (x[:, 0], -x[:, 0])
+    return sum(cross_entropy(model(view), y[:, 0]) for view in views)
+
+
 CASES = {
     "mean": (network, lambda model, x, y: cross_entropy(model(x[:, 0]), y[:, 0])),
+    "two views": (network, two_views),
     "labels": (Language, lambda model, x, y: model(inputs=x, labels=y)["loss"]),
     "positional": (Language, positional),
     "sum": (lambda: Language(items=7.0), lambda model, x, y: model(inputs=x, labels=y)["loss"]),
@@ -119,6 +125,33 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
     for a, b in zip(own.parameters(), alone.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-13
     assert [sorted(rows) for rows in seen] == [list(range(ROWS))] * 2
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+def test_a_new_loader_in_each_epoch_and_a_resume_after_any_batch(adaptive, skipped):
+    """With a batch norm over the rows of all ranks, and a last batch that not all ranks have."""
+
+    def build():
+        torch.manual_seed(1)
+        layers = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        return nn.Sequential(*layers).double()
+
+    rows = TensorDataset(*data()[: 3 * 9 + 2])
+    own, alone = nn.SyncBatchNorm.convert_sync_batchnorm(build()), build()
+    model = DistributedDataParallel(own)
+    for epoch in range(2):
+        sampler = DistributedSampler(rows, seed=epoch)
+        for number, (x, y, ids) in enumerate(DataLoader(rows, 3, sampler=sampler)):
+            if number < skipped and not epoch:
+                continue
+            found = [None] * adaptive.size
+            dist.all_gather_object(found, ids.tolist())
+            whole = list(dict.fromkeys(row for part in found for row in part))
+            for each, (inputs, labels) in ((model, (x, y)), (alone, rows[whole][:2])):
+                each.zero_grad()
+                cross_entropy(each(inputs[:, 0]), labels[:, 0]).backward()
+            for a, b in zip(own.parameters(), alone.parameters(), strict=True):
+                assert float((a.grad - b.grad).abs().max()) < 1e-13
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from kaitian_mpi.integrations.batches import Given, cut_loaders
+from kaitian_mpi.integrations.batches import cut_loaders
 from kaitian_mpi.integrations.plan import Plan
 
 accelerate = pytest.importorskip("accelerate.data_loader")
@@ -39,7 +39,10 @@ class Planner:
         self.plan.shares = new or self.plan.shares
         return new is not None
 
-    def gives(self, cut):
+    def gives(self, iteration, given, batch):
+        pass
+
+    def gives_uncut(self):
         pass
 
 
@@ -78,6 +81,11 @@ def epoch(
     return found
 
 
+def rows_of(ranks):
+    """Return the rows of an epoch."""
+    return sorted(row for batches in ranks for batch in batches for row in batch)
+
+
 @pytest.mark.parametrize("make", [distributed, prepared])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [4, 12, 13, 17])
@@ -110,6 +118,17 @@ def test_a_partial_batch_may_be_the_first_of_a_training(make, length):
     """As after a resume: nobody has trained on the loader's batches yet."""
     cut = epoch(make, length, False, [2, 2, 2], trains=False, mode=True)
     assert sorted(row for rank in cut for part in rank for row in part) == list(range(length))
+
+
+@pytest.mark.parametrize("shares", [[2, 2, 2], [1, 1, 4]])
+def test_a_sampler_that_drops_the_rest_drops_it(shares):
+    def sampled(data, rank, drop_last, **options):
+        sampler = DistributedSampler(data, RANKS, rank, seed=1, drop_last=True)
+        return DataLoader(data, ROWS, sampler=sampler, **options)
+
+    plain, cut = (epoch(sampled, 17, False, given) for given in (None, shares))
+    assert rows_of(cut) == rows_of(plain)
+    assert len(rows_of(cut)) == 15
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -150,28 +169,3 @@ def test_a_partial_batch_is_divided_in_proportion():
         plan = Plan(sum(shares) // len(shares), [None] * len(shares), min_batch)
         plan.shares = shares
         assert plan.divide(rows) == expected
-
-
-@pytest.mark.parametrize(
-    ("taken", "ahead", "expected"),
-    [
-        ([1, 1, 1], False, [1, 2, 3]),  # batches taken before each forward
-        ([2, 1, 1], False, [1, 2, 3]),  # a prefetcher
-        ([4, 1, 1], False, [4, 5, 6]),  # the first are skipped
-        ([1, 3, 1], False, [1, 4, 5]),  # two are skipped
-        ([3, 0, 2, 1], True, [1, 2, 3, 4]),  # an accumulation, with another ahead
-    ],
-)
-def test_a_forward_has_the_batch_that_its_trainer_took_for_it(taken, ahead, expected):
-    planner = Planner(0, [2, 2, 2])
-    restore = cut_loaders(planner)
-    try:
-        cut = distributed(list(range(99)), 0, False).batch_sampler
-    finally:
-        restore()
-    cut.fetches_ahead = ahead
-    numbers, found = itertools.count(1), []
-    for count in taken:
-        cut.given.extend(Given(next(numbers), 0) for _ in range(count))
-        found.append(cut.take_given(lambda given: True).own)
-    assert found == expected

@@ -13,8 +13,6 @@ FLOORS = (
     *("preflight", "devices", "runtime", "balance", "config", "errors"),
 )
 MAX_ROOMS = 13
-MAX_LINES = 35_500  # besides the integrations
-MAX_FILES = 215
 
 
 @functools.cache
@@ -69,11 +67,8 @@ def test_modules_of_one_package_have_no_import_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names a cycle
 
 
-def test_the_package_can_be_held():
+def test_the_package_has_few_rooms():
     assert len(FLOORS) - 1 <= MAX_ROOMS
-    assert len(FILES) <= MAX_FILES
-    counted = [path for path in FILES if path.parent.name != "integrations"]
-    assert sum(len(path.read_text().splitlines()) for path in counted) <= MAX_LINES
 
 
 def imported_packages(path: Path) -> set[str]:
