@@ -265,6 +265,106 @@ def test_batch_norms_of_a_stage_reach_the_others(world):
     run.close()
 
 
+class Splits(nn.Module):
+    """Returns a tuple, of which one tensor has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x), [x.detach().abs(), 0.5]
+
+
+class Joins(nn.Module):
+    """Changes in place what it is given."""
+
+    def forward(self, parts):
+        x, (scale, number) = parts
+        x *= scale
+        return x.add_(number)
+
+
+def freeze(model, is_frozen):
+    for layer in (model[0], model[4].linear):
+        layer.requires_grad_(not is_frozen)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
+    """A module used twice, tuples, changes in place, frozen layers, some without an optimizer.
+
+    Parameters are unfrozen between two steps; the norm counts those that no optimizer has.
+    """
+    torch.manual_seed(5)
+    shared, act = nn.Linear(8, 8), nn.Tanh()
+    layers = [nn.Linear(3, 8), act, shared, act, Splits(), Joins(), shared, act, nn.Linear(8, 4)]
+    model = nn.Sequential(*layers).double()
+    freeze(model, True)
+    initial = copy.deepcopy(model)
+    parts = {"clip_norm": 0.1, "scheduler": None}
+    task = make_task(
+        model=model,
+        optimizer=lambda m: torch.optim.SGD([*m.parameters()][:-2], lr=0.5, momentum=0.9),
+        **parts,
+    )
+    optimizer = task.make_optimizers(initial)[0]
+    run = Run(world, task, plan_of(world, task, 5, replicas))
+    for step, indices in itertools.islice(run.epoch(), 5):
+        initial.zero_grad()
+        task.loss(initial, run.setup.train[indices]).backward()
+        nn.utils.clip_grad_norm_(initial.parameters(), 0.1)
+        optimizer.step()
+        if step.number == 2:
+            freeze(model, False)
+            freeze(initial, False)
+    run.close()
+    with run.state.shards.collected(world, tmp_path):
+        weights = run.state.shared()["model"]
+    if world.rank == 0:
+        for name, value in initial.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.sizes(2)
+def test_the_values_of_other_stages_raise_an_error_that_says_where_they_are(world):
+    task = make_task()
+    names = {id(parameter): name for name, parameter in task.model.named_parameters()}
+    run = Run(world, task, plan_of(world, task, 5))
+    numbers = [n for n, ranks in enumerate(run.state.shards.owners) if world.rank not in ranks]
+    others = [parameter for n, parameter in enumerate(task.model.parameters()) if n in numbers]
+    assert 0 < len(others) < len(names)
+    for parameter in others:
+        assert parameter.device.type == world.device.type
+        parameter.requires_grad_(parameter.requires_grad)
+        for use in (torch.clone, torch.Tensor.detach, copy.deepcopy, lambda p: p + 1):
+            with pytest.raises(UserError, match=f"{names[id(parameter)]} is in the stage of an"):
+                use(parameter)
+    next(run.epoch())
+    run.close()
+
+
+@pytest.mark.sizes(2)
+def test_a_loss_draws_the_same_in_the_first_stage_and_in_the_last(world):
+    """As the noise of a diffusion model, which here returns what it is given: its loss is 0."""
+
+    def loss(model, batch):
+        noise = torch.rand_like(batch[0])
+        return (model(batch[0] + noise) - batch[0] - noise).square().mean()
+
+    layers = [nn.Linear(3, 3, bias=False).double() for _ in range(2)]
+    for layer in layers:
+        nn.init.eye_(layer.weight)
+    sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+    task = make_task(model=nn.Sequential(*layers), loss=loss, optimizer=sgd, validation=Points(50))
+    run = Run(world, task, plan_of(world, task, 5))
+    for step, _ in itertools.islice(run.epoch(), 2):
+        assert step.loss < 1e-20
+    assert run.loop.evaluate()["loss"] < 1e-20
+    run.close()
+
+
 def twice(model, batch):
     return LOSS(model(batch[0]) + model(batch[0]), batch[1])
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.task import Task
@@ -70,6 +71,8 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
     def stop(call: Call) -> None:
         raise StoppedError(call)
 
+    # As a loss may take entries out of its batch, and is called for it once more.
+    batch = tree_map(lambda leaf: leaf, batch)
     try:
         function(_StandIn(model, stop), batch)
     except StoppedError as found:
@@ -117,8 +120,13 @@ def all_need_call(layers: Sequence[nn.Module]) -> bool:
 
 
 def _flat(model: nn.Module) -> list[nn.Module]:
-    layers = model.children() if type(model) is nn.Sequential else ()
-    return [inner for layer in layers for inner in _flat(layer)] or [model]
+    """Return the layers of an `nn.Sequential`, within others as well; one may occur twice."""
+    has_hooks = model._forward_hooks or model._forward_pre_hooks
+    has_hooks = has_hooks or model._backward_hooks or model._backward_pre_hooks
+    is_chain = type(model) is nn.Sequential and not has_hooks
+    # Unlike `children()`, with the repeated ones.
+    layers = [*model._modules.values()] if is_chain else []
+    return [inner for layer in layers if layer is not None for inner in _flat(layer)] or [model]
 
 
 class Piece(nn.Module):
@@ -253,13 +261,13 @@ def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
     def form_of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-            return {"t": len(tensors) - 1}
+            return {"tensor": len(tensors) - 1}
         if type(value) in (list, tuple):
-            return {type(value).__name__[0]: [form_of(each) for each in value]}
+            return {type(value).__name__: [form_of(item) for item in value]}
         if type(value) is dict and all(type(key) is str for key in value):
-            return {"d": {key: form_of(each) for key, each in value.items()}}
+            return {"dict": {key: form_of(item) for key, item in value.items()}}
         if type(value) in _PLAIN:
-            return {"p": value}
+            return {"plain": value}
         raise UserError(
             f"--layout pipeline: a layer returns a {type(value).__name__}; layers may pass on "
             "tensors, numbers and texts, in lists, tuples and dicts"
@@ -273,11 +281,39 @@ def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
 def put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return what was taken apart."""
     ((kind, value),) = form.items()
-    if kind == "t":
+    if kind == "tensor":
         return tensors[value]
-    if kind == "d":
-        return {key: put_together(each, tensors) for key, each in value.items()}
-    if kind in "lt":
-        made = [put_together(each, tensors) for each in value]
-        return made if kind == "l" else tuple(made)
+    if kind == "dict":
+        return {key: put_together(item, tensors) for key, item in value.items()}
+    if kind in ("list", "tuple"):
+        items = [put_together(item, tensors) for item in value]
+        return items if kind == "list" else tuple(items)
     return value
+
+
+class _Joined(torch.autograd.Function):
+    """Gives a tensor without a history the place in autograd's graph that a leaf has."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """Return what a layer is given that gets these tensors, and leaves with their gradients.
+
+    A layer may change what it is given in place, as it may in one process: autograd allows no
+    change of a leaf. The leaves take no memory.
+    """
+    leaves: list[torch.Tensor] = []
+    given = list(tensors)
+    for place, (_, shape, grows) in enumerate(spec.tensors):
+        if grows:
+            leaf = given[place].new_empty(()).expand(shape).requires_grad_()
+            leaves.append(leaf)
+            given[place] = _Joined.apply(leaf, [given[place]])
+    return put_together(spec.form, given), leaves

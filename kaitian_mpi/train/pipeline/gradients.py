@@ -33,7 +33,11 @@ class StageGradients:
         rank: int,
         waits: Callable[[str], AbstractContextManager[Any]],
     ) -> None:
-        """Make a group of each set of ranks that share parameters. Collective."""
+        """Make a group of each set of ranks that share parameters. Collective.
+
+        `targets` are all parameters of this rank: a script may unfreeze some between two steps, and
+        the norm counts also those that no optimizer has.
+        """
         self._targets, self._owners, self._rank, self.waits = targets, owners, rank, waits
         self._groups: list[tuple[Any, list[int]]] = []
         shared: dict[tuple[int, ...], list[int]] = {}
@@ -43,7 +47,7 @@ class StageGradients:
         for ranks, numbers in shared.items():
             group = dist.new_group([*ranks])
             if rank in ranks:
-                self._groups.append((group, [n for n in numbers if n in targets]))
+                self._groups.append((group, numbers))
         self.squared_norm, self.factor, self._is_finite = 0.0, 1.0, True
         self.number = torch.zeros((), dtype=torch.float64)
         self.losses: list[torch.Tensor] = []
@@ -56,7 +60,7 @@ class StageGradients:
     def finish(self) -> None:
         """Complete the gradients, and exchange what all ranks must know of them. Collective."""
         for group, numbers in self._groups:
-            parameters = [self._targets[number] for number in numbers]
+            parameters = [self._targets[n] for n in numbers if self._targets[n].requires_grad]
             for part in partition(parameters, (_BUCKET_BYTES, _BUCKET_BYTES)):
                 bucket = Bucket({place: parameters[place] for place in part})
                 bucket.fill(1.0)

@@ -27,7 +27,7 @@ from kaitian_mpi.train.pipeline.chain import (
     answered,
     captured,
     move,
-    put_together,
+    received,
     run,
     take_apart,
 )
@@ -130,8 +130,6 @@ class LayerTimer:
         for number, layer in enumerate(self._chain):
             is_last = number == len(self._chain) - 1
             with self._on_device(layer):
-                if getattr(layer, "inplace", False) and number:
-                    carried = carried.clone()
                 work = partial(self._through, layer, call, carried, batch if is_last else None)
                 seconds, carried = self._time(layer, work, number)
             found.append(seconds)
@@ -274,5 +272,4 @@ def _steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:
 def _as_received(value: Any) -> Any:
     """Return what a layer has returned as the next one would get it from another rank."""
     spec, tensors = take_apart(value)
-    rows = zip(tensors, spec.tensors, strict=True)
-    return put_together(spec.form, [t.detach().requires_grad_(grows) for t, (_, _, grows) in rows])
+    return received(spec, [tensor.detach() for tensor in tensors])[0]

@@ -18,7 +18,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table, size_text
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share
-from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
 from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 from kaitian_mpi.train.loop import Loop, set_learning_rates
 from kaitian_mpi.train.pipeline.gradients import StageGradients
@@ -72,6 +72,7 @@ class PipelineLoop(Loop):
         self._apply = lambda *args: apply_step(self._gradients, *args)
         own = self._task, shards.layers, self._computation, plan.stages, rank, plan.ahead
         hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
+        hooks["is_mixed"] = len(set(self.world.kinds)) > 1
         self._peers = join_stages(self.world, plan.stages)
         self._runner = Runner(*own, waits=waits, peers=self._peers, **hooks)
 
@@ -112,7 +113,8 @@ class PipelineLoop(Loop):
             placed = [self._computation.place(part.batch) for part in parts]
             batches = dict(zip(own, placed, strict=True))
         fractions = {each: weight / samples for each, weight in weights.items()}
-        gradients.losses = runner.train(len(sizes), batches, fractions)
+        seeds = random_bits(self._config.seed, number, range(len(sizes))).tolist()
+        gradients.losses = runner.train(len(sizes), batches, fractions, seeds)
         step.bucket_ready(True)
         return self.finish()
 

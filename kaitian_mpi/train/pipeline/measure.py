@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
@@ -21,15 +20,15 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
-from kaitian_mpi.train.pipeline.chain import all_need_call, captured, chain_of, run
+from kaitian_mpi.train.pipeline.chain import chain_of
+from kaitian_mpi.train.pipeline.chain_check import check_chain
 from kaitian_mpi.train.pipeline.layer_timer import LayerTimer
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.sharded_step import check_parts
-from kaitian_mpi.train.task import Task, aside, borrowed
+from kaitian_mpi.train.task import aside
 
 _ROUNDS = 3
 _TRIAL_BYTES = 1 << 20
@@ -97,8 +96,12 @@ def find_facts(
         if not is_whole:
             check_parts(task, "pipeline")
             chain = chain_of(task)
-            if world.rank == 0 and (task.layers is not None or all_need_call(chain)):
-                _check_chain(task, chain, setup.train[list(range(min_batch))])
+            if world.rank == 0:
+                first = range(min(len(setup.train), 2 * min_batch))
+                halves = first[:min_batch], first[min_batch:]
+                batches = [setup.train[[*half]] for half in halves if len(half) == min_batch]
+                with aside(torch.device("cpu")):
+                    check_chain(task, chain, batches)
         optimizers = task.make_optimizers(task.model)
     sleeping_barrier(world.comm)
     with agree_on_errors(world.comm), aside(world.device):
@@ -115,38 +118,6 @@ def find_facts(
     if config.balance == "off" and config.layout == "pipeline":
         by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
     return PipelineFacts(known, by_place, measure_links(world))
-
-
-@torch.no_grad()
-def _check_chain(task: Task, chain: Sequence[nn.Module], batch: Any) -> None:
-    """Check that the layers make of a batch what the model makes of it."""
-    assert task.loss is not None
-    with borrowed(task.model) as model:
-        model.eval()
-        args, kwargs = call = captured(task.loss, model, batch)
-        whole = list(tensors_in(model(*args, **kwargs)))
-        carried, fault = None, ""
-        try:
-            for number, layer in enumerate(chain):
-                is_called = not number or all_need_call(chain)
-                carried = run([layer], call if is_called else None, carried)
-        except Exception as error:  # of the user's layers
-            fault = f"fail ({type(error).__name__}: {error})"
-        chained = list(tensors_in(carried))
-    is_same = [each.shape for each in whole] == [each.shape for each in chained]
-    if not fault and not (is_same and all(map(_is_close, whole, chained))):
-        fault = "return something else than the model"
-    if fault:
-        raise UserError(
-            f"Task: called one after the other, the layers {fault}; list all that it does, in "
-            "order, and let it return nothing of several layers, such as router logits"
-        )
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.double(), other.double()
-    largest = float(one.abs().max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-4 * largest, equal_nan=True)
 
 
 def measure_links(world: World) -> dict[str, Hop]:

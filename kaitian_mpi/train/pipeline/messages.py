@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.pipeline.chain import Spec, put_together, take_apart
+from kaitian_mpi.train.pipeline.chain import Spec, received, take_apart
 from kaitian_mpi.train.pipeline.peers import PeerGroups
 
 _HEADER_BYTES = 2048
@@ -71,11 +71,9 @@ class Incoming:
             work.wait()
 
     def take(self) -> tuple[Any, list[torch.Tensor]]:
-        """Return what the stage before has returned, and those of its tensors with a gradient."""
+        """Return what the stage before has returned, and leaves that get its gradients."""
         assert self._spec is not None
-        rows = zip(self._tensors, self._spec.tensors, strict=True)
-        leaves = [tensor.requires_grad_() for tensor, (_, _, grows) in rows if grows]
-        return put_together(self._spec.form, self._tensors), leaves
+        return received(self._spec, self._tensors)
 
     def _post(self, future: Any) -> None:
         try:

@@ -8,7 +8,7 @@ are ragged, and each wait is one that the watchdog and the recovery know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from kaitian_mpi.balance.pipeline import Stage, order, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.train.pipeline.chain import all_need_call, answered, captured, run
+from kaitian_mpi.train.pipeline.draws import equal_draws
 from kaitian_mpi.train.pipeline.messages import Gradients, Incoming, Outbox, Waits
 from kaitian_mpi.train.pipeline.peers import PeerGroups
 from kaitian_mpi.train.task import Computation, Task, check_loss
@@ -38,15 +39,18 @@ class Runner:
         *,
         waits: Waits,
         peers: PeerGroups | None = None,
+        is_mixed: bool = False,
         begins: Callable[[bool], None] = lambda is_forward: None,
         ends: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare to run; `begins` and `ends` are called around each forward and backward.
 
         Without `peers`, MPI carries all messages.
+        `is_mixed` says whether stages are on devices of several kinds.
         """
         self._task, self._computation, self._stages, self._rank = task, computation, stages, rank
         self._waits, self._begins, self._ends = waits, begins, ends
+        self._is_mixed = is_mixed
         self.number = next((n for n, stage in enumerate(stages) if rank in stage.ranks), None)
         number = self.number if self.number is not None else 0
         stage, limits = stages[number], windows(stages, ahead)
@@ -70,14 +74,19 @@ class Runner:
         return [number for number, taker in enumerate(takers) if taker == self._rank]
 
     def train(
-        self, count: int, batches: Mapping[int, Any], weights: Mapping[int, float]
+        self,
+        count: int,
+        batches: Mapping[int, Any],
+        weights: Mapping[int, float],
+        seeds: Sequence[int],
     ) -> list[torch.Tensor]:
         """Compute a step of so many micro-batches; the gradients add up in the parameters.
 
         If it `reads_batches`, this rank needs those that it computes, on its device. The last stage
         multiplies their mean losses with the weights, and returns these; others return none.
+        `seeds`, the same on all ranks, are of the random numbers that the loss draws itself.
         """
-        step = _Step(self, count, self._task.loss, batches)
+        step = _Step(self, count, self._task.loss, batches, seeds)
         losses = []
         for is_forward, number in order(step.own, self._window):
             self._begins(is_forward)
@@ -99,7 +108,7 @@ class Runner:
         `read` returns the batch of a micro-batch, on the device. Yields nothing except on ranks of
         the last stage.
         """
-        step = _Step(self, count, function, {})
+        step = _Step(self, count, function, {}, range(count))
         for number in step.own:
             if self.reads_batches:
                 step.batches = {number: read(number)}
@@ -114,10 +123,15 @@ class _Step:
     """The micro-batches of a step that are under way on this rank."""
 
     def __init__(
-        self, runner: Runner, count: int, function: Any, batches: Mapping[int, Any]
+        self,
+        runner: Runner,
+        count: int,
+        function: Any,
+        batches: Mapping[int, Any],
+        seeds: Sequence[int],
     ) -> None:
         self._runner, self._function, self.batches = runner, function, batches
-        self.own = runner.own(count)
+        self.own, self._seeds = runner.own(count), seeds
         stages, number = runner._stages, runner.number or 0
         self._sources = stages[number - 1].takers(count) if number else []
         is_inner = not runner.is_last and runner.number is not None
@@ -132,14 +146,16 @@ class _Step:
         runner, call, carried = self._runner, None, None
         task, leaves = runner._task, list[torch.Tensor]()
         if runner.needs_call:
-            call = captured(self._function, task.model, self.batches[number])
+            with self._draws(number, runner._is_mixed):
+                call = captured(self._function, task.model, self.batches[number])
         if not runner.is_first:
             carried, leaves = self._receive(number)
         with runner._computation.autocast():
             output = run(runner._layers, call, carried)
             if runner.is_last:
                 self.kept[number] = leaves, [t for t in tensors_in(output) if t.requires_grad]
-                return answered(self._function, task.model, self.batches[number], output)
+                with self._draws(number):
+                    return answered(self._function, task.model, self.batches[number], output)
         runner._ends()
         grown = runner._outbox.send_activations(output, self._targets[number], number)
         self.kept[number] = leaves, grown
@@ -174,6 +190,9 @@ class _Step:
         if leaves:
             runner._outbox.send_gradients(leaves, self._sources[number], number)
 
+    def _draws(self, number: int, is_mixed: bool = False) -> AbstractContextManager[None]:
+        return equal_draws(self._seeds[number], self._runner._computation.device, is_mixed)
+
     def _receive(self, number: int) -> tuple[Any, list[torch.Tensor]]:
         runner = self._runner
         device = runner._computation.device
@@ -186,10 +205,7 @@ class _Step:
                 break
         incoming = self._incoming.pop(number)
         self._wait("activations of the stage before", incoming)
-        carried, leaves = incoming.take()
-        if leaves and getattr(self._runner._layers[0], "inplace", False):
-            return leaves[0].clone(), leaves  # autograd allows no change of a leaf
-        return carried, leaves
+        return incoming.take()
 
     def _expect_gradients(self) -> None:
         """Post the receives of the gradients that come next."""

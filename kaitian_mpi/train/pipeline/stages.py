@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.distributed.late_values import Late
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
 class Stages(Shards):
     """The parameters of this rank's layers, and their optimizer state: it has no others.
 
-    In the place of the others are tensors of their shape that take no memory. The optimizers are
-    the user's own; their groups have this rank's parameters only. A parameter that layers of
-    several stages share is on all of their ranks.
+    In the place of the others are tensors of their shape that take no memory, whose use raises an
+    error. The optimizers are the user's own; their groups have this rank's parameters only. A
+    parameter that layers of several stages share is on all of their ranks.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Stages(Shards):
         super().__init__(model, optimizers)
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._of_layer = [{numbers[p] for p in layer.parameters()} for layer in layers]
+        self._elsewhere = type("Elsewhere", (Late,), {"arrive": self._refuse})
         self._strides = [parameter.stride() for parameter in self._parameters]
         self._present = set(numbers.values())
         """The parameters that this rank has."""
@@ -100,14 +103,9 @@ class Stages(Shards):
             if world.rank in stage.ranks:
                 for layer in self.layers[stage.begin : stage.end]:
                     move(layer, self._device)
-        of_groups = {n for groups in self._groups for group in groups for n in group}
         kept = {n: [(self._parameters[n], copy_state(states[n], share=True))] for n in states}
         self._restrict(kept)
-        self.targets = {
-            n: parameter  # type: ignore[misc]
-            for n, [(parameter, _)] in kept.items()
-            if n in of_groups and parameter.requires_grad
-        }
+        self.targets = {n: self._parameters[n] for n in states}  # type: ignore[misc]
 
     @torch.no_grad()
     def share_buffers(self, world: World) -> None:
@@ -181,24 +179,41 @@ class Stages(Shards):
         return next(found, {})
 
     def _release(self, number: int) -> None:
-        """Free a parameter that this rank does not need."""
+        """Free a parameter that this rank does not need; what uses its values gets an error."""
         self._new.pop(number, None)
         self._present.discard(number)
         parameter = self._parameters[number]
-        # It can be read, and keeps its shape; torch refuses to write to it.
-        set_data(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+        if not isinstance(parameter, Late):
+            # On the stage's device, as the model's own code may ask where the parameters are.
+            nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
+            set_data(parameter, nothing.expand(parameter.shape))
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = self._elsewhere
         for optimizer in self._optimizers:
             optimizer.state.pop(parameter, None)
 
     def _settle(self, number: int) -> None:
         """Give a parameter of this rank's its value, on its device."""
         parameter, value = self._parameters[number], self._new.pop(number, None)
+        if isinstance(parameter, Late):
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         if value is not None:
             data = torch.empty_strided(
                 value.shape, self._strides[number], dtype=value.dtype, device=self._device
             )
             set_data(parameter, data.copy_(value))
         self._present.add(number)
+
+    def _refuse(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise why the values of some parameters are not here."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        number = numbers[id(parameters[0])]
+        name = next(name for name, known in self._names.items() if known == number)
+        raise UserError(
+            f"the parameter {name} is in the stage of another rank (layout pipeline), and this "
+            "rank does not have its values; read the weights from a checkpoint, or from "
+            "checkpoints/model.pt when the run is finished"
+        )
 
 
 def use_stages(state: State, task: Task) -> None:
