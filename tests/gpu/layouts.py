@@ -558,7 +558,7 @@ def casts_are_shared(world: Any) -> str:
         seen.clear()
         own = runner.own(count)
         placed = {number: computation.place(batch) for number in own}
-        runner.train(count, placed, dict.fromkeys(own, 1 / count))
+        runner.train(count, placed, dict.fromkeys(own, 1 / count), range(count))
     forwards = next(n for n, (is_forward, _) in enumerate(seen) if not is_forward)
     sizes = [size for _, size in seen[: forwards + 1]]
     # The first one makes the copies.
