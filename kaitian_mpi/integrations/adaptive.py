@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import IterableDataset
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.data_parallel import first_length
@@ -350,6 +351,8 @@ def _why_not() -> str:
     objects: list[Any] = gc.get_objects()
     kinds = {type(each).__name__ for each in objects}
     named = [text for name, text in _UNSUPPORTED.items() if name in kinds]
+    if any(issubclass(type(each), IterableDataset) for each in objects):
+        named.insert(0, _UNSUPPORTED["IterableDatasetShard"])
     # A proxy says of itself what it stands for; its type does not.
     modules = (each for each in objects if issubclass(type(each), nn.Module))
     if any(losses.is_lightning(each) and not each.automatic_optimization for each in modules):

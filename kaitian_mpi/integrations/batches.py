@@ -263,7 +263,7 @@ class _Replay(BatchSampler):
 def cut_loaders(planner: Planner) -> Callable[[], None]:
     """Cut the batches of every loader that is created from now on; return what ends that."""
     create, iterate = DataLoader.__init__, DataLoader.__iter__
-    restores: list[Callable[[], None]] = []
+    restores: dict[str, Callable[[], None]] = {}
 
     @functools.wraps(create)
     def create_and_cut(self: DataLoader, *args: Any, **kwargs: Any) -> None:
@@ -271,7 +271,7 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
         cut = _cut_of(self, planner)
         if cut is not None:
             self.__dict__["batch_sampler"] = cut  # DataLoader refuses the usual assignment
-            _extend_outer_loaders(restores)
+            _extend_trainers(restores)
 
     @functools.wraps(iterate)
     def iterate_over_cut(self: DataLoader) -> Iterator[Any]:
@@ -283,7 +283,7 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
 
     def restore() -> None:
         while restores:
-            restores.pop()()
+            restores.popitem()[1]()
         DataLoader.__init__, DataLoader.__iter__ = create, iterate  # type: ignore[method-assign]
 
     DataLoader.__init__ = create_and_cut  # type: ignore[method-assign]
@@ -291,16 +291,22 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
     return restore
 
 
-def _extend_outer_loaders(restores: list[Callable[[], None]]) -> None:
-    """Make the trainers' loaders around torch's tell which batch they give; once a class."""
+def _extend_trainers(restores: dict[str, Callable[[], None]]) -> None:
+    """Extend the loaders and calls of trainers that are imported by now, each once."""
     for module, name in _OUTER_LOADERS:
         loader = getattr(sys.modules.get(module), name, None)
-        iterate = getattr(loader, "__iter__", None)
-        if loader is not None and iterate is not None and not hasattr(iterate, "passes_on"):
-            restores.append(_extend_outer_loader(loader, iterate))
+        if loader is not None and name not in restores:
+            restores[name] = _extend_outer_loader(loader)
+    if "accelerate" in sys.modules and "accelerate" not in restores:
+        from kaitian_mpi.integrations.accelerate_calls import extend_accelerate
+
+        restores["accelerate"] = extend_accelerate()
 
 
-def _extend_outer_loader(loader: Any, iterate: Any) -> Callable[[], None]:
+def _extend_outer_loader(loader: Any) -> Callable[[], None]:
+    """Make the batches of a trainer's loader, a class, known as those of torch's within it."""
+    iterate = loader.__iter__
+
     @functools.wraps(iterate)
     def pass_on(self: Any) -> Iterator[Any]:
         inner = getattr(self, "base_dataloader", None) or getattr(self, "loader", None)
@@ -312,7 +318,6 @@ def _extend_outer_loader(loader: Any, iterate: Any) -> Callable[[], None]:
     def restore() -> None:
         loader.__iter__ = iterate
 
-    vars(pass_on)["passes_on"] = True
     loader.__iter__ = pass_on
     return restore
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import pickle
 
 import pytest
@@ -140,6 +141,34 @@ def test_a_new_plan_holds_from_the_next_batch_on(workers):
     assert sorted(row for rank in cut for part in rank for row in part) == list(range(30))
     whole, rest = (epoch(prepared, 20, False, [1, 1, 4], skipped=count) for count in (0, 2))
     assert rest == [rank[2:] for rank in whole]  # after the batches that were trained
+
+
+class Processes(list):
+    """Gives the identity of the process that loads a row."""
+
+    def __getitem__(self, row):
+        return os.getpid()
+
+
+def test_a_new_plan_keeps_the_workers():
+    planner = Planner(0, [2, 2, 2])
+    planner.changes = {2: [4, 1, 1], 3: [1, 1, 4]}
+    restore = cut_loaders(planner)
+    try:
+        loader = distributed(Processes(range(30)), 0, False, num_workers=1)
+        loader.batch_sampler.trains = True
+        state = torch.get_rng_state()
+        batches = list(loader)
+    finally:
+        restore()
+    assert [len(batch) for batch in batches] == [2, 2, 4, 1, 1]
+    assert len({process for batch in batches for process in batch.tolist()} - {os.getpid()}) == 1
+    torch.empty((), dtype=torch.int64).random_()  # one seed for the epoch's workers
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.empty((), dtype=torch.int64).random_()
+    torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_copies_and_older_iterators_do_no_harm():

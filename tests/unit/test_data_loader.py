@@ -46,6 +46,13 @@ def test_mistakes_in_the_users_dataset_or_collate_do_not_end_the_epoch():
         Batches(Samples({0: 0, 1: 1}))[[0, 1]]
 
 
+def test_workers_that_cannot_be_sent_a_lambda_say_what_to_do():
+    loader = ShareLoader(Batches([0, 1], collate=lambda rows: rows), 1, pin_memory=False)
+    with pytest.raises(UserError, match=r"fork server starts: .*lambda.*; use functions"):
+        loader.load(shares(0))
+    loader.close()
+
+
 @pytest.mark.parametrize(
     ("samples", "limit", "sizes"), [(7, None, [7]), (7, 3, [3, 2, 2]), (0, 3, [0]), (0, None, [0])]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches, Stream
 
 _BATCHES_PER_WORKER = 2
@@ -39,7 +41,16 @@ class ShareLoader:
         self._shares.next = shares
         if self._loader is None:
             self._loader = self._make_loader()
-        return iter(self._loader)
+        try:
+            return iter(self._loader)
+        except Exception as error:
+            if not self.workers or not re.search("pickle|local object", str(error)):
+                raise
+            raise UserError(
+                f"the dataset and collate cannot be sent to the {self.workers} workers, which a "
+                f"fork server starts: {error}; use functions and classes of a module in place of "
+                "lambdas and local ones, or workers=0"
+            ) from error
 
     def close(self) -> None:
         """End the processes."""
