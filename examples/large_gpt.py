@@ -94,11 +94,14 @@ def draw(folder: Path) -> None:
     from matplotlib import pyplot
 
     summary = json.loads((folder / "summary.json").read_text())
-    memory = summary["memory"]
+    memory = summary.get("memory")
+    if not memory:
+        print("not drawn: in layout replicate, no memory is planned")
+        return
     ranks = range(len(memory))
     figure, axes = pyplot.subplots(figsize=(6, 3), layout="constrained")
     for name, shift, color in (("limit", 0, "0.88"), ("planned", -0.2, "C0"), ("peak", 0.2, "C1")):
-        sizes = [rank[f"{name}_bytes"] / 1e6 for rank in memory]
+        sizes = [(rank[f"{name}_bytes"] or 0) / 1e6 for rank in memory]
         width = 0.8 if name == "limit" else 0.35
         axes.bar([rank + shift for rank in ranks], sizes, width, label=name, color=color)
     emulated = " (emulated)" if summary["emulated"] else ""

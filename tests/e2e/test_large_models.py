@@ -154,6 +154,16 @@ def test_a_plan_compares_the_layouts(tmp_path):
     assert "Task(layers=[...])" in rows[2]
 
 
+def test_the_example_has_no_memory_to_draw_of_replicas(tmp_path, monkeypatch, capsys):
+    """As `--layout auto` may choose them."""
+    monkeypatch.syspath_prepend(PLANTED.parents[1] / "examples")
+    from large_gpt import draw
+
+    (tmp_path / "summary.json").write_text('{"emulated": false}')
+    draw(tmp_path)
+    assert "not drawn" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags", ["--layout shard", "--layout pipeline --lora"])
 def test_the_example_trains_and_draws_the_memory(tmp_path, flags):
     example = str(PLANTED.parents[1] / "examples/large_gpt.py")

@@ -1,0 +1,594 @@
+"""Random trainings in every layout, compared with one process in float64.
+
+A case follows from its seed alone: a model of layers that share modules and weights, pass tuples
+and change in place what they get; parameters that are frozen for some steps, or that no optimizer
+has; several optimizers, clipping, micro-batches, weights of zero, shares that change from step to
+step, stages cut anywhere, parameters in parts; and a resume in another layout in the middle.
+
+    mpirun -np 3 --with-ft ulfm python tests/mpi/layout_cases.py 17        # one seed
+    mpirun -np 3 --with-ft ulfm python tests/mpi/layout_cases.py 0:200     # seeds 0 to 199
+    mpirun -np 3 ... layout_cases.py 17 --layouts parts,pipeline           # instead of the seed's
+    mpirun -np 3 ... layout_cases.py 17 --show                             # the case in words
+
+It prints a line a case: right, refused with an error of one line, or what differs. Without ULFM,
+mirrors are left out. A case that hangs or ends the job is the one of the last line that begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import kaitian_mpi
+from kaitian_mpi import Task, Training
+from kaitian_mpi.balance import layouts as predictions
+from kaitian_mpi.balance import ownership
+from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
+from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.distributed import shards as shard_sums
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train import shards
+from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.measure import room
+from kaitian_mpi.train.measure.plan import Plan, Profiles
+from kaitian_mpi.train.pipeline.measure import PipelineFacts
+
+LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
+TOLERANCE = 1e-9
+_FEATURES, _VOCABULARY, _CLASSES = 5, 11, 3
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Splits(nn.Module):
+    """Returns a tuple, a list or a dict, with a tensor that has no gradient and a number."""
+
+    def __init__(self, width: int, form: str) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(width, 2 * width), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        one, other = self.linear(x).chunk(2, -1)
+        rest = [x.detach().abs(), 0.5]
+        return {"a": one, "b": other, "rest": rest} if self.form == "dict" else (one, other, rest)
+
+
+class Joins(nn.Module):
+    """Uses what `Splits` returns, and changes some of it in place."""
+
+    def forward(self, parts: Any) -> torch.Tensor:
+        one, other, (scale, number) = parts.values() if isinstance(parts, dict) else parts
+        one = one.clone() if one._is_view() else one  # torch forbids changes of a chunk
+        one *= torch.sigmoid(other)
+        return one + number * torch.tanh(scale)
+
+
+class Adds(nn.Module):
+    """Changes in place what it gets."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(width) / 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.bias
+        return x
+
+
+class Gated(nn.Module):
+    """Has functions of two parameters, a parameter without dimensions and one without rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(width, width) / width)
+        self.b = nn.Parameter(torch.randn(width, width) / width)
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(x @ self.a) @ (self.a * self.b) + self.empty.sum()
+
+
+class Tied(nn.Module):
+    """Uses the weight of another layer."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.other.weight.t())
+
+
+class Pools(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embedding(x).mean(1)
+
+
+class WholeMatrix(torch.optim.Optimizer):
+    """Normalizes each parameter's gradient: an optimizer that needs whole parameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    norm = parameter.grad.norm() + 1e-2
+                    parameter.add_(parameter.grad / norm, alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, weight_decay=0.01),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-2),
+    "whole": lambda p: WholeMatrix(p, lr=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, made of a seed; each field is a choice."""
+
+    seed: int
+    blocks: list[str]
+    width: int
+    is_text: bool
+    optimizers: list[str]
+    left_out: float
+    """The fraction of parameters that no optimizer has."""
+    clip: float | None
+    has_scheduler: bool
+    loss: str
+    shuffle: bool
+    samples: int
+    batch: int
+    epochs: int
+    micro_batch: int
+    form: str
+    frozen: float
+    changes: dict[int, str]
+    """What the script does after a step: freezes, unfreezes, evaluates."""
+    layouts: list[str] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    """After which step each layout but the last stops."""
+
+
+def make_case(seed: int) -> Case:
+    """Return the case of a seed; the same on every rank."""
+    rng = random.Random(seed)
+    kinds = ["linear", "linear", "act", "act", "norm", "residual", "split", "adds", "gated", "tied"]
+    kinds += ["same", "nested"]
+    samples, batch, epochs = rng.randint(18, 40), rng.randint(5, 16), rng.choice([1, 1, 2])
+    steps = epochs * -(-samples // batch)
+    form = rng.choice(["closed"] * 5 + ["batches", "micro_batches", "epochs"])
+    layouts = rng.choices(LAYOUTS, k=rng.choice([1, 2, 2, 3]))
+    layouts[0] = LAYOUTS[seed % len(LAYOUTS)]
+    stops = sorted(rng.sample(range(1, steps), min(len(layouts) - 1, steps - 1)))
+    changes = {rng.randint(1, steps): rng.choice(["unfreeze", "freeze", "evaluate"]) for _ in "12"}
+    return Case(
+        seed=seed,
+        blocks=rng.choices(kinds, k=rng.randint(2, 7)),
+        width=rng.choice([4, 6, 9]),
+        is_text=rng.random() < 0.25,
+        optimizers=rng.choices([*OPTIMIZERS], k=rng.choice([1, 1, 1, 2, 3])),
+        left_out=rng.choice([0, 0, 0.2]),
+        clip=rng.choice([None, 0.05, 0.5]),
+        has_scheduler=rng.random() < 0.3,
+        loss=rng.choice(["mean", "mean", "counted", "counted nan", "counted finite"]),
+        shuffle=rng.random() < 0.5,
+        samples=samples,
+        batch=batch,
+        epochs=epochs,
+        micro_batch=rng.choice([0, 0, 1, 2, 3, 5]),
+        form=form,
+        frozen=rng.choice([0, 0, 0.3]),
+        changes=changes,
+        layouts=layouts[: len(stops) + 1],
+        stops=stops,
+    )
+
+
+def make_model(case: Case) -> nn.Sequential:
+    """Return a case's model, in float64."""
+    torch.manual_seed(case.seed)
+    width, shared_act = case.width, nn.Tanh()
+    shared = nn.Linear(width, width)
+    first: nn.Module = Pools(width) if case.is_text else nn.Linear(_FEATURES, width)
+    layers = [first]
+    for number, kind in enumerate(case.blocks):
+        if kind == "linear":
+            layers.append(nn.Linear(width, width, bias=number % 2 == 0))
+        elif kind == "act":
+            layers.append(shared_act)
+        elif kind == "norm":
+            layers.append(nn.LayerNorm(width))
+        elif kind == "residual":
+            layers.append(Residual(width))
+        elif kind == "split":
+            layers += [Splits(width, "dict" if number % 2 else "tuple"), Joins()]
+        elif kind == "adds":
+            layers += [nn.Linear(width, width), Adds(width)]
+        elif kind == "gated":
+            layers.append(Gated(width))
+        elif kind == "tied":
+            layers += [shared, Tied(shared)]
+        elif kind == "same":
+            layers += [shared, shared_act]
+        else:
+            layers.append(nn.Sequential(nn.Linear(width, width), shared_act))
+    model = nn.Sequential(*layers, nn.Linear(width, _CLASSES)).double()
+    freeze(case, model, 0)
+    return model
+
+
+def freeze(case: Case, model: nn.Module, step: int) -> None:
+    """Freeze or unfreeze what the case wants after a step."""
+    rng, change = random.Random(f"{case.seed} {step}"), case.changes.get(step, "")
+    parameters = list(model.parameters())
+    chosen = [rng.random() < (case.frozen if not step else 0.4) for _ in parameters[:-1]]
+    for parameter, is_chosen in zip(parameters, chosen, strict=False):  # the last one is trained
+        if (step == 0 or change == "freeze") and is_chosen:
+            parameter.requires_grad_(False)
+        elif change == "unfreeze":
+            parameter.requires_grad_(True)
+
+
+def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
+    rng = random.Random(case.seed)
+    parts: list[list[nn.Parameter]] = [[] for _ in case.optimizers]
+    parameters = list(model.parameters())
+    for parameter in parameters[:-1]:
+        if rng.random() >= case.left_out:
+            rng.choice(parts).append(parameter)
+    parts[0].append(parameters[-1])
+    made = []
+    for name, part in zip(case.optimizers, parts, strict=True):
+        half = len(part) // 2
+        groups = [{"params": part[:half]}, {"params": part[half:]}] if half else [{"params": part}]
+        made += [OPTIMIZERS[name](groups)] if part else []
+    return made
+
+
+def make_data(case: Case) -> TensorDataset:
+    """Return samples of which at least one of each step counts."""
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = case.samples, _FEATURES
+    x = torch.randn(shape, generator=generator).double()
+    if case.is_text:
+        x = torch.randint(_VOCABULARY, shape, generator=generator)
+    y = torch.randn(case.samples, _CLASSES, generator=generator).double()
+    counts = (torch.rand(case.samples, generator=generator) < 0.4).double()
+    for indices in order_of(case):
+        if not counts[indices].any():
+            counts[indices[0]] = 1
+    return TensorDataset(x, y, counts)
+
+
+def order_of(case: Case) -> list[list[int]]:
+    """Return the samples of each step."""
+    options: dict[str, Any] = {"shuffle": case.shuffle, "seed": 0, "min_batch": 1}
+    sampler = LoadAdaptiveSampler(range(case.samples), [case.batch], 0, **options)
+    steps = []
+    for epoch in range(case.epochs):
+        sampler.set_epoch(epoch)
+        for begin in range(0, case.samples, case.batch):
+            steps.append(sampler.indices(begin, min(case.batch, case.samples - begin)))
+    return [list(map(int, indices)) for indices in steps]
+
+
+def compute_loss(case: Case, model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets, counts = batch
+    losses = (model(inputs) - targets).square().mean(-1)
+    if case.loss == "mean":
+        return losses.mean()
+    if case.loss == "counted finite" and not counts.any():
+        return losses.mean()  # as of a regularizer; nothing of it counts
+    least = 1e-9 if case.loss == "counted" else 0.0
+    return (losses * counts).sum() / counts.sum().clamp(min=least)
+
+
+def make_task(case: Case) -> Task:
+    scheduler = lambda made: [  # noqa: E731
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.9)
+        for each in (made if isinstance(made, list) else [made])
+    ]
+    loss, validation = partial(compute_loss, case), make_data(replace(case, seed=case.seed + 1))
+    return Task(
+        model=make_model(case),
+        optimizer=partial(make_optimizers, case),
+        data=make_data(case),
+        shuffle=case.shuffle,
+        loss=loss if case.form in ("closed", "epochs") else None,
+        weight=None if case.loss == "mean" else lambda batch: batch[2].sum(),
+        scheduler=scheduler if case.has_scheduler else None,
+        clip_norm=case.clip,
+        validation=validation,
+        metrics=metrics,
+    )
+
+
+def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"error": (model(batch[0]) - batch[1]).abs().sum(), "first": (model_sign(batch[1]), 7.0)}
+
+
+def model_sign(targets: torch.Tensor) -> float:
+    return float((targets > 0).sum())
+
+
+@dataclass
+class Result:
+    losses: list[float] = field(default_factory=list)
+    evaluated: dict[int, float] = field(default_factory=dict)
+    """The error by the step after which it was evaluated; the last one's is the end's."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    refusal: str = ""
+
+
+def train_alone(case: Case) -> Result:
+    """Return what one process makes of a case."""
+    model, data, result = make_model(case), make_data(case), Result()
+    optimizers = make_optimizers(case, model)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+    validation = make_data(replace(case, seed=case.seed + 1))[:]
+    for number, indices in enumerate(order_of(case), 1):
+        model.zero_grad()
+        loss = compute_loss(case, model, data[indices])
+        loss.backward()
+        result.losses.append(loss.item())
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        for one in (*optimizers, *(schedulers if case.has_scheduler else ())):
+            one.step()
+        freeze(case, model, number)
+        with torch.no_grad():
+            result.evaluated[number] = float(metrics(model, validation)["error"]) / case.samples
+    result.weights = model.state_dict()
+    return result
+
+
+def steps_of(training: Training, case: Case) -> Iterator[int]:
+    """Train in the case's form; yield the number of each step that is done."""
+    if case.form == "closed":
+        for step in training:
+            yield step.number
+    elif case.form == "epochs":
+        for epoch in training.epochs():
+            for step in epoch:
+                yield step.number
+    elif case.form == "batches":
+        for batch in training.batches():
+            training.backward(compute_loss(case, training.model, batch))
+            training.step()
+            yield training.steps_done
+    else:
+        for batches in training.micro_batches():
+            for batch in batches:
+                training.backward(compute_loss(case, training.model, batch))
+            training.step()
+            yield training.steps_done
+
+
+def train(case: Case, world: Any, folder: Path) -> Result:
+    """Return what the ranks make of a case, in its layouts one after the other. Collective."""
+    result = Result()
+    last = len(order_of(case))
+    for layout, stop in zip(case.layouts, [*case.stops, last], strict=True):
+        rng = random.Random(f"{case.seed} {layout} {stop}")
+        with (
+            small_parts(),
+            in_layout(layout, case, world.size, rng),
+            Training(
+                partial(make_task, case),
+                layout={"mirrors": "shard", "parts": "shard"}.get(layout, layout),
+                mirrors=layout != "shard",
+                global_batch_size=case.batch,
+                micro_batch_size=case.micro_batch,
+                epochs=case.epochs,
+                run_dir=str(folder),
+                resume="auto",
+                balance="off",
+                benchmark_seconds=0.05,
+                parity=False,
+                check_every=0,
+                log_interval=0,
+                quiet=True,
+            ) as training,
+        ):
+            for number in steps_of(training, case):
+                step = training.last_step
+                result.losses.append(step.loss)
+                assert number == step.number == len(result.losses), "a step is left out"
+                freeze(case, training.model, number)
+                if case.changes.get(number) == "evaluate":
+                    result.evaluated[number] = training.evaluate()["error"]
+                if layout != "pipeline" and rng.random() < 0.6:
+                    training._loop.sampler.set_plan(shares(rng, case.batch, world.size))
+                if number == stop and stop != last:
+                    break
+    result.evaluated[last] = training.summary.validation["error"]
+    if world.rank == 0:
+        result.weights = torch.load(folder / "checkpoints/model.pt")
+    return result
+
+
+def shares(rng: random.Random, batch: int, size: int) -> list[int]:
+    """Return shares of a batch, some of which may be empty."""
+    cuts = sorted(rng.choices(range(batch + 1), k=size - 1))
+    return [end - begin for begin, end in zip([0, *cuts], [*cuts, batch], strict=True)]
+
+
+@contextmanager
+def small_parts() -> Iterator[None]:
+    """Make buckets and parts tiny, so that small models have many."""
+    caps, options = (128, 512), shard_sums.ShardReducer.__init__.__kwdefaults__
+    with (
+        mock.patch.dict(options, {"bucket_caps": caps} if "bucket_caps" in options else {}),
+        mock.patch.object(room, "_MIN_PARTED_BYTES", 64),
+    ):
+        modules = [ownership, predictions, shard_sums, shards, room]
+        patches = [
+            mock.patch.object(m, "BUCKET_CAPS", caps) for m in modules if hasattr(m, "BUCKET_CAPS")
+        ]
+        for patch in patches:
+            patch.start()
+        try:
+            yield
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+@contextmanager
+def in_layout(layout: str, case: Case, size: int, rng: random.Random) -> Iterator[None]:
+    """Plan at random what measurements plan otherwise: shares, stages, owners."""
+    plan_of, find_room = Profiles.plan, room.find_room
+
+    def plan(*args: Any) -> Plan:
+        planned = plan_of(*args)
+        return replace(planned, batch_sizes=shares(rng, case.batch, size))
+
+    def plan_stages(facts: PipelineFacts, config: Any, world: Any, min_batch: int) -> Plan:
+        planned = random_stages(rng, len(facts.layers), size, case.batch)
+        sizes = split_micro_batches(case.batch, planned.micro_batch, min_batch)
+        by_rank = planned.first_samples(sizes, size)
+        return Plan(by_rank, [1.0] * size, None, planned.micro_batch, min_batch, planned)
+
+    def room_in_parts(setup: Any, config: Any, world: Any) -> Any:
+        _, reserved = find_room(setup, config, world)
+        optimizers = setup.task.make_optimizers(setup.task.model)
+        needs, numbers = room.shard_needs(config, setup.task.model, optimizers)
+        free = [rng.choice([0.0, 1.0, 2.0, 5.0]) for _ in world.infos]
+        free[rng.randrange(size)] = 3.0
+        places = [info.place for info in world.infos]
+        by_place = {
+            place: 9.0 * each * needs[-1].owned for place, each in zip(places, free, strict=True)
+        }
+        is_parted = layout == "parts" and len(needs) > 1
+        chosen = frozenset(n for n in sorted(numbers) if rng.random() < 0.8) or numbers
+        return room.Room(by_place, needs[is_parted], chosen if is_parted else frozenset()), reserved
+
+    with (
+        mock.patch.object(Profiles, "plan", plan),
+        mock.patch.object(PipelineFacts, "plan", plan_stages),
+        mock.patch.object(room, "find_room", room_in_parts),
+    ):
+        yield
+
+
+def random_stages(rng: random.Random, layers: int, size: int, batch: int) -> PipelinePlan:
+    """Return stages cut anywhere, of one or more ranks each; some ranks may have none."""
+    count = rng.randint(1, min(size, layers))
+    ends = [*sorted(rng.sample(range(1, layers), count - 1)), layers]
+    ranks = rng.sample(range(size), rng.randint(count, size))
+    places = [*range(count), *(rng.randrange(count) for _ in ranks[count:])]
+    of_stage = [
+        sorted(r for r, p in zip(ranks, places, strict=True) if p == s) for s in range(count)
+    ]
+    stages = tuple(
+        Stage(begin, end, tuple(own), tuple(rng.choice([1.0, 2.0, 3.5]) for _ in own))
+        for begin, end, own in zip([0, *ends], ends, of_stage, strict=False)
+    )
+    return PipelinePlan(stages, rng.randint(1, batch), rng.choice([0, 0, 1, 3]), 0.0, (0,) * size)
+
+
+def run_case(case: Case, world: Any, folder: Path) -> str:
+    """Return how a case ends: right, refused, or what differs. Collective."""
+    try:
+        with redirect_stdout(StringIO()):
+            result = train(case, world, folder)
+    except UserError as error:
+        result = Result(refusal=str(error))
+    refusals = gather_values(world.comm, result.refusal)
+    if any(refusals):
+        kinds = sorted(set(refusals))
+        return f"refused: {kinds[0]}" if len(kinds) == 1 else f"WRONG: refused by some: {kinds}"
+    losses = gather_values(world.comm, result.losses)
+    fault = "" if all(own == losses[0] for own in losses) else "losses of the ranks differ"
+    if world.rank == 0:
+        fault = fault or differences(result, train_alone(case))
+    fault = gather_values(world.comm, fault)[0]
+    return f"WRONG: {fault}" if fault else "right"
+
+
+def differences(result: Result, expected: Result) -> str:
+    """Return what differs, of the first kind that does."""
+    pairs = [*zip(result.losses, expected.losses, strict=True)]
+    pairs += [(found, expected.evaluated[step]) for step, found in result.evaluated.items()]
+    for name, value in expected.weights.items():
+        pairs.append((result.weights[name], value))
+    names = [f"loss {n}" for n in range(1, len(result.losses) + 1)]
+    names += [f"evaluation {step}" for step in result.evaluated] + [*expected.weights]
+    for name, (found, value) in zip(names, pairs, strict=True):
+        one, other = torch.as_tensor(found).double(), torch.as_tensor(value).double()
+        if not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE):
+            return f"{name} differs by {float((one - other).abs().max()):.1e}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("seeds", help="one, or the first and the end: 0:200")
+    parser.add_argument("--layouts", default="", help="instead of the seeds' own")
+    parser.add_argument("--show", action="store_true", help="print each case")
+    options = parser.parse_args()
+    begin, _, end = options.seeds.partition(":")
+    world = kaitian_mpi.init()
+    wrong = 0
+    for seed in range(int(begin), int(end or int(begin) + 1)):
+        case = make_case(seed)
+        if options.layouts:
+            layouts = options.layouts.split(",")
+            case = replace(case, layouts=layouts, stops=list(range(1, len(layouts))))
+        if world.rank == 0:
+            print(f"seed {seed} {','.join(case.layouts)}: ", end="", flush=True)
+            if options.show:
+                print(case)
+        verdict = run_in_folder(case, world)
+        wrong += verdict.startswith("WRONG")
+        if world.rank == 0:
+            print(verdict, flush=True)
+    sys.exit(min(wrong, 1))
+
+
+def run_in_folder(case: Case, world: Any) -> str:
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(gather_values(world.comm, own)[0])
+        verdict = run_case(case, world, folder / "run")
+        world.comm.Barrier()
+    return verdict
+
+
+if __name__ == "__main__":
+    main()
