@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -45,6 +46,7 @@ class _Exit(NamedTuple):
 # Of the blocks that this process is in, the innermost last.
 _exits: list[_Exit] = []
 _requests: list[Callable[[bool], None]] = []
+_unanswered: deque[bool] = deque()  # requests that no block has been given yet
 
 
 @contextmanager
@@ -71,51 +73,80 @@ def on_exit_signal(
 def on_checkpoint_request(callback: Callable[[bool], None]) -> Iterator[None]:
     """Call `callback`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block.
 
-    It gets whether the job is to end after the checkpoint, which SIGUSR2 asks for.
+    It gets whether the job is to end after the checkpoint, which SIGUSR2 asks for. For a signal
+    that has arrived outside any block, it is called as the block begins.
     """
     _requests.append(callback)
     try:
+        _give_requests()
         yield
     finally:
         _requests.pop()
 
 
-def is_handled() -> bool:
-    """Return whether this process already handles its signals, here or in the user's code."""
-    if threading.current_thread() is not threading.main_thread():
-        return True
-    defaults = (signal.default_int_handler, signal.SIG_DFL)
-    return any(signal.getsignal(number) not in defaults for number in _REASONS)
-
-
 def handle_signals(program: str) -> None:
-    """Handle SIGINT and SIGTERM: report the signal on rank 0, call the exit callback, and exit.
+    """Handle the signals that this process does not handle itself; again after the first call.
+
+    At SIGINT and SIGTERM, report the signal on rank 0, call the exit callback, and exit; at SIGUSR1
+    and SIGUSR2, call that of a checkpoint request. A SIGINT that the parent has had ignored stays
+    so: a shell's background job is not to end by the Ctrl-C to another program.
 
     In a thread woken by the wake-up file descriptor, since the main thread may be inside MPI.
     mpirun forwards SIGUSR1 and SIGUSR2 to all processes of a rank, so all other threads block them:
-    call it before any thread is started.
+    call it before any thread is started. Only the main thread can; elsewhere it does nothing.
     """
     global _program
-    _program = program
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if not _program:
+        _program = program
+        _start_thread()
+        _keep_from_children()
+    for number in (*_REASONS, *CHECKPOINT_SIGNALS):
+        handler = signal.getsignal(number)
+        is_meant = handler is signal.SIG_IGN and number != signal.SIGINT
+        if is_meant or handler in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _handle)
+    signal.pthread_sigmask(signal.SIG_BLOCK, filter(_is_ours, CHECKPOINT_SIGNALS))
+
+
+def _start_thread() -> None:
+    """Start the thread that acts on signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (*_REASONS, *CHECKPOINT_SIGNALS):
-        signal.signal(number, _handle)
-    signal.pthread_sigmask(signal.SIG_BLOCK, CHECKPOINT_SIGNALS)
-    _keep_from_children()
+    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # such as an event loop's
 
     def wait_for_signal() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CHECKPOINT_SIGNALS)
         while True:
-            number = os.read(reader, 1)[0]
-            if number in _REASONS:
-                _exit_by_signal(number)
-            elif number in CHECKPOINT_SIGNALS:
-                for callback in _requests[-1:]:
-                    callback(number == signal.SIGUSR2)
+            byte = os.read(reader, 1)
+            if other >= 0:
+                with suppress(OSError):
+                    os.write(other, byte)
+            if _is_ours(byte[0]):
+                _act_on(byte[0])
 
     threading.Thread(target=wait_for_signal, name="kaitian-signals", daemon=True).start()
+
+
+def _is_ours(number: int) -> bool:
+    """Return whether a signal is handled here; the program may have set another handler since."""
+    return signal.getsignal(number) is _handle
+
+
+def _act_on(number: int) -> None:
+    if number in _REASONS:
+        _exit_by_signal(number)
+    _unanswered.append(number == signal.SIGUSR2)
+    _give_requests()
+
+
+def _give_requests() -> None:
+    """Give requests to the innermost block, if there is one; from either thread."""
+    with suppress(IndexError):  # no block, or no request is left
+        while True:
+            callback = _requests[-1]
+            callback(_unanswered.popleft())
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -140,10 +171,9 @@ def _keep_from_children() -> None:
         if ours:  # not again in the child's children: the child may have set its own handlers
             ours = 0
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for number in CHECKPOINT_SIGNALS:
-                signal.signal(number, signal.SIG_DFL)  # still blocked by the mask
+            for number in filter(_is_ours, (*_REASONS, *CHECKPOINT_SIGNALS)):
+                is_int = number == signal.SIGINT  # those of checkpoints are still blocked
+                signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.outside)
 
     os.register_at_fork(

@@ -53,6 +53,24 @@ _SMALL_SUM_BYTES = 4096
 
 
 @dataclass
+class CheckpointRequest:
+    """What this rank has been asked to save by a signal; kept over losses until it is done."""
+
+    is_made: bool = False
+    ends_job: bool = False
+    """Whether the job is to end once the checkpoint is written."""
+
+    def make(self, ends_job: bool) -> None:
+        """Request a checkpoint, from any thread."""
+        self.is_made = True
+        self.ends_job = self.ends_job or ends_job
+
+    def clear(self) -> None:
+        """Forget what was requested."""
+        self.is_made = self.ends_job = False
+
+
+@dataclass
 class Run:
     """This rank's view of the run; each loop continues from there. No method is collective."""
 
@@ -81,6 +99,7 @@ class Run:
     """The most memory that each rank's device is to use; None if unknown; empty if whole."""
     peak_bytes: int = 0
     """The most memory that this rank's device was found to have used, besides for saving."""
+    request: CheckpointRequest = field(default_factory=CheckpointRequest)
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None

@@ -24,6 +24,7 @@ from kaitian_mpi.observe.run_folder import RunFolderSink
 from kaitian_mpi.runtime.signals import on_checkpoint_request, on_exit_signal
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.checkpoint.files import snapshot_files
+from kaitian_mpi.train.checkpoint.fingerprint import Fingerprint
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter, describe
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
@@ -45,14 +46,19 @@ class Saving(StepObserver):
         self._run, self._world, self._sampler = run, world, sampler
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
-        self._is_told_to_end = self._is_to_end = False
+        self._is_to_end = False
         self._is_due = self._has_step = self._is_missing()
         self._saved_at = time.monotonic()
-        self._requested = self._has_reported = False
+        self._has_reported = False
         self._snapshot_sec = self._snapshot_at = 0.0
         self._exit_copy: dict[str, Any] | None = None
+        # Of the weights as the last step, or the script after it, has left them.
+        is_marked = run.owns_files and run.state.shards is None
+        self._mark = Fingerprint(run.state.model.parameters() if is_marked else ())
         self._signals = ExitStack()
         self._signals.enter_context(self._saved_at_signals())
+        if run.is_joining:
+            run.request.clear()  # made before this rank trained: the others have answered it
 
     def wants_checkpoint(self) -> bool:
         """Return whether a checkpoint is due by time, or requested by a signal or a supervisor.
@@ -60,9 +66,10 @@ class Saving(StepObserver):
         Not collective. True once per checkpoint, except if the job is to end after it.
         """
         if not self._checkpoints.writers:
+            self._refuse_request()
             return False
         due_sec = 60 * self._run.config.checkpoint_minutes
-        is_due = self._requested or 0 < due_sec <= time.monotonic() - self._saved_at
+        is_due = self._run.request.is_made or 0 < due_sec <= time.monotonic() - self._saved_at
         if is_due and not self._has_reported and self._checkpoints.on_disk is not None:
             self._has_reported = True
             return True
@@ -101,11 +108,13 @@ class Saving(StepObserver):
         if path is not None:
             warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, str(path)))
 
-    def save_due(self) -> None:
+    def save_due(self, script_has_run: bool = True) -> None:
         """Save what has been due since the last step, now that the script has followed it, too.
 
         An average of the weights, say, is part of what is saved.
         """
+        if script_has_run:
+            self._mark.take()
         if self._has_step:
             self._has_step = False
             if self._is_due:
@@ -130,7 +139,7 @@ class Saving(StepObserver):
             self._event("stop", text)
             return True
         self._restart.refuse()
-        self._is_told_to_end = False
+        self._run.request.ends_job = False
         text = f"step {step} could not be saved, so the job does not end"
         warn_rank_0(self._world, text)
         return False
@@ -191,12 +200,12 @@ class Saving(StepObserver):
 
     def _save(self, score: float | None = None) -> None:
         """Save a checkpoint, if there is a run folder; restart `--checkpoint-minutes`."""
-        self._saved_at = time.monotonic()
-        self._requested = self._has_reported = False
+        self._saved_at, self._has_reported = time.monotonic(), False
         if self._checkpoints.on_disk is not None:
             enter_phase("saving a checkpoint", waits=True, limited=False)
             with self._run.saving(self._world):
                 self._checkpoints.save(self._world, self._run.state, self._metadata(), score)
+            self._run.request.is_made = False  # only now: a rank may be lost meanwhile
 
     def _snapshot(self, always: bool = False) -> None:
         """Save a snapshot in each host's memory, if it is due. Collective if the state is large.
@@ -260,12 +269,18 @@ class Saving(StepObserver):
         if writer is not None and (step := writer.newly_written()) is not None:
             self._run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
 
-    def _request(self, ends: bool) -> None:  # from any thread, on any rank
-        self._requested = True
-        self._is_told_to_end = self._is_told_to_end or ends
+    def _refuse_request(self) -> None:
+        """Say that nothing can be saved, if a signal has asked for it."""
+        if self._run.request.is_made:
+            self._run.request.clear()
+            warn_rank_0(
+                self._world,
+                "a signal asks for a checkpoint, but there is no folder for it; training "
+                "continues: set a run folder (run_dir) next time",
+            )
 
     def _is_asked_to_end(self) -> bool:
-        return self._is_told_to_end or self._restart.is_made()
+        return self._run.request.ends_job or self._restart.is_made()
 
     @contextmanager
     def _saved_at_signals(self) -> Iterator[None]:
@@ -275,13 +290,14 @@ class Saving(StepObserver):
             self._save_at_exit,
             None if device_of(state.computation.device).is_host else self._copy_for_exit,
             after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
+            after_change=self._mark.take,
         )
         callbacks: tuple[Callable[[], Any], ...] = (lambda: "",)
         if self._run.owns_files:
             callbacks = state.lock.save, state.lock.interrupt
         with (
             on_exit_signal(*callbacks, reports=self._world.rank == 0),
-            on_checkpoint_request(self._request),
+            on_checkpoint_request(self._run.request.make),
         ):
             yield
 
@@ -289,7 +305,7 @@ class Saving(StepObserver):
         """Copy the state to the host, for a forked process, which cannot use the device."""
         writer = self._checkpoints.on_disk
         assert writer is not None  # this rank owns the files
-        if self._run.state.shards is None:
+        if self._run.state.shards is None and self._mark.matches():
             self._exit_copy = copy_state(self._run.state.shared(), writer.take_spare())
 
     def _save_at_exit(self) -> str:
@@ -306,17 +322,17 @@ class Saving(StepObserver):
     def _write_at_exit(self) -> str:
         state, step, writer = self._run.state, self._progress.step, self._checkpoints.on_disk
         if state.shards is not None:  # no rank has all of it, and the others cannot be asked
-            assert writer is not None
-            kept = writer.files.newest_step()
-            last = "no checkpoint yet" if kept is None else f"the checkpoint of step {kept} is kept"
-            return (
-                f"step {step} is not saved, as the ranks have it in parts (--layout); SIGUSR2 to "
-                f"mpirun ends a job that has saved all; {last}"
-            )
+            return self._not_saved("the ranks have it in parts (--layout)")
         if step == 0:
             return "no step has completed yet; nothing was saved"
+        content = self._exit_copy
+        if content is None and device_of(state.computation.device).is_host and self._mark.matches():
+            content = copy_state(state.shared(), share=True)
+        if content is None:
+            return self._not_saved(
+                "the weights were changed after it (by swapping in an average, for example)"
+            )
         assert writer is not None
-        content = self._exit_copy or copy_state(state.shared(), share=True)
         content |= {"rank_states": [], "metadata": self._metadata().to_json()}
         try:
             # A checkpoint of this step, with its score, may still be being written.
@@ -326,3 +342,14 @@ class Saving(StepObserver):
             kept = writer.files.newest_step()
             return text if kept is None else f"{text}; the checkpoint of step {kept} is kept"
         return f"step {step} is saved: --resume auto resumes from it"
+
+    def _not_saved(self, why: str) -> str:
+        """Return the line that the state is not saved at a signal, with what there is instead."""
+        writer = self._checkpoints.on_disk
+        assert writer is not None
+        kept = writer.files.newest_step()
+        last = "no checkpoint yet" if kept is None else f"the checkpoint of step {kept} is kept"
+        return (
+            f"step {self._progress.step} is not saved, as {why}; {last}; SIGUSR2 to mpirun ends a "
+            "job between two steps, once all is saved"
+        )

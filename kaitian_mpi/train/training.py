@@ -28,7 +28,7 @@ from kaitian_mpi.observe.sink import MetricsSink, check_sinks
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, stop_recording
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.runtime.signals import handle_signals, is_handled
+from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import (
     current_watchdog,
     enter_phase,
@@ -382,8 +382,7 @@ class Training:
             self._device.pace.go_to(0)
             self._device.calls.pause()  # the loop has the pace of its steps
             at_end.callback(self._device.calls.resume)
-            if not is_handled():  # the program may handle its signals, or be watched, already
-                handle_signals(Path(sys.argv[0]).name or "python")
+            handle_signals(Path(sys.argv[0]).name or "python")
             if current_watchdog() is None and start_watchdog(setup_limit(config.step_timeout)):
                 at_end.callback(stop_watchdog)
             if config.timeline:
@@ -421,7 +420,7 @@ class Training:
         loop = self._ready_loop()
         if loop is None or self._meet(loop, _TRAINS) == _STOPS:
             return None
-        self._saving.save_due()
+        self._saving.save_due(script_has_run=not self._is_unattended)
         is_saved = self._saving.save_to_end()
         if loop.is_outdated and not is_saved:
             loop.close()

@@ -3,10 +3,11 @@
     python planted_survivor.py closed|open|epochs|run|several FOLDER [SETTING=VALUE ...]
 
 KILLS names the places, such as `forward:3:1 ended:21:0`: in the forward of step 3 on rank 1, and
-after the loop on rank 0. Every second step is followed by an evaluation; or each epoch, by that of
-the averaged weights and a step of the schedule. LEAVES names the loops that are left, such as
-`steps:10 epochs:14`: an epoch's after step 10, and that over the epochs after step 14. Or there are
-several trainings, in which a rank that is on standby in one takes part in the next.
+after the loop on rank 0. One such as `script:5:0=USR2` sends another signal there. Every second
+step is followed by an evaluation; or each epoch, by that of the averaged weights and a step of the
+schedule. LEAVES names the loops that are left, such as `steps:10 epochs:14`: an epoch's after step
+10, and that over the epochs after step 14. Or there are several trainings, in which a rank that is
+on standby in one takes part in the next.
 """
 
 import copy
@@ -41,8 +42,10 @@ def maybe_die(place, step=None):
     if step is None:
         last = training.last_step if training is not None else None
         step = last.number + 1 if last is not None else 1
-    if f"{place}:{step}:{RANK}" in KILLS:
-        os.kill(os.getpid(), signal.SIGKILL)
+    for kill in KILLS:
+        where, _, name = kill.partition("=")
+        if where == f"{place}:{step}:{RANK}":
+            os.kill(os.getpid(), signal.Signals[f"SIG{name or 'KILL'}"])
 
 
 class Model(nn.Sequential):

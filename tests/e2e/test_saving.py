@@ -110,6 +110,52 @@ def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model)
     assert "Traceback" not in ended.text
 
 
+# Signals that a script sends itself
+
+SCRIPT = str(jobs.PLANTED / "planted_signals.py")
+
+
+def weights_after(ended):
+    return re.search("^weights (.*)$", ended.out, re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the weights at the end of a run that no signal has ended."""
+    return weights_after(
+        jobs.run_alone(jobs.PYTHON, SCRIPT, "none", cwd=tmp_path_factory.mktemp("x"))
+    )
+
+
+def test_what_is_swapped_into_the_model_is_not_saved_as_its_weights(tmp_path, undisturbed):
+    words = (jobs.PYTHON, SCRIPT, "run")
+    ended = jobs.run_alone(*words, "swapped:9=TERM", cwd=tmp_path, code=128 + signal.SIGTERM)
+    assert "step 9 is not saved, as the weights were changed" in ended.err
+    assert "the checkpoint of step 6 is kept" in ended.err
+    assert jobs.steps_saved(tmp_path) == {"step-00000003", "step-00000006"}
+    # What the script adds to its own objects after a step is no change of the weights.
+    ended = jobs.run_alone(*words, "step:8=TERM", cwd=tmp_path, code=128 + signal.SIGTERM)
+    assert "step 8 is saved: --resume auto resumes from it" in ended.err
+    assert weights_after(jobs.run_alone(*words, cwd=tmp_path)) == undisturbed
+
+
+def test_a_request_that_comes_before_the_first_step_is_kept(tmp_path, undisturbed):
+    words = (jobs.PYTHON, SCRIPT, "run")
+    ended = jobs.run_alone(*words, "made=USR2", cwd=tmp_path, OWN="SIGINT")
+    assert "step 2 is saved, and the job ends" in ended.text
+    assert "finished False" in ended.out
+    ended = jobs.run_alone(*words, "step:3=INT", "step:4=USR1", cwd=tmp_path, OWN="SIGINT")
+    assert ended.out.count("its own handler") == 1
+    assert {"step-00000005", "step-00000006"} & jobs.steps_saved(tmp_path)
+    assert weights_after(ended) == undisturbed
+
+
+def test_a_request_to_save_without_a_run_folder_is_answered(tmp_path):
+    ended = jobs.run_alone(jobs.PYTHON, SCRIPT, "none", "step:3=USR2", cwd=tmp_path)
+    assert "a signal asks for a checkpoint, but there is no folder for it" in ended.out
+    assert "finished True" in ended.out
+
+
 # A full disk
 
 

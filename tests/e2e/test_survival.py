@@ -1,6 +1,7 @@
 """Ranks that die at chosen places in a script: its loop goes on, and ends as if none had died."""
 
 import json
+import re
 
 import pytest
 from jobs import PLANTED, PYTHON, SURVIVING, forked, run_alone, run_ranks
@@ -114,6 +115,22 @@ def test_an_owner_and_its_mirror_that_are_lost_at_once_end_the_job(tmp_path):
 def test_a_script_that_goes_on_without_a_rank_is_not_started_again(survivors, killed):
     options = {"program": "kaitian-run", "supervisor": ["kaitian-supervise"]}
     assert len(survivors(3, "closed", f"forward:3:{killed}", **options)) == 2
+
+
+def test_a_request_to_save_and_end_outlives_a_loss(tmp_path):
+    """One made just before the loss, and one amid it: the ranks are told at the next step."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    asks = " ".join(f"script:5:{rank}=USR2" for rank in range(3))
+    words = (*SURVIVING, PYTHON, SCRIPT, "closed", str(seen), "run_dir=run")
+    ended = run_ranks(3, *words, cwd=tmp_path, KILLS=f"{asks} forward:6:1")
+    saved = int(re.search(r"step (\d+) is saved, and the job ends", ended.text)[1])
+    results = results_in(seen)
+    assert set(results) == {0, 2}
+    for result in results.values():
+        assert (result["finished"], result["lost"]) == (False, [[1]])
+        assert result["steps"] == list(range(1, saved + 1))
+        assert saved < EVERY[-1]
 
 
 def test_a_spare_takes_over_and_one_stands_by(survivors):

@@ -189,6 +189,44 @@ def test_the_first_rank_left_says_that_a_signal_ends_the_job(place, lines):
     assert ended.returncode
 
 
+OWN_HANDLERS = """
+import os, signal, time
+from kaitian_mpi.runtime import signals
+from kaitian_mpi.runtime.signals import handle_signals, on_checkpoint_request
+heard, asked = [], []
+for name in ("SIGINT", "SIGUSR2"):  # as a parent may have had them
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+for program in ("program", "again"):
+    handle_signals(program)
+def send(number, is_heard):
+    os.kill(os.getpid(), number)
+    until = time.monotonic() + 20
+    while not is_heard() and time.monotonic() < until:
+        time.sleep(0.01)
+send(signal.SIGINT, lambda: True)
+send(signal.SIGUSR1, lambda: heard)
+send(signal.SIGUSR2, lambda: signals._unanswered)
+with on_checkpoint_request(asked.append):
+    print(heard == [signal.SIGUSR1], asked)
+    send(signal.SIGUSR2, lambda: len(asked) == 2)
+print(asked, os.read(reader, 9) == bytes([signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR2]))
+signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+send(signal.SIGTERM, lambda: len(heard) == 2)
+print("still there")
+"""
+
+
+def test_signals_that_a_program_handles_itself_stay_its_own():
+    """One that the parent had ignored is no handler, but a Ctrl-C stays ignored."""
+    ended = run(OWN_HANDLERS)
+    assert ended.stdout.splitlines() == ["True [True]", "[True, True] True", "still there"]
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 LONGEST_SEC = 30
 
 # Its state is two numbers, which are equal except during an update.

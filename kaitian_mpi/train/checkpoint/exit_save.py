@@ -35,12 +35,14 @@ class StateLock:
         self._lock = threading.RLock()
         self._owner = self._depth = self._child = 0
         self._is_ending = self._saves_on_release = False
+        self._after_change: Callable[[], None] = lambda: None
 
     def set_exit_save(
         self,
         save: Callable[[], str],
         prepare: Callable[[], None] | None = None,
         after_fork: Callable[[], None] = lambda: None,
+        after_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Set how the state is saved from now on.
 
@@ -49,8 +51,10 @@ class StateLock:
             prepare: called in the rank before the fork, with a consistent state, if a child cannot
                 access the state because it is on a device: copies it to the host.
             after_fork: called first in the child, which has none of this process's other threads.
+            after_change: called after each change of the state, with the lock held.
         """
         self._save, self._prepare, self._after_fork = save, prepare, after_fork
+        self._after_change = after_change
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -66,6 +70,8 @@ class StateLock:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._depth == 1:
+            if error is None:
+                self._after_change()
             if self._saves_on_release:
                 self._finish(error)
             self._owner = 0
