@@ -75,7 +75,7 @@ class StragglerDetector:
         self._steps += 1
         if self._steps <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
             return []
-        self._work.append(steps.work_sec)
+        self._work.append(np.maximum(steps.work_sec, 1e-9))
         self._data.append(data_sec)
         self._wait.append(steps.wait_sec)
         self._compare_with_first(steps, data_sec)

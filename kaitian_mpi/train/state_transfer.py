@@ -182,6 +182,8 @@ def copy_state(
 
 def is_whole(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has all of its memory, rather than being a part of a larger one."""
+    if tensor.layout is not torch.strided:
+        return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 

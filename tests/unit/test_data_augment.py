@@ -1,5 +1,6 @@
 """Images in memory, their augmentation, and digests by which ranks compare their samples."""
 
+import hashlib
 import itertools
 import random
 import time
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from kaitian_mpi.recipes.datasets import batches_of_pairs
 from kaitian_mpi.recipes.images import ImageArrays, crop, draw_crops_and_flips
 from kaitian_mpi.train.data import sample_digest
+from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.data.sampler import _mix
 
@@ -127,6 +129,36 @@ def test_digests_depend_on_data_and_order_and_not_on_random_augmentation():
     torch.rand(7), np.random.rand(7), random.random()
     assert digests(range(20), is_random=True) == one
     assert one != digests(range(20))
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_a_loader_takes_is_compared_as_far_as_it_can_be():
+    ramp = torch.arange(1.0, 7.0).view(2, 3)
+    compared = [
+        *(ramp, ramp.to(torch.bfloat16), ramp.to(torch.float8_e4m3fn), ramp.to(torch.uint16)),
+        *((ramp * 1j).conj(), (ramp * 1j).conj().imag, ramp.t(), ramp.requires_grad_()),
+        *(np.array(["a", "bc"]), np.arange(4)[::-1], np.array(["2026-01-01"], "datetime64[D]")),
+        *(np.zeros(3, ">f4"), np.float16(1), np.bool_(True), np.datetime64("2026"), 0.5),
+    ]
+    left_out = [
+        *(ramp.to_sparse(), ramp.to_sparse_csr(), nested(torch.strided), nested(torch.jagged)),
+        *(ramp.to("meta"), np.array([{}, None], dtype=object), np.zeros(2, [("a", "O")])),
+        *(np.zeros(3, np.longdouble), object(), None, {1, 2}, np.str_("a"), "a", 7),
+    ]
+    nothing = hashlib.sha256().hexdigest()[:16]
+    for leaf in [*compared, *left_out]:
+        ((text, digest),) = digest_samples(as_batches([leaf], lambda samples: samples))
+        assert text.startswith("sample 0: ")
+        assert (digest == nothing) == any(leaf is one for one in left_out), text
+    texts = [
+        digest_samples(as_batches([leaf], lambda samples: samples))[0][0]
+        for leaf in (np.array(["/mnt/a", "/mnt/b"]), np.arange(4)[::-1], np.str_("a"))
+    ]
+    assert texts == ["sample 0: 2 text", "sample 0: 4 int64 [3, 2, 1, 0]", "sample 0: a"]
 
 
 def test_reading_stops_when_the_time_is_up(monkeypatch):

@@ -6,13 +6,14 @@ import random
 import subprocess
 from multiprocessing import reduction
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from jobs import PYTHON, forked
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.data.batches import Batches, Share, split_share
+from kaitian_mpi.train.data.batches import Batches, Share, place, split_share
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.shared_tensors import SharedTensors
 from kaitian_mpi.train.evaluation import evaluation_indices
@@ -75,6 +76,21 @@ def test_evaluation_covers_each_sample_once():
         assert all(0 < len(indices) <= batch for rank in ranks for indices in rank)
         for rank, share in zip(ranks, shares, strict=True):
             assert abs(sum(map(len, rank)) - length * share / sum(shares)) <= 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_is_as_collate_returns_it():
+    """Of numpy's arrays, torch's loader converts some, and fails at others."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    given = [np.arange(3)[::-1], np.zeros(2, ">f4"), np.array(["2026"], "datetime64[Y]"), nested]
+    loading = ShareLoader(Batches([0] * 9, lambda _: given), 0, pin_memory=False).load(shares(0, 1))
+    [[(_, batch), _]] = loading
+    assert all(one is other for one, other in zip(batch, given, strict=True))
+    placed = place([*batch, torch.ones(2, device="meta")], torch.device("cpu"))
+    assert placed[0] is given[0]
+    assert placed[-1].is_meta
+    sent = pickle.loads(reduction.ForkingPickler.dumps(SharedTensors(nested)))
+    assert [len(one) for one in sent.unbind()] == [2, 3]
 
 
 def test_a_batch_from_a_worker_equals_what_was_sent(monkeypatch):

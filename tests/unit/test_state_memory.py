@@ -24,7 +24,7 @@ from kaitian_mpi.train import state_transfer
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.state_transfer import copy_state
+from kaitian_mpi.train.state_transfer import copy_state, from_bytes, to_bytes
 from kaitian_mpi.train.task import Computation, Task
 
 MAX_RATIO = 1.3
@@ -129,6 +129,19 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path, held, copy_mb):
     is_shared = held.states[0]["model"]["0.weight"].data_ptr() == state.model[0].weight.data_ptr()
     assert is_shared == waited
     assert (writer.take_spare() is None) == waited  # never reused as a buffer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_may_have_sparse_and_nested_tensors(tmp_path):
+    whole = torch.eye(300)
+    state = {"extra": {"coo": whole.to_sparse(), "csr": whole.to_sparse_csr()}}
+    nested = [torch.ones(2), torch.ones(3)]
+    state["extra"]["jagged"] = torch.nested.nested_tensor(nested, layout=torch.jagged)
+    assert not Checkpoints(TrainConfig(), tmp_path)._is_large(state)
+    copied = from_bytes(to_bytes(copy_state(state, share=True)))["extra"]
+    assert torch.equal(copied["coo"].to_dense(), whole)
+    assert torch.equal(copied["csr"].to_dense(), whole)
+    assert [len(one) for one in copied["jagged"].unbind()] == [2, 3]
 
 
 def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypatch, held):

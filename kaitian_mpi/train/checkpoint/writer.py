@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_bytes
@@ -114,8 +116,9 @@ class Checkpoints:
 
     def _is_large(self, state: dict[str, Any], on_host: bool = False) -> bool:
         """Return whether a state, or the part of it in host memory, is too large to be copied."""
-        tensors = [each for each in tensors_in(state) if each.is_cpu or not on_host]
-        return sum(each.nbytes for each in tensors if each.nbytes >= _MIN_BYTES) > self._max_copied
+        dense = [each for each in tensors_in(state) if each.layout is torch.strided]
+        sizes = [each.nbytes for each in dense if each.is_cpu or not on_host]
+        return sum(size for size in sizes if size >= _MIN_BYTES) > self._max_copied
 
 
 def describe(state: State, score: float | None = None) -> dict[str, Any]:

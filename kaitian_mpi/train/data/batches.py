@@ -168,6 +168,8 @@ def place(
     """Return a batch with its tensors on a device; all else stays as it is."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
         placed = tensor.to(device, non_blocking=True)
         if placed.ndim == 4 and placed.is_floating_point():
             placed = placed.contiguous(memory_format=memory_format)

@@ -68,6 +68,7 @@ class ShareLoader:
             data,
             sampler=self._shares,
             batch_size=None,
+            collate_fn=_as_collated,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self._pin_memory,
@@ -86,6 +87,11 @@ class _Shares(Sampler[Share]):
 
     def __iter__(self) -> Iterator[Share]:
         return self.next
+
+
+def _as_collated(share: list[MicroBatch]) -> list[MicroBatch]:
+    """Return a share as it is: torch's default would convert numpy's arrays, or fail to."""
+    return share
 
 
 def _fork_server() -> BaseContext:

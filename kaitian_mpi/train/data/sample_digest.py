@@ -53,18 +53,43 @@ def _digest(data: Any, index: int) -> tuple[str, str]:
             return f"sample {index} raises {type(error).__name__}", ""
     texts, bits = [], hashlib.sha256()
     for leaf in _leaves(sample):
-        text = str(leaf) if isinstance(leaf, str | int) else type(leaf).__name__
-        if isinstance(leaf, torch.Tensor | np.ndarray | np.generic):
-            tensor = torch.as_tensor(leaf).detach().cpu().contiguous()
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            text = f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
-            if tensor.numel() <= _FEW and not (tensor.is_floating_point() or tensor.is_complex()):
-                text += f" {tensor.flatten().tolist()}"
-            bits.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, float):
-            bits.update(repr(leaf).encode())
+        text, content = _described(leaf)
         texts.append(text)
+        bits.update(content)
     return f"sample {index}: {', '.join(texts)}", bits.hexdigest()[:16]
+
+
+def _described(leaf: Any) -> tuple[str, bytes]:
+    """Return what is said of a leaf of a batch, and its bits; none of one that has no plain ones.
+
+    A DataLoader takes any object, so whatever cannot be read here is left out of the comparison.
+    """
+    text = str(leaf) if isinstance(leaf, str | int) else type(leaf).__name__
+    if isinstance(leaf, float) and not isinstance(leaf, np.generic):
+        return text, repr(leaf).encode()
+    if isinstance(leaf, str) or not isinstance(leaf, torch.Tensor | np.ndarray | np.generic):
+        return text, b""
+    try:
+        array = _array_of(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+        kind = str(leaf.dtype).removeprefix("torch.") if array.dtype.kind not in "US" else "text"
+        text = f"{'x'.join(map(str, leaf.shape)) or 'scalar'} {kind}"
+        # Python's objects, records that may hold such, and long doubles, which have unused bits.
+        if array.dtype.kind in "OV" or array.dtype.char in "gG":
+            return text, b""
+        if array.size <= _FEW and array.dtype.kind in "iub":
+            text += f" {array.flatten().tolist()}"
+        return text, array.astype(array.dtype.newbyteorder("=")).tobytes()
+    except Exception:  # of a tensor that is sparse, nested, without memory, or of the user's class
+        return text, b""
+
+
+def _array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return a dense tensor's values as an array; as bytes, if numpy does not have its dtype."""
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    try:
+        return dense.numpy()
+    except TypeError:
+        return dense.flatten().view(torch.uint8).numpy()
 
 
 def _leaves(value: Any) -> Iterator[Any]:

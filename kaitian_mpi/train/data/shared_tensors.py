@@ -72,6 +72,7 @@ class _Pickler(reduction.ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         """Return how to rebuild a plain CPU tensor; leave all else to multiprocessing."""
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        is_plain = is_plain and not value.is_nested
         if not is_plain or not value.is_cpu or value.requires_grad:
             return NotImplemented
         storage = value.untyped_storage()
