@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,6 +304,22 @@ def test_models_with_unlike_rows_share_a_batch(adaptive):
         square(judge(torch.cat([x, made.detach()]))).backward()
         square(judge(made)).backward()
     assert adaptive._ratios[judge] == 2 * adaptive._ratios[generator]
+
+
+def test_the_rows_that_accelerate_gathers_may_be_unequal(adaptive, monkeypatch):
+    operations = pytest.importorskip("accelerate.utils.operations")
+    state = SimpleNamespace(
+        num_processes=adaptive.size, backend="gloo", device=torch.device("cpu"), debug=False
+    )
+    monkeypatch.setattr(operations, "PartialState", lambda: state)
+    shard(SequentialSampler(range(12)))
+    own = torch.arange(4.0)[: adaptive.rank + 1] + 10 * adaptive.rank
+    gathered = operations._gpu_gather({"rows": own, "each": own[0], "alike": own[None, :1]})
+    assert gathered["rows"].tolist() == [0, 10, 11, 20, 21, 22]
+    assert gathered["each"].tolist() == [0, 10, 20]
+    assert gathered["alike"].tolist() == [[0], [10], [20]]
+    adaptive.close()
+    assert operations._gpu_gather(own[:1]).tolist() == [0, 10, 20]
 
 
 def test_a_watched_model_can_be_copied(adaptive):

@@ -28,6 +28,10 @@ class Recorder(Trainer):
         recorded.append((int(self.state.epoch or 0), rows, self.accelerator.sync_gradients))
         return super().training_step(model, inputs, *args, **kwargs)
 
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        inputs.pop("rows")
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
 
 class OwnLoss(Recorder):
     """Computes its loss from the model's scores, whatever loss the model returns."""
@@ -60,6 +64,8 @@ trainer = (OwnLoss if kind.startswith("own") else Recorder)(
     callbacks=callbacks,
     data_collator=partial(collate, classes=classes),
 )  # fmt: skip
+if classes:
+    trainer.evaluate(torch.utils.data.Subset(data, range(19)))
 ended = trainer.train()
 assert ended.training_loss == ended.metrics["train_loss"]
 # Older releases also count the labels of the first tokens, for which there is no loss.
