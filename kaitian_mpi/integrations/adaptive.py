@@ -2,7 +2,7 @@
 
 Every trainer passes three places of torch. A `DataLoader` gives each rank its planned slice of the
 ranks' batches (batches.py). `DistributedDataParallel` averages the ranks' gradients: each is
-weighted by its slice on its way into the model (losses.py), so that the average is the gradient of
+weighted by its slice on its way into the model (weights.py), so that the average is the gradient of
 the global batch. When a backward has ended, the ranks exchange their times, and after it they plan.
 """
 
@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,16 +31,19 @@ from kaitian_mpi.distributed.sync_batch_norm import (
     convert_sync_batchnorm,
     participate,
 )
-from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.integrations import losses
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.batches import Cut, cut_loaders
+from kaitian_mpi.integrations.lightning_means import count_rows_exactly
+from kaitian_mpi.integrations.loss_weights import Forward
+from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.plan import Plan, StepTimes
 from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches
+from kaitian_mpi.integrations.weighted_gradients import require_gradient, unweight_inputs
+from kaitian_mpi.integrations.weights import Weights
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.runtime.polling import wait_request
 
 _UNSUPPORTED = {  # by a type's name
     "DataLoaderDispatcher": "dispatch_batches: set it to False",
@@ -67,19 +69,8 @@ class Adaptive:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
-        self.counts_items = False
-        """Whether the trainer counts the labels of all ranks."""
-        self.trainer_rules: list[losses.Rule] | None = None
-        """How the loss that the trainer computes may depend on its rows, if known."""
-        self.trainer_inputs: Mapping[str, Any] = {}
-        """The batch that the trainer computes its loss of."""
-        self.rule = losses.MEAN
-        """How the loss of the latest batch depends on its rows."""
-        self.weight: Callable[[], float] = lambda: 1.0
-        """Returns what the gradient of the latest batch is multiplied by, on this rank."""
-        self._rules: weakref.WeakKeyDictionary[DistributedDataParallel, losses.Rule | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._weights = Weights(world, self._comm)
+        self._trains_in_eval_mode = False  # whether a model has
         # A forward's rows for each of the batch's; 0 if its first dimension is others.
         self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
             weakref.WeakKeyDictionary()
@@ -88,10 +79,10 @@ class Adaptive:
         self._cut: Cut | None = None  # of the loader that trains
         self._taken = TakenBatches()
         self._in_step: Taken | None = None  # of all forwards in the trainer's step, if it has one
+        self._of_forward: Taken | None = None  # of the forward that is computed, if known
         self._now = self._in_forward = Given(1, world.size)
         self._sums = False  # whether the next backward sums the gradients
         self._times = StepTimes(self._comm, world.device_kind.mark)
-        self._labels: tuple[Any, np.ndarray, np.ndarray] | None = None
         self._restore = [cut_loaders(self), self._extend_ddp()]
         self._restore.append(register_optimizer_step_post_hook(self._check_supported).remove)
         register_close(self._receive_all)
@@ -111,7 +102,8 @@ class Adaptive:
 
     def is_training(self) -> bool:
         """Return whether a model is in training mode, such as before its first batch."""
-        return any(model.module.training for model in self._rules)
+        is_computed = self._trains_in_eval_mode and torch.is_grad_enabled()
+        return is_computed or self._weights.is_training()
 
     def has_new_plan(self) -> bool:
         """Return whether the ranks' times of the last step have changed the plan. Collective."""
@@ -149,11 +141,12 @@ class Adaptive:
         def create_and_watch(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             self._convert_norms(kwargs["module"] if "module" in kwargs else args[0])
             create(model, *args, **kwargs)
-            self._rules[model] = None  # not known yet
+            self._weights.watch(model)
+            count_rows_exactly(self.counts)
             if "transformers.trainer" in sys.modules:
                 from kaitian_mpi.integrations.logged_losses import weight_losses
 
-                weight_losses(self)
+                weight_losses(self._weights, self.step_of)
             model.register_forward_pre_hook(_WatchBegin(), with_kwargs=True)
             model.register_forward_hook(_Watch(), with_kwargs=True)
 
@@ -172,23 +165,25 @@ class Adaptive:
 
     def counts(self) -> bool:
         """Return whether the rows of the forward that begins count, and are not a stand-in."""
-        return self._in_forward.own > 0 or self.counts_items
+        return self._in_forward.own > 0 or self._weights.counts_stand_ins
 
     def before_forward(
         self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Find out which batch a forward has. Collective when a loader is new."""
+    ) -> Any:
+        """Find out which batch a forward has, and return its inputs, for gradients to leave by.
+
+        Collective when a loader is new, in training mode. In eval mode gradients may be computed or
+        not, and a rank may be alone: the batch is one that is trained on if there is a backward.
+        """
         inputs = args, kwargs
         if not (torch.is_grad_enabled() and model.module.training):
-            evaluated = self._taken.evaluate(inputs)
-            self._in_forward = evaluated.given if evaluated is not None else self._in_forward
-            return
-        taken = self._in_step or self._taken.train(inputs)
-        if taken is None:
-            raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
-        if taken.iteration.cut is not self._cut:
-            self._begin(taken.iteration.cut, model.module)
-        self._now = self._in_forward = taken.given
+            self._of_forward = self._taken.evaluate(inputs)
+            if self._of_forward is not None:
+                self._in_forward = self._of_forward.given
+        else:
+            self._of_forward = self._in_step or self._taken.train(inputs)
+            self._in_forward = self._train_on(self._of_forward, model)
+        return unweight_inputs(args, kwargs) if torch.is_grad_enabled() else None
 
     def after_forward(
         self,
@@ -197,17 +192,48 @@ class Adaptive:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> Any:
-        """Weight the gradients of a forward in training. Collective when a loader is new."""
-        if not (torch.is_grad_enabled() and model.module.training):
+        """Weight the gradients of a forward."""
+        if not torch.is_grad_enabled():
+            return None
+        if not require_gradient(output):
+            _check_output(model, output)
             return None
         rows = first_length(args, kwargs) or 0
-        rule = self._rules.get(model) or self._find_rule(model, args, kwargs, output, rows)
-        self.rule = self._rules[model] = rule
-        self._check_rows(rows, self._ratios[model])
+        forward = Forward(functools.partial(self._count, self._of_forward, model, rows), rows)
+        if model.module.training:
+            forward.batch()
+        inputs = args, kwargs
+        return self._weights.weight_output(model, inputs, output, forward, self._backward_done)
+
+    def _count(
+        self, taken: Taken | None, model: DistributedDataParallel, rows: int
+    ) -> tuple[Given, int]:
+        """Return the batch of a forward with gradients, and how many rows that has for each.
+
+        The second is as in the model's first forward; 0 if its first dimension is others.
+        """
+        self._trains_in_eval_mode |= not model.module.training
+        given = self._train_on(taken, model)
+        in_batch = max(given.own, 1)
+        ratio = self._ratios.setdefault(model, 0 if rows % in_batch else rows // in_batch)
         self._times.batches += 1
         self._sums = model.require_backward_grad_sync
-        self.weight = self._weight(self._now, args, kwargs)
-        return losses.scale_gradients(output, self.weight, self._backward_done)
+        return given, ratio
+
+    def _train_on(self, taken: Taken | None, model: DistributedDataParallel) -> Given:
+        """Let a batch be one that is trained on. Collective when its loader is new."""
+        group: Any = model.process_group
+        if taken is None or group.size() != self.size:
+            raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
+        if taken.iteration.cut is not self._cut:
+            self._begin(taken.iteration.cut, model.module)
+        if taken.given.is_padded:
+            raise AgreedError(
+                "--adaptive divides a partial batch that is the first one only if the model is in "
+                "training mode before it is taken; call model.train() before the loop"
+            )
+        self._now = taken.given
+        return taken.given
 
     def _begin(self, cut: Cut, model: nn.Module) -> None:
         """Let the plan follow the speed of the ranks on this loader's batches. Collective."""
@@ -231,72 +257,6 @@ class Adaptive:
             "ranks' speed",
         )
 
-    def _find_rule(
-        self, model: DistributedDataParallel, args: Any, kwargs: Any, output: Any, rows: int
-    ) -> losses.Rule:
-        """Return how a model's loss depends on its rows. Collective."""
-        group: Any = model.process_group
-        if group.size() != self.size:
-            raise AgreedError(f"--adaptive cannot divide this script's batches: {_NEEDS}")
-        in_batch = max(self._now.own, 1)
-        self._ratios[model] = 0 if rows % in_batch else rows // in_batch
-        owner = "model" if losses.loss_of(output) is not None else ""
-        owner = "Trainer" if self.trainer_rules is not None else owner
-        fitting = self.trainer_rules
-        if fitting is None:
-            fitting = losses.find_rules(model.module, args, kwargs, output)
-        found = gather_values(self._comm, fitting)
-        rule = losses.agreed_rule([[losses.Rule(*each) for each in rules] for rules in found])
-        if rule == losses.UNKNOWN:
-            raise AgreedError(
-                f"--adaptive cannot weight the ranks' gradients: the loss that the {owner} returns "
-                f"is {rule.text}, as one with terms between rows is; leave out --adaptive"
-            )
-        print_rank_0(
-            self.world,
-            "adaptive: the loss "
-            + (f"of the {owner} is {rule.text}" if owner else f"is taken as {rule.text}"),
-        )
-        return rule
-
-    def _check_rows(self, rows: int, ratio: int) -> None:
-        """Check that a forward has the rows of its batch, `ratio` times as in the first one."""
-        in_batch = max(self._now.own, 1)
-        if self.rule == losses.MEAN and rows % in_batch and ratio and rows != ratio * in_batch:
-            raise UserError(
-                f"--adaptive has given this rank a batch of {in_batch} rows, and the model was "
-                f"trained on {rows}; train on each batch as the loader gives it"
-            )
-
-    def _weight(self, given: Given, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], float]:
-        if self.rule == losses.SUM:
-            # A trainer that counts the labels counts those of a row that is there again, too.
-            return lambda: float(given.own > 0 or self.counts_items)
-        if self.rule == losses.MEAN:
-            weight = given.own * self.size / given.all_ranks
-            return lambda: weight
-        self._receive_labels()
-        args, kwargs = (
-            ((), self.trainer_inputs) if self.trainer_rules is not None else (args, kwargs)
-        )
-        counted = losses.count_labels(args, kwargs, self.rule)
-        own = np.array([counted if given.own else 0], dtype=np.int64)
-        total = np.empty_like(own)
-        self._labels = self._comm.Iallreduce(own, total), own, total
-
-        @functools.cache
-        def weight_of_labels() -> float:
-            self._receive_labels()
-            return float(own[0] * self.size / max(int(total[0]), 1))
-
-        return weight_of_labels
-
-    def _receive_labels(self) -> None:
-        """Wait for the sum of the ranks' labels; a batch without a backward has not."""
-        if self._labels is not None:
-            wait_request(self._labels[0])
-            self._labels = None
-
     def _backward_done(self) -> None:
         """Mark when all gradients are computed; DDP's callback waits for the ranks after this."""
         if self._sums:
@@ -308,7 +268,6 @@ class Adaptive:
         self._times.summed(self._now.own)
 
     def _receive_all(self) -> None:
-        self._receive_labels()
         self._times.receive()
 
     def _check_supported(self, *_: Any) -> None:
@@ -334,9 +293,8 @@ class _Rows(Participation):
 class _WatchBegin:
     """A forward pre-hook; without a state of its own, so that a model can be copied and pickled."""
 
-    def __call__(self, model: Any, args: Any, kwargs: Any) -> None:
-        if _installed:
-            _installed[0].before_forward(model, args, kwargs)
+    def __call__(self, model: Any, args: Any, kwargs: Any) -> Any:
+        return _installed[0].before_forward(model, args, kwargs) if _installed else None
 
 
 @not_compiled
@@ -347,6 +305,16 @@ class _Watch:
         return _installed[0].after_forward(model, args, kwargs, output) if _installed else None
 
 
+def _check_output(model: DistributedDataParallel, output: Any) -> None:
+    """Check that a forward whose output has no gradient has none to compute."""
+    trains = any(parameter.requires_grad for parameter in model.module.parameters())
+    if trains and model.module.training:
+        raise AgreedError(
+            f"--adaptive finds no tensor with a gradient in what the model returns "
+            f"({type(output).__name__}); return tensors, or dicts, tuples or lists of them"
+        )
+
+
 def _why_not() -> str:
     objects: list[Any] = gc.get_objects()
     kinds = {type(each).__name__ for each in objects}
@@ -355,7 +323,7 @@ def _why_not() -> str:
         named.insert(0, _UNSUPPORTED["IterableDatasetShard"])
     # A proxy says of itself what it stands for; its type does not.
     modules = (each for each in objects if issubclass(type(each), nn.Module))
-    if any(losses.is_lightning(each) and not each.automatic_optimization for each in modules):
+    if any(is_lightning(each) and not each.automatic_optimization for each in modules):
         named.append("Lightning's manual optimization: leave out automatic_optimization=False")
     return f"it does not work with {named[0]}" if named else _NEEDS
 

@@ -164,14 +164,17 @@ class Cut(BatchSampler):
 
         Equal shares of a full batch are the same. A partial one may be the first, after a resume.
         """
-        is_partial = len(batch.whole) < self.rows * self._planner.size
-        return self.trains or (is_partial and self._planner.is_training())
+        return self.trains or (self._is_partial(batch) and self._planner.is_training())
+
+    def _is_partial(self, batch: _Batch) -> bool:
+        return len(batch.whole) < self.rows * self._planner.size
 
     def _take(self, batch: _Batch) -> tuple[list[int], Given]:
         """Return this rank's rows."""
         if not self._is_divided(batch):
             own = batch.own or []
-            return own, Given(len(own), len(own) * self._planner.size)
+            is_padded = self._is_partial(batch)
+            return own, Given(len(own), len(own) * self._planner.size, is_padded)
         shares = self._planner.divide(self, len(batch.whole))
         rank = self._planner.rank
         start = sum(shares[:rank])

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,32 @@ from transformers import trainer as trainer_module
 from transformers.trainer_utils import TrainOutput
 
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.integrations.losses import MAX_DEVIATION, SUM, Rule, compare_parts, evaluating
+from kaitian_mpi.integrations.loss_weights import Loss
+from kaitian_mpi.integrations.losses import (
+    MAX_DEVIATION,
+    SUM,
+    Rule,
+    compare_parts,
+    evaluating,
+    labels_in,
+)
+from kaitian_mpi.integrations.weights import Weights
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 
 
-class Weights(Protocol):
-    """What is known of the latest batch."""
+class _Training:
+    """What is kept of a Trainer that trains."""
 
-    world: World
-    rule: Rule
-    weight: Callable[[], float]
-    trainer_rules: list[Rule] | None
-    trainer_inputs: Mapping[str, Any]
-    counts_items: bool
-
-    def step_of(self, inputs: Any) -> AbstractContextManager[None]:
-        """Let all forwards have the batch of these inputs, the next that its trainer has taken."""
+    def __init__(self, first_step: int, loss: Loss | None) -> None:
+        self.first_step = first_step
+        self.loss = loss
+        """That which the Trainer computes; None without labels: the model's outputs decide."""
+        self.sum: Any = 0.0
+        """Of the losses of its steps, weighted as their gradients are."""
 
 
-def weight_losses(weights: Weights) -> None:
+def weight_losses(weights: Weights, step_of: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Make the Trainer's gradients and what it logs means over the rows of all ranks.
 
     Its own loss decides, not the model's: a subclass, such as TRL's, may compute another one. The
@@ -46,46 +52,39 @@ def weight_losses(weights: Weights) -> None:
     if hasattr(Trainer.training_step, "weighted"):
         return
     compute, log = Trainer.training_step, Trainer.log
-    # Of each Trainer that trains: its first step, and the sum of its losses.
-    sums: weakref.WeakKeyDictionary[Trainer, tuple[int, Any]] = weakref.WeakKeyDictionary()
+    trainings: weakref.WeakKeyDictionary[Trainer, _Training] = weakref.WeakKeyDictionary()
 
     @functools.wraps(compute)
     def training_step(
         trainer: Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        before = trainer.state.global_step
-        if trainer not in sums and not trainer.args.average_tokens_across_devices:
-            raise AgreedError(
-                "--adaptive requires the mean over the labels of all ranks, and this Trainer "
-                "takes that of each rank; set average_tokens_across_devices=True"
-            )
         items = kwargs.get("num_items_in_batch", args[0] if args else None)
-        weights.counts_items = items is not None
-        weights.trainer_inputs = dict(inputs)
-        if trainer not in sums:
-            weights.trainer_rules = _find_trainer_rules(trainer, inputs, items)
-        with weights.step_of(inputs):
-            loss = compute(trainer, model, inputs, *args, **kwargs) * weights.weight()
-        is_own = type(trainer).compute_loss is not Trainer.compute_loss
-        multiplies = weights.counts_items and trainer.model_accepts_loss_kwargs and not is_own
-        if trainer not in sums and weights.rule != SUM and multiplies:
-            warn_rank_0(
-                weights.world,
-                "adaptive: this Trainer multiplies the model's loss, a mean, by the number of "
-                "ranks, as it does with equal batches (transformers#48690)",
-            )
-        first, total = sums.get(trainer, (before, 0.0))
-        sums[trainer] = first, total + loss
-        return loss
+        is_first = trainer not in trainings
+        if is_first:
+            loss = weights.new_loss("Trainer") if "labels" in inputs else None
+            trainings[trainer] = _begin(trainer, loss)
+        training = trainings[trainer]
+        labels = labels_in((), inputs)
+        weights.set_trainer_loss(training.loss, labels)
+        if training.loss is not None:
+            training.loss.counts_stand_ins = items is not None
+            find_rules = functools.partial(_find_rules, trainer, inputs, items)
+            training.loss.observe(labels, find_rules, together=True)
+        with step_of(inputs):
+            mean = compute(trainer, model, inputs, *args, **kwargs) * weights.latest()
+        if is_first and training.loss is not None and training.loss.rule != SUM:
+            _note_multiplied(weights.world, trainer, items)
+        training.sum = training.sum + mean
+        return mean
 
     @functools.wraps(log)
     def log_mean(trainer: Trainer, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "train_loss" in logs and trainer in sums:
-            first, total = sums.pop(trainer)
-            dist.all_reduce(total)
-            steps = max(trainer.state.global_step - first, 1)
-            weights.trainer_rules = None
-            logs["train_loss"] = float(total) / dist.get_world_size() / steps
+        if "train_loss" in logs and trainer in trainings:
+            training = trainings.pop(trainer)
+            dist.all_reduce(training.sum)
+            steps = max(trainer.state.global_step - training.first_step, 1)
+            weights.set_trainer_loss(None, {})
+            logs["train_loss"] = float(training.sum) / dist.get_world_size() / steps
         log(trainer, logs, *args, **kwargs)
 
     def output(step: int, loss: float, metrics: dict[str, float]) -> TrainOutput:
@@ -97,17 +96,31 @@ def weight_losses(weights: Weights) -> None:
     Trainer.log = log_mean  # type: ignore[assignment, method-assign]
 
 
-def _find_trainer_rules(
-    trainer: Trainer, inputs: Mapping[str, Any], items: Any
-) -> list[Rule] | None:
-    """Return how the loss that a Trainer computes may depend on the rows of its first batch.
+def _begin(trainer: Trainer, loss: Loss | None) -> _Training:
+    if not trainer.args.average_tokens_across_devices:
+        raise AgreedError(
+            "--adaptive requires the mean over the labels of all ranks, and this Trainer takes "
+            "that of each rank; set average_tokens_across_devices=True"
+        )
+    return _Training(trainer.state.global_step, loss)
+
+
+def _note_multiplied(world: World, trainer: Trainer, items: Any) -> None:
+    is_own = type(trainer).compute_loss is not Trainer.compute_loss
+    if items is not None and trainer.model_accepts_loss_kwargs and not is_own:
+        warn_rank_0(
+            world,
+            "adaptive: this Trainer multiplies the model's loss, a mean, by the number of "
+            "ranks, as it does with equal batches (transformers#48690)",
+        )
+
+
+def _find_rules(trainer: Trainer, inputs: Mapping[str, Any], items: Any) -> list[Rule]:
+    """Return how the loss that a Trainer computes may depend on the rows of a batch.
 
     If it is half with twice as many `items`, the labels of all ranks, it is a sum over rows that
-    the Trainer divides by them. Without labels, returns None: not known. Collective, as the
-    Trainer's own metrics may be.
+    the Trainer divides by them. Collective, as the Trainer's own metrics may be.
     """
-    if "labels" not in inputs:
-        return None
     inputs = trainer._prepare_inputs(dict(inputs))
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # of TRL
     model: Any = trainer.model

@@ -1,10 +1,11 @@
-"""Finds out how a model's loss depends on its rows, by which the ranks' gradients are weighted."""
+"""Finds out how a loss depends on its rows, by which the ranks' gradients are weighted."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from kaitian_mpi.distributed.data_parallel import first_length
-from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
+from kaitian_mpi.errors import UserError
 
 _IGNORED = -100  # of torch's cross entropy
 
@@ -22,7 +23,7 @@ class Rule(NamedTuple):
 
     text: str
     labels: str = ""
-    """The argument whose entries count, as `_named` names it; empty if the rows do."""
+    """The argument whose entries count, as `labels_in` names it; empty if the rows do."""
     ignored: int = _IGNORED
     """The entry that does not count."""
     first: int = 0
@@ -32,18 +33,16 @@ class Rule(NamedTuple):
 MEAN, SUM = Rule("the mean over rows"), Rule("a sum over rows")
 TOKENS = Rule("the mean over labels", "labels")
 SHIFTED_TOKENS = Rule("the mean over labels after the first", "labels", first=1)
+USUAL = (TOKENS, SHIFTED_TOKENS, MEAN, SUM)
 UNKNOWN = Rule("neither a mean nor a sum over rows")
 MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
-_MAX_COPIED = 1 << 16
+
+Labels = Mapping[str, torch.Tensor]
+"""A forward's tensors that may be labels, as `labels_in` returns them."""
 
 
-def find_rules(model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> list[Rule]:
-    """Return how the loss that a model's forward has returned may depend on its rows.
-
-    Without a loss in `output`, the script computes it from the output: `MEAN` is assumed.
-    """
-    if loss_of(output) is None or is_lightning(model):
-        return [MEAN]
+def find_rules(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[Rule]:
+    """Return how the loss that a model's forward returns may depend on its rows."""
     return compare_parts(model, lambda args, kwargs: loss_of(model(*args, **kwargs)), args, kwargs)
 
 
@@ -56,34 +55,94 @@ def compare_parts(
     """Return how the loss that `compute(args, kwargs)` returns may depend on the rows.
 
     Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
-    losses add up to a sum, or their mean by rows or by labels is the loss. Whether each row's first
-    label counts is seen if it is changed. What is assumed if other
-    ranks' rows fit as well comes first. On a single row there is nothing to compare: all fit, [].
+    losses add up to a sum, or their mean by rows or by labels is the loss. Rows with as many labels
+    each do not tell these means apart, so some of their labels are ignored in a second comparison.
+    Whether each row's first label counts is seen if it is changed. A single row is taken twice.
+
+    What is assumed if other ranks' rows fit as well comes first. Returns [] where the rows tell
+    nothing: their loss is not finite, or the model does not take a single row twice. Every rank
+    computes as often, as the loss may be collective.
     """
     rows = first_length(args, kwargs) or 0
-    if rows < 2:
+    if rows != 1:
+        return _compare(model, compute, args, kwargs, rows) if rows else []
+    args, kwargs = _twice(args, kwargs)
+    try:
+        return _compare(model, compute, args, kwargs, 2)
+    except (RuntimeError, ValueError, IndexError):  # other inputs do not go with two rows
         return []
+
+
+def _compare(
+    model: nn.Module,
+    compute: Callable[[Any, Any], torch.Tensor | None],
+    args: Any,
+    kwargs: Mapping[str, Any],
+    rows: int,
+) -> list[Rule]:
     counts = _counts_of_rules(args, kwargs, rows)
     # Parts with unlike numbers of labels tell rows and labels apart.
     order = sum(counts.values(), torch.zeros(rows)).argsort(stable=True)
     parts = order[: rows // 2], order[rows // 2 :]
-    given = [(order, kwargs), *((part, kwargs) for part in parts)]
-    if TOKENS in counts:  # on all ranks, as the loss may be collective
-        given.append((order, {**kwargs, "labels": _with_other_first(kwargs["labels"])}))
+    given = [(part, (args, kwargs)) for part in (order, *parts)]
+    unlike = _with_unlike_rows(args, kwargs, counts, parts)
+    given += [(part, unlike) for part in (order, parts[0])]
+    if TOKENS in counts:
+        changed = {**kwargs, "labels": _with_other_first(kwargs["labels"])}
+        given.append((order, (args, changed)))
     with evaluating(model, kwargs.get("labels")):
-        found = [compute(*_rows_of(part, args, named, rows)) for part, named in given]
-        values = [float(loss) for loss in found if loss is not None]
-    if found[0] is None or len(values) < len(given):
+        computed = [compute(*_rows_of(part, *inputs, rows)) for part, inputs in given]
+    found = [loss for loss in computed if loss is not None]
+    if len(found) < len(given):
         return [UNKNOWN]  # in eval mode it returns none
-    whole, *losses = values[:3]
-    expected = {SUM: sum(losses), MEAN: _weighted(losses, [len(part) for part in parts])}
-    for rule, by_row in counts.items():
-        expected[rule] = _weighted(losses, [int(by_row[part].sum()) for part in parts])
-    off = {rule: abs(value - whole) for rule, value in expected.items()}
-    rules = _fitting(off, abs(whole), torch.finfo(found[0].dtype).eps)
+    rounding = torch.finfo(found[0].dtype).eps
+    whole, first, second, unlike_whole, unlike_first, *other_first = map(float, found)
+    rules = _fitting_parts((whole, first, second), counts, parts, rounding)
+    if len(rules) > 1:
+        labels = labels_in(*unlike)
+        counts = {rule: _count_by_row(labels[rule.labels], rule) for rule in counts}
+        fitting = _fitting_parts((unlike_whole, unlike_first, second), counts, parts, rounding)
+        rules = [rule for rule in rules if rule in fitting] or rules
     if TOKENS in rules and SHIFTED_TOKENS in rules:  # the rows have as many labels each
-        rules.remove(SHIFTED_TOKENS if values[3] != whole else TOKENS)
+        rules.remove(SHIFTED_TOKENS if other_first[0] != whole else TOKENS)
     return rules
+
+
+def _with_unlike_rows(
+    args: Any,
+    kwargs: Mapping[str, Any],
+    counts: Mapping[Rule, torch.Tensor],
+    parts: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the arguments with one label in each row of the first part, if rows are alike by it.
+
+    The others are ignored, for which only entries that the labels have anyway are taken.
+    """
+    labels, changed = labels_in(args, kwargs), {}
+    for rule, by_row in counts.items():
+        entries = labels[rule.labels]
+        first, second = (float(by_row[part].float().mean()) for part in parts)
+        if first == second and id(entries) not in changed and entries.eq(rule.ignored).any():
+            counted = _counts(entries, rule).flatten(1)
+            is_last = counted.cumsum(1) == counted.sum(1, keepdim=True)
+            is_last[parts[1].to(is_last.device)] = True
+            kept = is_last.view_as(entries[:, rule.first :])
+            fewer = entries[:, rule.first :].where(kept, rule.ignored).to(entries.dtype)
+            changed[id(entries)] = torch.cat([entries[:, : rule.first], fewer], dim=1)
+    return _pytree.tree_map(lambda value: changed.get(id(value), value), (args, dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def _twice(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return the arguments with a single row twice, once with half of its numbers."""
+
+    def half_of_second(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        is_by_row = value.dim() and value.size(0) == 2
+        return torch.cat([value[:1], value[1:] / 2]) if is_by_row else value
+
+    both = _rows_of(torch.tensor([0, 0]), args, kwargs, 1)
+    return _pytree.tree_map(half_of_second, both)  # type: ignore[no-any-return]
 
 
 def _with_other_first(labels: torch.Tensor) -> torch.Tensor:
@@ -94,13 +153,31 @@ def _with_other_first(labels: torch.Tensor) -> torch.Tensor:
     return changed
 
 
+def _fitting_parts(
+    losses: tuple[float, float, float],
+    counts: Mapping[Rule, torch.Tensor],
+    parts: tuple[torch.Tensor, torch.Tensor],
+    rounding: float,
+) -> list[Rule]:
+    """Return the rules by which two parts' losses make up that of the whole: `losses[0]`."""
+    whole, *of_parts = losses
+    expected = {SUM: sum(of_parts), MEAN: _weighted(of_parts, [len(part) for part in parts])}
+    for rule, by_row in counts.items():
+        expected[rule] = _weighted(of_parts, [int(by_row[part].sum()) for part in parts])
+    off = {rule: abs(value - whole) for rule, value in expected.items()}
+    return _fitting(off, abs(whole), rounding)
+
+
 def _fitting(off: Mapping[Rule, float], loss: float, rounding: float) -> list[Rule]:
     """Return the rules by which a loss is what was expected, from how far it is off by each.
 
     By rows with as many labels each, both means agree, but for the rounding of the losses; later
-    batches may not be so, and labels come first.
+    batches may not be so, and labels come first. Without a finite loss none fits.
     """
-    usual = {rule: off[rule] for rule in (TOKENS, SHIFTED_TOKENS, MEAN, SUM) if rule in off}
+    off = {rule: value for rule, value in off.items() if math.isfinite(value)}
+    usual = {rule: off[rule] for rule in USUAL if rule in off}
+    if not usual:
+        return []
     near = 30 * min(usual.values()) + max(rounding, 1e-6) * loss
     close = [rule for rule in usual if off[rule] <= near]
     close.sort(key=lambda rule: (not rule.labels, off[rule]))
@@ -112,12 +189,24 @@ def _fitting(off: Mapping[Rule, float], loss: float, rounding: float) -> list[Ru
     return [*close, *others] if off[close[0]] <= MAX_DEVIATION * loss else [UNKNOWN]
 
 
-def agreed_rule(found: list[list[Rule]]) -> Rule:
-    """Return the rule that fits the rows of the most ranks, from those that fit each rank's."""
-    votes = Counter(rule for rules in found for rule in rules)
-    if UNKNOWN in votes:
-        return UNKNOWN
-    return max(votes, key=votes.__getitem__, default=MEAN)  # the first of several
+def agreed_rules(votes: list[list[Rule]], before: Sequence[Rule]) -> list[Rule]:
+    """Return the rules that fit the rows of the most ranks, from those that fit each rank's.
+
+    Of those that have fitted batches `before`, if there are any. Without votes these remain.
+    """
+    counted = Counter(rule for rules in votes for rule in rules)
+    if UNKNOWN in counted:
+        return [UNKNOWN]
+    fitting = {rule: count for rule, count in counted.items() if rule in before} or counted
+    most = max(fitting.values(), default=0)
+    return [rule for rule, count in fitting.items() if count == most] or list(before)
+
+
+def may_tell(rules: Sequence[Rule], labels: Labels) -> bool:
+    """Return whether rows may tell which of the rules holds: some of their labels are ignored."""
+    return any(
+        rule.labels in labels and bool(labels[rule.labels].eq(rule.ignored).any()) for rule in rules
+    )
 
 
 def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:
@@ -127,9 +216,8 @@ def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Ru
     are assumed where the rows have as many each.
     """
     counts: dict[Rule, torch.Tensor] = {}
-    for name, labels in _named(args, kwargs).items():
-        is_whole = not (labels.is_floating_point() or labels.is_complex())
-        if not is_whole or labels.dim() < 2 or labels.size(0) != rows or not labels.numel():
+    for name, labels in labels_in(args, kwargs).items():
+        if labels.size(0) != rows or not labels.numel():
             continue
         for ignored in dict.fromkeys((_IGNORED, -1, 0, int(labels.min()), int(labels.max()))):
             for first in (0, 1):
@@ -137,18 +225,23 @@ def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Ru
                 rule = Rule(f"the mean over {name}{after} but {ignored}", name, ignored, first)
                 if name == "labels" and ignored == _IGNORED:
                     rule = SHIFTED_TOKENS if first else TOKENS
-                counts[rule] = _counts(labels, rule).flatten(1).sum(1).cpu()
+                counts[rule] = _count_by_row(labels, rule)
     return counts
 
 
-def _named(args: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a forward's tensors by the name or number of their argument."""
+def labels_in(args: Any, kwargs: Mapping[str, Any]) -> Labels:
+    """Return a forward's tensors that may be labels, by the name or number of their argument."""
     arguments = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
     leaves, _ = _pytree.tree_flatten_with_path(arguments)
-    return {
+    named = {
         ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf
         for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1
+    }
+    return {
+        name: leaf
+        for name, leaf in named.items()
+        if not (leaf.is_floating_point() or leaf.is_complex())
     }
 
 
@@ -200,80 +293,25 @@ def loss_of(output: Any) -> torch.Tensor | None:
     return loss if is_loss else None
 
 
-def count_labels(args: Any, kwargs: Mapping[str, Any], rule: Rule) -> int:
-    """Return the number of labels that a loss is the mean over, by a forward's arguments.
+def count_labels(labels: Labels, rule: Rule) -> int:
+    """Return the number of labels that a loss is the mean over.
 
     Raises:
         UserError: the argument that held them is missing.
     """
-    labels = _named(args, kwargs).get(rule.labels)
-    if labels is None:
+    entries = labels.get(rule.labels)
+    if entries is None:
         raise UserError(
             f"--adaptive has found that the loss is {rule.text}, and this batch has no "
             f"{rule.labels}; pass the same arguments in each step"
         )
-    return int(_counts(labels, rule).sum())
+    return int(_counts(entries, rule).sum())
+
+
+def _count_by_row(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
+    return _counts(labels, rule).flatten(1).sum(1).cpu()
 
 
 def _counts(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return which labels count."""
     return labels[:, rule.first :].ne(rule.ignored)
-
-
-def scale_gradients(
-    output: Any, weight: Callable[[], float], backward_done: Callable[[], None]
-) -> Any:
-    """Return a model's output, through which gradients will flow multiplied by `weight()`.
-
-    `backward_done` is called when every gradient has been computed, before DDP waits for other
-    ranks.
-
-    Raises:
-        AgreedError: there is no tensor with a gradient in the output, as torch's pytree sees it.
-    """
-    found = False
-
-    def weigh(value: Any) -> Any:
-        nonlocal found
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
-            return value
-        found = True
-        return _Weigh.apply(value, weight, backward_done)
-
-    weighed = _pytree.tree_map(weigh, output)
-    if not found:
-        raise AgreedError(
-            f"--adaptive finds no tensor with a gradient in what the model returns "
-            f"({type(output).__name__}); return tensors, or dicts, tuples or lists of them"
-        )
-    return weighed
-
-
-class _Weigh(torch.autograd.Function):
-    """The identity, with a weighted gradient.
-
-    A hook on the model's own tensor would not do: one output may be computed from another, so the
-    gradient of a row could pass two hooks.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: torch.Tensor,
-        weight: Callable[[], float],
-        backward_done: Callable[[], None],
-    ) -> torch.Tensor:
-        ctx.weight, ctx.backward_done = weight, backward_done
-        # A script may change a loss in place, as the Trainer does; torch refuses that for a view.
-        return value.clone() if value.numel() <= _MAX_COPIED else value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.backward_done)
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "--adaptive does not support gradients of gradients (create_graph=True): a rank's "
-                "are weighted by its rows"
-            )
-        factor = ctx.weight()
-        return gradient if factor == 1 else gradient * factor, None, None

@@ -28,6 +28,8 @@ class Given(NamedTuple):
     own: int
     """This rank's; 0 if it was given a row only so that it has a batch: the row counts nothing."""
     all_ranks: int
+    is_padded: bool = False
+    """Whether the ranks may have the same rows, as in a partial batch of torch's samplers."""
 
 
 class Iteration:
@@ -181,6 +183,9 @@ class TakenBatches:
         last = next((i for i in reversed(self._iterations) if i.waiting), None)
         if taken is None and last is not None and last.waiting[-1].number > self._uncut:
             taken = last.guess(inputs, [])
+        again = self._evaluated
+        if taken is None and last is None and again is not None and not again.iteration.is_over:
+            return again
         if taken is None:
             self._uncut = 0  # it is a loader of an evaluation
             return None

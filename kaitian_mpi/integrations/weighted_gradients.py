@@ -1,0 +1,137 @@
+"""Multiplies the gradients that flow into a model, and not those that leave it for another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree
+
+from kaitian_mpi.errors import UnsupportedError, UserError
+
+_MAX_COPIED = 1 << 16
+
+
+class Weight(Protocol):
+    """What the gradient of a model's output is multiplied by."""
+
+    @property
+    def factor(self) -> float:
+        """Return the factor on this rank, in a backward. Collective where ranks count labels."""
+
+    def backward_done(self) -> None:
+        """Take note that all gradients are computed, before DDP waits for other ranks."""
+
+
+def require_gradient(values: Any) -> bool:
+    """Return whether there is a tensor with a gradient, as torch's pytree sees it."""
+    return any(
+        isinstance(value, torch.Tensor) and value.requires_grad
+        for value in _pytree.tree_leaves(values)
+    )
+
+
+def weight_output(output: Any, loss: torch.Tensor | None, of_loss: Weight, others: Weight) -> Any:
+    """Return a model's output, through which gradients will flow weighted.
+
+    Those that flow through `loss`, if that is in the output, are multiplied by `of_loss`.
+    """
+
+    def weigh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        return _Weigh.apply(value, of_loss if value is loss else others)
+
+    return _pytree.tree_map(weigh, output)
+
+
+def unweight_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a forward's arguments, through which gradients will leave for other models.
+
+    What is computed from the output of a model will be weighted there, so a gradient that leaves
+    for it is divided by that weight: it has been weighted already.
+    """
+
+    def unweigh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        weights = _weights_before(value)
+        return _Unweigh.apply(value, weights) if weights else value
+
+    return _pytree.tree_map(unweigh, (args, dict(kwargs)))
+
+
+def depends_on_hidden_output(output: Any) -> bool:
+    """Return whether a model's output was computed from another's that pytree did not see.
+
+    Looks at the whole graph of the output, before that is weighted.
+    """
+    tensors = [value for value in _pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
+    return any(map(_weights_before, tensors))
+
+
+def _weights_before(tensor: torch.Tensor) -> list[Weight]:
+    """Return the weights of the model outputs that a tensor was computed from."""
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = {None}
+    weights = []
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is _Weigh:
+            weights.append(node.weight)
+        elif function is not _Unweigh:
+            nodes += [before for before, _ in node.next_functions]
+    return weights
+
+
+class _Weigh(torch.autograd.Function):
+    """The identity, with a weighted gradient.
+
+    A hook on the model's own tensor would not do: one output may be computed from another, so the
+    gradient of a row could pass two hooks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: Weight) -> torch.Tensor:
+        ctx.weight = weight
+        # A script may change a loss in place, as the Trainer does; torch refuses that for a view.
+        return value.clone() if value.numel() <= _MAX_COPIED else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.weight.backward_done)
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "--adaptive does not support gradients of gradients (create_graph=True): a rank's "
+                "are weighted by its rows"
+            )
+        factor = ctx.weight.factor
+        if factor == 0:  # not multiplied by it, which would keep a NaN
+            return torch.zeros_like(gradient), None
+        return gradient if factor == 1 else gradient * factor, None
+
+
+class _Unweigh(torch.autograd.Function):
+    """The identity, with a gradient that is divided by the weight it will be multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weights: list[Weight]) -> torch.Tensor:
+        ctx.weights = weights
+        return value.clone()  # a model may change its input in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        factors = {weight.factor for weight in ctx.weights}
+        if len(factors) > 1:
+            raise UserError(
+                "--adaptive cannot weight the ranks' gradients: the input of a model is computed "
+                "from outputs of others that are weighted differently; leave out --adaptive"
+            )
+        factor = factors.pop()
+        # A rank without rows has no gradient: it is multiplied by 0 in the other model.
+        return gradient / factor if factor else torch.zeros_like(gradient), None
