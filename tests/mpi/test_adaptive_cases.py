@@ -1,0 +1,21 @@
+"""Random loops over DDP with adaptive batches are exact, or refused."""
+
+import pytest
+from adaptive_cases import draw, run
+
+from kaitian_mpi.integrations.adaptive import install
+
+pytestmark = pytest.mark.sizes(3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_random_loop_trains_as_one_process(world, seed):
+    adaptive = install(world)
+    try:
+        found = run(draw(seed, world.size), adaptive)
+    finally:
+        adaptive.close()
+    if isinstance(found, str):
+        assert "call model.train() before the loop" in found
+    else:
+        assert found < 1e-9
