@@ -1,15 +1,19 @@
 """Layout shard on devices whose kind has a library, beside kinds that have none or another."""
 
 import copy
+import time
 from contextlib import nullcontext
 
 import fake_library
 import pytest
 import torch
+import torch.distributed as dist
 from collective_cases import agree, values
+from fake_device import current_stream
 from uneven import SHARES, loss_of, network
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.train.measure.layouts import measure_exchange
 from kaitian_mpi.train.shards import Shards
 
 MEMORY = [1, 3, 2, 5]
@@ -102,3 +106,20 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
     if is_alone and dtype is torch.float32:
         assert {*fake_library.calls} >= CALLS - ({"alltoall"} if in_parts else set())
     assert is_alone or not fake_library.calls
+
+
+@pytest.mark.sizes(2)
+def test_an_exchange_is_measured_until_the_device_has_done_it(world, monkeypatch):
+    """Libraries return once they have queued it."""
+
+    def queued(exchange):
+        def call(*arguments):
+            exchange(*arguments)
+            current_stream().give(lambda: time.sleep(0.02))
+
+        return call
+
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(dist, name, queued(getattr(dist, name)))
+    for cost in measure_exchange(world, 1 << 16):
+        assert cost.seconds(1 << 16) >= 0.02 or "vendor" not in world.kinds

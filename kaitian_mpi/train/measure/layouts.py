@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -150,13 +151,18 @@ def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceC
     """
     if world.size == 1:
         return FREE, FREE
+
+    def exchange(call: Callable[..., Any], *tensors: Any) -> None:
+        call(*tensors)
+        world.synchronize()  # a library's call returns once it is queued
+
     sizes, works = (most // 16, most), dict[tuple[str, int], Any]()
     for size in sizes:
         whole = torch.zeros(size // 4, device=world.device)
         parts = [*whole.tensor_split(world.size)]
         own = torch.empty_like(parts[world.rank])
-        works["scatter", size] = partial(dist.reduce_scatter, own, parts)
-        works["gather", size] = partial(dist.all_gather, parts, own)
+        works["scatter", size] = partial(exchange, dist.reduce_scatter, own, parts)
+        works["gather", size] = partial(exchange, dist.all_gather, parts, own)
     seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)
     costs = []
     for name in ("scatter", "gather"):
