@@ -33,6 +33,10 @@ class AgreedError(UserError):
         self.exit_code = exit_code
 
 
+class LayerTooLargeError(AgreedError):
+    """A rank's device has too little memory for a layer of the model, or the whole, to be timed."""
+
+
 class StorageError(UserError):
     """The run cannot write its results or checkpoints, e.g. the disk is full; exit code 74.
 

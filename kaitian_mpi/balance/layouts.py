@@ -162,7 +162,7 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 def _replicate(job: LayoutJob) -> Prediction:
     whole = job.whole
-    size = whole.weight_bytes * (1 + job.on_host) + whole.state_bytes
+    size = whole.weight_bytes * (1 + job.on_host) + whole.state_bytes + whole.cast_bytes
     # A rank goes on with its next step as soon as it has the sums: so its optimizer counts with it.
     each_step = job.handling_sec(REPLICATE) + job.update_sec(np.ones(len(job.chain.ranks)))
     found = _divide(job, REPLICATE, job.base + size, each_step)
@@ -178,7 +178,7 @@ def _replicate(job: LayoutJob) -> Prediction:
 def _shard(job: LayoutJob) -> Prediction:
     whole = job.whole
     for need in job.needs:
-        fixed = job.base + whole.weight_bytes - need.freed + need.buffers
+        fixed = job.base + whole.weight_bytes + whole.cast_bytes - need.freed + need.buffers
         room = np.maximum(0.0, job.memory - fixed - job.least)
         if room.sum() >= need.owned:
             break

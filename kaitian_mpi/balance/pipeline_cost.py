@@ -41,6 +41,8 @@ class Layer:
     """Of the parameters that an optimizer steps."""
     trained: int = 0
     """The number of these."""
+    cast_bytes: float = 0.0
+    """Of the copies that autocast makes of its weights, while a step computes."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def _memory(
         owned = sum(layer.weight_bytes + layer.state_bytes for layer in layers)
         largest = max(layer.largest_bytes for layer in layers)
         trained = sum(layer.trained_bytes for layer in layers)
+        casts = sum(layer.cast_bytes for layer in layers)
         kept = samples * sum(layer.kept_bytes for layer in layers)
         ends = job.layers[max(0, stage.begin - 1)].output_bytes + layers[-1].output_bytes
         share = math.ceil(min(count, window) / replicas)
@@ -212,6 +215,7 @@ def _memory(
         for rank in stage.ranks:
             most = share if job.is_large else most_kept(taken.get(rank, []), window)
             facts, computing = job.ranks[rank], most * kept + TRANSIT * samples * ends + largest
+            computing += casts
             stepping = trained if facts.steps_at_once else TEMPORARIES * largest
             peak = facts.base_bytes + owned + max(computing, stepping)
             by_rank[rank] = max(by_rank[rank], int(peak))

@@ -260,6 +260,17 @@ class Computation:
         dtype = _AUTOCAST_DTYPES.get(self.precision)
         return torch.autocast(self.device.type, dtype) if dtype is not None else nullcontext()
 
+    @property
+    def has_autocast(self) -> bool:
+        """Whether `autocast` changes anything."""
+        return self.precision in _AUTOCAST_DTYPES
+
+    def own_precision(self) -> AbstractContextManager[Any]:
+        """Return the context, within `autocast`, of what is computed in the tensors' own dtypes."""
+        return (
+            torch.autocast(self.device.type, enabled=False) if self.has_autocast else nullcontext()
+        )
+
     def loss(
         self, task: Task, model: nn.Module, batch: Any, needs_gradient: bool = True
     ) -> torch.Tensor:

@@ -4,6 +4,7 @@ import copy
 import errno
 import itertools
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from samples import BATCH, QUIET, Points
 from test_shards import alone
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import Training
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe import tensor_files
 from kaitian_mpi.observe.run_folder import NoFolder
@@ -26,8 +28,10 @@ from kaitian_mpi.train.measure.layouts import choose_layout, measure_layouts
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.pipeline import loop
 from kaitian_mpi.train.pipeline.chain import chain_of
+from kaitian_mpi.train.pipeline.layer_timer import CastMode
 from kaitian_mpi.train.pipeline.loop import PipelineLoop
 from kaitian_mpi.train.pipeline.measure import find_facts
+from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
@@ -429,3 +433,96 @@ def test_layers_that_are_not_the_models_are_refused(world):
         setup, config = Setup(task, NoFolder()), TrainConfig(layout="pipeline", balance="off")
         with pytest.raises(UserError, match=message):
             find_facts(config, setup, world)
+
+
+class Again(nn.Module):
+    """Computes its layer again in backward, and without a gradient in forward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("computes_again", [False, True])
+def test_micro_batches_share_the_copies_that_autocast_makes_of_weights(world, computes_again):
+    torch.manual_seed(2)
+    middle = nn.Linear(16, 16)
+    layers = nn.Linear(3, 16), nn.Tanh(), Again(middle) if computes_again else middle
+    task = make_task(model=nn.Sequential(*layers, nn.Linear(16, 4)))
+    computation = Computation(world.device, "bf16", "contiguous")
+    chain, count = chain_of(task), 4
+    stages = [Stage(0, len(chain), (0,), (1.0,))]
+    runner = Runner(task, chain, computation, stages, 0, 0, waits=lambda _: nullcontext())
+    batches = {number: (torch.randn(5, 3), torch.arange(5) % 4) for number in range(count)}
+    with CastMode(list(task.model.parameters())) as mode:
+        runner.train(count, batches, dict.fromkeys(batches, 0.25), range(count))
+    assert mode.count == 6 if not computes_again else mode.count > 6 * count
+    found = [parameter.grad.clone() for parameter in task.model.parameters()]
+    task.model.zero_grad()
+    for batch in batches.values():
+        (computation.loss(task, task.model, batch) * 0.25).backward()
+    for gradient, parameter in zip(found, task.model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+
+
+@pytest.mark.sizes(1)
+def test_copies_that_autocast_makes_of_weights_are_no_samples_memory(world):
+    task = make_task(
+        model=nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 4)),
+        loss=lambda model, batch: LOSS(model(batch[0].float()), batch[1]),
+    )
+    setup = Setup(task, NoFolder())
+    settings = {"layout": "pipeline", "global_batch_size": BATCH, "benchmark_seconds": 0.2}
+    layers = {
+        precision: find_facts(TrainConfig(**settings, precision=precision), setup, world).layers
+        for precision in ("fp32", "bf16")
+    }
+    assert [layer.cast_bytes for layer in layers["fp32"]] == [0, 0, 0]
+    # In half of the weights' bytes; the input and the output of each linear layer.
+    assert [layer.cast_bytes for layer in layers["bf16"]] == [2 * 64 * 4, 0, 2 * 65 * 4]
+    assert layers["bf16"][0].kept_bytes <= layers["fp32"][0].kept_bytes
+
+
+class Large(nn.Linear):
+    """Runs out of memory with more samples than some."""
+
+    most = 0
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return super().forward(x)
+
+
+@pytest.mark.sizes(2)
+def test_a_layer_that_is_too_large_to_be_timed_leaves_layout_shard(world, capfd):
+    """One rank alone has too little memory; with few samples, it has enough."""
+    layers = Large(3, 40), nn.Tanh(), nn.Linear(40, 4)
+    task = make_task(model=nn.Sequential(*layers).double())
+    settings = {"global_batch_size": BATCH, "benchmark_seconds": 0.5}
+    config, setup = TrainConfig(**settings, layout="auto"), Setup(task, NoFolder())
+    layers[0].most = 4 if world.rank else 10**6
+    assert len(find_facts(config, setup, world).layers) == 3
+    layers[0].most = 0 if world.rank else 10**6
+    assert choose_layout(config, setup, world) == ("shard", None)
+    if world.rank == 0:
+        assert "layout shard: the others are not possible (rank 1: cpu" in capfd.readouterr().out
+    with pytest.raises(AgreedError, match=r"a sample through layer 1 of 3 \(Large\); give"):
+        find_facts(TrainConfig(**settings, layout="pipeline"), setup, world)
+    whole = Task(**{**vars(task), "layers": None, "model": Hidden(task.model)})
+    assert choose_layout(config, Setup(whole, NoFolder()), world) == ("shard", None)
+
+
+class Hidden(nn.Module):
+    """Is no chain."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)

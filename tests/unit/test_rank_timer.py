@@ -1,6 +1,7 @@
 """Timing one rank and finding the batch that fits its memory, with a model that runs out of it."""
 
 import os
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -51,6 +52,57 @@ class Device(CpuDevice):
 
     def memory_peak_bytes(self, index):
         return self.base + self.per_sample * self.batch
+
+
+class CachingDevice(Device):
+    """One that keeps what steps have used, until it is released."""
+
+    reserved = peak = 0
+
+    def take(self, batch):
+        self.reserved = self.peak = max(self.reserved, self.base + self.per_sample * batch)
+        return 1.0
+
+    def release_cached_memory(self):
+        self.reserved = 0
+
+    def restart_memory_peak(self, index):
+        self.peak = self.reserved
+
+    def memory_peak_bytes(self, index):
+        return self.peak
+
+
+def test_memory_that_is_only_cached_counts_for_no_batch():
+    device = CachingDevice(1000, is_host=False)
+    device.take(30)  # such as what settings were compared with
+    gauge = MemoryGauge(make_world(device))
+    for batch in (5, 10):
+        assert gauge.try_step(batch, device.take) == 1.0
+    assert gauge.line(0) == (100, 10)
+    assert gauge.largest_batch(100) == 80  # 90% of the memory
+
+
+def test_memory_is_released_once_the_failed_step_has_let_go_of_it():
+    held = []
+
+    class Failing(CachingDevice):
+        def release_cached_memory(self):
+            held.append([reference() is not None for reference in references])
+
+    class Tensor:
+        pass
+
+    def fail(batch):
+        tensor = Tensor()
+        references.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    references = []
+    gauge = MemoryGauge(make_world(Failing(1000, is_host=False)))
+    assert gauge.try_step(5, fail) is None
+    assert held == [[], [False]]
+    assert not gauge.has_room_for(5)
 
 
 def make_world(device, size=1):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost
 from kaitian_mpi.balance.cost_model import fit
 from kaitian_mpi.balance.layouts import (
     PIPELINE,
+    REPLICATE,
     SHARD,
     LayoutJob,
     Prediction,
@@ -22,9 +25,10 @@ from kaitian_mpi.balance.layouts import (
     predict_layouts,
     table_of,
 )
+from kaitian_mpi.balance.pipeline_cost import Layer
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import is_compiled
-from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rounds
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table
@@ -62,7 +66,10 @@ def choose_layout(
     Raises:
         AgreedError: none fits.
     """
-    job, facts = measure_layouts(config, setup, world)
+    try:
+        job, facts = measure_layouts(config, setup, world)
+    except LayerTooLargeError as error:
+        return _without_timings(config, setup, world, error), None
     predictions = predict_layouts(job)
     # Other ranks may round otherwise.
     own = [asdict(each) for each in predictions]
@@ -87,6 +94,7 @@ def measure_layouts(
     """Measure what the layouts are compared by, and return the facts of the layers. Collective.
 
     Raises:
+        LayerTooLargeError: a rank has too little memory to time it.
         AgreedError: the model cannot be timed.
     """
     model, min_batch = setup.task.model, min_batch_by_layers(setup.task.model)
@@ -95,6 +103,8 @@ def measure_layouts(
     if PIPELINE not in refused:
         try:
             facts = find_facts(config, setup, world)
+        except LayerTooLargeError:  # then so is the whole
+            raise
         except AgreedError as error:  # another layout may do
             refused[PIPELINE] = _in_short(error)
     facts = facts or find_facts(config, setup, world, is_whole=True)
@@ -108,7 +118,7 @@ def measure_layouts(
     needs, _ = shard_needs(config, model, optimizers)
     job = LayoutJob(
         facts.job(config, world, min_batch),
-        layer_of(model, optimizers, sum(layer.kept_bytes for layer in facts.layers), 0.0),
+        _whole(model, optimizers, facts.layers),
         tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
         allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
         scatter_cost=scatter,
@@ -118,6 +128,28 @@ def measure_layouts(
         refused=refused,
     )
     return job, facts
+
+
+def _without_timings(
+    config: TrainingConfig, setup: Setup, world: World, error: LayerTooLargeError
+) -> str:
+    """Return the layout of a model that fits no rank so that it can be timed: shard."""
+    why, advice = str(error).split("; ", 1)
+    if fault := _refused(config, setup.task).get(SHARD):
+        raise AgreedError(f"{why}, and layout shard cannot divide it: {fault}; {advice}")
+    predictions = [
+        asdict(Prediction(layout, why=why if layout != SHARD else "not timed"))
+        for layout in (REPLICATE, SHARD, PIPELINE)
+    ]
+    setup.folder.write(FILE, {"layouts": predictions, "chosen": SHARD})
+    print_rank_0(world, f"layout {SHARD}: the others are not possible ({why})")
+    return SHARD
+
+
+def _whole(model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]) -> Layer:
+    """Return what the model takes, of what its layers keep."""
+    kept = sum(layer.kept_bytes for layer in layers)
+    return layer_of(model, optimizers, kept, 0.0, sum(layer.cast_bytes for layer in layers))
 
 
 def _refused(config: TrainingConfig, task: Task) -> dict[str, str]:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kaitian_mpi.balance.cost_model import MAX_CHANGE, RankCost, fit, fit_error, is_settled
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.devices import Device
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
@@ -173,14 +174,14 @@ class RankTimer:
         # On a core shared with other ranks, the candidates differ by less than the wait for the
         # core, which thread CPU time excludes. The minimum ignores the first step, which warms up.
         clock = time.thread_time if self._device.is_host else time.perf_counter
-        trial = MemoryGauge(self._world, self._reserved)
         if not self._device.is_host:  # load its libraries, which no candidate's first step should
             self._computation = candidates[0]
-            trial.try_step(max(self._min_batch, batch // 2), self._time_step)
+            first_batch = max(self._min_batch, batch // 2)
+            seconds_if_it_fits(self._device, partial(self._time_step, first_batch))
         for round_number in range(_CANDIDATE_ROUNDS):
             for index, self._computation in enumerate(candidates):
                 before = clock()
-                if trial.try_step(batch, self._time_step) is None:
+                if seconds_if_it_fits(self._device, partial(self._time_step, batch)) is None:
                     return candidates[0]  # there is too little memory to compare them
                 took = clock() - before
                 first[index] = first[index] if round_number else took
@@ -238,10 +239,10 @@ class RankTimer:
             return grown
         # At least two sizes are needed to separate alpha from beta.
         smaller = max(self._min_batch, min(grown) // 4)
-        if not is_host:
-            self._time_step(smaller)
         seconds = memory.try_step(smaller, self._time_step)
-        return {smaller: seconds or self._time_step(smaller), **grown}
+        if not is_host or seconds is None:
+            seconds = self._time_step(smaller)
+        return {smaller: seconds, **grown}
 
     def _half(self, batch: int) -> int:
         if batch == self._min_batch:
@@ -311,16 +312,13 @@ class MemoryGauge:
 
     def try_step(self, batch: int, step: Callable[[int], float]) -> float | None:
         """Return the seconds that a step with this batch takes; None if it runs out of memory."""
-        try:
-            self._device.restart_memory_peak(self._index)
-            seconds = step(batch)
-        except Exception as error:
-            if not self._device.is_out_of_memory(error):
-                raise
+        self._device.release_cached_memory()  # of earlier steps: it would count as this one's
+        self._device.restart_memory_peak(self._index)
+        seconds = seconds_if_it_fits(self._device, partial(step, batch))
+        if seconds is None:
             self._too_large = batch
-            self._device.release_cached_memory()
-            return None
-        self._peaks[batch] = self._device.memory_peak_bytes(self._index)
+        else:
+            self._peaks[batch] = self._device.memory_peak_bytes(self._index)
         return seconds
 
     def has_room_for(self, batch: int) -> bool:
@@ -354,6 +352,17 @@ class MemoryGauge:
         smaller, larger = sorted(self._peaks)[-2:]
         per_sample = (self._peaks[larger] - self._peaks[smaller]) / (larger - smaller)
         return self._peaks[larger] - per_sample * larger, max(0.0, per_sample)
+
+
+def seconds_if_it_fits(device: Device, work: Callable[[], float]) -> float | None:
+    """Return the seconds that a work returns; None if it runs out of memory."""
+    try:
+        return work()
+    except Exception as error:
+        if not device.is_out_of_memory(error):
+            raise
+    device.release_cached_memory()  # after the handler, whose traceback keeps the tensors
+    return None
 
 
 def memory_limit(world: World) -> float:

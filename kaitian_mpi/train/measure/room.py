@@ -123,6 +123,7 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     with agree_on_errors(world.comm):
         optimizers = setup.task.make_optimizers(setup.task.model)
     device, index = world.device_kind, world.device_index
+    device.release_cached_memory()  # what earlier trials have used is free
     device.restart_memory_peak(index)
     used = device.memory_peak_bytes(index)
     limit = memory_limit(world)

@@ -317,3 +317,17 @@ def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[tor
             leaves.append(leaf)
             given[place] = _Joined.apply(leaf, [given[place]])
     return put_together(spec.form, given), leaves
+
+
+def has_custom_function(outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether what autograd knows of tensors has a function that is written in Python."""
+    left = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen = set[Any](left)
+    while left:
+        node: Any = left.pop()
+        if getattr(node, "_forward_cls", _Joined) is not _Joined:
+            return True
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        left += following
+    return False

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from kaitian_mpi.balance.pipeline_cost import Layer, RankFacts
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import LayerTooLargeError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -29,12 +32,14 @@ from kaitian_mpi.train.pipeline.chain import (
     move,
     received,
     run,
+    set_data,
     take_apart,
 )
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, borrowed, check_loss
 
 _ROUNDS = 3
+_REPEATS = 4  # of a layer on an accelerator, so that it computes while the next are launched
 _SHARE_OF_TIME = 0.5  # of --benchmark-seconds
 _LARGER = 4  # samples of the next size, times those of the one before
 _PART_OF_MEMORY = 0.2  # for what one layer keeps
@@ -67,6 +72,9 @@ class LayerTimer:
         self._times: dict[int, list[list[tuple[float, float]]]] = {}
         self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
         self._kept, self._outputs = [0.0] * len(chain), [0.0] * len(chain)
+        self._casts = [0.0] * len(chain)
+        self._repeats = 1 if world.device_kind.is_host else _REPEATS
+        self._at_work = 0
 
     def measure(self, optimizers: Sequence[Optimizer]) -> tuple[RankFacts, list[Layer]]:
         """Return what this rank takes for each layer, and what these are."""
@@ -74,6 +82,8 @@ class LayerTimer:
         model = self._task.model
         on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         start = on_host if device.is_host else 0
+        device.release_cached_memory()  # what was there before, such as other models, is free
+        device.restart_memory_peak(index)
         used = max(0, device.memory_peak_bytes(index) - start)
         rates = self._rates(optimizers)  # first: what it frees, the layers use again
         with borrowed(model):
@@ -102,7 +112,7 @@ class LayerTimer:
             _steps_at_once(optimizers, device.is_host),
             self._world.info.node,
         )
-        found = zip(self._chain, self._kept, self._outputs, strict=True)
+        found = zip(self._chain, self._kept, self._outputs, self._casts, strict=True)
         return facts, [layer_of(layer, optimizers, *each) for layer, *each in found]
 
     def _grow(self, memory: float) -> None:
@@ -110,17 +120,35 @@ class LayerTimer:
         size, long_sec = self._smallest, (self._until - time.perf_counter()) / _ROUNDS / 4
         while True:
             began = time.perf_counter()
-            self._round(size)
+            if not self._round(size):
+                if not self._times:
+                    raise LayerTooLargeError(self._too_large(size))
+                return
             is_long = time.perf_counter() - began > long_sec
             larger = min(_LARGER * size, self._most)
             if larger == size or (is_long and len(self._times) > 1):
                 return
-            if larger * max(self._kept) > _PART_OF_MEMORY * memory:
+            if larger * max(self._kept) * self._repeats > _PART_OF_MEMORY * memory:
                 return
             size = larger
 
-    def _round(self, size: int) -> None:
-        """Time each layer's forward and backward."""
+    def _round(self, size: int) -> bool:
+        """Time each layer's forward and backward; return False if there is too little memory."""
+        device = self._world.device_kind
+        try:
+            seconds = self._layers_seconds(size)
+        except Exception as error:
+            if not device.is_out_of_memory(error):
+                raise
+            seconds = None
+        if seconds is None:  # after the handler, whose traceback keeps tensors
+            device.release_cached_memory()
+            return False
+        self._times.setdefault(size, []).append(seconds)
+        return True
+
+    def _layers_seconds(self, size: int) -> list[tuple[float, float]]:
+        """Return the seconds of each layer's forward and backward."""
         enter_phase("the benchmark")
         task, found = self._task, []
         batch = self._computation.place(self._data[list(range(size))])
@@ -129,15 +157,29 @@ class LayerTimer:
         carried: Any = None
         for number, layer in enumerate(self._chain):
             is_last = number == len(self._chain) - 1
+            self._at_work = number
+            given = call, carried, batch if is_last or self._is_whole else None
             with self._on_device(layer):
-                work = partial(self._through, layer, call, carried, batch if is_last else None)
-                seconds, carried = self._time(layer, work, number)
+                if size not in self._times:  # this also prepares the device for these sizes
+                    kept, casts = self._keeps(layer, _fresh(*given))
+                    self._kept[number], self._casts[number] = kept / size, casts
+                inputs = [_fresh(*given) for _ in range(self._repeats)]
+                seconds, carried = self._time(layer, inputs)
             found.append(seconds)
-            carried = carried if is_last else _as_received(carried)
             call = call if all_need_call(self._chain) else None
             self._outputs[number] = sum(t.nbytes for t in tensors_in(carried)) / size
-            self._kept[number] /= size
-        self._times.setdefault(size, []).append(found)
+        return found
+
+    def _too_large(self, size: int) -> str:
+        """Return what there is no memory for, and what to do."""
+        samples = "a sample" if size == 1 else f"{size} samples"
+        layer = type(self._chain[self._at_work]).__name__
+        what = f"layer {self._at_work + 1} of {len(self._chain)} ({layer})"
+        return (
+            f"{self._world.info.device} is out of memory for {samples} through "
+            f"{'the whole model' if self._is_whole else what}; give --layout shard, or divide the "
+            "model in smaller layers; see docs/large-models.md"
+        )
 
     def _through(self, layer: nn.Module, call: Call | None, carried: Any, batch: Any) -> Any:
         """Return what a layer makes of its inputs, and what backward begins with."""
@@ -150,22 +192,38 @@ class LayerTimer:
             return output, output
         return output, check_loss(answered(loss, self._task.model, batch, output), False)
 
-    def _time(
-        self, layer: nn.Module, work: Callable[[], Any], number: int
-    ) -> tuple[tuple[float, float], Any]:
-        pace = self._world.device_kind.pace
+    def _keeps(self, layer: nn.Module, given: _Given) -> tuple[float, float]:
+        """Return the bytes that autograd keeps of a forward, and those of copies of parameters.
+
+        Such are those that autocast makes, of which a stage has each once.
+        """
+        with (
+            self._computation.autocast(),
+            _copies_of(layer, self._computation.precision) as copies,
+            _saved_by(layer) as saved,
+        ):
+            _, last = self._through(layer, *given)
+        _backward(last)
+        kept = sum(size for memory, size in saved.items() if memory not in copies)
+        return float(kept), float(sum(copies.values()))
+
+    def _time(self, layer: nn.Module, inputs: Sequence[_Given]) -> tuple[tuple[float, float], Any]:
+        """Return the seconds of a forward and of a backward, and what the forward returns.
+
+        If there are several inputs, they are queued one after the other, as a stage's layers are.
+        """
+        pace, count = self._world.device_kind.pace, len(inputs)
         begin = self._now()
         pace.start()
-        with self._computation.autocast(), _saved_by(layer) as saved:
-            output, last = work()
-            ends = [tensor for tensor in tensors_in(last) if tensor.requires_grad]
+        with self._computation.autocast():
+            done = [self._through(layer, *given) for given in inputs]
         pace.catch_up()
         middle = self._now()
-        self._kept[number] = float(sum(saved.values()))
-        if ends:
-            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+        output = done[-1][0]
+        while done:
+            _backward(done.pop()[1])
         pace.catch_up()
-        return (middle - begin, self._now() - middle), output
+        return ((middle - begin) / count, (self._now() - middle) / count), output
 
     def _rates(self, optimizers: Sequence[Optimizer]) -> tuple[float, float, float, float]:
         """Return about the seconds to step a parameter, and a byte of it; and to copy these."""
@@ -212,11 +270,52 @@ class LayerTimer:
     @contextmanager
     def _on_device(self, layer: nn.Module) -> Iterator[None]:
         """Have only this layer on the device, as there may be no memory for others."""
-        move(layer, self._world.device)
+        on_host = [(parameter, parameter.detach()) for parameter in layer.parameters()]
+        buffers = [(module, {**module._buffers}) for module in layer.modules()]
         try:
+            move(layer, self._world.device)
             yield
         finally:
-            move(layer, torch.device("cpu"))
+            for parameter, values in on_host:  # which nothing has changed, so none is copied back
+                if parameter.device != values.device:
+                    set_data(parameter, values)
+            for module, own in buffers:
+                module._buffers.update(own)
+
+
+def _backward(last: Any) -> None:
+    """Run the backward of what a layer has returned."""
+    ends = [tensor for tensor in tensors_in(last) if tensor.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+
+
+class CastMode(TorchDispatchMode):
+    """Notes the bytes of copies that are made of parameters, in another dtype, by memory."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._known = {id(each) for each in parameters if each.requires_grad}
+        self.copies = dict[int, int]()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._known:
+            self.count += 1
+            memory = result.untyped_storage()
+            self.copies[memory.data_ptr()] = memory.nbytes()
+        return result
+
+
+@contextmanager
+def _copies_of(layer: nn.Module, precision: str) -> Iterator[dict[int, int]]:
+    """Collect the bytes of the copies that autocast makes of trained parameters, by memory."""
+    if precision == "fp32":
+        yield {}
+        return
+    with CastMode(list(layer.parameters())) as mode:
+        yield mode.copies
 
 
 @contextmanager
@@ -244,9 +343,16 @@ def _medians(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[floa
 
 
 def layer_of(
-    layer: nn.Module, optimizers: Sequence[Optimizer], kept: float, output: float
+    layer: nn.Module,
+    optimizers: Sequence[Optimizer],
+    kept: float,
+    output: float,
+    casts: float = 0.0,
 ) -> Layer:
-    """Return what a layer takes that keeps and returns so many bytes of a sample."""
+    """Return what a layer takes that keeps and returns so many bytes of a sample.
+
+    `casts` are the bytes of what autocast makes of its weights.
+    """
     stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     parameters = list(layer.parameters())
     trained = [p.nbytes for p in parameters if p.requires_grad and p in stepped]
@@ -259,6 +365,7 @@ def layer_of(
         max((p.nbytes for p in parameters), default=0),
         sum(trained),
         len(trained),
+        casts,
     )
 
 
@@ -269,7 +376,17 @@ def _steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:
     return not all(fused) and any(not is_host if each is None else each for each in chosen)
 
 
-def _as_received(value: Any) -> Any:
-    """Return what a layer has returned as the next one would get it from another rank."""
-    spec, tensors = take_apart(value)
-    return received(spec, [tensor.detach() for tensor in tensors])[0]
+_Given = tuple[Any, Any, Any]
+"""How the model is called, what the layer before returned, and the batch; None if not needed."""
+
+
+def _fresh(call: Call | None, carried: Any, batch: Any) -> _Given:
+    """Return what a layer is given as from another rank, for it may change it in place."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    if carried is not None:
+        spec, tensors = take_apart(carried)
+        carried, _ = received(spec, list(map(copied, tensors)))
+    return tree_map(copied, call), carried, tree_map(copied, batch)

@@ -17,8 +17,8 @@ from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.records import rebuilt
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, join_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -83,6 +83,7 @@ def find_facts(
     The model stays on the host, and is not changed. If `is_whole`, it is the only layer.
 
     Raises:
+        LayerTooLargeError: a rank has too little memory for a layer.
         AgreedError: the task cannot be trained so.
     """
     task, min_batch = setup.task, min_batch_by_layers(setup.task.model)
@@ -104,9 +105,15 @@ def find_facts(
                     check_chain(task, chain, batches)
         optimizers = task.make_optimizers(task.model)
     sleeping_barrier(world.comm)
+    too_large = ""
     with agree_on_errors(world.comm), aside(world.device):
         timer = LayerTimer(config, setup, chain, world, min_batch)
-        facts, layers = timer.measure(optimizers)
+        try:
+            facts, layers = timer.measure(optimizers)
+        except LayerTooLargeError as error:
+            too_large = str(error)
+    if any(faults := gather_values(world.comm, too_large)):
+        raise LayerTooLargeError(join_errors(faults))
     enter_phase("comparing the benchmarks", waits=True, limited=False)
     own = asdict(facts), [asdict(layer) for layer in layers]
     gathered = gather_values(world.comm, own)

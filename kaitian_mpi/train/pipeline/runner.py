@@ -16,7 +16,13 @@ from torch import nn
 
 from kaitian_mpi.balance.pipeline import Stage, order, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
-from kaitian_mpi.train.pipeline.chain import all_need_call, answered, captured, run
+from kaitian_mpi.train.pipeline.chain import (
+    all_need_call,
+    answered,
+    captured,
+    has_custom_function,
+    run,
+)
 from kaitian_mpi.train.pipeline.draws import equal_draws
 from kaitian_mpi.train.pipeline.messages import Gradients, Incoming, Outbox, Waits
 from kaitian_mpi.train.pipeline.peers import PeerGroups
@@ -87,15 +93,18 @@ class Runner:
         `seeds`, the same on all ranks, are of the random numbers that the loss draws itself.
         """
         step = _Step(self, count, self._task.loss, batches, seeds)
-        losses = []
-        for is_forward, number in order(step.own, self._window):
-            self._begins(is_forward)
-            if is_forward:
-                output = step.forward(number)
-                if self.is_last:
-                    losses += step.keep_loss(number, output, weights[number])
-            else:
-                step.backward(number)
+        computation, losses = self._computation, list[torch.Tensor]()
+        with computation.autocast():  # else each micro-batch would keep copies of the weights
+            for is_forward, number in order(step.own, self._window):
+                self._begins(is_forward)
+                output = step.forward(number) if is_forward else None
+                with computation.own_precision():
+                    if not is_forward:
+                        step.backward(number)
+                    elif self.is_last:
+                        losses += step.keep_loss(number, output, weights[number])
+                if computation.has_autocast and step.computes_again:
+                    torch.clear_autocast_cache()
         self._outbox.wait()
         return losses
 
@@ -139,6 +148,7 @@ class _Step:
         self._to_receive = [] if runner.is_first else list(self.own)
         self._incoming: dict[int, Incoming] = {}
         self.kept: dict[int, tuple[list[torch.Tensor], Any]] = {}
+        self._computes_again: bool | None = None
         self._gradients: dict[int, Gradients] = {}
 
     def forward(self, number: int) -> Any:
@@ -161,6 +171,18 @@ class _Step:
         self.kept[number] = leaves, grown
         self._expect_gradients()
         return None
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes something that forward has computed without a gradient.
+
+        As reentrant checkpointing does. In backward, the copies that autocast has made of weights
+        then would lose their gradients.
+        """
+        if self._computes_again is None:
+            _, outputs = next(iter(self.kept.values()))
+            self._computes_again = has_custom_function(list(tensors_in(outputs)))
+        return self._computes_again
 
     def keep_loss(self, number: int, loss: Any, weight: float) -> list[torch.Tensor]:
         """Keep a loss for its backward; return it weighted, if it counts."""
