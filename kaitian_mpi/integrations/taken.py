@@ -19,6 +19,7 @@ from kaitian_mpi.errors import AgreedError, UserError
 
 _SAMPLED = 64  # elements of a tensor
 _MAX_WAITING = 256  # batches: no script fetches more ahead, but it may skip more
+_MIN_OWNERS = 64
 _MAX_DEPTH = 2  # of objects in a batch
 
 
@@ -102,7 +103,7 @@ class Taken:
         """Return whether a tensor of the batch has the content of `tensor`, as far as sampled."""
         shape, values = _sample(tensor)
         return bool(values.numel()) and any(
-            shape == batch_shape and torch.equal(batch_values.to(values.dtype), values)
+            shape == batch_shape and _are_same(batch_values.to(values.dtype), values)
             for batch_shape, batch_values in self._samples
         )
 
@@ -114,6 +115,7 @@ class TakenBatches:
         self._iterations: list[Iteration] = []  # by the batches that were taken last
         # By their memory; None if several batches of an iteration have it.
         self._owners: dict[StorageWeakRef, Taken | None] = {}
+        self._max_owners = _MIN_OWNERS  # before those whose memory is free are left out
         self._numbers = itertools.count(1)
         self._uncut = 0  # the number at which a loader that is not cut was iterated in training
         self._latest: Taken | None = None  # that a forward has had with gradients
@@ -134,7 +136,9 @@ class TakenBatches:
             if other is not iteration
         ]
         self._iterations.append(iteration)
-        self._owners = {ref: owner for ref, owner in self._owners.items() if not ref.expired()}
+        if len(self._owners) > self._max_owners:  # a script may keep tensors of many batches
+            self._owners = {ref: owner for ref, owner in self._owners.items() if not ref.expired()}
+            self._max_owners = 2 * len(self._owners) + _MIN_OWNERS
         for ref in _memory_of(batch):
             owner = self._owners.get(ref, taken)
             is_shared = owner is None or (owner is not taken and owner.iteration is iteration)
@@ -244,6 +248,10 @@ def _sample(tensor: torch.Tensor) -> tuple[torch.Size, torch.Tensor]:
         return tensor.shape, tensor.detach().take(places.to(tensor.device)).cpu()
     except RuntimeError:  # not for this type of numbers
         return tensor.shape, torch.empty(0)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaNs, too
 
 
 def _memory_of(value: Any) -> Iterator[StorageWeakRef]:
