@@ -183,7 +183,10 @@ class Adaptive:
         else:
             self._of_forward = self._in_step or self._taken.train(inputs)
             self._in_forward = self._train_on(self._of_forward, model)
-        return unweight_inputs(args, kwargs) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        self._weights.begin_forward(model)
+        return unweight_inputs(args, kwargs)
 
     def after_forward(
         self,
@@ -202,7 +205,7 @@ class Adaptive:
         forward = Forward(functools.partial(self._count, self._of_forward, model, rows), rows)
         if model.module.training:
             forward.batch()
-        inputs = args, kwargs
+        inputs = args, dict(kwargs)
         return self._weights.weight_output(model, inputs, output, forward, self._backward_done)
 
     def _count(

@@ -184,7 +184,7 @@ class TakenBatches:
     def evaluate(self, inputs: Any) -> Taken | None:
         """Return the batch that a forward without gradients has, if known."""
         taken = self._by_memory(inputs)
-        last = next((i for i in reversed(self._iterations) if i.waiting), None)
+        last = next(reversed(self._waiting()), None)
         if taken is None and last is not None and last.waiting[-1].number > self._uncut:
             taken = last.guess(inputs, [])
         again = self._evaluated
@@ -196,6 +196,19 @@ class TakenBatches:
         taken.iteration.use(taken)
         self._evaluated = taken
         return taken
+
+    def _waiting(self) -> list[Iteration]:
+        """Return the iterations whose batches a forward may have that is not told by its memory.
+
+        While one goes on, what an earlier one has left over does not count.
+        """
+        used = [taken for taken in (self._latest, self._evaluated) if taken is not None]
+        since = max((taken.number for taken in used if not taken.iteration.is_over), default=0)
+        return [
+            iteration
+            for iteration in self._iterations
+            if iteration.waiting and (not iteration.is_over or iteration.waiting[-1].number > since)
+        ]
 
     def _by_memory(self, inputs: Any) -> Taken | None:
         """Return the batch whose memory a forward's tensors are in."""
@@ -209,7 +222,7 @@ class TakenBatches:
 
     def _by_order(self, inputs: Any, in_order: bool) -> Taken | None:
         """Return the batch that a forward has whose tensors are in no batch's memory."""
-        waiting = [iteration for iteration in self._iterations if iteration.waiting]
+        waiting = self._waiting()
         others = [taken for taken in (self._latest, self._evaluated) if taken is not None]
         if not waiting:  # another forward of the same batch; an evaluation is over
             going_on = [taken for taken in others if not taken.iteration.is_over]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.integrations.inner_losses import InnerCall, InnerCalls
 from kaitian_mpi.integrations.loss_weights import Forward, ForwardWeight, Loss
 from kaitian_mpi.integrations.losses import (
     MEAN,
@@ -32,7 +34,8 @@ class Weights:
 
     If a trainer's loss is known, it is that of all outputs. Else the loss that a model returns is
     compared, and a gradient through any other output is taken for that of a mean over rows. So is
-    the loss of Lightning's `training_step`, which has effects, so that it cannot be compared.
+    the loss of Lightning's `training_step`, which has effects, so that it cannot be compared,
+    unless a model inside has returned it.
     """
 
     def __init__(self, world: World, comm: MPI.Intracomm) -> None:
@@ -47,6 +50,7 @@ class Weights:
         self._examined: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
             weakref.WeakKeyDictionary()
         )
+        self._inner = InnerCalls()
         self._latest: ForwardWeight | None = None
 
     def watch(self, model: DistributedDataParallel) -> None:
@@ -74,10 +78,15 @@ class Weights:
         """Return what the gradient of the latest forward is multiplied by, on this rank."""
         return self._latest.factor if self._latest is not None else 1.0
 
+    def begin_forward(self, model: DistributedDataParallel) -> None:
+        """Take note that a forward with gradients begins, whose output will be weighted."""
+        if is_lightning(model.module):
+            self._inner.begin(model.module)
+
     def weight_output(
         self,
         model: DistributedDataParallel,
-        inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         output: Any,
         forward: Forward,
         backward_done: Callable[[], None],
@@ -97,9 +106,12 @@ class Weights:
         self._examine(model, output)
         returned, labels = loss_of(output), self._trainer_labels
         of_output = of_loss = self._trainer_loss or self._script_loss
-        if self._trainer_loss is None and returned is not None and not is_lightning(model.module):
-            of_loss, labels = self._returned[model], labels_in(*inputs)
-            of_loss.observe(labels, lambda: find_rules(model.module, *inputs))
+        call: InnerCall | None = InnerCall(model.module, *inputs)
+        if is_lightning(model.module):
+            call = self._inner.end()
+        if self._trainer_loss is None and returned is not None and call is not None:
+            of_loss, labels = self._returned[model], labels_in(call.args, call.kwargs)
+            of_loss.observe(labels, functools.partial(find_rules, *call))
         weights = [
             ForwardWeight(forward, loss, labels, backward_done) for loss in (of_loss, of_output)
         ]

@@ -350,7 +350,11 @@ def main():
     for seed in range(first, first + count):
         adaptive = install(world)
         case = draw(seed, world.size)
-        found = run(case, adaptive)
+        try:
+            found = run(case, adaptive)
+        except BaseException:
+            print(f"FAILED {case}", flush=True)
+            raise
         adaptive.close()
         if world.rank == 0:
             is_refused = isinstance(found, str)

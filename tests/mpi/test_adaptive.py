@@ -84,6 +84,20 @@ def two_losses(model, x, y):
     return output["loss"] + output["scores"].square().mean()
 
 
+class LightningModule(nn.Module):
+    """Is taken for one of Lightning: its forward has effects."""
+
+    automatic_optimization = True
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x, y):
+        self.calls += 1
+        return self.model(inputs=x, labels=y)["loss"]
+
+
 class OnItself(nn.Module):
     """Calls a model on its own output."""
 
@@ -135,6 +149,11 @@ CASES = {
     "two models": (two_models, mean, wrap_both),
     "own output": (lambda: OnItself(layer(5, 5)), mean, wrap_inner),
     "eval mode": (Language, labeled, in_eval_mode),
+    "inner model": (
+        lambda: LightningModule(Language()),
+        lambda model, x, y: model(x, y),
+        DistributedDataParallel,
+    ),
 }
 
 
@@ -179,6 +198,7 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+    assert getattr(own, "calls", steps) == steps
     for a, b in zip(own.parameters(), alone.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-13
     assert [sorted(rows) for rows in seen] == [list(range(ROWS))] * 2

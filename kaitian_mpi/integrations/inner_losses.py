@@ -1,0 +1,55 @@
+"""The loss of Lightning's `training_step`, where that is what a model inside has returned."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from kaitian_mpi.integrations.losses import loss_of
+
+
+class InnerCall(NamedTuple):
+    """A forward of a model inside the module that DDP calls."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class InnerCalls:
+    """Finds the model inside whose loss the outer one returns, as Hugging Face's models have.
+
+    That model can be computed again to compare its loss; the outer one can not, as it logs.
+    """
+
+    def __init__(self) -> None:
+        self._outer: nn.Module | None = None
+        self._handle: Any = None
+        self._calls: dict[int, InnerCall] = {}  # by the identity of the loss
+        self._returned: InnerCall | None = None
+
+    def begin(self, outer: nn.Module) -> None:
+        """Watch the models that are called in a forward of `outer`."""
+        self.end()
+        self._outer = outer
+        self._handle = register_module_forward_hook(self._note, with_kwargs=True)
+
+    def end(self) -> InnerCall | None:
+        """Stop; return the call whose loss `outer` has returned, if there is one."""
+        if self._handle is not None:
+            self._handle.remove()
+        returned = self._returned
+        self._handle, self._returned, self._calls = None, None, {}
+        return returned
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if isinstance(output, tuple | dict) or module is self._outer:
+            loss = loss_of(output)
+            if loss is None:
+                return
+            if module is self._outer:
+                self._returned = self._calls.get(id(loss))
+            else:
+                self._calls[id(loss)] = InnerCall(module, args, kwargs)
