@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py [PART ...] [--json FILE]
 
-The parts are kills, closed, open, shards, vendor, agreement, checkpoint, writing, signals and soak.
-An hour in all; nothing else may run meanwhile. On three hosts, which are emulated by network
-namespaces of this machine and share its cores, and so as root:
+The parts are kills, closed, open, shards, layouts, vendor, agreement, checkpoint, writing, signals
+and soak. Two hours in all; nothing else may run meanwhile. On three hosts, which are emulated by
+network namespaces of this machine and share its cores, and so as root:
 
     python benchmarks/recovery.py hosts host-losses host-joins
 """
@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from emulated_hosts import EmulatedHosts, why_not
-from recovering import host_joins, host_losses, kills, signals, soak
+from recovering import host_joins, host_losses, kills, layout_kills, signals, soak
 from recovering.job import Launch
 
 HERE = Path(__file__).parent / "recovering"
@@ -81,6 +81,14 @@ def run_open(options: argparse.Namespace) -> Result:
 def run_shards(options: argparse.Namespace) -> Result:
     """The same in layout shard with mirrors, with 152 MB of parameters."""
     return run_script("closed", options, "--layout=shard", "--width=2144")
+
+
+def run_layouts(options: argparse.Namespace) -> Result:
+    """Kills and stops at any moment in layouts shard, with and without mirrors, and pipeline."""
+    script = str(HERE / "own_training.py"), "closed"
+    result = layout_kills.measure(options.ranks, options.trials, options.seed, script)
+    layout_kills.show(result)
+    return result
 
 
 def run_vendor(options: argparse.Namespace) -> Result:
@@ -210,6 +218,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "closed": run_closed,
     "open": run_open,
     "shards": run_shards,
+    "layouts": run_layouts,
     "vendor": run_vendor,
     "agreement": run_agreement,
     "checkpoint": run_checkpoint,

@@ -86,19 +86,20 @@ def train_undisturbed(launch: Launch, arguments: list[str], folder: Path) -> Wei
     with Job(launch, run_dir, [*arguments, f"--max-steps={_STEPS}"]) as job:
         if job.wait(_STARTING_SEC + _TRAINING_SEC) != 0:
             raise RuntimeError(f"the run without a kill failed: see {job.keep_output()}")
-    return _weights_of(run_dir)
+    return weights_of(run_dir)
 
 
 def has_weights(expected: Weights, run_dir: Path) -> bool:
     """Return whether a run's final weights are these, up to rounding."""
-    found = _weights_of(run_dir)
+    found = weights_of(run_dir)
     off = [
         (found[name] - value).abs().max() / value.abs().max() for name, value in expected.items()
     ]
     return bool(torch.stack(off).max() <= WEIGHTS_TOLERANCE)
 
 
-def _weights_of(run_dir: Path) -> Weights:
+def weights_of(run_dir: Path) -> Weights:
+    """Return a run's final weights."""
     weights: Weights = torch.load(run_dir / "checkpoints" / "model.pt", weights_only=True)
     return weights
 

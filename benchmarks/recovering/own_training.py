@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--allreduce", default="auto")
     parser.add_argument("--layout", default="replicate")
+    parser.add_argument("--mirrors", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--step-timeout", type=float, default=0.0)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--emulate-memory", default="")
     parser.add_argument("--checkpoint-every", type=int, default=0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.errors import UserError
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.residual import Residual
@@ -94,7 +94,7 @@ class Bucket:
         try:
             self._write(gradients, weight)  # type: ignore[arg-type]
         except RuntimeError:
-            _check_dense(gradients)
+            check_dense(gradients)
             raise
         # What autograd has allocated is free from here on.
         for parameter, view in zip(self._parameters, self._views, strict=True):
@@ -212,10 +212,11 @@ class Fraction:
         return self._own / self.total if self.total else 0.0
 
 
-def _check_dense(gradients: Iterable[torch.Tensor | None]) -> None:
+def check_dense(gradients: Iterable[torch.Tensor | None]) -> None:
+    """Raise a `UserError` if a gradient is sparse."""
     for gradient in gradients:
         if gradient is not None and gradient.layout is not torch.strided:
-            raise UnsupportedError(
+            raise UserError(
                 f"a gradient has the layout {gradient.layout}; gradients must be dense: build the "
                 "embedding with sparse=False"
             )

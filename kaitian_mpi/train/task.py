@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.gradients import check_dense
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
@@ -319,7 +320,8 @@ def borrowed(model: nn.Module, parted: PartedModel | None = None) -> Iterator[nn
 
 
 def _free(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+    gradient, parameter.grad = parameter.grad, None
+    check_dense([gradient])
 
 
 def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:

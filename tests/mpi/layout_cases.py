@@ -20,6 +20,7 @@ import argparse
 import random
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -354,6 +355,7 @@ class Result:
     """The error by the step after which it was evaluated; the last one's is the end's."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     refusal: str = ""
+    trace: str = ""
 
 
 def train_alone(case: Case) -> Result:
@@ -523,15 +525,20 @@ def random_stages(rng: random.Random, layers: int, size: int, batch: int) -> Pip
     return PipelinePlan(stages, rng.randint(1, batch), rng.choice([0, 0, 1, 3]), 0.0, (0,) * size)
 
 
-def run_case(case: Case, world: Any, folder: Path) -> str:
-    """Return how a case ends: right, refused, or what differs. Collective."""
+def run_case(case: Case, world: Any, folder: Path, shows: bool = False) -> str:
+    """Return how a case ends: right, refused, or what differs. Collective.
+
+    If it `shows` more, it prints where a refusal comes from.
+    """
     try:
         with redirect_stdout(StringIO()):
             result = train(case, world, folder)
     except UserError as error:
-        result = Result(refusal=str(error))
+        result = Result(refusal=str(error), trace=traceback.format_exc())
     refusals = gather_values(world.comm, result.refusal)
     if any(refusals):
+        if shows and world.rank == 0:
+            print(result.trace, flush=True)
         kinds = sorted(set(refusals))
         return f"refused: {kinds[0]}" if len(kinds) == 1 else f"WRONG: refused by some: {kinds}"
     losses = gather_values(world.comm, result.losses)
@@ -575,17 +582,18 @@ def main() -> None:
             print(f"seed {seed} {','.join(case.layouts)}: ", end="", flush=True)
             if options.show:
                 print(case)
-        verdict = run_in_folder(case, world)
+        verdict = run_in_folder(case, world, options.show)
         wrong += verdict.startswith("WRONG")
         if world.rank == 0:
             print(verdict, flush=True)
     sys.exit(min(wrong, 1))
 
 
-def run_in_folder(case: Case, world: Any) -> str:
+def run_in_folder(case: Case, world: Any, shows: bool = False) -> str:
+    """Run a case in a folder of its own that all ranks share. Collective."""
     with tempfile.TemporaryDirectory() as own:
         folder = Path(gather_values(world.comm, own)[0])
-        verdict = run_case(case, world, folder / "run")
+        verdict = run_case(case, world, folder / "run", shows)
         world.comm.Barrier()
     return verdict
 

@@ -280,6 +280,19 @@ class Splits(nn.Module):
         return self.linear(x), [x.detach().abs(), 0.5]
 
 
+class Derives(nn.Module):
+    """Uses its parameter by torch.func, and has one without rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.empty = nn.Parameter(torch.ones(4, 4) / 8), nn.Parameter(torch.ones(0, 4))
+
+    def forward(self, x):
+        product = torch.func.vmap(lambda row: row @ self.weight)(x) + self.empty.sum()
+        ones = torch.ones_like(self.weight)
+        return product + torch.func.jvp(lambda weight: x @ weight, (self.weight,), (ones,))[1]
+
+
 class Joins(nn.Module):
     """Changes in place what it is given."""
 
@@ -303,7 +316,8 @@ def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
     """
     torch.manual_seed(5)
     shared, act = nn.Linear(8, 8), nn.Tanh()
-    layers = [nn.Linear(3, 8), act, shared, act, Splits(), Joins(), shared, act, nn.Linear(8, 4)]
+    layers = [nn.Linear(3, 8), act, shared, act, Splits(), Joins(), shared, act]
+    layers += [nn.Linear(8, 4), Derives(), nn.Linear(4, 4)]
     model = nn.Sequential(*layers).double()
     freeze(model, True)
     initial = copy.deepcopy(model)
@@ -325,10 +339,14 @@ def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
             freeze(initial, False)
     run.close()
     with run.state.shards.collected(world, tmp_path):
-        weights = run.state.shared()["model"]
+        shared = run.state.shared()
+    run.state.shards.drop()
     if world.rank == 0:
         for name, value in initial.state_dict().items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(shared["model"][name], value, rtol=1e-10, atol=1e-10)
+        _, values = run.state.shards.without_values(shared["model"])
+        run.state.shards.load(shared["optimizers"], values)
+    assert run.state.shards.is_complete(world.comm)
 
 
 @pytest.mark.sizes(2)
@@ -369,6 +387,14 @@ def test_a_loss_draws_the_same_in_the_first_stage_and_in_the_last(world):
     run.close()
 
 
+class Sparse(nn.Embedding):
+    def __init__(self):
+        super().__init__(5, 4, sparse=True)
+
+    def forward(self, x):
+        return super().forward(x[:, 0].long() % 5)
+
+
 def twice(model, batch):
     return LOSS(model(batch[0]) + model(batch[0]), batch[1])
 
@@ -387,6 +413,7 @@ def pairs(model, batch):
         ({"loss": lambda m, b: b[0].sum()}, "does not call the model"),
         ({"loss": None}, "require Task\\(loss=...\\)"),
         ({"clip_norm": lambda parameters: None}, "to be a number"),
+        ({"model": nn.Sequential(Sparse(), nn.Linear(4, 4)).double()}, "gradients must be dense"),
         ({"model": nn.Bilinear(3, 3, 4)}, "requires Task\\(layers=\\[...\\]\\)"),
     ],
 )

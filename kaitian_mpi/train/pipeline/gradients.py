@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.gradients import Bucket, judge, partition, sum_on_host
+from kaitian_mpi.distributed.gradients import Bucket, check_dense, judge, partition, sum_on_host
 from kaitian_mpi.errors import UserError
 
 _BUCKET_BYTES = 8 << 20
@@ -68,6 +68,7 @@ class StageGradients:
                 bucket.settle()
         own = [t.grad for n, t in self._targets.items() if self._rank == self._owners[n][0]]
         found = [gradient for gradient in own if gradient is not None]
+        check_dense(found)
         is_finite, squared_norm = judge(found)
         loss = sum((float(each) for each in self.losses), 0.0)
         facts = [loss, self.weight, squared_norm, float(not is_finite)]

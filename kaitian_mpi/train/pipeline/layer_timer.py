@@ -325,7 +325,10 @@ def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        memory = tensor.untyped_storage()
+        plain = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(plain):  # of torch.func
+            plain = torch._C._functorch.get_unwrapped(plain)
+        memory = plain.untyped_storage()
         if memory.data_ptr() not in known:
             saved[memory.data_ptr()] = memory.nbytes()
         return tensor

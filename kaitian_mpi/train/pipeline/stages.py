@@ -64,7 +64,10 @@ class Stages(Shards):
         self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor] | None = None
     ) -> None:
         super().load(states)
-        self._new = dict(values or {})
+        # Those without numbers are in no checkpoint.
+        empty = {n: p for n, p in enumerate(self._parameters) if not p.numel()}
+        self._new = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
+        self._new |= values or {}
 
     def drop(self) -> None:
         super().drop()
