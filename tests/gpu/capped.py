@@ -41,9 +41,9 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--devices", required=True)
     parser.add_argument("--whole", action="store_true", help="hide the model's layers")
-    parser.add_argument("--limit", type=float, default=3.0, help="GB of each rank")
-    parser.add_argument("--state", type=float, default=4.5, help="GB of all ranks together")
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--limit", type=float, default=1.5, help="GB of each rank")
+    parser.add_argument("--state", type=float, default=1.8, help="GB of all ranks together")
+    parser.add_argument("--width", type=int, default=1536)
     options = parser.parse_args()
     limit = int(options.limit * 1e9)
     of_limit = {"memory_bytes": mock.DEFAULT, "memory_limit_bytes": mock.DEFAULT}

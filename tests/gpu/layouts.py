@@ -356,7 +356,7 @@ def begin_counting(world: Any) -> None:
 
 
 def note_place(message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
-    if "synchroniz" in str(message):
+    if "called a synchronizing" in str(message):
         _shown.append(f"{Path(filename).name}:{line}")
 
 
