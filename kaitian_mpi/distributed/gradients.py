@@ -5,6 +5,7 @@ The sums are over the ranks of a group of any backend; ours has methods of its o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -143,15 +144,29 @@ def partition(parameters: list[torch.nn.Parameter], caps: tuple[int, int]) -> li
 def judge(gradients: Sequence[torch.Tensor]) -> tuple[bool, float]:
     """Return whether gradients have no NaN and no infinity, and their squared norm. Not collective.
 
-    float16 and bfloat16 are added up in float32.
+    float16 and bfloat16 are added up in float32. The host waits for each device once.
     """
-    norms = [
-        float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)))
-        for g in gradients
-    ]
+    by_form: dict[Key, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_form.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for (dtype, device), alike in by_form.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        by_device.setdefault(device, []).extend(torch._foreach_norm(alike, 2, wide))
+    norms = [norm for own in by_device.values() for norm in values_of(own)]
     # Finite numbers may add up to more than a float can hold.
     is_finite = math.isfinite(sum(norms)) or all(bool(g.isfinite().all()) for g in gradients)
     return is_finite, sum(norm * norm for norm in norms)
+
+
+def values_of(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of tensors of one element on one device, waiting for it once."""
+    if not numbers:
+        return []
+    widest = functools.reduce(torch.promote_types, (number.dtype for number in numbers))
+    alike = [number.reshape(()).to(widest) for number in numbers]
+    return torch.stack(alike).cpu().tolist()  # type: ignore[no-any-return]
 
 
 def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:

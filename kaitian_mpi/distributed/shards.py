@@ -7,6 +7,7 @@ Parts that have mirrors are sent on to those, once they are summed.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
-from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host
+from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host, values_of
 from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
@@ -93,7 +94,8 @@ class ShardReducer(GradientReducer):
         self.rounds, self._round = 1, 0
         self.squared_norm = 0.0
         self._missing = 0  # buckets of which the owners' new values are not here
-        self._own_number, self._sum = 0.0, torch.zeros(())
+        self._own_numbers: list[tuple[torch.Tensor, float]] = []
+        self._sum = torch.zeros(())
         self._is_finite = True
         self._failure: Exception | None = None
         # A parameter of another class keeps it.
@@ -295,7 +297,7 @@ class ShardReducer(GradientReducer):
         if callable(self._weight):
             self._weight = self._weight()
         if self._round == 0 and number == 0:
-            self._used, self._own_number = [0.0] * len(self._parameters), 0.0
+            self._used, self._own_numbers = [0.0] * len(self._parameters), []
         if self._weight is not None:
             for index in self._parts[number]:
                 self._used[index] += self._parameters[index].grad is not None
@@ -339,14 +341,17 @@ class ShardReducer(GradientReducer):
             if self.gathering is not None:
                 self.gathering.end_round()
         if self._number is not None and self._weight:
-            self._own_number += float(self._number) * float(self._weight)  # type: ignore[arg-type]
+            self._own_numbers.append((self._number, float(self._weight)))  # type: ignore[arg-type]
         self._round += 1
         self._is_armed, self._number = False, None
 
     def _settle(self) -> None:
         """Exchange what all ranks must know, and give the owned gradients to the optimizers."""
         is_finite, squared_norm = judge([bucket.own for bucket in self._buckets])
-        facts = self._own_number, float(not is_finite), squared_norm
+        values = values_of([number for number, _ in self._own_numbers])
+        weights = [weight for _, weight in self._own_numbers]
+        own_number = sum(map(operator.mul, values, weights), 0.0)
+        facts = own_number, float(not is_finite), squared_norm
         total = torch.tensor([*facts, *self._used], dtype=torch.float64)
         sum_on_host(total, self._group).wait()
         number, faults, self.squared_norm, *used = total.tolist()

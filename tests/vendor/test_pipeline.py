@@ -2,12 +2,13 @@
 
 import copy
 from contextlib import nullcontext
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 
 import fake_library
 import pytest
 import torch
 from collective_cases import values
+from fake_device import set_bandwidth
 from torch import nn
 from torch.nn import functional
 
@@ -15,6 +16,7 @@ from kaitian_mpi import Task
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.gradients import StageGradients
+from kaitian_mpi.train.pipeline.measure import measure_links
 from kaitian_mpi.train.pipeline.peers import join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
@@ -86,3 +88,19 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     if world.rank == 0:
         for name, value in alone.state_dict().items():
             assert (values(whole[name]) - value).abs().max().item() <= 1e-10
+
+
+@pytest.mark.sizes(2)
+def test_a_link_is_measured_from_device_to_device(world):
+    """What passes through the host is copied there and back."""
+    bytes_per_sec = 50e6
+    set_bandwidth(bytes_per_sec)
+    try:
+        links = measure_links(world)
+    finally:
+        set_bandwidth()
+    assert {*links} == {"cpu cpu", "cpu vendor", "vendor vendor"} & {
+        " ".join(sorted([one.kind, other.kind])) for one, other in permutations(world.infos, 2)
+    }
+    if "cpu vendor" in links:
+        assert links["cpu vendor"].busy_sec >= 0.9 / bytes_per_sec

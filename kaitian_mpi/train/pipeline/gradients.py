@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.gradients import Bucket, check_dense, judge, partition, sum_on_host
+from kaitian_mpi.distributed.gradients import (
+    Bucket,
+    check_dense,
+    judge,
+    partition,
+    sum_on_host,
+    values_of,
+)
 from kaitian_mpi.errors import UserError
 
 _BUCKET_BYTES = 8 << 20
@@ -70,7 +77,7 @@ class StageGradients:
         found = [gradient for gradient in own if gradient is not None]
         check_dense(found)
         is_finite, squared_norm = judge(found)
-        loss = sum((float(each) for each in self.losses), 0.0)
+        loss = sum(values_of(self.losses), 0.0)
         facts = [loss, self.weight, squared_norm, float(not is_finite)]
         total = torch.tensor(facts, dtype=torch.float64)
         sum_on_host(total).wait()

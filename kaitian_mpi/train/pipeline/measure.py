@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, join_errors
+from kaitian_mpi.mpi.topology import are_joined_by_library
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -135,13 +135,16 @@ def measure_links(world: World) -> dict[str, Hop]:
     own: dict[str, list[float]] = {}
     for one, other in itertools.combinations_with_replacement(sorted(set(world.kinds)), 2):
         ranks = _apart(world, one, other)
-        if ranks is not None and world.rank in ranks:
+        if ranks is None:
+            continue
+        is_joined = are_joined_by_library([world.infos[rank] for rank in ranks])
+        group = dist.new_group([*ranks]) if is_joined else None
+        if world.rank in ranks:
             enter_phase("measuring a link", waits=True, limited=False)
-            peer = ranks[1 - ranks.index(world.rank)]
-            small, large = (
-                _round_trip(size, peer, ranks[0] == world.rank) for size in (8, _TRIAL_BYTES)
-            )
-            own[f"{one} {other}"] = [small / 2, max(0.0, large - small) / 2 / _TRIAL_BYTES]
+            small, large = (_one_way(world, size, ranks, group) for size in (8, _TRIAL_BYTES))
+            own[f"{one} {other}"] = [small, max(0.0, large - small) / _TRIAL_BYTES]
+            if group is not None:
+                dist.destroy_process_group(group)
     enter_phase("waiting for the other ranks' links", waits=True, limited=False)
     return {
         key: Hop(*hop) for found in gather_values(world.comm, own) for key, hop in found.items()
@@ -159,15 +162,28 @@ def _apart(world: World, one: str, other: str) -> tuple[int, int] | None:
     return max(pairs, key=lambda pair: infos[pair[0]].node != infos[pair[1]].node, default=None)
 
 
-def _round_trip(size: int, peer: int, begins: bool) -> float:
-    buffer, seconds = torch.zeros(size, dtype=torch.uint8), []
+def _one_way(
+    world: World, size: int, ranks: tuple[int, int], group: dist.ProcessGroup | None
+) -> float:
+    """Return the seconds of so many bytes from one rank's device to the other's, by both ranks.
+
+    Of several round trips the shortest. A group's library carries them, or else MPI.
+    """
+    # On the devices, as activations are: copies to and from the host are part of the way.
+    buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=world.device), []
     for _ in range(_ROUNDS):
+        world.synchronize()
         begin = time.perf_counter()
-        steps: list[Callable[..., Any]] = [dist.send, dist.recv]
-        for step in steps if begins else steps[::-1]:
-            step(buffer, peer)
+        for source, target in (ranks, ranks[::-1]):
+            if group is not None:
+                dist.broadcast(buffer, source, group=group)
+            elif source == world.rank:
+                dist.send(buffer, target)
+            else:
+                dist.recv(buffer, source)
+            world.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return min(seconds) / 2
 
 
 def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
