@@ -37,7 +37,7 @@ from kaitian_mpi.integrations.lightning_means import count_rows_exactly
 from kaitian_mpi.integrations.loss_weights import Forward
 from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.plan import Plan, StepTimes
-from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches
+from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches, tensors_in
 from kaitian_mpi.integrations.weighted_gradients import require_gradient, unweight_inputs
 from kaitian_mpi.integrations.weights import Weights
 from kaitian_mpi.mpi.exchange import gather_values
@@ -309,13 +309,22 @@ class _Watch:
 
 
 def _check_output(model: DistributedDataParallel, output: Any) -> None:
-    """Check that a forward whose output has no gradient has none to compute."""
-    trains = any(parameter.requires_grad for parameter in model.module.parameters())
-    if trains and model.module.training:
-        raise AgreedError(
-            f"--adaptive finds no tensor with a gradient in what the model returns "
-            f"({type(output).__name__}); return tensors, or dicts, tuples or lists of them"
-        )
+    """Refuse gradients through an output that has none as pytree sees it; there may be none."""
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        return
+    error = AgreedError(
+        f"--adaptive finds no tensor with a gradient in what the model returns "
+        f"({type(output).__name__}); return tensors, or dicts, tuples or lists of them"
+    )
+    if model.module.training:
+        raise error
+
+    def refuse(_: torch.Tensor) -> None:
+        raise error
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(refuse)
 
 
 def _why_not() -> str:

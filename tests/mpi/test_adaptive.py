@@ -359,6 +359,14 @@ def hidden_input(adaptive):
         square(second(Output(first(x)))).backward()
 
 
+def hidden_output_in_eval_mode(adaptive):
+    rows = TensorDataset(torch.randn(64, 4))
+    model = wrapped(Output).eval()
+    for (x,) in DataLoader(rows, 4, sampler=DistributedSampler(rows)):
+        scores = model(x).scores
+        square(scores).backward()
+
+
 def second_gradients(adaptive):
     rows = TensorDataset(torch.randn(64, 4))
     model = wrapped()
@@ -373,6 +381,7 @@ def second_gradients(adaptive):
         (two_loaders, "this step has batches of two"),
         (other_rows, "has given this rank a batch of 4 rows, and the model was trained on 3"),
         (second_gradients, "gradients of gradients"),
+        (hidden_output_in_eval_mode, "no tensor with a gradient in what the model returns"),
         (hidden_input, "input was computed by another model, and is not seen"),
     ],
 )
