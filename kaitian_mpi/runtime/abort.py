@@ -21,7 +21,12 @@ from types import TracebackType
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.lifecycle import exit_after_loss, is_mpi_running
+from kaitian_mpi.runtime.lifecycle import (
+    end_start_watch,
+    exit_after_loss,
+    is_mpi_running,
+    watch_start,
+)
 from kaitian_mpi.runtime.mpi_libraries import APP_CONTEXTS, end_job_before_mpi, report_to_launcher
 from kaitian_mpi.runtime.system import die_with_parent
 
@@ -41,6 +46,7 @@ def abort_on_error(program: str) -> Iterator[None]:
     """
     die_with_launcher()
     report_to_launcher(os.environ)
+    watch_start()
     rank_pid = os.getpid()
     try:
         yield
@@ -48,6 +54,7 @@ def abort_on_error(program: str) -> Iterator[None]:
         if os.getpid() == rank_pid:
             _abort_on(program, error)
         raise
+    end_start_watch()
 
 
 def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> None:

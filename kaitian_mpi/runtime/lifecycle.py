@@ -6,21 +6,27 @@ import atexit
 import multiprocessing.process
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import RANK_VARIABLE, launcher, ulfm
-from kaitian_mpi.runtime.mpi_libraries import launched_by
+from kaitian_mpi.runtime.mpi_libraries import JOB_NAME, OPEN_MPI, launched_by
 from kaitian_mpi.runtime.polling import reduce_timer_slack
-from kaitian_mpi.runtime.system import usable_cores
+from kaitian_mpi.runtime.system import ancestor_named, usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_WATCH_ENDS_SEC = 1.0
+
+_start_watch: subprocess.Popen[bytes] | None = None
 _closers: list[tuple[bool, Callable[[], None]]] = []  # whether it ends work; the last comes first
 # A forked child must not close the parent's threads and its connections to other ranks.
 os.register_at_fork(after_in_child=_closers.clear)
@@ -39,8 +45,10 @@ def initialize_mpi() -> MPI.Intracomm:
     launcher.prepare_environment(os.environ, launch, len(usable_cores()))
     try:
         _take_over_finalize()
+        watch_start()
         with _ended_by_signals():
             from mpi4py import MPI
+        end_start_watch()
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f"no usable MPI library ({error}); install one with "
@@ -59,6 +67,38 @@ def initialize_mpi() -> MPI.Intracomm:
     if ulfm.is_enabled() and not ulfm.is_listening():
         register_close(ulfm.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
+
+
+def watch_start() -> None:
+    """Have a process end the job if a rank of this host ends before MPI has started (Open MPI)."""
+    global _start_watch
+    launch, parent = launcher.read_launch(os.environ), None
+    if launch.world_size > 1 and launched_by(os.environ) is OPEN_MPI and JOB_NAME in os.environ:
+        parent = ancestor_named(OPEN_MPI.processes)
+    if parent is None or _start_watch is not None or is_mpi_running():
+        return
+    script = Path(__file__).absolute().with_name("start_watch_process.py")
+    prefix = f"[{launch.world_rank}@{socket.gethostname()}]"
+    pids = str(os.getpid()), str(parent)
+    names = JOB_NAME, *OPEN_MPI.rank_variables
+    with suppress(OSError):
+        _start_watch = subprocess.Popen(  # noqa: S603  # our own file, no shell
+            [sys.executable, "-I", "-S", str(script), prefix, *pids, *names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+def end_start_watch() -> None:
+    """Tell the process of `watch_start` that MPI has started, or is not needed."""
+    global _start_watch
+    watch, _start_watch = _start_watch, None
+    if watch is not None and watch.stdin is not None:
+        with suppress(OSError):
+            watch.stdin.write(b"1")
+            watch.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            watch.wait(_WATCH_ENDS_SEC)
 
 
 @contextmanager

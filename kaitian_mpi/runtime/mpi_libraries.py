@@ -69,6 +69,9 @@ SRUN_FLAGS = {OPEN_MPI.name: "--mpi=pmix", MPICH.name: "--mpi=pmi2", "Intel MPI"
 FORWARDED_PREFIX = "OMPI_"
 """Open MPI passes variables with such names to the ranks on all hosts; MPICH passes all."""
 
+JOB_NAME = "PMIX_NAMESPACE"
+"""The job's name, which Open MPI's launcher gives each rank."""
+
 APP_CONTEXTS = "OMPI_NUM_APP_CTX"
 """The number of commands, separated by colons, that Open MPI's mpirun was given."""
 

@@ -7,6 +7,9 @@ import os
 import signal
 import tempfile
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,6 +33,18 @@ def launcher_cores() -> frozenset[int]:
         return frozenset(os.sched_getaffinity(os.getppid()))
     except (AttributeError, OSError):
         return usable_cores()
+
+
+def ancestor_named(names: Sequence[str]) -> int | None:
+    """Return the nearest ancestor of this process that has one of these names (Linux), if any."""
+    pid = os.getppid()
+    with suppress(OSError):
+        while pid > 1:
+            name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+            if name.partition("(")[2] in names:
+                return pid
+            pid = int(fields.split()[1])
+    return None
 
 
 def die_with_parent(number: signal.Signals, parent: int = 0) -> None:

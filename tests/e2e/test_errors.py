@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from command_lines import Result, run_each
-from jobs import PYTHON, SOON_SEC, SURVIVING, Job
+from jobs import PYTHON, SOON_SEC, SURVIVING, Job, run_alone
 from processes import assert_gone
 
 TRAIN = ("kaitian-train", "--model", "cnn")
@@ -159,6 +159,23 @@ def test_a_failing_rank_ends_the_job(mpirun, options, command, code, message):
     assert ended.ended_at - fault_at < SOON_SEC
     labeled = [line for line in ended.err.splitlines() if line.startswith("[2@")]
     assert ("Traceback" in "".join(labeled)) == ("sys" not in message)
+
+
+@pytest.mark.parametrize("options", [(), SURVIVING], ids=["", "survive"])
+def test_a_rank_that_ends_before_mpi_is_named_and_ends_the_job(tmp_path, options):
+    """The others wait for it in MPI_Init, and Open MPI's mpirun says nothing of it."""
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, sys\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        f"    sys.exit({len(options)})\n"
+        "import kaitian_mpi\n"
+        "kaitian_mpi.init()\n"
+    )
+    command = ("mpirun", "-np", "3", *options, PYTHON, str(script))
+    ended = run_alone(*command, cwd=tmp_path, fresh=True, code=None)
+    assert ended.code != 0
+    assert "rank 1 of this host ended before MPI started; see what it printed" in ended.err
 
 
 @pytest.mark.any_mpi

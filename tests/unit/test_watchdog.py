@@ -330,3 +330,65 @@ def test_a_blocked_stderr_does_not_delay_the_kill_and_the_watchdog_imports_littl
     assert rank(BLOCKED).wait()[0] == -signal.SIGKILL
     script = "import sys, kaitian_mpi.runtime.watchdog; print({'torch', 'mpi4py'} & {*sys.modules})"
     assert start(script).communicate(timeout=LONGEST_SEC) == ("set()\n", "")
+
+
+LAUNCHER = """
+import os, subprocess, sys
+from kaitian_mpi.runtime import start_watch_process as watching
+names = "JOB", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+for rank in range({ranks}):
+    words = [sys.executable, "-c", {rank!r} if rank == 0 else "import time; time.sleep(60)"]
+    values = "1", str(2 - rank), "3", str(rank), "3"
+    process = subprocess.Popen(words, env=os.environ | dict(zip(names, values)))
+    print(process.pid, flush=True)
+process.wait()
+sys.stdin.read()
+"""
+WATCHED = """
+import os, subprocess, sys, time
+words = "-c", "import sys; from kaitian_mpi.runtime import start_watch_process as watching; {body}"
+names = "JOB", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+pids = str(os.getpid()), str(os.getppid())
+watch = [sys.executable, *words, "[2@host]", *pids, *names]
+process = subprocess.Popen(watch, stdin=subprocess.PIPE)
+{then}
+time.sleep(60)
+"""
+HASTY = "watching._INTERVAL_SEC = watching._PATIENCE_SEC = watching._ALL_END_SEC = 0.2; "
+RUNS = "watching.main(*sys.argv[1:])"
+
+
+@pytest.mark.linux("processes are found in /proc")
+@pytest.mark.parametrize(
+    ("ended", "then", "line"),
+    [
+        (2, "", "[2@host] rank 0 of this host ended before MPI started; see what it printed; end"),
+        (0, "", "[2@host] this rank ended before MPI started; ending the job"),
+        # One that was never there: the others have the other numbers.
+        (None, "", "[2@host] rank 0 of this host ended before MPI started"),
+        (2, "process.stdin.write(b'1'); process.stdin.flush(); process.wait()", None),
+    ],
+)
+def test_a_rank_that_ends_before_mpi_has_started_ends_the_job(ended, then, line):
+    rank = WATCHED.format(body=HASTY + RUNS, then=then)
+    script = LAUNCHER.format(rank=rank, ranks=2 if ended is None else 3)
+    words = [sys.executable, "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, **pipes) as launcher:
+        pids = [int(launcher.stdout.readline()) for _ in range(2 if ended is None else 3)]
+        try:
+            is_watched = wait_until(lambda: len(psutil.Process(pids[0]).children()) == 1, 20)
+            assert is_watched or then
+            time.sleep(1)
+            if ended is not None:
+                os.kill(pids[ended], signal.SIGKILL)
+            if line is None:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    launcher.wait(2)
+            else:
+                assert launcher.wait(LONGEST_SEC) == -signal.SIGTERM
+        finally:
+            for pid in (*pids, launcher.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        assert line is None or line in launcher.stderr.read()
