@@ -63,6 +63,11 @@ class LayoutJob:
         """The bytes of the activations of the smallest micro-batch."""
         return self.chain.min_batch * self.whole.kept_bytes
 
+    def stepping(self, part: np.ndarray) -> np.ndarray:
+        """Return the bytes that each rank's optimizer allocates to step its part, all at once."""
+        at_once = np.array([rank.steps_at_once for rank in self.chain.ranks])
+        return part * self.whole.trained_bytes * at_once
+
     def update_sec(self, part: np.ndarray) -> np.ndarray:
         """Return each rank's seconds to step its part of the parameters."""
         count, size = self.whole.trained, self.whole.trained_bytes
@@ -164,8 +169,9 @@ def _replicate(job: LayoutJob) -> Prediction:
     whole = job.whole
     size = whole.weight_bytes * (1 + job.on_host) + whole.state_bytes + whole.cast_bytes
     # A rank goes on with its next step as soon as it has the sums: so its optimizer counts with it.
-    each_step = job.handling_sec(REPLICATE) + job.update_sec(np.ones(len(job.chain.ranks)))
-    found = _divide(job, REPLICATE, job.base + size, each_step)
+    all_of_it = np.ones(len(job.chain.ranks))
+    each_step = job.handling_sec(REPLICATE) + job.update_sec(all_of_it)
+    found = _divide(job, REPLICATE, job.base + size, job.stepping(all_of_it), each_step)
     if isinstance(found, Prediction):
         return found
     computing, rounds = float(found.computing.max()), int(found.rounds.max())
@@ -179,7 +185,10 @@ def _shard(job: LayoutJob) -> Prediction:
     whole = job.whole
     for need in job.needs:
         fixed = job.base + whole.weight_bytes + whole.cast_bytes - need.freed + need.buffers
-        room = np.maximum(0.0, job.memory - fixed - job.least)
+        free = job.memory - fixed
+        # Activations and the optimizer's own memory are not needed at once.
+        of_owned = job.stepping(np.ones(len(free))) / max(need.owned, 1)
+        room = np.maximum(0.0, np.minimum(free - job.least, free / (1 + of_owned)))
         if room.sum() >= need.owned:
             break
     else:
@@ -188,7 +197,7 @@ def _shard(job: LayoutJob) -> Prediction:
         return Prediction(SHARD, why=why)
     part = room / max(room.sum(), 1.0)
     handling = job.handling_sec(SHARD)
-    found = _divide(job, SHARD, fixed + part * need.owned, handling)
+    found = _divide(job, SHARD, fixed + part * need.owned, job.stepping(part), handling)
     if isinstance(found, Prediction):
         return found
     sizes = _buckets(whole.trained_bytes, need.bucket)
@@ -230,14 +239,21 @@ class _Division(NamedTuple):
 
 
 def _divide(
-    job: LayoutJob, layout: str, fixed: np.ndarray, other_sec: np.ndarray
+    job: LayoutJob,
+    layout: str,
+    fixed: np.ndarray,
+    stepping: np.ndarray,
+    other_sec: np.ndarray,
 ) -> _Division | Prediction:
-    """Divide the global batch over ranks that have other bytes and seconds in each step, too."""
+    """Divide the global batch over ranks that have other bytes and seconds in each step, too.
+
+    Of these bytes, those for `stepping` are not needed while there are activations.
+    """
     chain, ranks = job.chain, len(job.chain.ranks)
     if chain.global_batch < chain.min_batch * ranks:
         why = f"a global batch of {chain.global_batch} is too small for {ranks} ranks"
         return Prediction(layout, why=why)
-    needed = fixed + job.least
+    needed = fixed + np.maximum(job.least, stepping)
     missing = needed - job.memory
     if (missing >= 1).any():  # a part of a byte may be rounding
         rank = int(missing.argmax())

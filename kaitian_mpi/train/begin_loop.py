@@ -271,13 +271,17 @@ def _planned_memory(run: Run, world: World, plan: Plan) -> list[int | None]:
     if plan.pipeline is not None:
         return [*plan.pipeline.bytes_by_rank]
     planned: list[int | None] = []
-    for info, share in zip(world.infos, plan.batch_sizes, strict=True):
+    of_steps = (
+        [0.0] * world.size if run.room is None else run.room.bytes_of_steps(run.config, world)
+    )
+    for info, share, stepping in zip(world.infos, plan.batch_sizes, of_steps, strict=True):
         result = run.profiles.measured.get(info.place)
         if result is None:
             planned.append(None)
             continue
         batch = min(share, result.largest_micro_batch or share)
-        planned.append(int(result.memory_bytes + result.memory_bytes_per_sample * batch))
+        activations = result.memory_bytes_per_sample * batch
+        planned.append(int(result.memory_bytes + max(activations, stepping)))
     return planned
 
 

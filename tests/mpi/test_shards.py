@@ -11,7 +11,11 @@ from samples import Points
 from torch import nn
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.train.measure.room import find_room
+from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(1, 2, 3)
@@ -344,3 +348,23 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
     run.close()
     check_against_one_process(task, run, initial, taken)
+
+
+@pytest.mark.sizes(2)
+def test_what_an_optimizer_allocates_while_it_steps_is_left_for_it(world):
+    """AdamW's `foreach` allocates as much as the parameters that it steps."""
+    rooms, optimizers = {}, {"each": False, "at once": True}
+    for name, foreach in optimizers.items():
+        model = nn.Linear(1000, 1000, bias=False)
+        task = Task(
+            model=model,
+            optimizer=lambda m, f=foreach: torch.optim.AdamW(m.parameters(), foreach=f),
+            data=Points(),
+            loss=compute_loss,
+        )
+        config = TrainingConfig(layout="shard", mirrors=False)
+        rooms[name], _ = find_room(Setup(task, NoFolder()), config, world)
+        taken = rooms[name].bytes_of_steps(config, world)
+        assert sum(taken) == pytest.approx(4e6 * foreach)
+    for place, size in rooms["each"].by_place.items():
+        assert rooms["at once"].by_place[place] == pytest.approx(size * 3 / 4, rel=0.05)

@@ -64,6 +64,22 @@ def test_what_fits(memory, expected):
     assert possible(a_job(memory)) == expected
 
 
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (520 * MB, ["replicate", "shard", "pipeline"]),  # replicas take 400 MB and 100 MB
+        (490 * MB, ["shard", "pipeline"]),
+        (280 * MB, ["pipeline"]),  # else shard as well: half of 400 MB, and buffers of 50 MB
+    ],
+)
+def test_an_optimizer_that_steps_all_at_once_takes_more_memory(memory, expected):
+    job = a_job([memory] * 2)
+    assert possible(with_ranks(job, steps_at_once=True)) == expected
+    found = predict_layouts(with_ranks(a_job([520 * MB] * 2), steps_at_once=True))
+    # Half of the state and of what the optimizer allocates; all parameters, and buffers.
+    assert found[1].bytes_by_rank == ((150 + 50 + 100 + 50) * MB,) * 2
+
+
 def test_parameters_are_in_parts_where_they_do_not_fit_whole():
     whole, parted = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
     assert whole.step_sec

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -45,6 +46,8 @@ class Room(NamedTuple):
     need: Need
     parted: frozenset[int] = frozenset()
     """The numbers of the parameters that are owned in parts; empty if they fit whole on each."""
+    stepping: Mapping[str, float] = MappingProxyType({})
+    """What each rank's optimizer allocates while it steps, in parts of what the rank owns."""
 
     def owners(self, config: TrainingConfig, world: World) -> tuple[list[Pair], str]:
         """Return who owns what, and its mirrors; or else why there are none. Not collective.
@@ -94,6 +97,12 @@ class Room(NamedTuple):
                 taken[rank] += fraction * self.need.owned
         return taken
 
+    def bytes_of_steps(self, config: TrainingConfig, world: World) -> list[float]:
+        """Return the bytes that each rank's optimizer allocates while it steps."""
+        taken = self.taken(self.owners(config, world)[0], world.size)
+        parts = [self.stepping.get(info.place, 0.0) for info in world.infos]
+        return [part * own for part, own in zip(parts, taken, strict=True)]
+
     @property
     def _what(self) -> str:
         return f"{'parameters, ' if self.parted else ''}gradients and optimizer state"
@@ -129,13 +138,26 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     limit = memory_limit(world)
     needs, numbers = shard_needs(config, setup.task.model, optimizers)
     model = 0 if device.is_host else sum(each.nbytes for each in setup.task.model.parameters())
-    own = [limit - max(0, used + model - each.freed) - each.buffers for each in needs]
-    rooms = [*zip(*gather_values(world.comm, own), strict=True)]
+    is_at_once = steps_at_once(optimizers, device.is_host)
+    trained = sum(p.nbytes for p in setup.task.model.parameters() if p.requires_grad) * is_at_once
+    # While an optimizer steps, no activations need what is left beside what a rank owns.
+    stepping = [trained / each.owned for each in needs]
+    own = [
+        (limit - max(0, used + model - each.freed) - each.buffers) / (1 + part)
+        for each, part in zip(needs, stepping, strict=True)
+    ]
+    rooms, steppings = (
+        [*zip(*columns, strict=True)]
+        for columns in zip(*gather_values(world.comm, [own, stepping]), strict=True)
+    )
     fits = min(rooms[0]) >= 0 and sum(rooms[0]) >= needs[0].owned
     form = 0 if fits else len(needs) - 1
     need, by_rank = needs[form], [max(0.0, each) for each in rooms[form]]
-    by_place = dict(zip([info.place for info in world.infos], by_rank, strict=True))
-    room = Room(by_place, need, numbers if form else frozenset())
+    places = [info.place for info in world.infos]
+    by_place, parts = (
+        dict(zip(places, values, strict=True)) for values in (by_rank, steppings[form])
+    )
+    room = Room(by_place, need, numbers if form else frozenset(), parts)
     pairs, _ = room.owners(config, world)
     taken = room.taken(pairs, world.size)[world.rank]
     buffers = need.buffers + need.small * room.can_overlap(pairs, world)
@@ -173,3 +195,13 @@ def usual_states(optimizers: Sequence[Optimizer]) -> int:
     has_momentum = any(group.get("momentum") for each in optimizers for group in each.param_groups)
     is_sgd = all(type(each) is SGD for each in optimizers)
     return int(has_momentum) if is_sgd else _USUAL_STATES
+
+
+def steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:
+    """Return whether optimizers use torch's `foreach`: its default is the device's.
+
+    AdamW then allocates as much as all parameters that it steps have.
+    """
+    chosen = [group.get("foreach") for each in optimizers for group in each.param_groups]
+    fused = [group.get("fused") for each in optimizers for group in each.param_groups]
+    return not all(fused) and any(not is_host if each is None else each for each in chosen)

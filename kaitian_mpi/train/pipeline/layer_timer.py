@@ -23,7 +23,7 @@ from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.plan import profile_unmeasured
 from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
-from kaitian_mpi.train.measure.room import usual_states
+from kaitian_mpi.train.measure.room import steps_at_once, usual_states
 from kaitian_mpi.train.pipeline.chain import (
     Call,
     all_need_call,
@@ -109,7 +109,7 @@ class LayerTimer:
             *rates,
             float(used),
             float(used + start),
-            _steps_at_once(optimizers, device.is_host),
+            steps_at_once(optimizers, device.is_host),
             self._world.info.node,
         )
         found = zip(self._chain, self._kept, self._outputs, self._casts, strict=True)
@@ -370,13 +370,6 @@ def layer_of(
         len(trained),
         casts,
     )
-
-
-def _steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:
-    """Return whether optimizers use torch's `foreach`: its default is the device's."""
-    chosen = [group.get("foreach") for each in optimizers for group in each.param_groups]
-    fused = [group.get("fused") for each in optimizers for group in each.param_groups]
-    return not all(fused) and any(not is_host if each is None else each for each in chosen)
 
 
 _Given = tuple[Any, Any, Any]
