@@ -156,6 +156,12 @@ class Device:
     def release_cached_memory(self) -> None:
         """Release the unused memory that torch's allocator caches."""
 
+    def grow_segments(self) -> None:
+        """Let what torch's allocator has taken grow in place, so that no gaps are left between.
+
+        Does nothing if the user has set the allocator's options, or it cannot do so.
+        """
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an exception means that the device or the host is out of memory."""
         import torch

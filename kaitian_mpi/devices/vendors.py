@@ -27,6 +27,11 @@ BYTES = frozenset(
 )
 """Dtypes that NCCL moves as bytes, but does not reduce in every release of torch."""
 REDUCTIONS = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
+_ALLOCATOR_OPTIONS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_SET_ALLOCATOR_OPTIONS = (
+    "_accelerator_setAllocatorSettings",  # since torch 2.9
+    "_cuda_cudaCachingAllocator_set_allocator_settings",
+)
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor's number, a class of devices
 
 
@@ -52,6 +57,17 @@ class CudaDevice(LikeCuda):
     refused = LikeCuda.refused | {
         ("PREMUL_SUM", t) for t in REDUCED - {torch.float64, torch.float32, torch.float16}
     }
+
+    def grow_segments(self) -> None:
+        if torch.version.hip is not None or any(map(os.environ.get, _ALLOCATOR_OPTIONS)):
+            return
+        names = (
+            "_accelerator_setAllocatorSettings",
+            "_cuda_cudaCachingAllocator_set_allocator_settings",
+        )
+        setters = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+        for set_options in setters[:1]:  # the first is that of torch since 2.9
+            set_options("expandable_segments:True")
 
     def _may_have_devices(self, module: Any) -> bool:
         """Return True: `is_available` initializes the driver even in a rank that uses the CPU."""

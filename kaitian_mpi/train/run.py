@@ -224,6 +224,8 @@ def _choose_ranks(run: Run) -> None:
     remembered = run.earlier.remembered(Invalidated.COSTS)
     known = {} if remembered is None else remembered.profiles
     reserved = 0
+    if config.layout != "replicate":
+        world.device_kind.grow_segments()  # as memory may be tight
     if config.layout == "auto":
         from kaitian_mpi.train.measure.layouts import choose_layout
 

@@ -129,7 +129,17 @@ def train(world: Any, options: argparse.Namespace) -> str:
     text = f"{chosen}{'; '.join(rows) or 'nothing planned'}; {seconds}"
     if stand_in.KIND == stand_in.STAND_IN:
         return text
+    if world.infos[0].kind == "cuda":
+        found = gather_values(world.comm, has_growing_segments(world))
+        text += f"; segments grow: {found[0]}"
     return expect(bool(rows) and all(are_right), text)
+
+
+def has_growing_segments(world: Any) -> bool:
+    """Return whether torch's allocator has segments that grow."""
+    if world.device_kind.is_host:
+        return False
+    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
 
 if __name__ == "__main__":

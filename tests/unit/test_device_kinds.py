@@ -516,3 +516,24 @@ def test_a_lost_rank_is_left_to_the_job_and_not_to_torch(monkeypatch):
     CudaDevice().abort_vendor_group(group)
     NpuDevice().abort_vendor_group(group)
     assert ended == ["abort", "the group is not used any more"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "hip", "expected"),
+    [
+        ("", None, ["expandable_segments:True"]),
+        ("PYTORCH_CUDA_ALLOC_CONF", None, []),
+        ("PYTORCH_ALLOC_CONF", None, []),
+        ("", "6.4", []),
+    ],
+)
+def test_the_allocator_may_grow_unless_its_options_are_set(monkeypatch, variable, hip, expected):
+    given = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    CudaDevice().grow_segments()
+    assert given == expected
