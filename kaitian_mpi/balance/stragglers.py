@@ -82,7 +82,11 @@ class StragglerDetector:
         work, data, wait = map(_medians, (self._work, self._data, self._wait))
         step_sec = np.maximum(work + wait, 1e-9)
         slower = np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
-        versus, parts, last = _versus_others(work), data / step_sec, int(wait.argmin())
+        versus, parts, last = (
+            _versus_others(work),
+            np.minimum(data / step_sec, 1),
+            int(wait.argmin()),
+        )
         waits = wait[last] / step_sec[last]
 
         def compute_text(rank: int) -> str:

@@ -7,11 +7,14 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name
+from kaitian_mpi.config.training import check_given
+from kaitian_mpi.config.values import PATHS
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.launcher import read_launch
 
@@ -31,6 +34,7 @@ SECTIONS = {
 SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 HIDDEN = FIELDS.keys() - SHOWN
+_NOT_EMPTY = (*PATHS, "task", "devices")
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 # Code such as x.view() may rely on it.
 _TASK_DEFAULTS: dict[str, Any] = {"memory_format": "contiguous"}
@@ -124,6 +128,9 @@ def parse_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if twice := sorted(by_set.keys() & given.keys()):
         raise UserError(f"--set and {flag_name(twice[0])} set the same; give only one of them")
     settings = {**in_file, **given, **by_set}
+    for name in _NOT_EMPTY:  # such as the value of a shell's variable that is not set
+        if settings.get(name) == "" and name not in in_file:
+            raise UserError(f"{flag_name(name)} has an empty value; give one, or omit it")
     if table or "set" in in_file:
         settings["set"] = {**in_file.get("set", {}), **table}
     _check_combinations(settings)
@@ -206,6 +213,7 @@ def _sort_set(given: Sequence[str], has_task: bool) -> tuple[dict[str, Any], dic
 
 def _check_combinations(given: Mapping[str, Any]) -> None:
     """Check that the flags given are those of one form, a task or a model, and of the optimizer."""
+    check_given(given)
 
     def named(fields: Container[str]) -> str:
         return ", ".join(flag_name(name) for name in given if name in fields)
@@ -236,7 +244,8 @@ def read_value(name: str, text: str) -> Any:
     try:
         read = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
-        return text
+        # TOML has digits on both sides of a point, unlike Python.
+        return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", text) else text
     return read["value"] if len(read) == 1 and _is_json(read) else text
 
 

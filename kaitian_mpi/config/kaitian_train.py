@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kaitian_mpi.config.training import TrainingConfig
-from kaitian_mpi.config.values import ABOVE_ZERO, BELOW_ONE, LOG_LEVELS, setting
+from kaitian_mpi.config.values import ABOVE_ZERO, BELOW_ONE, LOG_LEVELS, flag_name, setting
 from kaitian_mpi.errors import UserError
 
 OF_IMAGES = frozenset(
@@ -150,6 +150,10 @@ class TrainConfig(TrainingConfig):
                 )
         if self.nesterov and self.momentum == 0:
             raise UserError("--nesterov requires --momentum above 0; set it, or give --no-nesterov")
+
+    def spell(self, **settings: str) -> str:
+        """Return how the user gives some settings: as flags."""
+        return " ".join(f"{flag_name(name)} {value}" for name, value in settings.items())
 
     def choose_folder(self) -> Path:
         """Return the folder for results: by default one named after the time, to the second."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,10 @@ class TrainingConfig:
         """Return the folder for results; None if nothing is to be written."""
         return Path(self.run_dir) if self.run_dir else None
 
+    def spell(self, **settings: str) -> str:
+        """Return how the user gives some settings: in a script, as arguments of `Training`."""
+        return ", ".join(f'{name}="{value}"' for name, value in settings.items())
+
     @property
     def has_trackers(self) -> bool:
         """Whether other programs receive the metrics."""
@@ -312,15 +317,39 @@ class TrainingConfig:
 
 def make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> TrainingConfig:
     """Return the settings of a script: a config, with some changed by name."""
-    names = sorted(field.name for field in dataclasses.fields(TrainingConfig))
-    for name in settings.keys() - set(names):
-        raise UserError(f"Training has no setting {name!r}; it has {', '.join(names)}")
+    defaults: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(TrainingConfig)
+    }
+    for name in settings.keys() - defaults.keys():
+        raise UserError(f"Training has no setting {name!r}; it has {', '.join(sorted(defaults))}")
+    given = {name: defaults[name] if value is None else value for name, value in settings.items()}
     if config is not None and not isinstance(config, TrainingConfig):
         raise UserError(
             f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
             "settings by name, such as Training(task, epochs=3)"
         )
-    return TrainingConfig(**settings) if config is None else dataclasses.replace(config, **settings)
+    try:
+        if config is None:
+            check_given(given)
+            return TrainingConfig(**given)
+        return dataclasses.replace(config, **given)
+    except UserError as error:  # a script has settings by name, and no flags
+        flag = "|".join(sorted((flag_name(name) for name in defaults), key=len, reverse=True))
+        text = re.sub(f"(?:{flag})\\b", lambda found: _setting_name(found[0]), str(error))
+        raise UserError(text) from None
+
+
+def check_given(settings: Mapping[str, Any]) -> None:
+    """Raise a `UserError` if one of the settings that the user gives has no effect."""
+    if "batch_size" in settings and settings.get("batch_policy") != "paper":
+        raise UserError(
+            "--batch-size has an effect with --batch-policy paper only; give --global-batch-size, "
+            "the samples per step over all ranks"
+        )
+
+
+def _setting_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _text(value: object, is_path: bool) -> str:

@@ -71,6 +71,11 @@ def choose_device(
             f"--devices {request} is too short for the {local_size} ranks on {host}; list a "
             "device for each, or start fewer ranks there"
         )
+    if not all(map(str.strip, entries)):
+        raise UserError(
+            f"--devices {request!r}: a device is missing beside a comma; write one there, such as "
+            "cpu"
+        )
     choice = _parse(entries[local_rank], counts, faults)  # others may be of a kind not known here
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
         raise UserError(
@@ -117,6 +122,8 @@ def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> 
             f"--devices: {entry!r} is not a device; give auto, or entries such as cuda:0 or cpu, "
             f"of the kinds {', '.join(counts)}"
         )
+    if kind == "cpu" and int(index or 0):
+        raise UserError(f"--devices: {entry!r}: CPUs have no numbers; write cpu")
     return Choice(kind, int(index or 0))
 
 

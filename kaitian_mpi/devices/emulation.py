@@ -117,7 +117,9 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
                 f"{KINDS_FLAG}: {label!r} cannot be the name of a kind; use letters, digits, '_', "
                 "'-', '+' and '.', as in gpu or mlu"
             )
-    if len(labels) != world_size or not all(labels):
+    if not all(labels):
+        raise UserError(f"{KINDS_FLAG} {text!r}: a kind is missing beside a comma; write one there")
+    if len(labels) != world_size:
         raise UserError(
             f"{KINDS_FLAG} {text}: give one kind per rank; mpirun has started {world_size}, and "
             f"there are {len(given)}"

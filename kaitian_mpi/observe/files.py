@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,6 +87,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def finite(content: Any) -> Any:
+    """Return a value with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(content, Mapping):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def json_bytes(content: Any, *, allow_nan: bool = True) -> bytes:

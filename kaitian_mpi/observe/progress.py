@@ -191,9 +191,6 @@ class Outcome(MetricsSink):
         return "; ".join(advice)
 
 
-def resume_line(step: int, total_steps: int, folder: str) -> str:
-    """Return how to continue a run that is saved, but not finished."""
-    return (
-        f"stopped after step {step} of {total_steps}; to continue, run the same command with "
-        f"--run-dir {folder} --resume auto"
-    )
+def resume_line(step: int, total_steps: int, settings: str) -> str:
+    """Return how to continue a run that is saved, but not finished: with these settings."""
+    return f"stopped after step {step} of {total_steps}; to continue, run the same with {settings}"

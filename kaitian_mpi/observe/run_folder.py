@@ -18,7 +18,14 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.files import append, describe_failure, json_bytes, read_json, replacing
+from kaitian_mpi.observe.files import (
+    append,
+    describe_failure,
+    finite,
+    json_bytes,
+    read_json,
+    replacing,
+)
 from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed
 from kaitian_mpi.observe.folders import make_new_folder
 from kaitian_mpi.observe.reading import Event, Figures, Reading
@@ -118,12 +125,12 @@ class DiskFolder(RunFolder):
             self._claim.close()
 
     def write(self, name: str, content: Any) -> None:
-        self._replace(self.path / name, json_bytes(content))
+        self._replace(self.path / name, json_bytes(finite(content)))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         target = self.path / name
         with _warned(target):
-            append(target, (json.dumps(line) + "\n").encode())
+            append(target, (json.dumps(finite(line)) + "\n").encode())
 
     def cut_after(self, step: int) -> None:
         for path in self.path.glob("*.jsonl"):

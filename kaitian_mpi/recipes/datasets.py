@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,7 +15,9 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.config.factory import load_factory, one_line, parameters_of
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.images import shuffled_split
-from kaitian_mpi.train.data.batches import Batches
+from kaitian_mpi.train.data.batches import Batches, same_shapes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ def batches_of_pairs(dataset: Any) -> Batches:
 
 def _collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = zip(*pairs, strict=True)
-    return torch.stack(inputs), torch.tensor([operator.index(label) for label in labels])
+    with same_shapes():
+        stacked = torch.stack(inputs)
+    return stacked, torch.tensor([operator.index(label) for label in labels])
 
 
 def _call(spec: str, data_dir: str) -> Any:
@@ -140,6 +145,11 @@ def _count_classes(spec: str, dataset: Any) -> int:
             return len(dataset.classes)
         labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
         if labels is None:
+            _log.info(
+                "counting the classes of the dataset by reading its %s samples; an attribute "
+                "num_classes of the dataset saves that",
+                f"{len(dataset):,}",
+            )
             labels = [int(dataset[index][1]) for index in range(len(dataset))]
         return 1 + int(torch.as_tensor(labels).max())
     except Exception as error:

@@ -103,7 +103,7 @@ class Metrics(StepObserver):
         # Summed on the losses' device, so that a step does not wait for it.
         self._loss_sum = torch.zeros((), device=self._world.device)
         self._times, self._data_sec = StepTimes(), 0.0
-        self._samples = self._steps = 0
+        self._samples = self._steps = self._loss_samples = 0
         self._since = time.perf_counter()
 
     def epoch_begins(self) -> None:
@@ -111,7 +111,9 @@ class Metrics(StepObserver):
         self._since = time.perf_counter()
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        self._loss_sum = self._loss_sum + step.mean_loss * step.samples
+        if step.is_finite:  # a step that is skipped does not spoil the mean of the others
+            self._loss_sum = self._loss_sum + step.mean_loss * step.samples
+            self._loss_samples += step.samples
         self._times = self._times.plus(step.times)
         self._data_sec += step.data_sec
         self._samples += step.samples
@@ -125,7 +127,8 @@ class Metrics(StepObserver):
         if self._steps == 0:
             return
         progress, sinks = self._run.state.progress, self._run.sinks
-        loss = self._loss_sum.item() / self._samples  # the same on all ranks
+        has_loss = self._loss_samples > 0
+        loss = self._loss_sum.item() / self._loss_samples if has_loss else math.nan  # on all ranks
         times = self._times.plus(self._loop.clock.take(wait=True))
         own = {"compute": times.computed, "wait": times.waited, "data": self._data_sec}
         own |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}

@@ -53,6 +53,7 @@ class OpenStep:
     Attributes:
         loop: no longer the training's if a rank was lost; the step is then lost, too.
         is_finished: whether the script has ended it.
+        has_samples: whether the batch that was yielded last has samples that count.
     """
 
     def __init__(self, loop: Loop, parts: Sequence[MicroBatch]) -> None:
@@ -60,6 +61,7 @@ class OpenStep:
         self._left = loop.begin(parts)
         self.loop, self._parts, self.is_finished = loop, parts, False
         self._current: int | None = None
+        self.has_samples = False
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield those that are left, on the rank's device; computing begins with the first."""
@@ -68,6 +70,7 @@ class OpenStep:
             if self._current is not None:
                 raise UserError("call training.backward(loss) for each micro-batch")
             self._current = self._left.pop(0)
+            self.has_samples = self._parts[self._current].samples > 0
             yield self.loop.place(self._parts[self._current])
 
     def check(self, loss: Any) -> torch.Tensor:

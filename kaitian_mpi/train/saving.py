@@ -106,7 +106,8 @@ class Saving(StepObserver):
             steps=progress.step, epochs=progress.epoch, bad_steps=progress.bad_steps
         )
         if path is not None:
-            warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, str(path)))
+            settings = self._run.config.spell(run_dir=str(path), resume="auto")
+            warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, settings))
 
     def save_due(self, script_has_run: bool = True) -> None:
         """Save what has been due since the last step, now that the script has followed it, too.
@@ -133,7 +134,7 @@ class Saving(StepObserver):
         is_saved = any(each.last_written == step for each in self._checkpoints.writers)
         if any(gather_values(self._world.comm, is_saved)):
             self._restart.fulfill()
-            text = f"step {step} is saved, and the job ends: --resume auto resumes from it"
+            text = f"step {step} is saved, and the job ends: {self._to_resume} resumes from it"
             print_rank_0(self._world, text)
             self._report_written()
             self._event("stop", text)
@@ -241,6 +242,10 @@ class Saving(StepObserver):
             print_rank_0(self._world, f"exported the weights to {run.config.export}")
 
     @property
+    def _to_resume(self) -> str:
+        return self._run.config.spell(resume="auto")
+
+    @property
     def _progress(self) -> Progress:
         return self._run.state.progress
 
@@ -341,7 +346,7 @@ class Saving(StepObserver):
             text = f"step {step} could not be saved: {getattr(error, 'strerror', None) or error}"
             kept = writer.files.newest_step()
             return text if kept is None else f"{text}; the checkpoint of step {kept} is kept"
-        return f"step {step} is saved: --resume auto resumes from it"
+        return f"step {step} is saved: {self._to_resume} resumes from it"
 
     def _not_saved(self, why: str) -> str:
         """Return the line that the state is not saved at a signal, with what there is instead."""

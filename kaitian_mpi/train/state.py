@@ -26,6 +26,7 @@ from kaitian_mpi.train.state_transfer import (
     check_loadable,
     check_reloadable,
     copy_state,
+    named_as,
     plain,
 )
 from kaitian_mpi.train.task import Computation, Task
@@ -202,6 +203,7 @@ class State:
                 f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
                 f"uses {', '.join(own)}; use the same optimizer, or another run folder (--run-dir)"
             )
+        state = self._with_own_names(state)
         with self.lock:
             settings = self._schedules.settings()
             try:
@@ -221,7 +223,7 @@ class State:
                 ) from error
             for name, value in self.extra.items():
                 if name in state["extra"]:
-                    value.load_state_dict(state["extra"][name])
+                    _load_extra(name, value, state["extra"][name])
             if self.computation.scaler.is_enabled() and state["scaler"]:
                 self.computation.scaler.load_state_dict(state["scaler"])
             for name, parameter in self.model.named_parameters():
@@ -239,10 +241,16 @@ class State:
             self.statistics.fractions = None
             self.is_begun = True
 
+    def _with_own_names(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a result of `shared` with this model's names, with torch.compile or without."""
+        trainable = dict(self.model.named_parameters())
+        model, unfrozen = named_as(state["model"], self.model_state()), state["unfrozen"]
+        return state | {"model": model, "unfrozen": named_as(unfrozen, trainable)}
+
     def load_file(self, file: TensorFile) -> dict[str, Any]:
         """Load a result of `shared` from a file. Training must not have begun."""
         with self.lock:
-            content = file.content
+            content = self._with_own_names(file.content)
             if self.shards is not None:
                 model, values = self.shards.without_values(content["model"])
                 self.shards.load(content["optimizers"], values)
@@ -358,3 +366,17 @@ def _copy(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> N
         other.append(source)
     for own, other in pairs.values():
         torch._foreach_copy_(own, other)
+
+
+def _load_extra(name: str, value: Any, content: Any) -> None:
+    """Load one of the objects of `Task.extra_state`."""
+    if isinstance(value, nn.Module):
+        content = named_as(content, value.state_dict())
+    try:
+        value.load_state_dict(content)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(
+            f"cannot resume: extra_state {name!r} does not load what the checkpoint has of it "
+            f"({textwrap.shorten(f'{type(error).__name__}: {error}', 300)}); give the same object, "
+            "or another run folder (--run-dir)"
+        ) from error

@@ -27,6 +27,7 @@ _MIN_BYTES = 1 << 16  # smaller tensors are copied and sent as they are
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _PIECE_BYTES = 16 << 20
+_OF_COMPILED = "_orig_mod."
 
 
 def to_bytes(state: Any) -> bytes:
@@ -53,6 +54,29 @@ def plain(state: Any) -> Any:
         items = [plain(item) for item in state]
         return items if isinstance(state, list) else tuple(items)
     return state
+
+
+def named_as(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's `state_dict` by the names in its own one now.
+
+    torch.compile, which may be on in one job and off in the next, gives a prefix to the names.
+    """
+    names = {_without_compile(name): name for name in own}
+    if state.keys() <= own.keys() or len(names) < len(own):
+        return state
+    renamed = type(state)((names.get(_without_compile(n), n), value) for n, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        known = {_without_compile(name): name for name in getattr(own, "_metadata", {})}
+        pairs = metadata.items()
+        versions = {known.get(_without_compile(n), n): value for n, value in pairs}
+        vars(renamed)["_metadata"] = versions
+    return renamed
+
+
+def _without_compile(name: str) -> str:
+    """Return the name of a module's part as it is without torch.compile."""
+    return f"{name}.".replace(_OF_COMPILED, "").removesuffix(".")
 
 
 def check_loadable(value: Any, where: str) -> None:

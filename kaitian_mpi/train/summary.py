@@ -5,6 +5,7 @@ Imports neither torch nor MPI, because `kaitian-supervise` reads the file too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -90,6 +91,9 @@ class Summary:
     def from_json(cls, content: Mapping[str, Any]) -> Summary:
         """Return a file's content as a summary; values of a wrong type are ignored."""
         types = get_type_hints(cls)
+        if isinstance(means := content.get("validation"), dict):  # JSON has null for NaN
+            means = {name: math.nan if mean is None else mean for name, mean in means.items()}
+            content = {**content, "validation": means}
         names = [field.name for field in fields(cls) if field.name in content]
         return cls(**{name: content[name] for name in names if _fits(content[name], types[name])})
 

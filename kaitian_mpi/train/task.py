@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
@@ -120,6 +121,11 @@ class Task:
                 raise _wrong("extra_state", "have state_dict and load_state_dict", value)
 
     def _check_data(self, name: str, data: Any) -> None:
+        if isinstance(data, DataLoader):
+            raise UserError(
+                f"Task: {name} is a DataLoader, and Training makes the batches itself; give its "
+                "dataset (loader.dataset) and its collate_fn as collate"
+            )
         is_ordered = hasattr(data, "__iter__" if is_stream(data) else "__getitem__")
         if not (is_ordered and hasattr(data, "__len__")) or isinstance(data, Mapping | str | Set):
             raise _wrong(name, "be a dataset with __len__, and __getitem__ or __iter__", data)

@@ -313,6 +313,22 @@ class Training:
         return done is not None
 
     @property
+    def has_samples(self) -> bool:
+        """Whether the batch that was yielded last is of this rank's own samples. Not collective.
+
+        False if the step has fewer samples than ranks, say, and this rank's share of it is empty:
+        the batch then has other samples, so that the model can compute, and leaves no trace in the
+        training. A script leaves it out of figures that it keeps itself.
+
+        Raises:
+            UserError: there is no batch, outside of a loop over `batches`.
+        """
+        self._check_open()
+        if self._open_step is None:
+            raise UserError("read training.has_samples in a loop over training.batches()")
+        return self._open_step.has_samples
+
+    @property
     def steps_done(self) -> int:
         """The steps of the run that are done, those of earlier jobs included.
 

@@ -289,6 +289,8 @@ def test_a_nan_step_is_skipped_and_a_diverged_rank_is_repaired(tmp_path):
     (bad,) = jobs.read_lines(tmp_path / "run" / "bad_steps.jsonl")
     samples = order_of_samples(0)[2 * BATCH : 3 * BATCH]
     assert bad == {"step": 3, "epoch": 0, "samples": samples}
+    losses = [line["loss"] for line in jobs.read_readings(tmp_path / "run")]
+    assert [step for step, loss in enumerate(losses, 1) if loss is None] == [3]
     found = re.findall(r"step (\d+): the weights of rank (.*) differ from the others'", ended.out)
     assert found == [("6", f"1 ({os.uname().nodename}, cpu)")]
     assert "copied from rank 0 (" in ended.out

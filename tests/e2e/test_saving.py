@@ -135,7 +135,7 @@ def test_what_is_swapped_into_the_model_is_not_saved_as_its_weights(tmp_path, un
     assert jobs.steps_saved(tmp_path) == {"step-00000003", "step-00000006"}
     # What the script adds to its own objects after a step is no change of the weights.
     ended = jobs.run_alone(*words, "step:8=TERM", cwd=tmp_path, code=128 + signal.SIGTERM)
-    assert "step 8 is saved: --resume auto resumes from it" in ended.err
+    assert 'step 8 is saved: resume="auto" resumes from it' in ended.err
     assert weights_after(jobs.run_alone(*words, cwd=tmp_path)) == undisturbed
 
 

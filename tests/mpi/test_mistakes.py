@@ -12,7 +12,7 @@ import torch
 from samples import linear_task
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from kaitian_mpi import Training
 from kaitian_mpi.cli.train import check_before_loading
@@ -91,6 +91,8 @@ IN_A_TASK = {
     "data must be a dataset with __len__": {"data": Stream()},
     "data must be a dataset with __len__, and __getitem__ or": {"data": {1, 2}},
     "data has no samples; give at least 1": {"data": DATA[:0]},
+    "data is a DataLoader, and Training makes the batches": {"data": DataLoader(DATA, 2)},
+    "validation is a DataLoader": {"validation": DataLoader(DATA, 2)},
     "model must be a torch.nn.Module, not a function": {"model": squares},
     "no parameter of the model requires a gradient; unfreeze some": {
         "model": nn.Linear(2, 3).requires_grad_(False)
@@ -124,6 +126,7 @@ WITH_A_TRAINING = {
     "training.batches() and micro_batches() are for a Task": lambda it: next(it.batches()),
     "are for a Task without a loss": lambda it: next(next(it.epochs()).micro_batches()),
     "iterate over each epoch that training.epochs() yields": lambda it: list(it.epochs()),
+    "read training.has_samples in a loop over": lambda it: it.has_samples,
     "takes numbers or tensors of one element": lambda it: it.log(note="a word"),
 }
 CASES = {
@@ -135,7 +138,8 @@ CASES = {
         Training(lambda: 3, **QUIET).model
     ),
     "Training has no setting 'globalbatch'; it has allreduce, ba": lambda: train(globalbatch=4),
-    "--epochs": lambda: train(epochs=0),
+    "epochs must be a whole number, at least 1 and at most": lambda: train(epochs=0),
+    "batch_size has an effect with batch_policy paper only; give glo": lambda: train(batch_size=8),
     "config is a dict and must be a": lambda: train(config={}),
     "this Training is closed; make a new one": after_the_end,
     "call training.backward(loss) for each micro-batch": lambda: with_micro_batches(list),

@@ -41,6 +41,27 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 pytestmark = pytest.mark.sizes(3)
 
 
+def test_a_script_can_leave_out_what_stands_in_for_an_empty_share(world):
+    data = list(points(7))
+    task = Task(
+        model=nn.Linear(5, 1).double(),
+        data=[(*pair, index) for index, pair in enumerate(data)],
+        optimizer=lambda model: SGD(model.parameters(), lr=0.1),
+    )
+    for form in ("batches", "micro_batches"):
+        seen, stand_ins = [], 0
+        with Training(task, **{**QUIET, "global_batch_size": 3, "epochs": 1}) as training:
+            for batch in getattr(training, form)():
+                for inputs, target, index in [batch] if form == "batches" else batch:
+                    seen += index.tolist() * training.has_samples
+                    training.backward(functional.mse_loss(training.model(inputs), target))
+                    stand_ins += not training.has_samples
+                training.step()
+        counted = [index for rank in gather_values(world.comm, seen) for index in rank]
+        assert sorted(counted) == list(range(7))
+        assert sum(gather_values(world.comm, stand_ins)) == 2  # of the last step, of one sample
+
+
 class Language(nn.Module):
     """Has tied weights, a frozen layer and one that no forward uses."""
 

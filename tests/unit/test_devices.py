@@ -44,6 +44,9 @@ def test_a_rank_takes_the_device_asked_for_and_ranks_of_a_group_that_share_one_a
         ("cuda:0,cuda:1", TWO_GPUS, 4, r"is too short for the 4 ranks on h; list a device"),
         ("tpu:0", TWO_GPUS, 1, r"'tpu:0' is not a device; give auto"),
         ("cuda:x", TWO_GPUS, 1, r"'cuda:x' is not a device; give auto"),
+        ("cpu:1", NO_GPU, 1, r"'cpu:1': CPUs have no numbers; write cpu"),
+        ("cpu,,cpu", NO_GPU, 1, r"'cpu,,cpu': a device is missing beside a comma"),
+        ("cuda:0,", TWO_GPUS, 1, r"'cuda:0,': a device is missing beside a comma"),
     ):
         with pytest.raises(UserError, match=message):
             choose_device(devices, counts, 0, local_size, "h")

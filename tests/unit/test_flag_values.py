@@ -82,6 +82,19 @@ def test_seeds_are_limited_to_what_torch_accepts_and_a_tilde_is_the_home_folder(
             assert getattr(TrainConfig(**{name: given}), name) == found
 
 
+def test_numbers_may_begin_or_end_with_a_point_and_an_empty_value_is_refused(tmp_path):
+    values = {".1": 0.1, "1.": 1.0, "-.5e-3": -0.5e-3, "1.e2": 100.0, ".": ".", "1.2.3": "1.2.3"}
+    for text, value in values.items():
+        assert parse_config("train", ["--task=a:b", f"--set=lr={text}"]).set == {"lr": value}
+    file = tmp_path / "config.toml"
+    file.write_text('resume = "auto"\nrun-dir = "runs/x"')
+    for flag in ("--resume", "--run-dir", "--init", "--task", "--devices"):
+        with pytest.raises(UserError, match=f"^{flag} has an empty value; give one, or omit it$"):
+            parse_config("train", [flag, ""])
+    # What the file sets is switched off.
+    assert parse_config("train", ["--config", str(file), "--resume", ""]).resume == ""
+
+
 def check_data_folder(path):
     config = TrainConfig(dataset="cifar10", data_dir=path)
     train.check_before_loading(config, SimpleNamespace(rank=0, size=1))

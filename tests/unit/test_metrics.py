@@ -1,6 +1,7 @@
 """What takes the metrics of a run."""
 
 import json
+import math
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder, RunFolderSink
 from kaitian_mpi.observe.sink import MAX_WAITING, BackgroundSink, MetricsSink, Sinks, check_sinks
 from kaitian_mpi.observe.trackers import import_tracker
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.train.summary import Summary
 
 
 def reading(step=7, **others):
@@ -28,6 +30,19 @@ def reading(step=7, **others):
         "optimizer_time_sec": [0.25, 0.5],
     }
     return Reading(step=step, **{**usual, **others})
+
+
+def test_files_of_a_run_are_valid_json_whatever_diverges(tmp_path):
+    folder = DiskFolder(tmp_path)
+    RunFolderSink(folder).on_reading(reading(loss=float("nan"), logged={"a": float("-inf")}))
+    folder.write("summary.json", {"validation": {"loss": float("nan")}, "val_loss": float("nan")})
+    refuse = pytest.fail  # of NaN and Infinity, which are no JSON
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (line["loss"], line["logged"]) == (None, {"a": None})
+    content = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    summary = Summary.from_json(content)
+    assert math.isnan(summary.validation["loss"])
+    assert summary.val_loss is None
 
 
 class Collecting(MetricsSink):

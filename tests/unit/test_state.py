@@ -15,12 +15,13 @@ from torch.optim import lr_scheduler
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.loop import apply_step, set_learning_rates
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.state_transfer import from_bytes, to_bytes
+from kaitian_mpi.train.state_transfer import from_bytes, named_as, to_bytes
 from kaitian_mpi.train.task import Computation, Task
 
 BUFFERS = {
@@ -366,3 +367,53 @@ class OwnTensor(torch.Tensor):
 
 VALUE = r"Task: extra_state\['extra_state'\]\['value'\].* is a"
 OF_A_CLASS = "state_dict of extra_state cannot be saved and loaded"
+
+
+def compiled(model, form):
+    if form == "whole":
+        return torch.compile(model, backend="eager")
+    if form == "part":
+        model.norm = torch.compile(model.norm, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), list(itertools.permutations(["no", "whole", "part"], 2))
+)
+def test_a_run_is_resumed_with_torch_compile_or_without(before, now):
+    def state_with(form, seed):
+        torch.manual_seed(seed)
+        model = compiled(Buffered(), form)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        sgd = partial(make_optimizer, TrainConfig(lr=0.1))
+        return state_of(model, sgd, extra_state={"average": average}), model
+
+    state, model = state_with(before, seed=0)
+    model(torch.ones(5, 4)).sum().backward()
+    task = Task(model=model, data=[0], optimizer=lambda m: state.optimizers)
+    apply_step(task, state, True, 5)
+    next(model.parameters()).requires_grad_(False)
+    saved = from_bytes(to_bytes(state.shared()))
+    resumed, other = state_with(now, seed=1)
+    resumed.load_file(TensorFile(saved))
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)
+        assert one.requires_grad == same.requires_grad
+    averages = state.extra["average"].state_dict(), resumed.extra["average"].state_dict()
+    for one, same in zip(*(each.values() for each in averages), strict=True):
+        assert torch.equal(one, same)
+    own = resumed.model_state()
+    versions = named_as(state.model_state(), own)._metadata
+    assert versions.items() <= own._metadata.items()
+    assert {"version": 2} in versions.values()  # that of batch norm
+
+
+def test_an_extra_object_that_does_not_load_its_state_is_one_line():
+    parts = {"extra_state": nn.Linear(2, 2)}
+    saved = state_of(nn.Linear(1, 1), lambda m: torch.optim.SGD(m.parameters()), **parts).shared()
+    saved["extra"]["extra_state"] = nn.Linear(3, 3).state_dict()
+    state = state_of(nn.Linear(1, 1), lambda m: torch.optim.SGD(m.parameters()), **parts)
+    with pytest.raises(
+        UserError, match=r"extra_state 'extra_state' does not load .* size mismatch"
+    ):
+        state.load_shared(saved)

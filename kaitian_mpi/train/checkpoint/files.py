@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.files import json_bytes, replacing
+from kaitian_mpi.observe.files import finite, json_bytes, replacing
 from kaitian_mpi.observe.folder_lock import saving_in
 from kaitian_mpi.observe.folders import SHM, is_private, make_private, snapshot_folder
 from kaitian_mpi.observe.tensor_files import (
@@ -124,7 +124,7 @@ class CheckpointFiles:
                 "sha256": sha256,
                 "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
             }
-            text = json_bytes(seal(json.loads(json.dumps(content))))  # keys become strings
+            text = json_bytes(seal(json.loads(json.dumps(finite(content)))))  # keys become strings
             with replacing(self._path(name, "json"), sync=True) as file:
                 write_hashed(file, lambda buffered: buffered.write(text))
         except BaseException:

@@ -168,11 +168,12 @@ class BackgroundWriter:
         if self._pending and self._pending[-1].cancel():
             self._pending.pop()
             self._spare = self._submitted
-            _log.warning(
-                "skipping the checkpoint of step %d: an earlier one is still being written; the "
-                "next is of step %d",
-                *(self.last_submitted, step),
-            )
+            if step != self.last_submitted:  # at an epoch's end one with a score replaces it
+                _log.warning(
+                    "skipping the checkpoint of step %d: an earlier one is still being written; "
+                    "the next is of step %d",
+                    *(self.last_submitted, step),
+                )
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
         self._submitted, self.last_submitted = state, step

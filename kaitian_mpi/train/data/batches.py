@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,7 +75,7 @@ class Batches(Dataset[Any]):
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.data = Stream(data) if is_stream(data) else data
-        self.collate = collate or default_collate
+        self.collate = collate or _collate
 
     def __len__(self) -> int:
         return len(self.data)
@@ -92,6 +94,26 @@ class Batches(Dataset[Any]):
                 f"{len(indices)} indices; return one for each"
             )
         return samples
+
+
+def _collate(samples: list[Any]) -> Any:
+    with same_shapes():
+        return default_collate(samples)
+
+
+@contextmanager
+def same_shapes() -> Iterator[None]:
+    """Stack the samples of a batch in the block; raise a `UserError` if their shapes differ."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "each tensor to be equal size" not in str(error):
+            raise
+        shapes = " and ".join(re.findall(r"\[[\d, ]*\]", str(error)))
+        raise UserError(
+            f"the samples of a batch have different shapes, {shapes}: resize or pad them in the "
+            "dataset, or give a Task a collate function"
+        ) from error
 
 
 def as_batches(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
