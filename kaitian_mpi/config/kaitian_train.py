@@ -155,6 +155,10 @@ class TrainConfig(TrainingConfig):
         """Return how the user gives some settings: as flags."""
         return " ".join(f"{flag_name(name)} {value}" for name, value in settings.items())
 
+    def word(self, text: str) -> str:
+        """Return a message that names flags: as it is."""
+        return text
+
     def choose_folder(self) -> Path:
         """Return the folder for results: by default one named after the time, to the second."""
         name = Path((self.task or self.model).replace(":", "-")).name

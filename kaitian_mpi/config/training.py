@@ -298,6 +298,10 @@ class TrainingConfig:
         """Return how the user gives some settings: in a script, as arguments of `Training`."""
         return ", ".join(f'{name}="{value}"' for name, value in settings.items())
 
+    def word(self, text: str) -> str:
+        """Return a message that names flags as it names settings to the user of this config."""
+        return _with_setting_names(text)
+
     @property
     def has_trackers(self) -> bool:
         """Whether other programs receive the metrics."""
@@ -334,9 +338,7 @@ def make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> Trai
             return TrainingConfig(**given)
         return dataclasses.replace(config, **given)
     except UserError as error:  # a script has settings by name, and no flags
-        flag = "|".join(sorted((flag_name(name) for name in defaults), key=len, reverse=True))
-        text = re.sub(f"(?:{flag})\\b", lambda found: _setting_name(found[0]), str(error))
-        raise UserError(text) from None
+        raise UserError(_with_setting_names(str(error))) from None
 
 
 def check_given(settings: Mapping[str, Any]) -> None:
@@ -348,8 +350,9 @@ def check_given(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _setting_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+def _with_setting_names(text: str) -> str:
+    """Return a message with settings in the place of flags."""
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
 def _text(value: object, is_path: bool) -> str:

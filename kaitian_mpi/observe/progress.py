@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
@@ -85,9 +85,23 @@ class Outcome(MetricsSink):
     device is as fast as it should be; the slow ranks are named.)
     """
 
-    def __init__(self, folder: str, emulated: bool, in_stages: bool = False) -> None:
-        """`in_stages`: whether each rank computes a part of the model, in layout pipeline."""
+    def __init__(
+        self,
+        folder: str,
+        emulated: bool,
+        in_stages: bool = False,
+        word: Callable[[str], str] = str,
+    ) -> None:
+        """Make it for a run in a folder.
+
+        Args:
+            folder: the run folder; "" without one.
+            emulated: whether anything is.
+            in_stages: whether each rank computes a part of the model, in layout pipeline.
+            word: turns advice that names flags into the user's words.
+        """
         self._folder, self._emulated, self._in_stages = folder, emulated, in_stages
+        self._word = word
         self._computing = 0.0
         """Samples' worth of the time in which the ranks computed."""
         self._spent = dict.fromkeys(_ADVICE, 0.0)
@@ -188,7 +202,7 @@ class Outcome(MetricsSink):
             advice.append(f"kaitian-report {self._folder} shows the run")
         elif not advice:
             advice.append("use --run-dir to keep the weights, metrics and checkpoints")
-        return "; ".join(advice)
+        return self._word("; ".join(advice))
 
 
 def resume_line(step: int, total_steps: int, settings: str) -> str:

@@ -108,7 +108,7 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     yield RunFolderSink(folder)
     # The live view ends before the outcome is printed.
     yield open_progress(config, run.membership.all_ranks.infos, title)
-    yield Outcome(path, emulated, run.config.layout == "pipeline")
+    yield Outcome(path, emulated, run.config.layout == "pipeline", config.word)
     if recorder.current is not None:
         from kaitian_mpi.observe.timeline.trace_file import TimelineSink
 

@@ -48,7 +48,6 @@ class Saving(StepObserver):
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
         self._is_to_end = False
         self._is_due = self._has_step = self._is_missing()
-        self._saved_at = time.monotonic()
         self._has_reported = False
         self._snapshot_sec = self._snapshot_at = 0.0
         self._exit_copy: dict[str, Any] | None = None
@@ -69,7 +68,10 @@ class Saving(StepObserver):
             self._refuse_request()
             return False
         due_sec = 60 * self._run.config.checkpoint_minutes
-        is_due = self._run.request.is_made or 0 < due_sec <= time.monotonic() - self._saved_at
+        is_due = (
+            self._run.request.is_made
+            or 0 < due_sec <= time.monotonic() - self._checkpoints.saved_at
+        )
         if is_due and not self._has_reported and self._checkpoints.on_disk is not None:
             self._has_reported = True
             return True
@@ -97,6 +99,12 @@ class Saving(StepObserver):
 
     def save_and_stop(self) -> None:
         """Save a checkpoint between two steps, with which another job continues."""
+        if not self._mark.matches():
+            warn_rank_0(
+                self._world,
+                f"the weights were changed after step {self._progress.step}, and are saved as they "
+                "are; if an average is swapped in, end the training first",
+            )
         self._save()
         self._checkpoints.wait()
         self._report_written()
@@ -201,7 +209,7 @@ class Saving(StepObserver):
 
     def _save(self, score: float | None = None) -> None:
         """Save a checkpoint, if there is a run folder; restart `--checkpoint-minutes`."""
-        self._saved_at, self._has_reported = time.monotonic(), False
+        self._has_reported = False
         if self._checkpoints.on_disk is not None:
             enter_phase("saving a checkpoint", waits=True, limited=False)
             with self._run.saving(self._world):

@@ -297,7 +297,7 @@ def test_a_signal_to_end_saves_first_whatever_the_layout(world, folder, layout, 
         assert not training.summary.finished
     done = steps_in(folder)[-1]
     assert newest(folder)["progress"]["step"] == done
-    said = f'step {done} is saved, and the job ends: resume="auto" resumes from it'
+    said = f"step {done} is saved, and the job ends: --resume auto resumes from it"
     assert capsys.readouterr().out.count(said) == (world.rank == 0)
     assert run(world, folder, layout=layout)["finished"]
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))

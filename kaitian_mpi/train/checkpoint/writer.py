@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ class Checkpoints:
         on_disk: writes to the run folder; None without one.
         in_memory: writes to this host's memory; None without snapshots.
         writers: these, without None.
+        saved_at: when a checkpoint in the run folder was last begun, or the run, by
+            `time.monotonic`; kept over losses, which may come more often than checkpoints are due.
     """
 
     def __init__(self, config: TrainingConfig, run_folder: Path | None) -> None:
         self._max_copied = config.checkpoint_copy_mb << 20
         self.on_disk = self.in_memory = None
         self._folder = run_folder
+        self.saved_at = time.monotonic()
         if run_folder is not None:
             self.on_disk = BackgroundWriter(run_files(run_folder, config.keep_checkpoints))
         # No rank has a whole state in other layouts.
@@ -58,6 +62,7 @@ class Checkpoints:
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
     ) -> None:
         """Save the state in the run folder; there must be one. Collective."""
+        self.saved_at = time.monotonic()
         with state.whole(world, self._folder) as fault:
             gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
             if world.rank == 0 and self.on_disk is not None:
