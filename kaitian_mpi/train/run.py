@@ -100,6 +100,8 @@ class Run:
     peak_bytes: int = 0
     """The most memory that this rank's device was found to have used, besides for saving."""
     request: CheckpointRequest = field(default_factory=CheckpointRequest)
+    signals: ExitStack = field(default_factory=ExitStack)
+    """Has what signals do to the run, while it is trained and while its ranks regroup."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -173,6 +175,7 @@ class Run:
 
     def close(self) -> None:
         """End the sinks, the loading processes and the claim on the run folder."""
+        self.signals.close()
         self.sinks.close(finished=self.summary.finished)
         self.loader.close()
         self.setup.folder.close()

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class Saving(StepObserver):
     """Saves the run while these ranks train it. Every method is collective."""
 
     def __init__(self, run: Run, world: World, sampler: LoadAdaptiveSampler) -> None:
-        """Handle signals from now on, until `close`."""
+        """Handle signals from now on: until all ranks end the loop, or the next one begins."""
         self._run, self._world, self._sampler = run, world, sampler
         self._checkpoints = run.checkpoints
         self._restart = RestartRequest(run.setup.path if run.owns_files else None)
@@ -54,8 +54,8 @@ class Saving(StepObserver):
         # Of the weights as the last step, or the script after it, has left them.
         is_marked = run.owns_files and run.state.shards is None
         self._mark = Fingerprint(run.state.model.parameters() if is_marked else ())
-        self._signals = ExitStack()
-        self._signals.enter_context(self._saved_at_signals())
+        run.signals.close()  # of the loop that a loss has ended
+        run.signals.enter_context(self._saved_at_signals())
         if run.is_joining:
             run.request.clear()  # made before this rank trained: the others have answered it
 
@@ -95,7 +95,8 @@ class Saving(StepObserver):
         self._save(means.get("accuracy", -means["loss"] if "loss" in means else None))
 
     def close(self, together: bool) -> None:
-        self._signals.close()
+        if together:  # else a signal amid the recovery saves what the last step left
+            self._run.signals.close()
 
     def save_and_stop(self) -> None:
         """Save a checkpoint between two steps, with which another job continues."""

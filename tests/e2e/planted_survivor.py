@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kaitian_mpi
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.saving import Saving
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
@@ -46,6 +47,7 @@ def maybe_die(place, step=None):
         where, _, name = kill.partition("=")
         if where == f"{place}:{step}:{RANK}":
             os.kill(os.getpid(), signal.Signals[f"SIG{name or 'KILL'}"])
+            time.sleep(60 * (name == "TERM"))
 
 
 class Model(nn.Sequential):
@@ -145,6 +147,11 @@ def after_step(step, seen):
         seen["evaluations"].append(training.evaluate()["loss"])
 
 
+def recover(membership, error, _recover=Membership.recover):
+    maybe_die("recovery")
+    _recover(membership, error)
+
+
 def write_results(saving, _write=Saving.write_results):
     maybe_die("results")
     _write(saving)
@@ -152,7 +159,7 @@ def write_results(saving, _write=Saving.write_results):
 
 def run_to_the_end(form, **settings):
     global training
-    Saving.write_results = write_results
+    Saving.write_results, Membership.recover = write_results, recover
     seen = {"steps": [], "refused": 0, "evaluations": []}
     training = open_training(form, **{"max_steps": STEPS, **settings})
     with training:

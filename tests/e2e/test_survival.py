@@ -133,6 +133,14 @@ def test_a_request_to_save_and_end_outlives_a_loss(tmp_path):
         assert saved < EVERY[-1]
 
 
+def test_a_signal_amid_a_recovery_saves_the_step_before(tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    words = (*SURVIVING, PYTHON, SCRIPT, "closed", str(seen), "run_dir=run")
+    ended = run_ranks(2, *words, cwd=tmp_path, code=None, KILLS="forward:6:1 recovery:6:0=TERM")
+    assert 'step 5 is saved: resume="auto" resumes from it' in ended.text
+
+
 def test_a_spare_takes_over_and_one_stands_by(survivors):
     results = survivors(5, "closed", "script:5:1 ended:14:0", "spares=2")
     assert [results[rank]["steps"] for rank in (2, 3, 4)] == [EVERY, EVERY[5:], []]
