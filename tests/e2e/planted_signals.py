@@ -60,7 +60,7 @@ def main():
     settings = {
         "epochs": 4,
         "balance": "off",
-        "global_batch_size": 8,
+        "global_batch_size": 4,
         "progress": "none",
         "keep_checkpoints": 99,
     }
