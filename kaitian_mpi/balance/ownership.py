@@ -156,6 +156,9 @@ def divide(
     parts: list[Part] = []
     for number in order:
         size, count = sizes[number], rows[number]
+        if count == 0:  # it has nothing to own, but an owner
+            parts.append(Part(number, 0, 0, pairs[0].owner, pairs[0].mirror))
+            continue
         done += size
         missing = [pair.fraction * done - own for pair, own in zip(pairs, owned, strict=True)]
         if by_rows and size > limit and count > 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.balance.ownership import Part
+from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
 
@@ -70,6 +70,27 @@ class Gathering:
         """
         self._follow(number)
         return self._gather(number)
+
+    @torch.no_grad()
+    def keep(self, number: int, values: torch.Tensor) -> None:
+        """Take this rank's rows of what a forward may have changed, as it has on each rank.
+
+        Not collective.
+
+        Raises:
+            UserError: it has changed them, and a mirror may have computed less often.
+        """
+        for part in self._of[number]:
+            target, rows = self._targets.get(part), values[part.begin : part.end]
+            if target is None or torch.equal(target, rows):
+                continue
+            if part.mirror != NO_MIRROR:
+                raise UserError(
+                    f"--layout shard: {self._model.name(number)} was changed by a forward, while "
+                    "it is in parts that have mirrors, which may have computed less often; use "
+                    "--no-mirrors, or let the optimizer alone change it"
+                )
+            target.copy_(rows)
 
     def next_bucket(self) -> None:
         """Note that a bucket's gradients are summed next."""

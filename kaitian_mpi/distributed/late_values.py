@@ -8,9 +8,12 @@ autograd would save of the values is replaced by a note, with which backward bri
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +25,12 @@ _STAND_IN_STD = 0.02
 # What is called of a parameter, and needs its shape, dtype or gradient only.
 _OF_VALUES = "data", "T", "mT", "H", "mH", "real", "imag"
 _READING = {getattr(torch.Tensor, name).__get__ for name in _OF_VALUES}
-_READING.add(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READING.add(_SETS_DATA)
+# What makes a tensor of one number in the shape of another.
+_FILLED = torch.zeros_like, torch.ones_like, torch.full_like
+# What is returned may change the values, and autograd does not know.
+_GIVES_MEMORY = torch.Tensor.data.__get__, torch.Tensor.data_ptr, torch.Tensor.untyped_storage  # type: ignore[attr-defined]
 _ABOUT = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
     *("is_floating_point", "is_complex", "__len__", "__hash__", "requires_grad_", "register_hook"),
@@ -33,22 +41,63 @@ _ABOUT = {
 class Late(nn.Parameter):
     """A parameter whose values may not be used before `arrive`, which a subclass sets."""
 
-    arrive: Callable[[Sequence[nn.Parameter]], None]
-    """Makes parameters plain ones again, with their values: all that one function uses."""
+    arrive: Callable[[Sequence[Late], Any], None]
+    """Gives parameters their values: all those of a class that this function uses."""
+    fills_no_memory: ClassVar[bool] = False
+    """Whether tensors of one number in a parameter's shape have the memory of that number."""
+
+    def __init_subclass__(cls) -> None:
+        _wait_in_transforms()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if cls.fills_no_memory and func in _FILLED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(args[0].as_strided((1,), (1,)), *args[1:], **kwargs).expand_as(args[0])
         if not is_about(func):
             used = [*late_in((args, kwargs))]
-            for kind in dict.fromkeys(type(each) for each in used):
-                kind.arrive([each for each in used if type(each) is kind])
+            with outside_transforms():
+                for kind in dict.fromkeys(type(each) for each in used):
+                    kind.arrive([each for each in used if type(each) is kind], func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        type(self).arrive([self])
-        return self.__deepcopy__(memo)  # of the plain one
+        type(self).arrive([self], copy.deepcopy)
+        if id(self) not in memo:
+            values = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+        return memo[id(self)]
+
+
+def _wait_in_transforms() -> None:
+    """Let transforms of torch.func wait for their arguments, which no function of torch sees."""
+    for module, name in (("eager_transforms", "_wrap_for_grad"), ("vmap", "_add_batch_dim")):
+        transforms = sys.modules.get(f"torch._functorch.{module}")
+        function = getattr(transforms, name, None)
+        if function is not None and not hasattr(function, "__wrapped__"):
+            setattr(transforms, name, _after_arrival(function))
+
+
+def _after_arrival(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(tensor: torch.Tensor, *arguments: Any) -> Any:
+        if isinstance(tensor, Late):
+            with outside_transforms():
+                type(tensor).arrive([tensor], function)
+        return function(tensor, *arguments)
+
+    return call
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context that no transform of torch.func sees: it forbids to change memory."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def is_about(function: Any) -> bool:
@@ -82,14 +131,24 @@ def is_compiling() -> bool:
     return backends is None or any(backend is not None for backend in backends.values())
 
 
+def memory_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors have a tensor's memory, itself among them."""
+    storage = tensor.untyped_storage()  # which has it, too
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
 Source = Callable[[int], torch.Tensor]
 """Returns the whole values of the parameter of this number, in memory of their own."""
 
+Keep = Callable[[int, torch.Tensor], None]
+"""Takes back the whole values of a parameter, which a forward may have changed in place."""
+
 
 class _Note(NamedTuple):
-    """What autograd keeps in the place of some values of a parameter."""
+    """What autograd keeps in the place of some values of a parameter, or of their cast."""
 
     number: int
+    dtype: torch.dtype
     size: torch.Size
     stride: Sequence[Any]
     offset: Any
@@ -120,12 +179,15 @@ class PartedModel:
         self.numbers, self._model = frozenset(numbers), model
         self._parameters = {number: parameters[number][1] for number in numbers}
         self._number_of = {parameters[number][1]: number for number in numbers}
-        self._away = type("Away", (Late,), {"arrive": self._bring_used})
+        self._away: type[Late] = type("Away", (Late,), {"arrive": self._bring_used})
         self._names = {number: parameters[number][0] for number in numbers}
         self._device = device
         self._here: dict[int, torch.Tensor] = {}  # those used last
+        self._versions: dict[int, int] = {}  # of these; -1 if the values may change unseen
+        self._memory: dict[int, int] = {}  # its address, of each
         self._by_memory: dict[int, int] = {}
         self._source: Source | None = None
+        self._keep: Keep | None = None
         self._hooks: Any = None
 
     def keep(self, rows: Collection[tuple[int, int, int]]) -> dict[Any, torch.Tensor]:
@@ -149,23 +211,38 @@ class PartedModel:
         needs_gradient = self._parameters[number].requires_grad
         return nn.Parameter(values.to(self._device), requires_grad=needs_gradient)
 
-    def begin(self, source: Source) -> None:
-        """Bring parameters from `source` when they are used, until `end`; in this thread."""
+    def begin(self, source: Source, keep: Keep | None = None) -> None:
+        """Bring parameters from `source` when they are used, until `end`; in this thread.
+
+        Values that have changed since are given to `keep`.
+        """
         if self._source is None:
-            self._source = source
+            self._source, self._keep = source, keep
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
-    def end(self) -> None:
-        """Take all parameters away again. Does nothing if there was no `begin`."""
+    def end(self, keeps: bool = True) -> None:
+        """Take all parameters away again. Does nothing if there was no `begin`.
+
+        If not `keeps`, what has changed of those that are here is dropped.
+        """
         if self._source is not None:
             self._source, hooks, self._hooks = None, self._hooks, None
             hooks.__exit__()
-            for number in [*self._here]:
-                self._leave(number)
+            keep, self._keep = self._keep if keeps else None, None
+            left = [(number, self._leave(number)) for number in [*self._here]]
+            for number, changed in left:
+                if keep is not None and changed is not None:
+                    keep(number, changed)
 
     def bring(self, numbers: Sequence[int]) -> None:
         """Make parameters whole, and take others away."""
+        if self._source is None and self._away.fills_no_memory:
+            raise UserError(
+                "--layout shard: the task's optimizer uses the values of "
+                f"{self._names[numbers[0]]} when it is made, but the model does not fit whole on "
+                "each rank; use another optimizer, or more memory"
+            )
         if self._source is None:
             raise UserError(
                 f"the parameter {self._names[numbers[0]]} is in parts on the ranks (layout shard), "
@@ -176,17 +253,36 @@ class PartedModel:
             if number in self._here:
                 continue
             for other in [each for each in self._here if each not in numbers]:
-                self._leave(other)
+                changed = self._leave(other)
+                if self._keep is not None and changed is not None:
+                    self._keep(other, changed)
             values = self._source(number)
             self._here[number] = values
-            self._by_memory[values.untyped_storage().data_ptr()] = number
-            parameter = self._parameters[number]
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.data = values
-            parameter.__class__ = nn.Parameter
+                self._set(number, values)
+                self._versions[number] = self._parameters[number]._version
 
-    def _bring_used(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.bring([self._number_of[parameter] for parameter in parameters])
+    def _bring_used(self, parameters: Sequence[Late], function: Any) -> None:
+        """Make whole what a function uses, of which none may leave before it is called."""
+        numbers = [self._number_of[parameter] for parameter in parameters]
+        if function == _SETS_DATA and self._source is not None:
+            raise UserError(
+                f"--layout shard: {self._names[numbers[0]]}.data was set by a forward, while the "
+                "parameter is in parts; change it in place, as by copy_() with torch.no_grad(), or "
+                "use devices on which the model fits whole"
+            )
+        self.bring(numbers)
+        if function in _GIVES_MEMORY:
+            self._versions |= dict.fromkeys(numbers, -1)
+
+    @contextmanager
+    def making_optimizers(self) -> Iterator[None]:
+        """Let optimizers make their state in the block, as Adagrad does: it takes no memory yet."""
+        self._away.fills_no_memory = True
+        try:
+            yield
+        finally:
+            self._away.fills_no_memory = False
 
     def stand_ins(self) -> Source:
         """Return a source of any values, without communication, to measure what a step takes."""
@@ -210,27 +306,85 @@ class PartedModel:
     def name(self, number: int) -> str:
         return self._names[number]
 
-    def _leave(self, number: int) -> None:
-        """Take a parameter away; what still refers to its values keeps them."""
+    def _set(self, number: int, values: torch.Tensor) -> None:
+        """Let a parameter have these values, by whose memory `_pack` knows it."""
+        if self._by_memory.get(before := self._memory.get(number, 0)) == number:
+            del self._by_memory[before]
+        self._parameters[number].data = values
+        self._memory[number] = values.untyped_storage().data_ptr()
+        self._by_memory[self._memory[number]] = number
+
+    def _leave(self, number: int) -> torch.Tensor | None:
+        """Take a parameter away; what still refers to its values keeps them.
+
+        Returns:
+            The values, if they may have changed.
+        """
         parameter, values = self._parameters[number], self._here.pop(number, None)
-        if values is not None:
-            self._by_memory.pop(values.untyped_storage().data_ptr(), None)
         with torch._C.DisableTorchFunctionSubclass():
+            is_changed = self._versions.pop(number, None) != parameter._version
             nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=self._device)
-            parameter.data = nothing.expand(parameter.shape)
+            self._set(number, nothing.expand(parameter.shape))
         parameter.__class__ = self._away
+        torch.clear_autocast_cache()  # which would keep a cast of each
+        return values if is_changed else None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        number = self._by_memory.get(tensor.untyped_storage().data_ptr())
-        if number is None or tensor.dtype != self._here[number].dtype:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which has no memory itself
             return tensor
-        return _Note(number, tensor.size(), tensor.stride(), tensor.storage_offset())
+        number = self._by_memory.get(tensor.untyped_storage().data_ptr())
+        if number is not None and tensor.dtype != self._parameters[number].dtype:
+            return tensor
+        strides, offset = tensor.stride(), tensor.storage_offset()
+        if number is None:
+            number = self._number_of_cast(tensor)
+        elif number not in self._here:  # a function of autograd's has saved it, and used another
+            strides = torch.empty(tensor.size(), device="meta").stride()
+        if number is None:
+            return tensor
+        return _Note(number, tensor.dtype, tensor.size(), strides, offset)
+
+    def _number_of_cast(self, tensor: torch.Tensor) -> int | None:
+        """Return of which parameter this has the values in another dtype, as autocast makes them.
+
+        They are compared: an activation may be as large. A device is waited for, as it is by the
+        exchange of the values themselves.
+        """
+        for number, values in self._here.items():
+            size = values.numel() * tensor.element_size()
+            is_cast = tensor.is_floating_point() and tensor.dtype != values.dtype
+            if is_cast and tensor.untyped_storage().nbytes() == size:
+                flat = tensor.as_strided((values.numel(),), (1,), 0)
+                if torch.equal(flat, values.view(-1).to(tensor.dtype)):
+                    return number
+        return None
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Note):
             return saved  # type: ignore[no-any-return]
         self.bring([saved.number])
-        return self._here[saved.number].as_strided(saved.size, saved.stride, saved.offset)
+        values = self._here[saved.number].to(saved.dtype)
+        return values.as_strided(saved.size, saved.stride, saved.offset)
+
+
+@contextmanager
+def explained_for(model: nn.Module) -> Iterator[None]:
+    """Say in the block what a model cannot compute while its parameters are in parts.
+
+    Raises:
+        UserError: a gradient of torch.func's, which cannot be while autograd keeps notes.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        are_away = any(isinstance(parameter, Late) for parameter in model.parameters())
+        if are_away and "saved tensor hooks" in str(error):
+            raise UserError(
+                "--layout shard: the loss uses a gradient of torch.func, which is not possible "
+                "while parameters are in parts; use torch.autograd.grad, or devices on which the "
+                "model fits whole"
+            ) from error
+        raise
 
 
 def can_be_parted(parameter: nn.Parameter) -> bool:

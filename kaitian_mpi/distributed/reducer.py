@@ -114,6 +114,11 @@ class GradientReducer:
         return any(parameter.requires_grad for parameter in self._frozen.values())
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has, or is to sum, gradients of the current step."""
+        return self._is_armed
+
+    @property
     def carries_number(self) -> bool:
         """Whether a number can be summed along with the gradients; the same on every rank.
 
@@ -146,8 +151,8 @@ class GradientReducer:
             raise RuntimeError("arm() after close()")
         if self._is_armed and self._is_backward_done:
             raise RuntimeError("arm() before the finish() of the last armed backward()")
-        if self.is_outdated:
-            names = [name for name, p in self._frozen.items() if p.requires_grad]
+        names = [name for name, p in self._frozen.items() if p.requires_grad]
+        if names:
             raise UnsupportedError(
                 f"{names[0]} requires gradients now, and did not when the GradientReducer was "
                 "created; create a new one"

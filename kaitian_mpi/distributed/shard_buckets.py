@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
+from kaitian_mpi.distributed.gradients import check_dense
 
 
 class Spares:
@@ -61,7 +62,7 @@ class ShardBucket:
         self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
         self.parameters = [*parameters.values()]
         self._parameters = [parameters[part.parameter] for part in self.parts]
-        self._like = next(iter(parameters.values())).detach()
+        self._like = next(iter(parameters.values())).detach().new_empty(0)
         pairs = zip(self._parameters, self.parts, strict=True)
         rows = [torch.empty_like(_rows(*pair), device="meta") for pair in pairs]
         rows = [each.contiguous() if is_parted else each for each in rows]
@@ -113,6 +114,7 @@ class ShardBucket:
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        check_dense(gradients)
         first = gradients[0]
         if weight and self.is_whole and first is not None and first.is_contiguous():
             return first.view(-1).mul_(weight)  # it is laid out as the buffer would be
@@ -130,7 +132,9 @@ class ShardBucket:
     def values(self, spares: Spares) -> torch.Tensor:
         """Return a buffer with this rank's parts of the parameters; the others' are undefined."""
         if self.is_whole:
-            return self._parameters[0].detach().view(-1)
+            parameter = self._parameters[0]
+            parameter.data = parameter.data.contiguous()  # a script may have set another layout
+            return parameter.detach().view(-1)
         buffer = spares.take(self._like, self.length)
         for part, parameter, view in self._placed(buffer):
             if part.owner == self.rank:

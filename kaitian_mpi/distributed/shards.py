@@ -22,7 +22,7 @@ from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host, values_of
-from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling
+from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling, memory_users
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
@@ -117,6 +117,21 @@ class ShardReducer(GradientReducer):
         return self._sum
 
     @property
+    def has_begun(self) -> bool:
+        return self._is_armed or self._round > 0
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether another parameter requires gradients; of some in parts, also one less.
+
+        The order in which these are used, and buckets are summed, is then another one.
+        """
+        has_order = self.gathering is not None
+        return super().is_outdated or (
+            has_order and not all(parameter.requires_grad for parameter in self._parameters)
+        )
+
+    @property
     def has_values(self) -> bool:
         """Whether all of the owners' values are here, besides those of parameters in parts."""
         return not self._missing
@@ -174,7 +189,7 @@ class ShardReducer(GradientReducer):
         is raised by `check_values`: the step is done.
         """
         self._missing = sum(not bucket.is_parted for bucket in self._buckets)
-        is_late = self._overlaps and not is_compiling()
+        is_late = self._overlaps and not (is_compiling() or self._has_views())
         most = len(self._buckets) if is_late else _IN_FLIGHT - 1
         for bucket in reversed(self._buckets):
             if bucket.is_parted:
@@ -191,8 +206,8 @@ class ShardReducer(GradientReducer):
         if not is_late:
             self._arrive(0)
 
-    def arrive(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Wait for the values of parameters, in a step or between two. Not collective."""
+    def arrive(self, parameters: Sequence[nn.Parameter], function: Any = None) -> None:
+        """Wait for the values of what a function uses, at any time. Not collective."""
         with self._arriving, torch._C.DisableTorchFunctionSubclass():
             for parameter in parameters:
                 with self.waits("the owners' values") if self._sharing else nullcontext():
@@ -208,6 +223,18 @@ class ShardReducer(GradientReducer):
         super().close()
         # The loop may outlive its end, but not the memory of the parts.
         self._targets, self._spares, self.gathering, self._failure = {}, Spares(0), None, None
+
+    def _has_views(self) -> bool:
+        """Return whether something else has a parameter's memory, and would not wait for values.
+
+        Such as a script that keeps what `state_dict` or `data` has returned.
+        """
+        parameters, known = [*self._numbers], dict.fromkeys(self._parameters, 1)
+        for part, target in self._targets.items():
+            parameter = parameters[part.parameter]
+            if target is not parameter and parameter in known:
+                known[parameter] += 1
+        return any(memory_users(parameter) > count for parameter, count in known.items())
 
     def _check_seen(self, parameters: Sequence[nn.Parameter]) -> None:
         """Check that whatever has used a parameter has waited for it.

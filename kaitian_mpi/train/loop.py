@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.sync_batch_norm import participate
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
@@ -147,7 +148,7 @@ class Loop:
         """Stop training on these ranks; if not `together`, wait for none: one may be lost."""
         self._loading = None
         if self._gathering is not None:
-            self._parted.end()
+            self._parted.end(keeps=False)
         if together:
             self._gradients.check_values()
         self._gradients.close()
@@ -290,6 +291,7 @@ class Loop:
         """Begin a step with this rank's share; return in which order to take its micro-batches."""
         step, number = self._step, self.progress.step + 1
         step.begin(number, self._task, parts, self.sampler.shares_at(self.progress.position))
+        self._follow_unfreezing()
         if self._micro_batches is not None:
             cast("Any", self._gradients).rounds = self._most_parts(step.batch_sizes)
         samples = step.samples
@@ -303,6 +305,26 @@ class Loop:
         self.start_clock()
         enter_phase("forward", step=number)
         return sorted(range(len(parts)), key=lambda index: self.weight(index) > 0)
+
+    def _follow_unfreezing(self, is_between_steps: bool = True) -> None:
+        """Sum the gradients of the parameters that the script has unfrozen, on every rank, too.
+
+        Raises:
+            UserError: the reducer has a part of the step's gradients, or its order, already.
+        """
+        gradients = self._gradients
+        if not gradients.is_outdated:
+            return
+        if not is_between_steps and (gradients.has_begun or self._gathering is not None):
+            raise UserError(
+                "--layout shard: freeze and unfreeze parameters between training.step() and the "
+                "next batch, not within a step"
+            )
+        gradients.check_values()
+        gradients.close()
+        self._gradients = self._make_reducer()
+        if self._micro_batches is not None:
+            cast("Any", self._gradients).rounds = cast("Any", gradients).rounds
 
     def _most_parts(self, shares: Sequence[int]) -> int:
         """Return the most micro-batches that any rank takes; the same on every rank."""
@@ -325,7 +347,7 @@ class Loop:
         self._loading = None
         self._gradients.reset()
         if self._gathering is not None:
-            self._parted.end()
+            self._parted.end(keeps=False)
         self.state.restore()
 
     def place(self, part: MicroBatch) -> Any:
@@ -333,7 +355,7 @@ class Loop:
         if part.samples and self.state.statistics.norms:
             self.state.statistics.before_batch(part.samples)
         if self._gathering is not None:
-            self._parted.begin(self._gathering.bring)
+            self._parted.begin(self._gathering.bring, self._gathering.keep)
         return self._computation.place(part.batch)
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
@@ -343,12 +365,9 @@ class Loop:
         step = self._step
         loss = step.weigh(loss, index)
         if is_last or self._micro_batches is not None:
-            if self._gradients.is_outdated:  # the script has unfrozen parameters, on every rank
-                self._gradients.check_values()
-                self._gradients.close()
-                self._gradients = self._make_reducer()
+            self._follow_unfreezing(is_between_steps=False)
             loss_of_share = step.own_loss() if is_last and self._loss_travels else None
-            self._gradients.arm(step.weight_of_share, loss_of_share)
+            self._gradients.arm(step.weight_of_part(index), loss_of_share)
         scaled = self._computation.scaler.scale(loss)
         if scaled.requires_grad:  # it may not if nothing of the share counts
             scaled.backward()
@@ -442,7 +461,7 @@ class Loop:
         if self._gathering is None:
             yield
             return
-        self._parted.begin(self._gathering.bring_any)
+        self._parted.begin(self._gathering.bring_any, self._gathering.keep)
         try:
             yield
         finally:

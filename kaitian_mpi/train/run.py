@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -345,7 +345,9 @@ def make_state(run: Run, world: World) -> State:
         computation = Computation(world.device, profile.precision, profile.memory_format)
         is_pipeline = config.layout == "pipeline"
         moves = not is_pipeline and setup.parted is None
-        state = State(setup.task, computation, total_steps, config.wire, moves=moves)
+        making = nullcontext() if setup.parted is None else setup.parted.making_optimizers()
+        with making:
+            state = State(setup.task, computation, total_steps, config.wire, moves=moves)
         state.parted = setup.parted
         if is_pipeline:
             from kaitian_mpi.train.pipeline.stages import use_stages

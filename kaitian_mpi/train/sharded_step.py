@@ -38,6 +38,11 @@ def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> 
         UserError: the task cannot be trained so.
     """
     check_parts(task, "shard")
+    if any(getattr(module, "max_norm", None) is not None for module in task.model.modules()):
+        raise UserError(
+            "--layout shard: an embedding with max_norm changes only those rows that a rank's own "
+            "samples use; leave that out, or limit the norms of all rows between two steps"
+        )
     state.shards = Shards(state.model, state.optimizers, state.parted, values)
 
 
@@ -62,6 +67,7 @@ def apply_step(
                 gradients = [t.grad for t in shards.targets.values() if t.grad is not None]
                 if gradients:
                     torch._foreach_mul_(gradients, factor)
+            shards.follow_data()
             for optimizer in state.optimizers:
                 optimizer.step()
             for scheduler in state.schedulers:

@@ -8,6 +8,7 @@ same, so that all of the state is left after a rank is lost.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, NO_MIRROR, Pair, Part, divide
@@ -23,6 +24,7 @@ from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import partition
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shards import ShardReducer
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
@@ -36,10 +38,10 @@ Key = tuple[int, int, int]
 """A parameter's number, and the rows from one to before another."""
 
 # Those of which each element's update depends on that element alone, so that rows can be parted.
-_BY_ELEMENT = {
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-    *("RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"),
-}
+_BY_ELEMENT = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Rprop, optim.ASGD),
+)
 _VALUE = "value"
 _STATE = 3  # bytes of a gradient and of an optimizer's state, about, for each of a value
 
@@ -308,10 +310,40 @@ class Shards:
         self._reducer = ShardReducer(model, parts=self.parts, targets=self.targets, **options)
         return self._reducer
 
+    def wait_for_values(self) -> None:
+        """Wait until the owners' new values are here. Not collective.
+
+        Raises:
+            CollectiveError: they will not arrive, as a rank is lost.
+        """
+        if self._reducer is not None:
+            self._reducer.check_values()
+
     def gathering(self, model: PartedModel, world: World, waits: Any) -> Gathering:
         """Return what brings the parameters of `model`, whose values are owned, from the owners."""
         exchange = partial(gather_values, world.comm)
         return Gathering(model, self.parts, self.targets, exchange, waits=waits)
+
+    def follow_data(self) -> None:
+        """Let the parts be rows of parameters again whose `data` was set since. Not collective.
+
+        Raises:
+            UserError: it was set to a tensor of another shape or dtype.
+        """
+        for part, target in self.targets.items():
+            parameter = self._parameters[part.parameter]
+            if target is parameter or part.parameter in self.owned:
+                continue
+            skipped = part.begin * parameter.stride(0) * parameter.element_size()
+            if target.data_ptr() == parameter.data_ptr() + skipped:
+                continue
+            rows = parameter.detach()[part.begin : part.end]
+            if (rows.shape, rows.dtype) != (target.shape, target.dtype):
+                raise UserError(
+                    f"the data of a parameter was set to a tensor of shape "
+                    f"{list(parameter.shape)} and {parameter.dtype}; both have to stay as they were"
+                )
+            target.data = rows
 
     def zero_gradients(self) -> None:
         """Free the gradients of the parts."""
@@ -328,8 +360,7 @@ class Shards:
         why that was not possible, e.g. as the disk is full: then rank 0 does not have the state.
         """
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
-        if self._reducer is not None:
-            self._reducer.check_values()
+        self.wait_for_values()
         spool = Spool(folder)
         wanted = [(key, 0) for key in whole]
         states = _move(world.comm, {} if only_values else self._held(), wanted, spool.keep)
@@ -405,8 +436,24 @@ def _counts(
 
 
 def steps_by_element(optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether optimizers can step some rows of a parameter as they would step all."""
-    return all(type(each).__name__ in _BY_ELEMENT for each in optimizers)
+    """Return whether optimizers can step some rows of a parameter as they would step all.
+
+    One of a user's own class can if it steps as torch's does that it is derived from. A hook may
+    look at whole gradients.
+    """
+    return all(
+        not (each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks)
+        and any(
+            isinstance(each, kind) and _functions(each) == _functions(kind) for kind in _BY_ELEMENT
+        )
+        for each in optimizers
+    )
+
+
+def _functions(optimizer: Optimizer | type[Optimizer]) -> list[Any]:
+    """Return the functions that step, without what torch and schedulers wrap around them."""
+    methods = [inspect.unwrap(getattr(optimizer, name)) for name in ("step", "_init_group")]
+    return [getattr(method, "__func__", method) for method in methods]
 
 
 def divide_parameters(

@@ -275,7 +275,12 @@ class State:
         self.is_begun = False
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's `state_dict`; of what only owners have, while that is collected."""
+        """Return the model's `state_dict`; of what only owners have, while that is collected.
+
+        Not collective; but it waits for values that other ranks have sent.
+        """
+        if self.shards is not None:
+            self.shards.wait_for_values()
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
             state = plain(self.model.state_dict())
         return state if self.shards is None else self.shards.with_values(state)

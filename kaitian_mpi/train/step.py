@@ -250,6 +250,13 @@ class StepInProgress(Participation):
         """
         return self._fraction.value if self.own_samples else None
 
+    def weight_of_part(self, index: int) -> float | Callable[[], float] | None:
+        """Return what a micro-batch's weighed gradient is to be multiplied with, in a sum of all.
+
+        0 for one in which nothing counts, beside others: its loss was not weighed.
+        """
+        return self.weight_of_share if self.weights[index] or not self.counts else 0.0
+
     def own_loss(self) -> torch.Tensor:
         """Return the mean loss over this rank's share, once all of it is weighed."""
         first, *others = self._losses

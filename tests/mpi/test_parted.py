@@ -7,7 +7,8 @@ import loops
 import pytest
 import torch
 from samples import Points
-from test_shards import LOSS, OPTIMIZERS, STEPS, alone, compare
+from test_shards import LOSS, OPTIMIZERS, STEPS, alone, compare, compute_loss, sgd
+from test_shards import train as train_alike  # noqa: F401  (a fixture)
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,7 @@ class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width))
-        self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.attend = nn.MultiheadAttention(width, 2, bias=False, batch_first=True)
         self.up, self.down = nn.Linear(width, 30), nn.Linear(30, width)
 
     def forward(self, x):
@@ -47,7 +48,8 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, x):
-        hidden = {"x": self.first(x[:, None])}
+        # With one place, or a bias, attention has gradients of zero, and AdamW steps by rounding.
+        hidden = {"x": self.first(torch.stack([x, x.flip(1)], 1))}
         hidden["x"] = self.blocks[0](hidden["x"])
         hidden["x"] = checkpoint(self.blocks[1], hidden["x"], use_reentrant=False)
         hidden["x"] = self.frozen(self.blocks[0](hidden["x"])).tanh_()
@@ -167,3 +169,103 @@ def test_parameters_must_be_used_in_the_same_order(world, make_run):
             with pytest.raises(error, match="used in the same order"):
                 train(world, run, 1, [])
         run.close()
+
+
+class Square(torch.autograd.Function):
+    """Saves a parameter before it uses it, or another one after that."""
+
+    @staticmethod
+    def forward(ctx, x, one, other):
+        ctx.save_for_backward(x, one, other)
+        return (x @ one) * other.sum()
+
+    @staticmethod
+    def backward(ctx, slope):
+        x, one, other = ctx.saved_tensors
+        inner = slope * other.sum()
+        of_other = (slope * (x @ one)).sum().expand_as(other)
+        return inner @ one.t(), x.t() @ inner, of_other
+
+
+class Together(nn.Module):
+    """Uses parameters together with one that has just been used alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(3, 9), nn.Linear(9, 4)
+        self.a, self.b = nn.Parameter(torch.randn(9, 9)), nn.Parameter(torch.randn(9, 9))
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        hidden = hidden + torch.tanh(hidden @ self.a) @ (self.a * self.b)
+        hidden = torch.tanh(Square.apply(hidden, self.a, self.b / 9))
+        hidden = torch.tanh(Square.apply(hidden, self.b, self.a))
+        hidden = hidden + self.last.weight.sum()  # and then with its bias
+        norms = torch._foreach_norm([self.a, self.b, self.first.weight])
+        return self.last(hidden) + sum(norms) / 99
+
+
+def test_functions_use_several_parameters(train_alike):  # noqa: F811
+    model = Together()
+    task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd, clip_norm=0.1)
+    train_alike(task, micro_batch_size=None, epochs=1, parted=range(len(list(model.parameters()))))
+
+
+class Decayed(nn.Module):
+    """Changes a parameter in each forward."""
+
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers, self.change = (
+            nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 4)),
+            change,
+        )
+        self.double()
+
+    def forward(self, x):
+        self.change(self.layers[0].weight)
+        return self.layers(x)
+
+
+def shrink(weight):
+    with torch.no_grad():
+        weight *= 0.9
+
+
+def shrink_data(weight):
+    weight.sum()  # which brings it first
+    weight.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("change", [shrink, shrink_data])
+def test_a_forward_may_change_parameters_in_place(train_alike, change):  # noqa: F811
+    model = Decayed(change)
+    task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd)
+    train_alike(task, micro_batch_size=None, parted=[0, 2, 3])
+
+
+def set_data(weight):
+    weight.data = weight.data * 0.9
+
+
+@pytest.mark.parametrize(
+    ("change", "mirrors", "match"),
+    [
+        (set_data, False, r"layers.0.weight.data was set by a forward"),
+        (shrink, True, r"layers.0.weight was changed by a forward, .* --no-mirrors"),
+    ],
+)
+def test_changes_that_would_be_lost_are_refused(world, monkeypatch, change, mirrors, match):
+    if mirrors and world.size == 1:
+        return
+    task = Task(model=Decayed(change), data=Points(), loss=compute_loss, optimizer=sgd)
+    monkeypatch.setattr(loops, "make_task", lambda *_: task)
+    memory = [3, 1, 2][: world.size]
+    run = loops.Run(world, loops.uneven(world), memory=memory, mirrors=mirrors, parted=[0, 2, 3])
+    with pytest.raises(UserError, match=match):
+        next(run.epoch())
+    run.loop.close(together=False)
+    run.loader.close()

@@ -12,10 +12,12 @@ from torch import nn
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.measure.room import find_room
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.sharded_step import use_shards
 from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(1, 2, 3)
@@ -219,6 +221,9 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     for step in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
         assert all(type(p) is not nn.Parameter and p.is_contiguous() for p in known[task.model])
+        if step.number == 2:
+            weights = [value.tolist() for value in run.state.weights().values()]
+            assert gather_values(world.comm, weights) == [weights] * world.size
         if step.number == 3:
             copied = list(copy.deepcopy(task.model).parameters())
             assert {type(p) for p in copied} == {nn.Parameter}
@@ -230,6 +235,25 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         assert type(own) is nn.Parameter
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+def test_views_of_parameters_that_a_script_keeps_have_the_new_values(world, make_run, monkeypatch):
+    gather = torch.distributed.all_gather
+
+    def late_gather(pieces, own, group, async_op):
+        return LateWork(lambda: gather(pieces, own, group))
+
+    task, run = make_run("adamw", memory=[3, 1, 2][: world.size])
+    monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
+    monkeypatch.setattr(torch.distributed, "all_gather", late_gather)
+    trained, views = [p for p in task.model.parameters() if p.requires_grad], {}
+    for step in run.epoch():
+        sums = [view.sum().item() for view in views.values()]
+        assert gather_values(world.comm, sums) == [sums] * world.size
+        is_kept = bool(views)
+        assert all((type(p) is nn.Parameter) is is_kept for p in trained)
+        views = task.model.state_dict() if step.number in (2, 3) else {}
+    run.close()
 
 
 class Unseen(nn.Module):
@@ -368,3 +392,181 @@ def test_what_an_optimizer_allocates_while_it_steps_is_left_for_it(world):
         assert sum(taken) == pytest.approx(4e6 * foreach)
     for place, size in rooms["each"].by_place.items():
         assert rooms["at once"].by_place[place] == pytest.approx(size * 3 / 4, rel=0.05)
+
+
+@pytest.fixture
+def train(world, monkeypatch):
+    """Return what trains a task in shards, and compares it with one process."""
+
+    def train(task, micro_batch_size=2, epochs=2, between=lambda model, step: None, parted=()):
+        monkeypatch.setattr(loops, "make_task", lambda *_: task)
+        monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
+        initial, taken, step = copy.deepcopy(task.model), [], 0
+        memory = [3, 1, 2][: world.size]
+        run = loops.Run(
+            world, loops.uneven(world), memory=memory, micro_batch_size=micro_batch_size,
+            parted=parted, epochs=9,
+        )  # fmt: skip
+        for _ in range(epochs):
+            for each in run.epoch():
+                taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
+                assert each.is_finite
+                between(task.model, each.number)
+            run.state.progress.epoch_done(9)
+        weights = {}
+        with run.state.whole_weights(world, None):
+            if world.rank == 0:
+                weights = run.state.weights()
+        run.close()
+        one = copy.deepcopy(initial)
+        optimizers = task.make_optimizers(one)
+        for step, indices in enumerate(taken, 1):
+            one.zero_grad()
+            task.loss(one, run.setup.train[indices]).backward()
+            if task.clip_norm:
+                nn.utils.clip_grad_norm_(one.parameters(), task.clip_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+            between(one, step)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-12, atol=1e-12)
+
+    return train
+
+
+def small(*layers):
+    torch.manual_seed(5)
+    return nn.Sequential(*(layers or (nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 4)))).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+class Weighed:
+    """A loss whose samples count if their first number says so; NaN or odd if none does."""
+
+    def __init__(self, is_odd):
+        self.is_odd = is_odd
+
+    def counts(self, batch):
+        return ((batch[0][:, 0] * 10).long() % 3 == 0).double()
+
+    def weight(self, batch):
+        return self.counts(batch).sum()
+
+    def loss(self, model, batch):
+        counts = self.counts(batch)
+        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        if self.is_odd and not counts.any():
+            return losses.mean()
+        return (losses * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("is_odd", [True, False])
+def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
+    weighed = Weighed(is_odd)
+    train(
+        Task(model=small(), data=Points(), loss=weighed.loss, weight=weighed.weight, optimizer=sgd),
+        micro_batch_size=1,
+    )
+
+
+@pytest.mark.parametrize("parted", [(), (0, 2)])
+def test_parameters_are_frozen_and_unfrozen_between_steps(train, parted):
+    model = small(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
+    model[2].requires_grad_(False)
+
+    def between(model, step):
+        if step == 2:
+            model[2].requires_grad_(True)
+        if step == 4:
+            model[0].requires_grad_(False)
+
+    task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd, clip_norm=0.5)
+    train(task, between=between, parted=parted)
+
+
+class Renormed(nn.Module):
+    """Sets the data of a parameter in each forward, of another layout than it has had."""
+
+    def __init__(self, is_transposed=False):
+        super().__init__()
+        self.layers, self.is_transposed = small(), is_transposed
+        with torch.no_grad():
+            self.layers[0].weight *= 2
+
+    def forward(self, x):
+        weight = self.layers[0].weight
+        data = torch.renorm(weight.data, 2, 0, 0.5)
+        weight.data = data.t().contiguous().t() if self.is_transposed else data
+        return self.layers(x)
+
+
+def scale(model, step):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.95, model.parameters())
+
+
+@pytest.mark.parametrize("how", ["renorm", "transposed", "vector"])
+def test_parameters_whose_data_is_set_go_on_training(train, how):
+    model = small() if how == "vector" else Renormed(how == "transposed")
+    between = scale if how == "vector" else lambda model, step: None
+    train(Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd), between=between)
+
+
+class Transformed(nn.Module):
+    """Uses gradients by its input, of a function with its parameters and of one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = small()
+
+    def forward(self, x):
+        weight = self.layers[0].weight
+        mean = torch.func.vmap(torch.mean)(weight).sum()
+        slope = torch.func.grad(lambda weight: weight.square().sum())(weight).sum()
+        slopes = torch.func.vmap(torch.func.grad(lambda one: self.layers(one).sum()))(x)
+        return self.layers(x) + slopes.sum(1, keepdim=True) + mean * slope
+
+
+def test_functions_are_transformed_with_parameters_whose_values_come_late(train):
+    train(Task(model=Transformed(), data=Points(), loss=compute_loss, optimizer=sgd))
+
+
+class Empty(nn.Module):
+    """Has parameters of no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.nothing = small(), nn.Parameter(torch.zeros(0, 5).double())
+        self.other = nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, x):
+        return self.layers(x) + self.nothing.sum() + self.other.sum()
+
+
+@pytest.mark.parametrize("parted", [(), (2,)])
+def test_parameters_of_no_rows_do_no_harm(train, parted):
+    train(Task(model=Empty(), data=Points(), loss=compute_loss, optimizer=sgd), parted=parted)
+
+
+class Words(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 6, **options), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.table((x[:, 0] * 5).long()))
+
+
+def test_embeddings_that_ranks_cannot_share_are_refused(world, make_run):
+    task, run = make_run(model=Words(sparse=True), memory=[3, 1, 2][: world.size])
+    with pytest.raises(UserError, match="sparse=False"):
+        next(run.epoch())
+    run.loop.close(together=False)
+    run.loader.close()
+    task = make_task("adamw", model=Words(max_norm=1.0))
+    with pytest.raises(UserError, match="an embedding with max_norm"):
+        use_shards(loops.make_state(world, task), task, {})

@@ -69,6 +69,9 @@ class Stages(Shards):
         self._new = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
         self._new |= values or {}
 
+    def follow_data(self) -> None:
+        """Do nothing: what the optimizers step are the parameters themselves."""
+
     def drop(self) -> None:
         super().drop()
         self.owners, self._new, self._present = [], {}, set()
