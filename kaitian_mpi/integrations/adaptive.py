@@ -34,7 +34,7 @@ from kaitian_mpi.distributed.sync_batch_norm import (
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.batches import Cut, cut_loaders
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
-from kaitian_mpi.integrations.loss_weights import Forward
+from kaitian_mpi.integrations.loss_weights import Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.plan import Plan, StepTimes
 from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches, tensors_in
@@ -69,7 +69,8 @@ class Adaptive:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
-        self._weights = Weights(world, self._comm)
+        self._times = StepTimes(self._comm, world.device_kind.mark)
+        self._weights = Weights(Ranks(world, self._comm, self._times.waiting))
         self._trains_in_eval_mode = False  # whether a model has
         # A forward's rows for each of the batch's; 0 if its first dimension is others.
         self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
@@ -82,7 +83,6 @@ class Adaptive:
         self._of_forward: Taken | None = None  # of the forward that is computed, if known
         self._now = self._in_forward = Given(1, world.size)
         self._sums = False  # whether the next backward sums the gradients
-        self._times = StepTimes(self._comm, world.device_kind.mark)
         self._restore = [cut_loaders(self), self._extend_ddp()]
         self._restore.append(register_optimizer_step_post_hook(self._check_supported).remove)
         register_close(self._receive_all)

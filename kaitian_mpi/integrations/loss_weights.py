@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,23 @@ _MAX_COMPARED = 8
 """In how many batches a loss is compared whose rules are too near to tell, as in half precision."""
 
 
+class Ranks(NamedTuple):
+    """The ranks, as a loss needs them."""
+
+    world: World
+    comm: MPI.Intracomm
+    waiting: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a wait for other ranks in a backward."""
+
+    def sum(self, number: int) -> int:
+        """Return the sum of the ranks' numbers. Collective."""
+        own = np.array([number], dtype=np.int64)
+        total = np.empty_like(own)
+        with self.waiting():
+            wait_request(self.comm.Iallreduce(own, total))
+        return int(total[0])
+
+
 class Loss:
     """What is known of a loss: how it depends on its rows, and so what each rank's part weighs.
 
@@ -40,15 +58,13 @@ class Loss:
     labels. Then both remain, until a batch by which they differ.
     """
 
-    def __init__(
-        self, world: World, comm: MPI.Intracomm, owner: str = "", rules: Sequence[Rule] = ()
-    ) -> None:
+    def __init__(self, ranks: Ranks, owner: str = "", rules: Sequence[Rule] = ()) -> None:
         """Know nothing of the loss that `owner` returns, or what is taken for granted: `rules`."""
         self.rules = list(rules)
         """The rules that may hold, the likeliest first; none if nothing is known."""
         self.counts_stand_ins = False
         """Whether it is divided by the labels of all ranks, those of stand-in rows included."""
-        self._world, self._comm, self._owner = world, comm, owner
+        self._ranks, self._owner = ranks, owner
         self._votes: list[Rule] = []  # what this rank's rows have told since the ranks agreed
         self._compared = 0
         self._said = ""
@@ -67,7 +83,7 @@ class Loss:
             return
         tells = not self.rules or may_tell(self.rules, labels)
         if together:
-            tells = bool(self._sum(tells))
+            tells = bool(self._ranks.sum(tells))
         if tells:
             self._votes = compare()
             self._compared += 1
@@ -80,17 +96,17 @@ class Loss:
         Raises:
             AgreedError: the loss is neither a sum nor a mean.
         """
-        if len(self.rules) != 1 and self._sum(bool(self._votes)):
+        if len(self.rules) != 1 and self._ranks.sum(bool(self._votes)):
             self._agree()
         rule = self.rule
         self._say(rule)
         if rule == MEAN:
-            return given.own * self._comm.size / given.all_ranks
+            return given.own * self._ranks.comm.size / given.all_ranks
         if rule == SUM:
             # A trainer that counts the labels counts those of a row that is there again, too.
             return float(given.own > 0 or self.counts_stand_ins)
         own = count_labels(labels, rule) if given.own else 0
-        return own * self._comm.size / max(self._sum(own), 1)
+        return own * self._ranks.comm.size / max(self._ranks.sum(own), 1)
 
     @property
     def rule(self) -> Rule:
@@ -99,7 +115,7 @@ class Loss:
 
     def _agree(self) -> None:
         """Keep the rules that fit the rows of the most ranks. Collective."""
-        gathered = gather_values(self._comm, self._votes)
+        gathered = gather_values(self._ranks.comm, self._votes)
         votes = [[Rule(*rule) for rule in rules] for rules in gathered]
         self._votes, self.rules = [], agreed_rules(votes, self.rules)
         if UNKNOWN in self.rules:
@@ -109,13 +125,6 @@ class Loss:
                 "--adaptive"
             )
 
-    def _sum(self, number: int) -> int:
-        """Return the sum of the ranks' numbers. Collective."""
-        own = np.array([number], dtype=np.int64)
-        total = np.empty_like(own)
-        wait_request(self._comm.Iallreduce(own, total))
-        return int(total[0])
-
     def _say(self, rule: Rule) -> None:
         # Other rules than the usual ones remain as long as an entry never comes.
         usual = [other for other in self.rules if other in USUAL]
@@ -124,7 +133,7 @@ class Loss:
         text = f"adaptive: the loss{owner} is {'' if is_known else 'taken as '}{rule.text}"
         if text != self._said:
             self._said = text
-            print_rank_0(self._world, text)
+            print_rank_0(self._ranks.world, text)
 
 
 class Forward:

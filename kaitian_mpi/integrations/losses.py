@@ -204,9 +204,9 @@ def agreed_rules(votes: list[list[Rule]], before: Sequence[Rule]) -> list[Rule]:
 
 def may_tell(rules: Sequence[Rule], labels: Labels) -> bool:
     """Return whether rows may tell which of the rules holds: some of their labels are ignored."""
-    return any(
-        rule.labels in labels and bool(labels[rule.labels].eq(rule.ignored).any()) for rule in rules
-    )
+    found = [labels[rule.labels].eq(rule.ignored).any() for rule in rules if rule.labels in labels]
+    # Together, as an accelerator is waited for.
+    return bool(torch.stack([flag.to(found[0].device) for flag in found]).any()) if found else False
 
 
 def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:

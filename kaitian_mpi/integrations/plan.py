@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,16 @@ class Plan:
         return [least + more for more in apportion(rest, weights)]
 
 
+class _Timed(NamedTuple):
+    """When a step began, had its gradients computed, and had them summed."""
+
+    begin: Mark
+    ready: Mark
+    end: Mark
+    waits: list[tuple[Mark, Mark]]
+    """When it waited for other ranks before its gradients were computed."""
+
+
 class StepTimes:
     """Times each step of this rank, and exchanges the times while the next one begins.
 
@@ -85,8 +96,16 @@ class StepTimes:
         self.steps = self.batches = 0
         """The steps so far, and the batches since the last one, several if they are accumulated."""
         self._marks: list[Mark] = []  # of this step: its begin, and when its gradients are computed
-        self._timed: deque[tuple[Mark, Mark, Mark]] = deque()  # of steps, with their ends
+        self._waits: list[tuple[Mark, Mark]] = []  # of this step, before that
+        self._timed: deque[_Timed] = deque()
         self._exchange: tuple[Any, np.ndarray, np.ndarray] | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Take no time in the block for computation: it waits for other ranks."""
+        begin = self._mark()
+        yield
+        self._waits.append((begin, self._mark()))
 
     def computed(self) -> None:
         """Take note that this rank's gradients of the step are computed."""
@@ -102,17 +121,18 @@ class StepTimes:
         self.steps += 1
         batches, self.batches = max(self.batches, 1), 0
         if len(self._marks) == 2:  # not in the first step, whose begin is not known
-            self._timed.append((self._marks[0], self._marks[1], end))
+            self._timed.append(_Timed(self._marks[0], self._marks[1], end, self._waits))
             self._send(batches, rows)
-        self._marks = [end]
+        self._marks, self._waits = [end], []
 
     def _send(self, batches: int, rows: int) -> None:
         steps, computed, waited = 0, 0.0, 0.0
-        while self._timed and self._timed[0][-1].is_reached():
-            begin, ready, summed = self._timed.popleft()
+        while self._timed and self._timed[0].end.is_reached():
+            step = self._timed.popleft()
             steps += 1
-            computed += ready.seconds_since(begin)
-            waited += summed.seconds_since(ready)
+            in_backward = sum(end.seconds_since(begin) for begin, end in step.waits)
+            computed += step.ready.seconds_since(step.begin) - in_backward
+            waited += step.end.seconds_since(step.ready) + in_backward
         per_batch = 1 / (max(steps, 1) * batches)
         self.receive()
         own = np.array([steps, rows, computed * per_batch, waited * per_batch])

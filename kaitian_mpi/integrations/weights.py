@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.inner_losses import InnerCall, InnerCalls
-from kaitian_mpi.integrations.loss_weights import Forward, ForwardWeight, Loss
+from kaitian_mpi.integrations.loss_weights import Forward, ForwardWeight, Loss, Ranks
 from kaitian_mpi.integrations.losses import (
     MEAN,
     Labels,
@@ -21,10 +21,6 @@ from kaitian_mpi.integrations.losses import (
     loss_of,
 )
 from kaitian_mpi.integrations.weighted_gradients import depends_on_hidden_output, weight_output
-from kaitian_mpi.mpi.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _EXAMINED_FORWARDS = 2  # the second may be of the model's own output
 
@@ -38,10 +34,10 @@ class Weights:
     unless a model inside has returned it.
     """
 
-    def __init__(self, world: World, comm: MPI.Intracomm) -> None:
-        """Watch no model yet; the ranks agree over `comm`."""
-        self.world, self._comm = world, comm
-        self._script_loss = Loss(world, comm, rules=[MEAN])
+    def __init__(self, ranks: Ranks) -> None:
+        """Watch no model yet."""
+        self.world, self._ranks = ranks.world, ranks
+        self._script_loss = Loss(ranks, rules=[MEAN])
         self._trainer_loss: Loss | None = None
         self._trainer_labels: Labels = {}
         self._returned: weakref.WeakKeyDictionary[DistributedDataParallel, Loss] = (
@@ -63,7 +59,7 @@ class Weights:
 
     def new_loss(self, owner: str) -> Loss:
         """Return a loss that nothing is known of."""
-        return Loss(self.world, self._comm, owner)
+        return Loss(self._ranks, owner)
 
     def set_trainer_loss(self, loss: Loss | None, labels: Labels) -> None:
         """Weight the coming forwards by the loss that a trainer computes; None: not known."""

@@ -1,0 +1,78 @@
+"""Which rules of a loss remain, by what the rows of all ranks have told."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from kaitian_mpi.integrations.losses import (
+    MEAN,
+    SHIFTED_TOKENS,
+    SUM,
+    TOKENS,
+    UNKNOWN,
+    agreed_rules,
+    compare_parts,
+    may_tell,
+)
+
+
+@pytest.mark.parametrize(
+    ("votes", "before", "rules"),
+    [
+        ([[MEAN], [MEAN]], [], [MEAN]),
+        ([[TOKENS, MEAN], [MEAN]], [], [MEAN]),
+        ([[TOKENS, MEAN], []], [], [TOKENS, MEAN]),
+        ([[], []], [TOKENS, MEAN], [TOKENS, MEAN]),
+        ([[], []], [], []),
+        ([[SUM, MEAN], [SUM, MEAN]], [MEAN, TOKENS], [MEAN]),
+        ([[SUM], [SUM]], [MEAN, TOKENS], [SUM]),
+        ([[UNKNOWN], [MEAN]], [], [UNKNOWN]),
+    ],
+)
+def test_the_rules_that_fit_the_rows_of_the_most_ranks_remain(votes, before, rules):
+    assert agreed_rules(votes, before) == rules
+
+
+def test_rows_tell_more_only_if_some_of_their_labels_are_ignored():
+    labels = {"labels": torch.tensor([[1, 2], [2, 1]])}
+    assert not may_tell([TOKENS, MEAN], labels)
+    labels["labels"][0, 0] = -100
+    assert may_tell([TOKENS, MEAN], labels)
+    assert not may_tell([MEAN, SUM], labels)
+    assert not may_tell([TOKENS, MEAN], {})
+
+
+def rules_of(labels, make=lambda scores, labels: cross_entropy(scores.mT, labels)):
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 5).double()
+    words = torch.randint(5, labels.shape)
+
+    def compute(args, kwargs):
+        return make(model(kwargs["x"]), kwargs["labels"])
+
+    return compare_parts(model, compute, (), {"x": words, "labels": labels})
+
+
+def test_rows_that_tell_nothing_have_no_rule():
+    ignored = torch.full((2, 3), -100)
+    assert rules_of(ignored) == []  # their mean is not a number
+    one = torch.tensor([[1, 2, 3]])
+    assert rules_of(one, lambda scores, labels: cross_entropy(scores.view(3, 5), labels[0])) == []
+
+
+@pytest.mark.parametrize("rows", [[[1, 2, -100, 0]], [[1, 2, -100, 0], [1, -100, 3, 4]]])
+def test_rows_of_as_many_labels_tell_means_apart_if_some_are_ignored(rows):
+    labels = torch.tensor(rows)
+
+    def by_row(scores, labels):
+        losses = cross_entropy(scores.mT, labels, reduction="none")
+        return (losses.sum(1) / labels.ne(-100).sum(1)).mean()
+
+    def shifted(scores, labels):
+        return cross_entropy(scores[:, :-1].mT, labels[:, 1:])
+
+    assert rules_of(labels)[0] == TOKENS
+    assert rules_of(labels, shifted)[0] == SHIFTED_TOKENS
+    assert rules_of(labels, by_row)[0] == MEAN
+    assert not {TOKENS, SHIFTED_TOKENS} & set(rules_of(labels, by_row))
