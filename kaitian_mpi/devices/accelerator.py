@@ -69,15 +69,9 @@ class Accelerator(Device):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> Any:
         """Return a group of the backend that a plug-in registered, or of one of torch's own."""
-        name = (self.vendor_backend or "").upper()
-        plugin = dist.Backend._plugins.get(name)
-        own: Any = getattr(dist.distributed_c10d, f"ProcessGroup{name}", None)
-        if plugin is None and own is None:
-            raise KindError(
-                f"{self.plugin or 'this build of torch'} has no torch.distributed backend "
-                f"{self.vendor_backend!r}, which {self.kind} devices need; install a release of it "
-                "with distributed support"
-            )
+        plugin, own = self._backends()
+        if fault := self.missing_library():
+            raise KindError(fault)
         if plugin is None:
             options = own.Options()
             options._timeout = timeout
@@ -88,6 +82,21 @@ class Accelerator(Device):
         options.store, options.group_rank, options.group_size = store, rank, size
         options.timeout = timeout
         return plugin.creator_fn(options, None)
+
+    def missing_library(self) -> str:
+        if self.vendor_backend is None or any(each is not None for each in self._backends()):
+            return ""
+        return (
+            f"{self.plugin or 'this build of torch'} has no torch.distributed backend "
+            f"{self.vendor_backend!r}, so {self.kind} devices communicate through host memory, "
+            "which is slower; install a release of it with distributed support"
+        )
+
+    def _backends(self) -> tuple[Any, Any]:
+        """Return the vendor's backend: that of a plug-in, or torch's own; None without one."""
+        name = (self.vendor_backend or "").upper()
+        own = getattr(dist.distributed_c10d, f"ProcessGroup{name}", None)
+        return dist.Backend._plugins.get(name), own
 
     def leave_losses_to_caller(self) -> list[str]:
         """Turn off what torch's backend does about errors of its own accord.

@@ -103,6 +103,13 @@ class Device:
         """Return a `vendor_backend` group; the store is its own. Collective over its ranks."""
         raise NotImplementedError
 
+    def missing_library(self) -> str:
+        """Return why this process lacks the vendor's library; "" if it has it, or needs none.
+
+        Then the ranks of its group communicate through host memory.
+        """
+        return ""
+
     def leave_losses_to_caller(self) -> list[str]:
         """Have the vendor's backend not end the process when a rank is lost; return warnings."""
         return []

@@ -226,4 +226,5 @@ def _raise_ended(collective: Collective) -> Work:
 def _has_library(world: World, group: Sequence[RankInfo]) -> bool:
     alike = len({torch.device(info.device).type for info in group}) == 1
     # It fails if two ranks share a device.
-    return alike and world.device_kind.vendor_backend is not None and not shared_devices(group)
+    joined = all(info.library for info in group) and world.device_kind.vendor_backend is not None
+    return alike and joined and not shared_devices(group)

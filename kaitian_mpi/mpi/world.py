@@ -42,7 +42,7 @@ from kaitian_mpi.preflight.facts import (
     version_in,
 )
 from kaitian_mpi.preflight.job_checks import judge
-from kaitian_mpi.preflight.verdict import Level, by_value
+from kaitian_mpi.preflight.verdict import Level, by_value, ranks_by, ranks_text
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
 from kaitian_mpi.runtime.ulfm import loss_detected_within, shrink, track_comm
@@ -155,9 +155,15 @@ def join_world(
     relay = agree_on_settings(own, group_by)
     device, index, info, shares = _take_device(own, devices, share_device, emulation)
     facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
-    gathered = gather_values(own, (asdict(info), asdict(facts)))
-    _check_before_job([each for _, each in gathered], own.rank)
-    infos = tuple(RankInfo(**fields) for fields, _ in gathered)
+    gathered = gather_values(own, (asdict(info), asdict(facts), device.missing_library()))
+    _check_before_job([each for _, each, _ in gathered], own.rank)
+    infos = tuple(RankInfo(**fields) for fields, _, _ in gathered)
+    without_library = ranks_by(
+        {rank: fault for rank, (_, _, fault) in enumerate(gathered) if fault}
+    )
+    if own.rank == 0 and _current is None:
+        for fault, ranks in without_library.items():
+            _log.warning("%s: %s", ranks_text(ranks), fault)
     if not shares:
         check_own_devices(infos)
     store = _open_store(own)
@@ -230,7 +236,7 @@ def _describe_rank(
         emulated=bool(emulation.labels),
         slowdown=describe_slowdown(emulation.schedules[rank]),
         physical_device=f"{node}/{device.kind}/{physical}" if physical else "",
-        library=device.library or device.vendor_backend or "",
+        library="" if device.missing_library() else device.library or device.vendor_backend or "",
         node=node,
         cpu_capability=torch.backends.cpu.get_cpu_capability() if device.is_host else "",
     )

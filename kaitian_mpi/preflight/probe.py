@@ -77,12 +77,22 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
     from kaitian_mpi.errors import UserError
 
     known = known_kinds()
+    without_library = {
+        name: fault
+        for name, each in known.devices.items()
+        if known.counts[name] and (fault := each.missing_library())
+    }
     facts = Devices(
         kinds=tuple(
-            Kind(name=name, count=known.counts[name], is_host=each.is_host, library=each.library)
+            Kind(
+                name=name,
+                count=known.counts[name],
+                is_host=each.is_host,
+                library="" if each.missing_library() else each.library,
+            )
             for name, each in known.devices.items()
         ),
-        faults=dict(known.faults),
+        faults={**known.faults, **without_library},
         requested=devices,
         shares=share,
         ram_bytes=int(psutil.virtual_memory().total),

@@ -390,8 +390,11 @@ def test_a_plug_in_without_a_collective_library_is_named(tmp_path):
     write_plugin(tmp_path, "npu", extra="del dist.Backend._plugins['HCCL']")
 
     def create():
-        with pytest.raises(KindError, match=r"^torch_npu has no .* 'hccl', which npu devices need"):
-            known_kinds().devices["npu"].create_vendor_group(None, 0, 1, None)
+        npu = known_kinds().devices["npu"]
+        fault = r"^torch_npu has no .* 'hccl', so npu devices communicate through host memory"
+        assert re.search(fault, npu.missing_library())
+        with pytest.raises(KindError, match=fault):
+            npu.create_vendor_group(None, 0, 1, None)
 
     assert forked(create, tmp_path) is None
 

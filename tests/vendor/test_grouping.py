@@ -147,6 +147,27 @@ def test_a_subset_of_the_ranks_follows_the_same_rule(world, device_of):
 
 
 @pytest.mark.sizes(2)
+@pytest.mark.parametrize("devices", ["vendor,vendor", "vendor,cpu"])
+def test_ranks_whose_torch_lacks_the_library_use_host_memory(monkeypatch, devices):
+    """As with torch for Jetson, which has no NCCL."""
+    contracts.choose("nccl")
+    monkeypatch.delitem(dist.Backend._plugins, fake_library.NAME.upper())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    world = kaitian_mpi.init(devices=devices)
+    calls = list(fake_library.calls)
+    assert {info.library for info in world.infos} == {""}
+    assert bool(world.device_kind.missing_library()) == (world.info.kind == "vendor")
+    for length in (5, 100_000):
+        put = on_device if world.info.kind == "vendor" else torch.clone
+        tensor = put(torch.full((length,), world.rank + 1.0))
+        dist.all_reduce(tensor)
+        assert values(tensor).unique().tolist() == [3.0]
+    assert fake_library.calls == calls
+    dist.destroy_process_group()
+
+
+@pytest.mark.sizes(2)
 def test_two_ranks_on_one_device_are_refused_or_use_host_memory(capsys):
     devices = f"vendor:{fake_kinds.SHARED},vendor:{fake_kinds.SHARED}"
     if dist.is_initialized():
