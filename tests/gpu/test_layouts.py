@@ -15,7 +15,9 @@ SECTIONS = {
 }
 CHECKS = [(name, check) for name, checks in SECTIONS.items() for check in checks]
 ACCELERATORS = {"nccl": 2, "loss": 2, "mixed": 1}
-pytestmark = stand_in.needs_accelerator
+pytestmark = [stand_in.needs_accelerator]
+if stand_in.KIND == stand_in.STAND_IN:
+    pytestmark.append(pytest.mark.device_in_python)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_layouts(launched, section, check):
 def test_what_fits_no_rank_trains_within_the_memory(tmp_path, layout):
     words = [PYTHON, HERE / "capped.py", "--layout", layout, *stand_in.devices(1, 1)]
     if stand_in.KIND == stand_in.STAND_IN:
-        words += "--limit 0.3 --state 0.04 --width 128".split()
+        words += "--limit 0.3 --state 0.2 --width 256".split()
     ended = run_ranks(
         2, *stand_in.command(1, *words), cwd=tmp_path, fresh=True, code=None,
         **stand_in.environment(),
