@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import IterableDataset
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.data_parallel import first_length
@@ -120,9 +119,9 @@ class Adaptive:
         """Take note that the script takes a batch."""
         self._taken.take(iteration, given, batch, self.is_training())
 
-    def gives_uncut(self) -> None:
+    def gives_uncut(self, is_stream: bool) -> None:
         """Take note that the script iterates over a loader that is not cut."""
-        self._taken.take_uncut(self.is_training())
+        self._taken.take_uncut(self.is_training(), is_stream)
 
     @contextlib.contextmanager
     def step_of(self, inputs: Any) -> Iterator[None]:
@@ -227,7 +226,7 @@ class Adaptive:
         """Let a batch be one that is trained on. Collective when its loader is new."""
         group: Any = model.process_group
         if taken is None or group.size() != self.size:
-            raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
+            raise _refusal(self._taken)
         if taken.iteration.cut is not self._cut:
             self._begin(taken.iteration.cut, model.module)
         if taken.given.is_padded:
@@ -277,7 +276,7 @@ class Adaptive:
         """Refuse a trainer whose batches or gradients are not in our reach. Collective."""
         # Else it is a step of a preparation.
         if self._cut is None and self._taken.is_iterated:
-            raise AgreedError(f"--adaptive cannot divide this script's batches: {_why_not()}")
+            raise _refusal(self._taken)
 
 
 class _Rows(Participation):
@@ -327,17 +326,19 @@ def _check_output(model: DistributedDataParallel, output: Any) -> None:
             tensor.register_hook(refuse)
 
 
-def _why_not() -> str:
+def _refusal(taken: TakenBatches) -> AgreedError:
+    """Return the error that says why the script's batches cannot be divided."""
     objects: list[Any] = gc.get_objects()
     kinds = {type(each).__name__ for each in objects}
     named = [text for name, text in _UNSUPPORTED.items() if name in kinds]
-    if any(issubclass(type(each), IterableDataset) for each in objects):
+    if taken.reads_stream:
         named.insert(0, _UNSUPPORTED["IterableDatasetShard"])
     # A proxy says of itself what it stands for; its type does not.
     modules = (each for each in objects if issubclass(type(each), nn.Module))
     if any(is_lightning(each) and not each.automatic_optimization for each in modules):
         named.append("Lightning's manual optimization: leave out automatic_optimization=False")
-    return f"it does not work with {named[0]}" if named else _NEEDS
+    reason = f"it does not work with {named[0]}" if named else _NEEDS
+    return AgreedError(f"--adaptive cannot divide this script's batches: {reason}")
 
 
 _installed: list[Adaptive] = []

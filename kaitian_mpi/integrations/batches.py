@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from kaitian_mpi.integrations.taken import Given, Iteration
 
@@ -51,7 +51,7 @@ class Planner(Protocol):
     def gives(self, iteration: Iteration, given: Given, batch: Any) -> None:
         """Take note that the script takes a batch."""
 
-    def gives_uncut(self) -> None:
+    def gives_uncut(self, is_stream: bool) -> None:
         """Take note that the script iterates over a loader that is not cut."""
 
 
@@ -281,7 +281,7 @@ def cut_loaders(planner: Planner) -> Callable[[], None]:
         cut = self.batch_sampler
         if isinstance(cut, Cut):
             return cut.iterate(self, iterate)
-        planner.gives_uncut()
+        planner.gives_uncut(isinstance(self.dataset, IterableDataset))
         return iterate(self)
 
     def restore() -> None:

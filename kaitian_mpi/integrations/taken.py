@@ -122,6 +122,8 @@ class TakenBatches:
         self._evaluated: Taken | None = None  # that a forward has had without
         self.is_iterated = False
         """Whether the script has iterated over a loader."""
+        self.reads_stream = False
+        """Whether one of them read an `IterableDataset`."""
 
     def take(self, iteration: Iteration, given: Given, batch: Any, in_training: bool) -> None:
         """Take note that a script takes a batch, and whether a model is in training mode."""
@@ -144,9 +146,10 @@ class TakenBatches:
             is_shared = owner is None or (owner is not taken and owner.iteration is iteration)
             self._owners[ref] = None if is_shared else taken
 
-    def take_uncut(self, in_training: bool) -> None:
-        """Take note that a loader is iterated that is not cut."""
+    def take_uncut(self, in_training: bool, is_stream: bool) -> None:
+        """Take note that a loader is iterated that is not cut, and if its data has no length."""
         self.is_iterated = True
+        self.reads_stream |= is_stream
         if in_training:
             self._uncut = next(self._numbers)
 

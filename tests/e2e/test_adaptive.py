@@ -129,6 +129,13 @@ def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
     assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-5)
 
 
+@needs_trl
+@pytest.mark.usefixtures("preloaded")
+def test_preferences_by_trl(mpirun):
+    found, _ = train(mpirun, "trl_dpo.py", difference=1e-6)  # it computes in float32
+    assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-5)
+
+
 @needs_lightning
 def test_a_lightning_module(mpirun):
     found, out = train(mpirun, "resumed.py", "lightning", "-1", "object")

@@ -293,11 +293,20 @@ def iterable(rows):
     return DataLoader(IterableDatasetShard(Stream(), 2, num_processes=dist.get_world_size()), 2)
 
 
+def stream(rows):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(rows)
+
+    return DataLoader(Stream(), 2)
+
+
 NEEDS = "needs a DataLoader with torch's DistributedSampler"
 REFUSED = {
     "no sampler": (wrapped, {"sampler": None}, NEEDS),
     "no DDP": (lambda: nn.Linear(4, 4), {}, NEEDS),
     "no length": (wrapped, {"load": iterable}, "does not work with an IterableDataset"),
+    "a stream": (wrapped, {"load": stream}, "does not work with an IterableDataset"),
     "equal shapes": (
         wrapped,
         {"load": lambda rows: shard(RepeatSampler(rows))},

@@ -43,7 +43,7 @@ class Planner:
     def gives(self, iteration, given, batch):
         pass
 
-    def gives_uncut(self):
+    def gives_uncut(self, is_stream):
         pass
 
 

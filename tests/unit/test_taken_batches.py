@@ -31,8 +31,8 @@ class Script(Planner):
         self.taken.take(iteration, given, batch, self.in_training)
         self._numbers[iteration.waiting[-1].number] = number_of(batch)
 
-    def gives_uncut(self):
-        self.taken.take_uncut(self.in_training)
+    def gives_uncut(self, is_stream):
+        self.taken.take_uncut(self.in_training, is_stream)
 
     def train(self, batch, inputs=None, **options):
         found = self.taken.train(batch if inputs is None else inputs, **options)

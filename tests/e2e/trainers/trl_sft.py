@@ -3,26 +3,14 @@
 import sys
 
 from datasets import Dataset
-from language import ARGUMENTS, Texts, language_model
+from language import ARGUMENTS, language_model
 from one_process import report
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl_texts import TEXTS, TOKENIZER, words
 
 loss_type = sys.argv[1]
-WORDS = {"<pad>": 0, "<eos>": 63, **{f"w{number}": number for number in range(1, 63)}}
-texts = [[min(word, 62) for word in text] for text in Texts().texts]
 own, recorded = language_model(), []
-tokens = Tokenizer(models.WordLevel(WORDS, unk_token="<pad>"))
-tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
-)
-
-
-def words(text):
-    return " ".join(f"w{word}" for word in text)
 
 
 class Recorder(SFTTrainer):
@@ -31,7 +19,7 @@ class Recorder(SFTTrainer):
     def training_step(self, model, inputs, *args, **kwargs):
         masks = inputs["attention_mask"].bool()
         found = [ids[mask] for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
-        rows = [texts.index(ids[:-1].tolist()) for ids in found]
+        rows = [TEXTS.index(ids[:-1].tolist()) for ids in found]
         recorded.append((int(self.state.epoch or 0), rows, self.accelerator.sync_gradients))
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -43,11 +31,11 @@ trainer = Recorder(
     ),
     train_dataset=Dataset.from_dict(
         {
-            "prompt": [words(text[:2]) for text in texts],
-            "completion": [" " + words(text[2:]) for text in texts],
+            "prompt": [words(text[:2]) for text in TEXTS],
+            "completion": [" " + words(text[2:]) for text in TEXTS],
         }
     ),
-    processing_class=tokenizer,
+    processing_class=TOKENIZER,
 )  # fmt: skip
 ended = trainer.train()
 
