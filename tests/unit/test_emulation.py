@@ -145,6 +145,7 @@ def test_variables_apply_where_there_is_no_flag_and_errors_name_it(agree):
     for kinds, slowdown, other, message in (
         ("a,b", "", ["b,a", ""], "--emulate-kinds differs between ranks: 'a,b' on rank 0, 'b,a'"),
         ("a,b,c", "", ["a,b,c", ""], "--emulate-kinds a,b,c: give one kind per rank; mpirun has"),
+        ("gpu,", "", ["gpu,", ""], "--emulate-kinds 'gpu,': a kind is missing beside a comma"),
         ("", "2:3", ["", ""], "--emulate-slowdown: '2:3' is not a slowdown; write rank:factor or"),
     ):
         with pytest.raises(AgreedError) as caught:
