@@ -363,7 +363,7 @@ class Saving(StepObserver):
         assert writer is not None
         kept = writer.files.newest_step()
         last = "no checkpoint yet" if kept is None else f"the checkpoint of step {kept} is kept"
-        return (
+        return self._run.config.word(
             f"step {self._progress.step} is not saved, as {why}; {last}; SIGUSR2 to mpirun ends a "
             "job between two steps, once all is saved"
         )
