@@ -92,6 +92,10 @@ class LayerTimer:
             for size in (small, large) * (_ROUNDS - 1):
                 if time.perf_counter() < self._until:
                     self._round(size)
+        if not device.is_host:  # with what libraries keep, such as cuBLAS's workspaces
+            device.release_cached_memory()
+            device.restart_memory_peak(index)
+            used = device.memory_peak_bytes(index)
         times = {size: _medians(self._times[size]) for size in (small, large)}
         whole = [(sum(times[small][n]), sum(times[large][n])) for n in range(len(self._chain))]
         sample = [
