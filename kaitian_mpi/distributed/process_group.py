@@ -76,7 +76,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._arrivals = ArrivalTracker(comms.world, store, options.timeout)
         has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])
         streams = SideStreams(world.device if has_library else None)
-        self._worker = Worker(f"kaitian-{self._name}", streams)
+        self._worker = Worker(f"kaitian-{self._name}", streams, self._arrivals.begins)
         self._libraries: list[VendorLibrary] = []
         if has_library:
             from kaitian_mpi.distributed.collectives.vendor import VendorLibrary

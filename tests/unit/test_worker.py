@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from kaitian_mpi.distributed.collectives.arrivals import describe_timeout
 from kaitian_mpi.distributed.collectives.staging import SideStreams
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
@@ -114,3 +115,23 @@ def test_recorded_losses_do_not_fail_a_future(queue):
     assert isinstance(queue.worker.broken, RankLostError)
     with pytest.raises(RankLostError):
         unwatched.wait()
+
+
+def test_a_timeout_names_the_late_ranks_or_who_is_in_which_collective():
+    together = {"0": b"3 all_reduce", "2": b"3 barrier", "1": b"3 all_reduce"}
+    different = (
+        "timed out after 5 s: the ranks called different collectives (all_reduce on ranks 0, 1, "
+        "barrier on rank 2); call the same ones in the same order on every rank"
+    )
+    assert describe_timeout(5, 3, together, 3) == different
+    for arrived in (together | {"2": b"2 barrier"}, {"0": b"3 all_reduce", "1": b"3 all_reduce"}):
+        assert "{operation} #3: waiting for rank 2 of 3" in describe_timeout(5, 3, arrived, 3)
+
+
+def test_each_collective_is_announced_by_its_name():
+    begun = []
+    worker = Worker("test", SideStreams(), begun.append)
+    for in_background in (False, True):
+        worker.run("all_reduce", lambda: None, [], in_background).wait()
+    worker.close()
+    assert begun == ["all_reduce", "all_reduce"]

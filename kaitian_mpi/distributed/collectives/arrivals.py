@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kaitian_mpi.errors import OPERATION_PLACEHOLDER, CollectiveError, RankLostError, format_ranks
 from kaitian_mpi.mpi import pairwise
 from kaitian_mpi.observe.timeline.recorder import part
+from kaitian_mpi.preflight.verdict import by_value, differ
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
@@ -45,8 +46,12 @@ class ArrivalTracker:
         """Track the ranks of `comm`, by the group's own `store`."""
         self._comm, self._store = comm, store
         self.set_timeout(timeout)
-        self._calls = 0
+        self._calls, self._operation = 0, "a collective"
         self._arrived_at = self._met_at = time.monotonic()
+
+    def begins(self, operation: str) -> None:
+        """Take the name of the operation that calls this next, for other ranks' errors."""
+        self._operation = operation
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives; must be the same on every rank."""
@@ -108,7 +113,7 @@ class ArrivalTracker:
         return [rank for rank in range(self._comm.size) if str(rank) in ended]
 
     def _wait_recorded(self, request: MPI.Request) -> None:
-        self._store.set(f"arrived/{self._comm.rank}", str(self._calls))
+        self._store.set(f"arrived/{self._comm.rank}", f"{self._calls} {self._operation}")
         deadline = time.monotonic() + self._timeout_sec - self._record_after_sec
 
         def is_over() -> bool:
@@ -125,9 +130,7 @@ class ArrivalTracker:
         if self._settle(_FAILED) == _PASSED and wait_request(request, self._timeout_sec):
             return
         arrived = self._store.items("arrived/")
-        size = self._comm.size
-        missing = [rank for rank in range(size) if int(arrived.get(str(rank), -1)) < self._calls]
-        text = _timed_out(self._timeout_sec, OPERATION_PLACEHOLDER, self._calls, missing, size)
+        text = describe_timeout(self._timeout_sec, self._calls, arrived, self._comm.size)
         self._store.set(f"{_ENDED}{_FAILURE}", text)
         raise CollectiveError(text)
 
@@ -233,6 +236,19 @@ class LibraryWatch:
         if not late:
             return None
         return CollectiveError(_timed_out(self._timeout_sec, name, calls, late, self._comm.size))
+
+
+def describe_timeout(sec: float, calls: int, arrived: Mapping[str, bytes], size: int) -> str:
+    """Return why a group's collective of this number timed out, by the ranks' records of theirs."""
+    records = {int(rank): record.decode().partition(" ") for rank, record in arrived.items()}
+    missing = [rank for rank in range(size) if rank not in records or int(records[rank][0]) < calls]
+    names = {rank: name for rank, (_, _, name) in sorted(records.items())}
+    if not missing and differ(names):
+        return (
+            f"timed out after {sec:g} s: the ranks called different collectives "
+            f"({by_value(names)}); call the same ones in the same order on every rank"
+        )
+    return _timed_out(sec, OPERATION_PLACEHOLDER, calls, missing, size)
 
 
 def _limits(timeout: timedelta) -> tuple[float, float]:

@@ -38,8 +38,14 @@ class Worker:
     well. An error in the worker's thread is raised where the collective is waited for.
     """
 
-    def __init__(self, name: str, streams: SideStreams) -> None:
-        """Start no thread yet; on an accelerator it works on `streams`."""
+    def __init__(
+        self, name: str, streams: SideStreams, begins: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Start no thread yet; on an accelerator it works on `streams`.
+
+        `begins` is called with the name of each collective, in the thread that executes it.
+        """
+        self._begins = begins
         self.broken: CollectiveError | None = None
         """Why no more tasks can be executed; None if they can."""
         self.records_losses = False
@@ -187,6 +193,7 @@ class Worker:
         if self.broken is not None:
             raise _broken_error(name, self.broken)
         try:
+            self._begins(name)
             with writing(result):
                 call()
             if self.broken is not None:  # meanwhile: what a library has left is no result
