@@ -169,7 +169,7 @@ def main(prefix: str, rank: str, launcher: str, *names: str) -> None:
         time.sleep(_ALL_END_SEC)
         if local_rank not in siblings.missing(time.monotonic()):
             return  # the shell, say, that has started it goes on
-    time.sleep(local_rank / 4)  # then one rank of a host ends the job
+    time.sleep(min(local_rank, 10))  # then one rank of a host ends the job
     end_job(daemon, started, f"{prefix} {fault}; ending the job")
     time.sleep(_KILLED_SEC)
     if os.getppid() == int(rank):
