@@ -184,7 +184,9 @@ def _replicate(job: LayoutJob) -> Prediction:
 def _shard(job: LayoutJob) -> Prediction:
     whole = job.whole
     for need in job.needs:
-        fixed = job.base + whole.weight_bytes + whole.cast_bytes - need.freed + need.buffers
+        fixed = job.base + whole.weight_bytes - need.freed + need.buffers
+        if not need.freed:  # else a parameter's cast is kept no longer than itself
+            fixed = fixed + whole.cast_bytes
         free = job.memory - fixed
         # Activations and the optimizer's own memory are not needed at once.
         of_owned = job.stepping(np.ones(len(free))) / max(need.owned, 1)

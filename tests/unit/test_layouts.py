@@ -80,6 +80,20 @@ def test_an_optimizer_that_steps_all_at_once_takes_more_memory(memory, expected)
     assert found[1].bytes_by_rank == ((150 + 50 + 100 + 50) * MB,) * 2
 
 
+def test_copies_of_weights_for_autocast_take_memory_where_these_are_whole():
+    job = a_job([600 * MB] * 2)
+    cast = replace(job, whole=replace(job.whole, cast_bytes=50 * MB))
+    before, after = (
+        [found.bytes_by_rank[0] for found in predict_layouts(each)[:2]] for each in (job, cast)
+    )
+    assert [b - a for a, b in zip(before, after, strict=True)] == [50 * MB, 50 * MB]
+    # In parts, a parameter's copy is not kept.
+    assert (
+        predict_layouts(replace(cast, needs=cast.needs[1:]))[1]
+        == (predict_layouts(replace(job, needs=job.needs[1:]))[1])
+    )
+
+
 def test_parameters_are_in_parts_where_they_do_not_fit_whole():
     whole, parted = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
     assert whole.step_sec
