@@ -43,6 +43,7 @@ from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.distributed import shards as shard_sums
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.runtime.ulfm import is_revoked
 from kaitian_mpi.train import shards
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.measure import room
@@ -534,6 +535,8 @@ def run_case(case: Case, world: Any, folder: Path, shows: bool = False) -> str:
         with redirect_stdout(StringIO()):
             result = train(case, world, folder)
     except UserError as error:
+        if is_revoked(world.comm):  # no other case can follow
+            raise
         result = Result(refusal=str(error), trace=traceback.format_exc())
     refusals = gather_values(world.comm, result.refusal)
     if any(refusals):

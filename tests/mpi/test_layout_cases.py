@@ -1,0 +1,19 @@
+"""Some random trainings in every layout; `layout_cases.py` says how to run others."""
+
+import pytest
+from layout_cases import make_case, run_in_folder
+
+SEEDS = 0, 2, 5, 7, 9, 14, 18, 19, 23, 24, 28, 29
+OPEN_PIPELINE = 4
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_training_is_that_of_one_process(world, seed):
+    assert run_in_folder(make_case(seed), world) == "right"
+
+
+@pytest.mark.sizes(3)
+def test_an_open_loop_is_refused_in_stages(world):
+    verdict = run_in_folder(make_case(OPEN_PIPELINE), world)
+    assert verdict.startswith("refused: --layout pipeline and auto require Task(loss=...)")
