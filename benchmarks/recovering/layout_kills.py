@@ -96,6 +96,9 @@ def _try(
     ):
         first = job.wait_for(lambda line: True, _LIMIT_SEC)
         pid = job.pid_of(rank)
+        if number == signal.SIGSTOP:  # before the first step, the limit is much longer
+            job.wait_for(lambda line: line.step == 1, _LIMIT_SEC)
+            lasts /= 4
         time.sleep(choice.uniform(0, lasts))
         if any(line.step == _STEPS for line in job.lines) or job.wait(0) is not None:
             return None
