@@ -103,7 +103,8 @@ def _compare(
         counts = {rule: _count_by_row(labels[rule.labels], rule) for rule in counts}
         fitting = _fitting_parts((unlike_whole, unlike_first, second), counts, parts, rounding)
         rules = [rule for rule in rules if rule in fitting] or rules
-    if TOKENS in rules and SHIFTED_TOKENS in rules:  # the rows have as many labels each
+    is_told = TOKENS in counts and bool((kwargs["labels"] != changed["labels"]).any())
+    if is_told and TOKENS in rules and SHIFTED_TOKENS in rules:  # as many labels in each row
         rules.remove(SHIFTED_TOKENS if other_first[0] != whole else TOKENS)
     return rules
 

@@ -8,7 +8,7 @@ from kaitian_mpi.integrations.adaptive import install
 pytestmark = pytest.mark.sizes(3)
 
 
-@pytest.mark.parametrize("seed", [*range(30), 1182])
+@pytest.mark.parametrize("seed", [*range(30), 1182, 70015])
 def test_a_random_loop_trains_as_one_process(world, seed):
     adaptive = install(world)
     try:
