@@ -62,6 +62,7 @@ class OrderedFuture(torch.futures.Future):
             except Exception as error:
                 result.fail(error)
             else:
+                _block_for_streams(self._tensors)  # which the callback may have given work
                 result.set_result(value)
 
         self._queue.call_back(call, self._tensors)
@@ -105,6 +106,13 @@ class Failure:
         raise self.error
 
 
+def _block_for_streams(tensors: list[torch.Tensor]) -> None:
+    """Wait for this thread's streams of the tensors' devices, unless a future does."""
+    for end in ends_of_streams(tensors):
+        if not end.is_handled_by_futures:
+            end.synchronize()
+
+
 def _raise(value: Any) -> None:
     if isinstance(value, Failure):
         raise value.error
@@ -139,9 +147,7 @@ class Finished(Work):
         """Return at once."""
 
     def get_future(self) -> torch.futures.Future:
-        for end in ends_of_streams(self._result):
-            if not end.is_handled_by_futures:
-                end.synchronize()
+        _block_for_streams(self._result)
         future: torch.futures.Future = torch.futures.Future(devices=ordered_devices(self._result))
         future.set_result(self._result)
         return future
