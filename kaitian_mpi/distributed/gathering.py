@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
+from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
 
@@ -155,12 +156,19 @@ class Gathering:
         values = self._model.room_for(number)
         group: Any = self._group or dist.group.WORLD
         rank, pieces = group.rank(), [values[:0].view(-1)] * group.size()
+        owners: list[int] = []
         for owner, parts in itertools.groupby(self._of[number], lambda part: part.owner):
             own = [*parts]
             if owner == rank:
                 for part in own:
                     values[part.begin : part.end] = self._targets[part]
             pieces[owner] = values[own[0].begin : own[-1].end].view(-1)
+            owners.append(owner)
+        are_equal = len({piece.numel() for piece in pieces}) == 1 and owners == sorted(owners)
         with self._waits(_WHAT):
-            dist.all_gather(pieces, pieces[rank], group=self._group)
+            if are_equal and getattr(group, "uses_library", False):
+                # In place: of a list, a library makes a copy of all first.
+                all_gather_into(values.view(-1), pieces[rank], group=self._group)
+            else:
+                dist.all_gather(pieces, pieces[rank], group=self._group)
         return values

@@ -142,11 +142,16 @@ class Mailbox:
         arrivals: ArrivalTracker,
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
+        select_device: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread; after `on_failure` is called, the group cannot be used."""
+        """Start the thread; after `on_failure` is called, the group cannot be used.
+
+        `select_device` is called in the thread: see `Worker`.
+        """
         self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
         # Apart, so that what arrives does not wait for the computation of what is sent.
         self._streams, self._outgoing = staging.SideStreams(), staging.SideStreams()
+        self._select_device = select_device
         self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []
@@ -213,6 +218,7 @@ class Mailbox:
 
     def _poll_or_abort(self) -> None:
         try:
+            self._select_device()
             self._poll()
         except BaseException:  # without this thread, other ranks would wait for its messages
             abort_with_traceback("messages failed:\n")

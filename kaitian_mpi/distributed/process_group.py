@@ -76,7 +76,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._arrivals = ArrivalTracker(comms.world, store, options.timeout)
         has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])
         streams = SideStreams(world.device if has_library else None)
-        self._worker = Worker(f"kaitian-{self._name}", streams, self._arrivals.begins)
+        self._select_device = partial(world.device_kind.select, world.device_index)
+        own = streams, self._arrivals.begins, self._select_device
+        self._worker = Worker(f"kaitian-{self._name}", *own)
         self._libraries: list[VendorLibrary] = []
         if has_library:
             from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
@@ -163,7 +165,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
                 thread = f"kaitian-messages-{self._name}"
                 self._mailbox = Mailbox(
                     *(self.comms.messages, thread, self._arrivals, self._timeout),
-                    self._worker.fail,
+                    *(self._worker.fail, self._select_device),
                 )
             return self._mailbox
 
@@ -179,6 +181,11 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             library.set_timeout(timeout)
         if self._mailbox is not None:
             self._mailbox.set_timeout(timeout)
+
+    @property
+    def uses_library(self) -> bool:
+        """Whether a vendor's library connects all ranks, and so carries out most collectives."""
+        return self.has_one_group and bool(self._libraries)
 
     @property
     def is_broken(self) -> bool:

@@ -1,4 +1,9 @@
-"""Buckets of gradients or values in the order of their owners, with parts of unlike lengths."""
+"""Buckets of gradients or values in the order of their owners, with parts of unlike lengths.
+
+A vendor's library exchanges parts of one length in place. Of unlike ones it makes a broadcast or a
+reduction for each rank, and of a list of tensors another copy (NCCL: `ProcessGroupNCCL::allgather`,
+`newLikeFlat`); so parts of nearly one length are padded, where a bucket has a buffer anyway.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
+from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into, reduce_scatter_from
 from kaitian_mpi.distributed.gradients import check_dense
+
+MOST_PADDED = 1.125
+"""Up to how many times its elements a bucket's buffer has with padding."""
 
 
 class Spares:
@@ -54,10 +64,12 @@ class ShardBucket:
         size: int,
         rank: int,
         is_parted: bool = False,
+        pads: bool = False,
     ) -> None:
         """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part.
 
-        If `is_parted`, only the owners have the parameters' values, which are contiguous.
+        If `is_parted`, only the owners have the parameters' values, which are contiguous. If
+        `pads`, which is for a vendor's library, parts of nearly one length are padded.
         """
         self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
         self.parameters = [*parameters.values()]
@@ -67,9 +79,6 @@ class ShardBucket:
         rows = [torch.empty_like(_rows(*pair), device="meta") for pair in pairs]
         rows = [each.contiguous() if is_parted else each for each in rows]
         sizes = [each.numel() for each in rows]
-        self._starts = [0, *itertools.accumulate(sizes)]
-        layouts = zip(rows, self._starts, strict=False)
-        self._layouts = [(each.shape, each.stride(), start) for each, start in layouts]
         self.counts, self.rank = [0] * size, rank
         self.mirrors, self.mirrored = [0] * size, [0] * size
         """Elements of this rank's parts by mirror, and of those that it mirrors by owner."""
@@ -79,7 +88,23 @@ class ShardBucket:
                 self.mirrors[part.mirror] += count
             elif part.mirror == rank:
                 self.mirrored[part.owner] += count
-        self.own = self._like.new_empty(self.counts[rank])
+        only = self._parameters[0]
+        self.is_whole = len(parameters) == 1 and (is_parted or only.is_contiguous())
+        """Whether a gradient or a parameter has the memory of the bucket."""
+        most = max(self.counts)
+        are_equal = size * most == sum(sizes)
+        are_near = not self.is_whole and size * most <= MOST_PADDED * sum(sizes)
+        self._lengths = [most] * size if pads and (are_equal or are_near) else self.counts
+        """Elements of the ranks' parts in a buffer, with padding."""
+        self._is_even = len({*self._lengths}) == 1 and pads
+        self._layouts = []
+        ends = dict(enumerate(itertools.accumulate([0, *self._lengths])))
+        for part, layout in zip(self.parts, rows, strict=True):
+            self._layouts.append((layout.shape, layout.stride(), ends[part.owner]))
+            ends[part.owner] += layout.numel()
+        self.padded = self._like.new_empty(self._lengths[rank])
+        """Has `own`, and the padding."""
+        self.own = self.padded[: self.counts[rank]]
         """The sum of this rank's parts; flat."""
         self.copy = self._like.new_empty(sum(self.mirrored))
         """The sums of the parts that it mirrors; flat."""
@@ -92,9 +117,6 @@ class ShardBucket:
                     shape, stride = layout.shape, layout.stride()
                     self.gradients[part] = buffer.as_strided(shape, stride, start)
                     start += layout.numel()
-        only = self._parameters[0]
-        self.is_whole = len(parameters) == 1 and (is_parted or only.is_contiguous())
-        """Whether a gradient or a parameter has the memory of the bucket."""
         self.is_parted = is_parted
 
     def _placed(self, buffer: torch.Tensor) -> Any:
@@ -106,7 +128,7 @@ class ShardBucket:
 
     @property
     def length(self) -> int:
-        return self._starts[-1]
+        return sum(self._lengths)
 
     @torch.no_grad()
     def fill(self, weight: float | None, spares: Spares) -> torch.Tensor:
@@ -121,11 +143,17 @@ class ShardBucket:
         buffer = spares.take(self._like, self.length)
         if not weight:
             return buffer.zero_()
+        views: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
         for (part, _, view), gradient in zip(self._placed(buffer), gradients, strict=True):
             if gradient is None:
                 view.zero_()
             else:
-                torch.mul(_rows(gradient, part), weight, out=view)
+                views.append(view)
+                rows.append(_rows(gradient, part))
+        if rows:
+            torch._foreach_copy_(views, rows)
+            buffer.mul_(weight)
         return buffer
 
     @torch.no_grad()
@@ -136,9 +164,10 @@ class ShardBucket:
             parameter.data = parameter.data.contiguous()  # a script may have set another layout
             return parameter.detach().view(-1)
         buffer = spares.take(self._like, self.length)
-        for part, parameter, view in self._placed(buffer):
-            if part.owner == self.rank:
-                view.copy_(_rows(parameter, part))
+        places = [place for place in self._placed(buffer) if place[0].owner == self.rank]
+        if places:
+            rows = [_rows(parameter, part) for part, parameter, _ in places]
+            torch._foreach_copy_([view for _, _, view in places], rows)
         return buffer
 
     @torch.no_grad()
@@ -146,9 +175,10 @@ class ShardBucket:
         """Set the other ranks' parts of the parameters."""
         if self.is_whole:
             return
-        for part, parameter, view in self._placed(buffer):
-            if part.owner != self.rank:
-                _rows(parameter, part).copy_(view)
+        places = [place for place in self._placed(buffer) if place[0].owner != self.rank]
+        if places:
+            rows = [_rows(parameter, part) for part, parameter, _ in places]
+            torch._foreach_copy_(rows, [view for _, _, view in places])
 
     def settle(self, late: type[nn.Parameter]) -> None:
         """Make parameters of this class plain ones again."""
@@ -156,9 +186,21 @@ class ShardBucket:
             if type(parameter) is late:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
-    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the owners' parts of a buffer, by rank."""
-        return list(buffer.split(self.counts))
+    def start_gather(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+        """Start to give every rank the owners' parts of a buffer; return the work. Collective."""
+        pieces = list(buffer.split(self._lengths))
+        if self._is_even:
+            return all_gather_into(buffer, pieces[self.rank], group=group, async_op=True)
+        return dist.all_gather(pieces, pieces[self.rank], group=group, async_op=True)
+
+    def start_sum(
+        self, arriving: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> Any:
+        """Start to sum this rank's parts of all buffers into a tensor like `padded`. Collective."""
+        if self._is_even:
+            return reduce_scatter_from(arriving, buffer, group=group, async_op=True)
+        pieces = list(buffer.split(self._lengths))
+        return dist.reduce_scatter(arriving, pieces, group=group, async_op=True)
 
     @property
     def has_mirrors(self) -> bool:

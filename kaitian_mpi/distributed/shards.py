@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host, values_of
@@ -29,6 +30,7 @@ from kaitian_mpi.errors import CollectiveError, UnsupportedError
 
 # Buckets that are summed at once; backward waits for more, so that memory is bounded.
 _IN_FLIGHT = 2
+_NOT_ARRIVED = "the owners' values have not arrived"
 
 Targets = Mapping[Part, nn.Parameter]
 
@@ -96,6 +98,9 @@ class ShardReducer(GradientReducer):
         self._missing = 0  # buckets of which the owners' new values are not here
         self._own_numbers: list[tuple[torch.Tensor, float]] = []
         self._sum = torch.zeros(())
+        self._are_confirmed = True  # that what has arrived was not left by a library's abort
+        self._stepped: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it mirrors, and a copy
+        self._has_library = bool(getattr(group or dist.group.WORLD, "uses_library", False))
         self._is_finite = True
         self._failure: Exception | None = None
         # A parameter of another class keeps it.
@@ -133,8 +138,12 @@ class ShardReducer(GradientReducer):
 
     @property
     def has_values(self) -> bool:
-        """Whether all of the owners' values are here, besides those of parameters in parts."""
-        return not self._missing
+        """Whether all of the owners' values are here, besides those of parameters in parts.
+
+        A library's work counts as done before the device has the values: if a rank is lost then,
+        the others have what the abort has left. So they count when the device has come further.
+        """
+        return not self._missing and self._are_confirmed
 
     def arm(
         self,
@@ -179,6 +188,8 @@ class ShardReducer(GradientReducer):
 
     def check_values(self) -> None:
         self._arrive(0)
+        if not self._are_confirmed:
+            self._confirm(waits=True)
         if self._failure is not None:
             raise self._failure
 
@@ -189,15 +200,15 @@ class ShardReducer(GradientReducer):
         is raised by `check_values`: the step is done.
         """
         self._missing = sum(not bucket.is_parted for bucket in self._buckets)
+        self._are_confirmed = False
+        self._keep_mirrored()
         is_late = self._overlaps and not (is_compiling() or self._has_views())
         most = len(self._buckets) if is_late else _IN_FLIGHT - 1
         for bucket in reversed(self._buckets):
             if bucket.is_parted:
                 continue
             buffer = bucket.values(self._spares)
-            pieces = bucket.split(buffer)
-            own = pieces[bucket.rank]
-            work = dist.all_gather(pieces, own, group=self._group, async_op=True)
+            work = bucket.start_gather(buffer, self._group)
             if is_late:
                 for parameter in bucket.parameters:
                     parameter.__class__ = self._late
@@ -205,6 +216,35 @@ class ShardReducer(GradientReducer):
             self._arrive(most)
         if not is_late:
             self._arrive(0)
+
+    def restore_mirrored(self) -> None:
+        """Set mirrored parts to what this rank has stepped, after a loss. Not collective."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for target, stepped in self._stepped:
+                target.detach().copy_(stepped)
+        self._stepped.clear()
+
+    def _keep_mirrored(self) -> None:
+        """Keep a copy of what this rank mirrors, over which its owner's values come.
+
+        If the owner is lost while a library brings them, there is no other copy of this part.
+        """
+        rank: int = (self._group or dist.group.WORLD).rank()  # type: ignore[union-attr]
+        self._stepped = [
+            (target, target.detach().clone())
+            for part, target in self._targets.items()
+            if part.mirror == rank and self._has_library and not self._is_in_parts(part.parameter)
+        ]
+
+    def _confirm(self, waits: bool) -> None:
+        """Note that the device has reached what comes after the values; it may have to wait."""
+        if waits:
+            device_of(self._parameters[0].device).mark().wait()
+        self._are_confirmed = not getattr(self._group or dist.group.WORLD, "is_broken", False)
+        if self._are_confirmed:
+            self._stepped.clear()
+        else:
+            self._failure = self._failure or CollectiveError(_NOT_ARRIVED)
 
     def arrive(self, parameters: Sequence[nn.Parameter], function: Any = None) -> None:
         """Wait for the values of what a function uses, at any time. Not collective."""
@@ -264,7 +304,7 @@ class ShardReducer(GradientReducer):
                 try:
                     work.wait()
                     if getattr(self._group or dist.group.WORLD, "is_broken", False):
-                        raise CollectiveError("the owners' values have not arrived")
+                        raise CollectiveError(_NOT_ARRIVED)
                     bucket.take(buffer)
                     self._missing -= 1
                 except Exception as error:
@@ -290,7 +330,9 @@ class ShardReducer(GradientReducer):
         return found
 
     def _is_parted(self, index: int) -> bool:
-        number = self._numbers[self._parameters[index]]
+        return self._is_in_parts(self._numbers[self._parameters[index]])
+
+    def _is_in_parts(self, number: int) -> bool:
         return self.gathering is not None and number in self.gathering.numbers
 
     def _build(self) -> None:
@@ -301,7 +343,7 @@ class ShardReducer(GradientReducer):
             numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
             parts = [part for number in numbers for part in self._of[number]]
             ranks, is_parted = (group.size(), group.rank()), self._is_parted(indices[0])
-            self._buckets.append(ShardBucket(numbers, parts, *ranks, is_parted))
+            self._buckets.append(ShardBucket(numbers, parts, *ranks, is_parted, self._has_library))
         self._spares.prepare(self._buckets)
         self._used: list[float] = []
         self._carrier = None
@@ -330,9 +372,8 @@ class ShardReducer(GradientReducer):
                 self._used[index] += self._parameters[index].grad is not None
         buffer = bucket.fill(self._weight, self._spares)
         adds = self._round > 0
-        arriving = torch.empty_like(bucket.own) if adds else bucket.own
-        pieces = bucket.split(buffer)
-        work = dist.reduce_scatter(arriving, pieces, group=self._group, async_op=True)
+        arriving = torch.empty_like(bucket.padded) if adds else bucket.padded
+        work = bucket.start_sum(arriving, buffer, self._group)
         is_last = self._round + 1 == self.rounds
         self._flights.append((bucket, work, arriving, adds, is_last, buffer))
 
@@ -345,7 +386,7 @@ class ShardReducer(GradientReducer):
                 bucket, work, arriving, adds, is_last, buffer = self._flights.popleft()
                 work.wait()
                 if adds:
-                    bucket.own.add_(arriving)
+                    bucket.padded.add_(arriving)
                 if is_last and bucket.has_mirrors:
                     self._mirror(bucket)
                 self._release(bucket, buffer)
@@ -375,6 +416,8 @@ class ShardReducer(GradientReducer):
     def _settle(self) -> None:
         """Exchange what all ranks must know, and give the owned gradients to the optimizers."""
         is_finite, squared_norm = judge([bucket.own for bucket in self._buckets])
+        # The host has waited for the gradients, if there are any.
+        self._confirm(waits=all(bucket.own.numel() == 0 for bucket in self._buckets))
         values = values_of([number for number, _ in self._own_numbers])
         weights = [weight for _, weight in self._own_numbers]
         own_number = sum(map(operator.mul, values, weights), 0.0)

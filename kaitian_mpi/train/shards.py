@@ -275,6 +275,8 @@ class Shards:
         """
         if all(gather_values(comm, self._reducer is not None and self._reducer.has_values)):
             return
+        if self._reducer is not None:
+            self._reducer.restore_mirrored()
         sources = _sources(comm, map(_key, self.targets))
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for number in sorted(sources.keys() - self.owned):

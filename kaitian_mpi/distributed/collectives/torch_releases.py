@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Work
+
+# The names that torch has had since 2.13, and the earlier ones.
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_from: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def _call_coalesced(

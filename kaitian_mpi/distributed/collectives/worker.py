@@ -39,18 +39,27 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, streams: SideStreams, begins: Callable[[str], object] = lambda _: None
+        self,
+        name: str,
+        streams: SideStreams,
+        begins: Callable[[str], object] = lambda _: None,
+        select_device: Callable[[], None] = lambda: None,
     ) -> None:
         """Start no thread yet; on an accelerator it works on `streams`.
 
-        `begins` is called with the name of each collective, in the thread that executes it.
+        Args:
+            name: of the thread.
+            streams: on which it works.
+            begins: called with the name of each collective, in the thread that executes it.
+            select_device: called in the worker's thread. A new thread's current device is the first
+                one, where leaving a stream of another would make a context, of about 0.5 GB.
         """
         self._begins = begins
         self.broken: CollectiveError | None = None
         """Why no more tasks can be executed; None if they can."""
         self.records_losses = False
         """Whether the caller checks `broken` before using a future's value."""
-        self._name, self._streams = name, streams
+        self._name, self._streams, self._select_device = name, streams, select_device
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._turn, self._count_lock = threading.Lock(), threading.Lock()
         self._waiting = 0
@@ -174,6 +183,7 @@ class Worker:
     def _loop(self) -> None:
         self._thread_id = threading.get_ident()
         try:
+            self._select_device()
             while not self._is_closing or not self._tasks.empty():
                 task = self._tasks.get()
                 with self._turn:
