@@ -2,7 +2,7 @@
 
     mpirun -np 2 python benchmarks/relay.py
 
-Two ranks have a fake accelerator each, of different kinds (tests/vendor/fake_device.py): its copies
+Two ranks have a fake accelerator each, of different kinds (tests/vendor/fake_device): its copies
 take the time that a bus of the given bandwidth would need, in each direction. By default that
 bandwidth is the one at which MPI exchanges chunks, so that all stages take equally long and overlap
 gains most. A copy engine needs no processor, so no data are moved while it is timed, unless with
@@ -58,7 +58,7 @@ class Stages:
         module = torch.get_device_module(world.device)
         self._copies = StreamCopies(module, world.device)
         self._half_duplex = HalfDuplexCopies(module, world.device)
-        self._slots = Slots(pins=False)
+        self._slots = Slots(pins=True)
         self._slots.provide(len(self.chunks), max(chunk.nbytes for chunk in self.chunks))
 
     def rows(self) -> dict[str, Callable[[], None]]:

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ os.umask(0o022)
 HAS_LINUX = sys.platform == "linux" and hasattr(os, "pidfd_open")  # see tests/without_linux
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    marker = "emulated_device: needs the accelerator of tests/vendor, which a C++ compiler builds"
+    config.addinivalue_line("markers", marker)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("linux"):
         if not HAS_LINUX:
@@ -38,6 +44,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         registration = importlib.import_module("torch.utils.backend_registration")
         if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
             pytest.skip("this torch cannot have a device type in Python")
+    if item.get_closest_marker("emulated_device"):
+        is_required = os.environ.get("KAITIAN_TEST_COMPILER") == "required"
+        if not (is_required or shutil.which(os.environ.get("CXX", "g++"))):
+            pytest.skip("the emulated device needs a C++ compiler, such as g++")
 
 
 def pytest_collection_finish() -> None:

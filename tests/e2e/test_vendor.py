@@ -9,7 +9,7 @@ from jobs import Job, summary_of
 OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
 
 
-pytestmark = pytest.mark.device_in_python
+pytestmark = pytest.mark.emulated_device
 
 
 def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_path):

@@ -11,7 +11,6 @@ from typing import Any
 
 import fake_device
 import fake_library
-import psutil
 import torch
 from contracts import chosen_name
 
@@ -40,6 +39,7 @@ class VendorDevice(Accelerator):
     kind = "vendor"
     torch_type = fake_device.TYPE
     vendor_backend = fake_library.NAME
+    pins_memory = True
 
     def vendor_supports(self, dtype: torch.dtype, reduction: str | None) -> bool:
         return _kind_with_this_library().vendor_supports(dtype, reduction)
@@ -59,15 +59,6 @@ class VendorDevice(Accelerator):
 
     def physical_id(self, index: int) -> str:
         return "shared" if index == SHARED else f"{os.getpid()}/{index}"
-
-    def torch_device(self, index: int) -> torch.device:
-        return super().torch_device(0)
-
-    def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        return self.memory_bytes(index)
-
-    def memory_peak_bytes(self, index: int) -> int:
-        return psutil.Process().memory_info().rss
 
 
 class OtherVendorDevice(VendorDevice):

@@ -25,9 +25,11 @@ import fake_device
 import torch
 import torch.distributed as dist
 from contracts import CONTRACTS, Contract, chosen_name
-from fake_device import DeviceTensor, Event, Stream, current_stream
+from fake_device import Event, Stream, current_stream
+from fake_device.operations import keep_memory, view_of
 from mpi4py import MPI
 from torch._C._distributed_c10d import Work
+from torch.utils._pytree import tree_map
 
 from kaitian_mpi.mpi.world import current_world
 from kaitian_mpi.runtime.abort import write_labeled
@@ -51,6 +53,8 @@ calls: list[str] = []
 communicators: weakref.WeakSet[Library] = weakref.WeakSet()
 """Those that have not been freed."""
 
+bytes_per_sec = float("inf")
+
 _numbers = itertools.count()
 _abandoned: list = []  # what MPI may still write, of kernels that were aborted
 
@@ -61,7 +65,7 @@ class Library:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._contract = CONTRACTS[chosen_name()]
         self._rank, self._size = rank, size
-        self._stream = Stream()
+        self._stream: Stream | None = None
         self._last: Event | None = None
         self._aborted = threading.Event()
         self._shelf: list[LibraryWork] = []
@@ -93,7 +97,10 @@ class Library:
     def allgather(self, outputs, inputs, opts):
         ((pieces,), (tensor,)) = outputs, inputs
         sent = [tensor] * self._size
-        return self._start(opts, "allgather", inputs, pieces, self._swap, sent, pieces)
+        scratch = _flattened(pieces)
+        return self._start(
+            opts, "allgather", inputs, pieces, self._swap, sent, pieces, scratch=scratch
+        )
 
     def all_gather_single_coalesced(self, outputs, inputs, opts):
         return self._start_each(opts, "all_gather_single", outputs, inputs, self._gather_all_into)
@@ -119,7 +126,10 @@ class Library:
     def reduce_scatter(self, outputs, inputs, opts):
         ((output,), (pieces,)) = outputs, inputs
         work = functools.partial(self._reduce_scatter, self._reducer(output, opts))
-        return self._start(opts, "reduce_scatter", pieces, outputs, work, output, pieces)
+        scratch = _flattened(pieces)
+        return self._start(
+            opts, "reduce_scatter", pieces, outputs, work, output, pieces, scratch=scratch
+        )
 
     def alltoall(self, outputs, inputs, opts):
         return self._start(opts, "alltoall", inputs, outputs, self._swap, inputs, outputs)
@@ -267,10 +277,10 @@ class Library:
 
         return self._start(opts, name, inputs, outputs, all_of_them, *outputs, *inputs)
 
-    def _start(self, opts, name, read, written, work, *arguments):
+    def _start(self, opts, name, read, written, work, *arguments, scratch=()):
         tensors = [*read, *written]
         for tensor in tensors:
-            if not isinstance(tensor, DeviceTensor):
+            if tensor.device.type != fake_device.TYPE:
                 raise RuntimeError(f"No backend type associated with device type {tensor.device}")
             if tensor.dtype not in self._contract.moved:
                 raise TypeError(f"Input tensor data type is not supported: {tensor.dtype}")
@@ -285,17 +295,19 @@ class Library:
         header = f"{name} {tensors[0].dtype} {tensors[0].numel() if is_of_one_size else ''}"
         if self._aborted.is_set():
             raise dist.DistBackendError("the communicator was aborted")
-        whole = (arguments, list(read), list(written))
-        raw, sources, outputs = fake_device.tree_map(fake_device._content, whole)
-        used = {tensor.untyped_storage().data_ptr() for tensor in sources}
-        unread = [each for each in outputs if each.untyped_storage().data_ptr() not in used]
+        raw, sources, outputs = tree_map(view_of, (arguments, list(read), list(written)))
+        used = {tensor.untyped_storage().data_ptr() for tensor in read}
+        unread = [view_of(t) for t in written if t.untyped_storage().data_ptr() not in used]
         is_on_own_stream = opts.asyncOp or self._contract.returns_work_always
-        stream = self._stream if is_on_own_stream else current_stream()
+        current = current_stream(tensors[0].device if tensors else None)
+        if self._stream is None:
+            self._stream = Stream(current.device)
+        stream = self._stream if is_on_own_stream else current
         if is_on_own_stream:
-            stream.wait_event(Event(current_stream()))
+            stream.wait_event(Event(current))
             if not self._contract.works_keep_tensors:
-                for tensor in tensors:
-                    tensor.memory.recorded.append(stream)  # as the allocator is told in C++
+                for tensor in [*tensors, *scratch]:
+                    keep_memory(tensor, stream)  # as the allocator is told in C++
 
         if self._last is not None:  # a communicator's kernels follow each other, on any streams
             stream.wait_event(self._last)
@@ -305,8 +317,16 @@ class Library:
             try:
                 self._check_alike(header)
                 work(*raw)
+                time.sleep(sum(each.nbytes for each in outputs) / bytes_per_sec)
             except AbortedError:
+                # A gather in place writes no rank's own part (NCCL's "In-place Operations"), nor do
+                # the broadcasts that pieces of unlike sizes become; a copy of all pieces does.
+                is_in_place = name == "all_gather_single" or (name == "allgather" and not scratch)
+                inputs = sources if is_in_place else []
+                kept = [each.clone() for each in inputs]
                 _spoil(outputs)
+                for tensor, content in zip(inputs, kept, strict=True):
+                    tensor.copy_(content)
 
         stream.give(run)
         self._last = Event(stream, blocking=True)
@@ -315,7 +335,7 @@ class Library:
             return None
         started = LibraryWork(self._last, list(written), self._contract)
         if self._contract.works_keep_tensors:
-            started.kept = tensors
+            started.kept = [*tensors, *scratch]
             self._shelf = [each for each in self._shelf if not each.is_completed()] + [started]
         return started
 
@@ -411,6 +431,22 @@ def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Libra
 def register() -> None:
     """Register the library as a torch backend."""
     dist.Backend.register_backend(NAME, create, devices=[fake_device.TYPE])
+
+
+def set_bandwidth(rate: float = float("inf")) -> None:
+    """Set how many bytes a second a kernel writes; calls return before, as they do on a device."""
+    global bytes_per_sec
+    bytes_per_sec = rate
+
+
+def _flattened(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the copy that a library makes of pieces of one size.
+
+    `newLikeFlat` in `ProcessGroupNCCL::allgather` and `reduce_scatter`, and the plug-ins alike.
+    """
+    if len({piece.numel() for piece in pieces}) != 1:
+        return []
+    return [pieces[0].new_empty(len(pieces) * pieces[0].numel())]
 
 
 def _spoil(tensors: list[torch.Tensor]) -> None:

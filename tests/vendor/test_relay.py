@@ -18,7 +18,6 @@ from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 from kaitian_mpi.observe.timeline import recorder as timeline
 
-DEVICE = torch.device(fake_device.TYPE, 0)
 CHUNK = 1_000  # float32 values
 COPY_SEC = 4e-3
 BUS = 4 * CHUNK / COPY_SEC  # bytes a second
@@ -59,17 +58,18 @@ def relayed(copies, *, chunks=8, exchange_sec=0.0, late_sec=10 * COPY_SEC, noted
         noted(began, time.perf_counter())
 
     with fake_device.stream(Stream()):
-        tensor = on_device(torch.zeros(length))
+        tensor, gradient = on_device(torch.zeros(length)), on_device(content)
         current_stream().give(lambda: time.sleep(late_sec))
-        tensor.add_(on_device(content))  # what computes the gradient
-        exchange_in_chunks(tensor.split(CHUNK), exchange, copies_by(copies), Slots(pins=False))
+        tensor.add_(gradient)  # what computes the gradient
+        exchange_in_chunks(tensor.split(CHUNK), exchange, copies_by(copies), Slots(pins=True))
         tensor.add_(1)  # what uses it
         result = values(tensor)
     return torch.equal(result, content * 2 + 1)
 
 
 def copies_by(kind):
-    return kind(torch.get_device_module(DEVICE), DEVICE)
+    device = fake_device.current()
+    return kind(torch.get_device_module(device), device)
 
 
 @pytest.mark.parametrize("back", [BUS, BUS / 4])
@@ -124,7 +124,7 @@ def test_copies_in_both_directions_and_the_exchange_overlap(monkeypatch):
 def test_an_exchange_that_fails_leaves_no_copy_behind():
     """A retry writes to the tensor again, on the stream that computes."""
     fake_device.set_bandwidth(BUS, BUS / 4)
-    copies, slots, calls = copies_by(StreamCopies), Slots(pins=False), []
+    copies, slots, calls = copies_by(StreamCopies), Slots(pins=True), []
 
     def exchange(host):
         calls.append(host.mul_(2))
@@ -235,8 +235,8 @@ def test_copies_are_recorded_when_the_device_carries_them_out():
     finally:
         timeline.stop_recording()
         fake_device.set_bandwidth()
-    device_of(DEVICE).mark().wait()
-    events = recorder.take_device_spans(device_of(DEVICE).mark)
+    device_of(fake_device.current()).mark().wait()
+    events = recorder.take_device_spans(device_of(fake_device.current()).mark)
     now = recorder.now()
     lanes = timeline.COPY_OUT, timeline.COPY_BACK
     by_lane = [[each for each in events if each.lane == lane] for lane in lanes]
