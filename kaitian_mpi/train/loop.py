@@ -61,7 +61,7 @@ class Loop:
         `commit` is called before a step or evaluation takes effect, with whether this rank has done
         it; it raises if some rank has not.
         """
-        self._exchange = StepExchange(world.comm)
+        self.exchange = StepExchange(world.comm)
         self.world, self.state, self.plan = world, state, plan
         self._config, self._setup, self._task = config, setup, setup.task
         self._computation, self._pace = state.computation, world.device_kind.pace
@@ -155,7 +155,7 @@ class Loop:
         participate(self.state.model, None)
         for observer in self.observers:
             observer.close(together)
-        self._exchange.close(together)
+        self.exchange.close(together)
 
     def run_finished(self) -> None:
         """Let the observers handle the end of the run, after `close`."""
@@ -198,7 +198,7 @@ class Loop:
         """Let the observers follow a step, after which the script may use the weights."""
         if self._commit is not None and not self.is_unattended:
             self._gradients.check_values()  # else they would be wrong if a rank is lost
-        reports = self._exchange.swap(step.report(self.wants_checkpoint()))
+        reports = self.exchange.swap(step.report(self.wants_checkpoint()))
         for observer in self.observers:
             observer.step_done(step, reports)
 

@@ -12,6 +12,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.step import Call
 from kaitian_mpi.train.task import check_loss
 
 
@@ -61,6 +62,7 @@ class OpenStep:
         self._left = loop.begin(parts)
         self.loop, self._parts, self.is_finished = loop, parts, False
         self._current: int | None = None
+        self._has_begun = False  # its backward
         self.has_samples = False
 
     def micro_batches(self) -> Iterator[Any]:
@@ -86,6 +88,9 @@ class OpenStep:
         """Add the gradient of the current micro-batch; of the last one, sum over the ranks."""
         assert self._current is not None
         index, self._current = self._current, None
+        if not self._has_begun:  # else the others would wait for a rank that leaves the step out
+            self._has_begun = True
+            self.loop.exchange.announce(Call.SUM, self.loop.progress.step)
         self.loop.backward(loss, index, is_last=not self._left)
 
     def finish(self) -> None:

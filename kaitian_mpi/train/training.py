@@ -43,14 +43,13 @@ from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.open_form import Epoch, OpenStep
 from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
-from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.step import Call, Step
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task, as_task
 
 Result = TypeVar("Result")
 
 _open: list[Training] = []
-_TRAINS, _BEGINS, _EVALUATES, _STOPS = "trains", "begins an epoch", "evaluates", "stops"
 _OUT_OF_MEMORY = (
     "{} is out of memory. Set a smaller micro_batch_size, or leave it to the benchmark (balance "
     "adaptive, micro_batch_size 0); or use a smaller global batch, precision bf16, layout auto "
@@ -434,7 +433,7 @@ class Training:
 
     def _advance(self, crosses_epochs: bool = True) -> Sequence[MicroBatch] | None:
         loop = self._ready_loop()
-        if loop is None or self._meet(loop, _TRAINS) == _STOPS:
+        if loop is None or self._meet(loop, Call.TRAIN) == Call.STOP:
             return None
         self._saving.save_due(script_has_run=not self._is_unattended)
         is_saved = self._saving.save_to_end()
@@ -464,7 +463,7 @@ class Training:
                 raise UserError("iterate over each epoch that training.epochs() yields")
             loop.skip_epoch()
             self._script_has_run = True  # the other ranks do not know of it yet
-        if self._meet(loop, _BEGINS) == _STOPS:
+        if self._meet(loop, Call.BEGIN_EPOCH) == Call.STOP:
             return None
         if loop.progress.epoch_is_over or loop.progress.lacks_results:
             self._end_epoch(loop)
@@ -482,7 +481,7 @@ class Training:
         self._saving.save_due()
         loop.end_epoch()
 
-    def _meet(self, loop: Loop, does: str) -> str:
+    def _meet(self, loop: Loop, does: Call) -> Call:
         """Return what to do next: what was wanted, or stop with the others. Collective.
 
         After a loss, a rank that replaces the lost one begins its script, while the others may be
@@ -497,15 +496,18 @@ class Training:
             if any(have_run) and 0 < len(joining) < len(all_do):
                 loop.copy_state(joining)
             self._script_has_run = False
-            if not joining or set(all_do) == {_TRAINS}:
+            if not joining or set(all_do) == {Call.TRAIN}:
                 self._meets = self._prepared.is_joining = False
-            elif _EVALUATES in all_do and does != _EVALUATES:
+            elif Call.EVALUATE in all_do and does != Call.EVALUATE:
                 loop.evaluate()
-            elif _STOPS in all_do and does != _EVALUATES:
+            elif Call.STOP in all_do and does != Call.EVALUATE:
                 self._end_loop(loop)
-                return _STOPS
-            elif does != _TRAINS:
+                return Call.STOP
+            elif does != Call.TRAIN:
                 break
+        if not self._meets:
+            is_over = loop.progress.has_all_steps and does != Call.EVALUATE
+            loop.exchange.announce(Call.FINISH if is_over else does, loop.progress.step)
         return does
 
     def _ready_loop(self) -> Loop | None:
@@ -535,7 +537,7 @@ class Training:
         loop = self._ready_loop()
         if loop is None:
             return None
-        self._meet(loop, _EVALUATES)
+        self._meet(loop, Call.EVALUATE)
         self._evaluated = loop.evaluate()
         return self._evaluated
 
@@ -545,7 +547,7 @@ class Training:
         if is_active and (self._loop is not None or self._membership.losses):
             loop = self._ready_loop()
             assert loop is not None
-            self._meet(loop, _STOPS)
+            self._meet(loop, Call.STOP)
             if not self._is_done:
                 self._end_loop(loop)
         else:
@@ -678,7 +680,7 @@ class Training:
         if step is not None and self._loop is step.loop and not step.is_finished:
             raise UserError(
                 "call training.backward(loss) and training.step() for each batch before what comes "
-                "next"
+                f"next (rank {self.world.info.world_rank}, step {step.loop.progress.step + 1})"
             )
 
 

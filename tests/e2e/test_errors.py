@@ -161,6 +161,51 @@ def test_a_failing_rank_ends_the_job(mpirun, options, command, code, message):
     assert ("Traceback" in "".join(labeled)) == ("sys" not in message)
 
 
+# One rank leaves its loop, or a step, while the others go on.
+PARTING = """
+import sys, time, torch, kaitian_mpi
+
+is_open, parts = sys.argv[1] == "open", kaitian_mpi.init().rank == 1
+model = torch.nn.Linear(2, 1)
+task = kaitian_mpi.Task(
+    model=model, data=torch.ones(36, 2), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    loss=None if is_open else lambda model, batch: model(batch).mean(),
+)
+with kaitian_mpi.Training(task, global_batch_size=6, epochs=2, balance="off") as training:
+    for step in training.batches() if is_open else training:
+        if training.steps_done == 3 and parts:
+            print(f"fault at {time.time()}", flush=True)
+            if sys.argv[2] == "continue":
+                continue
+            break
+        if is_open:
+            training.backward(training.model(step).mean())
+            training.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "leaves", "message"),
+    [
+        (
+            (),
+            "closed",
+            "break",
+            "3: the next step on ranks 0, 2, the end of the training on ra",
+        ),
+        (SURVIVING, "open", "break", "3: backward() on ranks 0, 2, the end of the training on ra"),
+        ((), "open", "continue", "for each batch before what comes next (rank 1, step 4)"),
+    ],
+)
+def test_ranks_that_part_are_named_and_end(mpirun, options, form, leaves, message):
+    command = (*options, PYTHON, "script.py", form, leaves)
+    ended = mpirun(3, *command, code=2, script=PARTING)
+    assert ended.text.count("error: ") == 1, ended.text
+    assert message in ended.err
+    assert "Traceback" not in ended.text
+    assert ended.ended_at - float(re.search(r"fault at ([\d.]+)", ended.out)[1]) < SOON_SEC
+
+
 @pytest.mark.parametrize("options", [(), SURVIVING], ids=["", "survive"])
 def test_a_rank_that_ends_before_mpi_is_named_and_ends_the_job(tmp_path, options):
     """The others wait for it in MPI_Init, and Open MPI's mpirun says nothing of it."""

@@ -13,13 +13,14 @@ from samples import BATCH, LENGTH, Points
 from torch import nn
 
 from kaitian_mpi.distributed import reducer as reducer_module
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step import StepExchange
+from kaitian_mpi.train.step import Call, StepExchange
 
 pytestmark = pytest.mark.sizes(1, 3)
 
@@ -104,6 +105,21 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
             assert values.tolist() == list(own)
             assert type(values.tolist()[0]) is type(own[0])
     exchange.close()
+
+
+def test_what_ranks_do_next_is_compared_beside_their_reports(world):
+    exchange, size = StepExchange(world.comm), world.size
+    for step in range(1, 4):
+        exchange.announce(Call.TRAIN, step - 1)
+        exchange.announce(Call.SUM, step - 1)
+        exchange.swap([step] * 6)
+        exchange.announce(Call.EVALUATE, step)
+    if size > 1:
+        calls = [Call.STOP, *[Call.BEGIN_EPOCH] * (size - 1)]
+        with pytest.raises(AgreedError, match="after step 3: the end of the training on rank 0, t"):
+            exchange.announce(calls[world.rank], 3)
+    exchange.close()
+    exchange.announce(Call.TRAIN, 3)
 
 
 @pytest.mark.ranks(3)
