@@ -119,6 +119,7 @@ def unlimited() -> Iterator[None]:
 
 def _set_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # counting needs memory itself
     # With the threads that start later, as those that communicate and save.
     limit = LimitedDevice._limit + _mapped() + _stacks(max(_sizes()[1] + 1, _USUAL_THREADS))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -312,9 +312,13 @@ class MemoryGauge:
 
     def try_step(self, batch: int, step: Callable[[int], float]) -> float | None:
         """Return the seconds that a step with this batch takes; None if it runs out of memory."""
-        self._device.release_cached_memory()  # of earlier steps: it would count as this one's
-        self._device.restart_memory_peak(self._index)
-        seconds = seconds_if_it_fits(self._device, partial(step, batch))
+
+        def step_from_here() -> float:
+            self._device.release_cached_memory()  # of earlier steps: it would count as this one's
+            self._device.restart_memory_peak(self._index)
+            return step(batch)
+
+        seconds = seconds_if_it_fits(self._device, step_from_here)
         if seconds is None:
             self._too_large = batch
         else:
