@@ -173,7 +173,9 @@ class Stages(Shards):
         return self._present | self._new.keys()
 
     def _value(self, number: int) -> torch.Tensor:
-        return self._new.get(number, self._parameters[number].detach())
+        if number in self._new:
+            return self._new[number]
+        return self._parameters[number].detach()
 
     def _state(self, number: int) -> dict[str, Any]:
         """Return the optimizer's state of a parameter that this rank has."""
@@ -210,8 +212,8 @@ class Stages(Shards):
             set_data(parameter, data.copy_(value))
         self._present.add(number)
 
-    def _refuse(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise why the values of some parameters are not here."""
+    def _refuse(self, parameters: Sequence[nn.Parameter], function: Any) -> None:
+        """Raise why the values of some parameters, which a function uses, are not here."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         number = numbers[id(parameters[0])]
         name = next(name for name, known in self._names.items() if known == number)
