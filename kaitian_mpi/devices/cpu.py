@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,7 @@ class CpuDevice(Device):
 
     def select(self, index: int) -> None:
         """Make the process keep the memory it frees; there is only one CPU to select."""
-        keep_freed_memory()
+        _keep_freed_memory_once()
 
     def name(self, index: int) -> str:
         try:
@@ -93,3 +94,9 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(M_MMAP_THRESHOLD, _NEVER)
         libc.mallopt(M_TRIM_THRESHOLD, _NEVER)
+
+
+@cache
+def _keep_freed_memory_once() -> None:
+    """Leave it to a limit of memory to change that later, whichever threads then select the CPU."""
+    keep_freed_memory()

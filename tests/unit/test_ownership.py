@@ -1,8 +1,10 @@
 """Who owns which rows of which parameters; and how emulated memory is given."""
 
+import sys
 from itertools import pairwise
 
 import pytest
+from jobs import PYTHON, run_alone
 
 from kaitian_mpi.balance.ownership import divide, with_mirrors, without_mirrors
 from kaitian_mpi.devices.memory_limit import parse_memory
@@ -83,3 +85,29 @@ def test_emulated_memory_is_parsed():
 def test_malformed_emulated_memory_is_refused(text):
     with pytest.raises(UserError, match="write rank:size"):
         parse_memory(text, 3)
+
+
+_FREES = """
+import threading
+import torch
+from kaitian_mpi.devices.cpu import CpuDevice
+from kaitian_mpi.devices.memory_limit import LimitedDevice, _allocated
+device = CpuDevice()
+device.select(0)
+LimitedDevice(device, 300_000_000)
+selecting = threading.Thread(target=device.select, args=(0,))
+selecting.start()
+selecting.join()
+tensors = [torch.ones(1 << 20) for _ in range(20)]
+before = _allocated()
+del tensors[::2]
+print(before - _allocated())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_freed_blocks_leave_no_gaps_in_limited_memory_though_threads_select_the_cpu(tmp_path):
+    """As those of collectives do."""
+    (tmp_path / "frees.py").write_text(_FREES)
+    freed = int(run_alone(PYTHON, str(tmp_path / "frees.py"), cwd=tmp_path).out)
+    assert freed == pytest.approx(10 * (4 << 20), rel=0.05)
