@@ -100,7 +100,6 @@ class Loop:
         self.is_unattended = False
         """Whether no script runs between two steps."""
         self._is_in_epoch = False
-        self._evaluated: dict[str, float] | None = None  # by the script, at the end of this epoch
 
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return LoadAdaptiveSampler(
@@ -224,7 +223,7 @@ class Loop:
         """Count and save the epoch, evaluated unless the script has done so after its last step."""
         if self._is_in_epoch:
             self._end_steps()
-        means, epoch = self._evaluated, self.progress.epoch - self.progress.lacks_results
+        means, epoch = self.progress.evaluated, self.progress.epoch - self.progress.lacks_results
         if means is None:
             means = self.evaluate()
         if self.progress.position >= len(self._setup.train):
@@ -236,7 +235,7 @@ class Loop:
 
     def _end_steps(self) -> None:
         enter_phase("the end of the epoch", waits=True)
-        self._is_in_epoch, self._evaluated = False, None
+        self._is_in_epoch, self.progress.evaluated = False, None
         for observer in self.observers:
             observer.epoch_ends()
 
@@ -435,7 +434,7 @@ class Loop:
             means = evaluate(self._task, self.world, self._results())
         self._limit.apply()
         self._commit_unit()
-        self._evaluated = means if self.progress.epoch_is_over else None
+        self.progress.evaluated = means if self.progress.epoch_is_over else None
         return means
 
     def _results(self) -> Iterator[tuple[Any, Any, int]]:

@@ -145,6 +145,13 @@ class Membership:
             self.recover(noticed)
             del noticed  # its traceback refers to this frame
 
+    def change_world(self, change: Callable[[World], World]) -> None:
+        """Let the surviving ranks be as `change` describes them. Collective over all ranks.
+
+        To be called before any is on standby.
+        """
+        self.all_ranks = self.active = self.attempt(change)
+
     def wait_until_active(self) -> World | None:
         """Return the active ranks, once this one is among them; None if they end without it.
 

@@ -207,7 +207,8 @@ class Metrics(StepObserver):
     def close(self, together: bool) -> None:
         """Give the sinks what no reading has taken; keep the costs estimated on these ranks."""
         run, costs = self._run, self._balancing.costs()
-        if self._logged:
+        # After a loss another rank may write the files: its values then come with its next reading.
+        if self._logged and (together or run.sinks):
             run.sinks.on_logged(_figures(run, run.state.progress.epoch, self._logged))
             self._logged.clear()
         if costs is not None:

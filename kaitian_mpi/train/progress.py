@@ -37,6 +37,8 @@ class Progress:
     """Whether the script is between this epoch and the next, with `Training.epochs`."""
     script_is_done: bool = False
     """Whether it has gone on from there, so that only the engine's part is missing."""
+    evaluated: dict[str, float] | None = None
+    """The means of the script's evaluation since then; None if it has not evaluated."""
     samples: int = 0
     """Samples that are done since the run started."""
     bad_steps: int = 0
@@ -70,6 +72,7 @@ class Progress:
         self.epoch += 1
         self.step_in_epoch = self.position = 0
         self.epoch_is_over = self.script_is_done = False
+        self.evaluated = None
         self.is_done = self.epoch >= epochs or self.has_all_steps
 
     def fraction_done(self, config: TrainingConfig, samples: int, epoch_samples: int) -> float:

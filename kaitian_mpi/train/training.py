@@ -111,11 +111,12 @@ class Training:
         config = make_config(config, settings)
         check_sinks(sinks)
         world = current_world() if dist.is_initialized() else None
-        world = slowed_as(world or init(), config.emulate_slowdown)
-        world = limited_as(world, config.emulate_memory)
+        self._membership = Membership(world or init())
+        self._membership.change_world(lambda world: slowed_as(world, config.emulate_slowdown))
+        self._membership.change_world(lambda world: limited_as(world, config.emulate_memory))
+        world = self._membership.all_ranks
         self._config = replace(config, emulate_slowdown=world.emulation.slowdown)
         self._make_task, self._own_sinks = partial(as_task, task), sinks
-        self._membership = Membership(world)
         self._device = world.device_kind
         self._run: Run | None = None
         self._loop: Loop | None = None

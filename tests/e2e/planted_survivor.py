@@ -28,6 +28,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kaitian_mpi
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi import world as worlds
+from kaitian_mpi.train import training as training_module
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.saving import Saving
 
@@ -136,6 +138,7 @@ def train_epochs(seen):
         training.model.load_state_dict(own)
         maybe_die("between")
         training.evaluate()
+        training.log(judged=training.steps_done)
         scheduler.step()
         maybe_die("after")
         if f"epochs:{training.steps_done}" in LEAVES:
@@ -152,6 +155,11 @@ def recover(membership, error, _recover=Membership.recover):
     _recover(membership, error)
 
 
+def limited_as(world, memory):
+    maybe_die("making")
+    return worlds.limited_as(world, memory)
+
+
 def write_results(saving, _write=Saving.write_results):
     maybe_die("results")
     _write(saving)
@@ -160,6 +168,7 @@ def write_results(saving, _write=Saving.write_results):
 def run_to_the_end(form, **settings):
     global training
     Saving.write_results, Membership.recover = write_results, recover
+    training_module.limited_as = limited_as
     seen = {"steps": [], "refused": 0, "evaluations": []}
     training = open_training(form, **{"max_steps": STEPS, **settings})
     with training:

@@ -171,6 +171,19 @@ def test_epochs_go_on_wherever_a_rank_dies(survivors, undisturbed, kills, first,
         assert result["steps"] == [n for n in steps if not is_joining or n >= first]
 
 
+def test_a_rank_that_dies_while_a_training_is_made_is_survived(survivors):
+    (result,) = survivors(3, "closed", "making:1:1 forward:3:0").values()
+    assert (result["steps"], result["lost"]) == (EVERY, [[1], [0]])
+
+
+def test_the_next_rank_records_an_epoch_that_the_first_has_not(survivors, tmp_path):
+    survivors(3, "epochs", "after:8:0", "run_dir=run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    judged = [line["logged"] for line in lines if line.get("logged")]
+    assert judged == [{"judged": 7.0}, {"judged": 14.0}]
+    assert [line["step"] for line in lines if "validation" in line] == [7, 14]
+
+
 @pytest.mark.parametrize("survives", [True, False])
 def test_ranks_that_stood_by_take_part_in_what_follows(tmp_path, survives):
     seen = tmp_path / "seen"

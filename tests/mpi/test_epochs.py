@@ -246,6 +246,17 @@ def test_a_signal_between_epochs_has_what_is_done_there_done_again(world, shared
     assert len(means) == 2
 
 
+def test_what_the_script_has_evaluated_is_recorded_by_the_loop_after_a_loss():
+    script, recorded = Script(), []
+    with Training(script.task(is_open=False), **QUIET) as training:
+        for epoch in training.epochs():
+            for _ in epoch:
+                script.average.update_parameters(training.model)
+            recorded.append(evaluate_average(training, script))
+            training._drop_loop()  # as the loss of another rank does
+    assert training.summary.validation == {"loss": recorded[-1]}
+
+
 @IN_BOTH_FORMS
 def test_the_last_epoch_is_evaluated_once_if_the_loop_over_them_is_left_then(world, is_open):
     script = Script()
