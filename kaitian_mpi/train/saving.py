@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -361,6 +361,8 @@ class Saving(StepObserver):
         """Return the line that the state is not saved at a signal, with what there is instead."""
         writer = self._checkpoints.on_disk
         assert writer is not None
+        with suppress(OSError, UserError):  # what is then kept is said
+            writer.complete_in_child()
         kept = writer.files.newest_step()
         last = "no checkpoint yet" if kept is None else f"the checkpoint of step {kept} is kept"
         return self._run.config.word(

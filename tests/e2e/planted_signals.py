@@ -3,8 +3,9 @@
     python planted_signals.py FOLDER [PLACE=SIGNAL ...]
 
 The places are `made`, before the ranks are measured; `step:N`, after that step; and `swapped:N`, in
-which the model has the averages that follow step N. OWN names a signal that it handles itself. The
-run in FOLDER, which may be `none`, is resumed; at its end the script prints the weights.
+which the model has the averages that follow step N. OWN names a signal that it handles itself;
+SLOW_DISK_SEC is how long the disk takes for each file. The run in FOLDER, which may be `none`, is
+resumed; at its end the script prints the weights.
 """
 
 import os
@@ -27,6 +28,14 @@ def send_signal_at(place):
     if name := SIGNALS.pop(place, None):
         os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
         time.sleep(10 if name == "TERM" else 0.5)
+
+
+def slow_down_disk(seconds):
+    def fsync(descriptor, real=os.fsync):
+        time.sleep(seconds)
+        real(descriptor)
+
+    os.fsync = fsync
 
 
 average = None
@@ -57,6 +66,8 @@ def compute_loss(model, batch):
 def main():
     if name := os.environ.get("OWN"):
         signal.signal(signal.Signals[name], lambda *_: print("its own handler", flush=True))
+    if seconds := float(os.environ.get("SLOW_DISK_SEC", 0)):
+        slow_down_disk(seconds)
     settings = {
         "epochs": 4,
         "balance": "off",

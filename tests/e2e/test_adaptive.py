@@ -57,7 +57,8 @@ def train(mpirun, script, *options, difference=1e-9, rows=ROWS, **more):
     ended = run(mpirun, script, *options, adaptive="object" not in options, **more)
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
     found = found_in(ended)
-    assert found["splits"] > 2  # equal ones, planned ones, and the last of an epoch
+    # Equal ones, planned ones, and, if an epoch ends with a partial batch, that.
+    assert found["splits"] >= 2 + (rows % 16 > 0)
     assert found["rows"] == found["distinct_rows"] == [rows, rows]  # each once an epoch
     assert found["difference"] < difference
     return found, ended.out

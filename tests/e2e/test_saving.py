@@ -139,6 +139,12 @@ def test_what_is_swapped_into_the_model_is_not_saved_as_its_weights(tmp_path, un
     assert weights_after(jobs.run_alone(*words, cwd=tmp_path)) == undisturbed
 
 
+def test_a_checkpoint_that_is_being_written_is_kept_though_nothing_newer_can_be_saved(tmp_path):
+    words = (jobs.PYTHON, SCRIPT, "run", "swapped:12=TERM")
+    jobs.run_alone(*words, cwd=tmp_path, code=128 + signal.SIGTERM, SLOW_DISK_SEC="1")
+    assert jobs.steps_saved(tmp_path) == {"step-00000006"}
+
+
 def test_a_request_that_comes_before_the_first_step_is_kept(tmp_path, undisturbed):
     words = (jobs.PYTHON, SCRIPT, "run")
     ended = jobs.run_alone(*words, "made=USR2", cwd=tmp_path, OWN="SIGINT")

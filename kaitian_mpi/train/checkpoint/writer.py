@@ -156,6 +156,7 @@ class BackgroundWriter:
         self._pool = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: list[Future[None]] = []
         self._submitted: dict[str, Any] = {}
+        self._description: dict[str, Any] = {}
         self._spare: dict[str, Any] | None = None
 
     @property
@@ -181,7 +182,8 @@ class BackgroundWriter:
                 )
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
-        self._submitted, self.last_submitted = state, step
+        self._submitted, self._description = state, description
+        self.last_submitted = step
         self._pending.append(self._pool.submit(self._work, state, description))
 
     def write_now(self, state: dict[str, Any], description: dict[str, Any]) -> None:
@@ -218,6 +220,17 @@ class BackgroundWriter:
         """Wait until every submitted checkpoint is on disk or has failed."""
         while self._pending:
             self._pending.pop(0).result()
+
+    def complete_in_child(self) -> None:
+        """Write the last checkpoint submitted, in a forked process, unless it is on disk already.
+
+        The writing thread is not forked, and the process that has it may be killed at any moment.
+
+        Raises:
+            OSError, UserError: as `CheckpointFiles.write` does.
+        """
+        if self.is_writing:
+            self.files.write(self._submitted, self._description, only_new=True)
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory kept for reuse."""
