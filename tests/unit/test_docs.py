@@ -14,6 +14,7 @@ from sources import FILES, nodes
 
 from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.supervise.environments import read_environments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,6 +132,16 @@ def test_documented_scripts_have_the_flags_shown(path):
             text = "\n".join(source.read_text() for source in sources)
             for flag in re.findall(r" (--[\w-]+)", match[2] or ""):
                 assert f'"{flag}"' in text, command
+
+
+def test_the_files_for_hosts_are_read_and_name_flags_that_exist():
+    folder = ROOT / "hostfiles"
+    for path in folder.glob("*.toml"):
+        assert read_environments(str(path))
+    known = {option for parser in PARSERS.values() for option in parser._option_string_actions}
+    for path in folder.iterdir():
+        flags_shown = set(re.findall(r" (--[a-z-]+)", path.read_text()))
+        assert flags_shown - known <= {"--hostfile"}, path.name  # mpirun's own
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
