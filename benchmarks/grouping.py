@@ -19,8 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from network import check_sum, seconds_of
 from shaped_hosts import ShapedHosts, why_not_shaped
 

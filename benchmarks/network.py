@@ -21,8 +21,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from shaped_hosts import ShapedHosts, why_not_shaped
 
 _TIMEOUT_SEC = 110

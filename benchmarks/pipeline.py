@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 VOCABULARY, LENGTH = 256, 64
 _TIMEOUT_SEC = 900
 

@@ -24,11 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from emulated_hosts import EmulatedHosts, why_not
 from recovering import host_joins, host_losses, kills, layout_kills, signals, soak
 from recovering.job import Launch
+from shared.emulated_hosts import EmulatedHosts, why_not
 
 HERE = Path(__file__).parent / "recovering"
 VENDOR = Path(__file__).parents[1] / "tests" / "vendor"

@@ -1,4 +1,4 @@
-"""Emulated hosts whose links have a speed; see tests/emulated_hosts.py."""
+"""Emulated hosts whose links have a speed; see shared/emulated_hosts.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from emulated_hosts import EmulatedHosts, run, why_not
+from shared.emulated_hosts import EmulatedHosts, run, why_not
+from shared.launch import AS_ROOT
 
 _BURST = "128kb"  # more than the largest packet that the kernel hands to a link
 _QUEUE = "50ms"
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def why_not_shaped() -> str:
@@ -51,8 +51,8 @@ class ShapedHosts(EmulatedHosts):
         """Start a command on all slots, with the PYTHONPATH of `environ`; `options` as Popen's."""
         words = ["mpirun", "--timeout", str(timeout_sec), "-np", str(self.slots)]
         words += ["--hostfile", str(self.hostfile), "--bind-to", "none"]
-        words += [word for name in (*_AS_ROOT, "PYTHONPATH") for word in ("-x", name)]
-        environ = {"PYTHONPATH": "", **environ, **dict.fromkeys(_AS_ROOT, "1")}
+        words += [word for name in (*AS_ROOT, "PYTHONPATH") for word in ("-x", name)]
+        environ = {"PYTHONPATH": "", **environ, **dict.fromkeys(AS_ROOT, "1")}
         return subprocess.Popen(self.on_first(*words, *command), env=environ, text=True, **options)
 
     def set_link_speed(self, mbit_per_sec: float) -> None:

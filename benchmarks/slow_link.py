@@ -22,8 +22,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from shaped_hosts import ShapedHosts, why_not_shaped
 
 _TIMEOUT_SEC = 500

@@ -18,11 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from emulated_hosts import EmulatedHosts, why_not
-
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+from shared.emulated_hosts import EmulatedHosts, why_not
+from shared.launch import AS_ROOT
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -42,12 +39,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 def train(hosts: EmulatedHosts, arguments: list[str]) -> float:
     """Train on the hosts; return the held-out accuracy in percent."""
     launch = ["mpirun", "--timeout", "600", "--hostfile", str(hosts.hostfile), "--bind-to", "none"]
-    launch += [word for name in _AS_ROOT for word in ("-x", f"{name}=1")]
+    launch += [word for name in AS_ROOT for word in ("-x", f"{name}=1")]
     with tempfile.TemporaryDirectory() as folder:
         command = [str(Path(sys.executable).with_name("kaitian-train")), *arguments]
         done = subprocess.run(
             hosts.on_first(*launch, *command, f"--run-dir={folder}/run"),
-            env={**os.environ, **dict.fromkeys(_AS_ROOT, "1")},
+            env={**os.environ, **dict.fromkeys(AS_ROOT, "1")},
             capture_output=True,
             text=True,
         )

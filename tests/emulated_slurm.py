@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from emulated_hosts import EmulatedHosts, unless_required
-from emulated_hosts import why_not as why_no_hosts
+from shared.emulated_hosts import EmulatedHosts, unless_required
+from shared.emulated_hosts import why_not as why_no_hosts
 
 _NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 _STARTING_SEC = 20.0

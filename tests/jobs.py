@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import threading
@@ -24,19 +23,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from emulated_hosts import EmulatedHosts
-from processes import parent_of, rank_of, standing_for
+from shared.emulated_hosts import EmulatedHosts
+from shared.launch import AS_ROOT, ENVIRONMENT, PYTHON
+from shared.processes import parent_of, rank_of, standing_for
 
-ENVIRONMENT = {
-    **os.environ,
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
-}
 SURVIVING = ("--with-ft", "ulfm")
-_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-PYTHON = sys.executable
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 _HERE = Path(__file__).parent
 PLANTED = _HERE / "e2e"
@@ -301,7 +292,7 @@ class HostsJob(Job):
     """The same on emulated hosts; the command has `mpirun` in it, and may begin with another.
 
     Without `on_all`, that other one chooses the hosts. Ranks that need not be fresh are forked if
-    they then share the cores with their host's daemon as fresh ones do, see `emulated_hosts.py`.
+    they then share the cores with their host's daemon as fresh ones do; see `EmulatedHosts`.
     Without `survives`, or where MPI is not Open MPI, the loss of a rank ends the job.
     """
 
@@ -313,7 +304,7 @@ class HostsJob(Job):
         if IS_OPEN_MPI:
             options = [*SURVIVING * survives, "--bind-to", "none"]
             options += ["--hostfile", str(hosts.hostfile)] if on_all else []
-            for name in (*_AS_ROOT, "PYTHONPATH"):
+            for name in (*AS_ROOT, "PYTHONPATH"):
                 options += ["-x", name]
         else:
             options = ["-f", str(hosts.mpich_hostfile)] if on_all else []

@@ -16,12 +16,12 @@ from typing import Any
 # Not part of the standard library's safe parsers, but the file is our own.
 from xml.etree import ElementTree
 
-import stand_in
 import torch
-from jobs import ENVIRONMENT, PYTHON
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from shared import stand_in
+from shared.launch import ENVIRONMENT, PYTHON
 
 from kaitian_mpi.devices import known_kinds
 from kaitian_mpi.preflight.probe import loaded_drivers

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from processes import parent_of, rank_of
+from shared.processes import parent_of, rank_of
 
 if TYPE_CHECKING:
-    from emulated_hosts import EmulatedHosts
+    from shared.emulated_hosts import EmulatedHosts
 
 _STEP = re.compile(r"epoch \d+/\d+ \| step (\d+)/\d+ \|")
 _LOSS = re.compile(r"ranks? .* lost at step (\d+); \d+ ranks? continue")

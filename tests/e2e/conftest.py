@@ -1,8 +1,8 @@
 """Real commands in subprocesses."""
 
 import pytest
-from emulated_hosts import EmulatedHosts
 from jobs import run_ranks
+from shared.emulated_hosts import EmulatedHosts
 
 
 @pytest.fixture(scope="module")

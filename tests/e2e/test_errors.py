@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from command_lines import Result, run_each
 from jobs import PYTHON, SOON_SEC, SURVIVING, Job, run_alone
-from processes import assert_gone
+from shared.processes import assert_gone
 
 TRAIN = ("kaitian-train", "--model", "cnn")
 

@@ -11,8 +11,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from emulated_hosts import reason_to_skip
 from jobs import EVEN, PLANTED, PYTHON, SCRIPTS, SOON_SEC, HostsJob, run_alone, summary_of
+from shared.emulated_hosts import reason_to_skip
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from emulated_hosts import EmulatedHosts, reason_to_skip
 from jobs import EVEN, PYTHON, SCRIPTS, SOON_SEC, HostsJob, steps_shown, summary_of
+from shared.emulated_hosts import EmulatedHosts, reason_to_skip
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 

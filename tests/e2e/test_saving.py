@@ -12,7 +12,7 @@ from pathlib import Path
 import jobs
 import psutil
 import pytest
-from processes import assert_gone, processes_of
+from shared.processes import assert_gone, processes_of
 
 STEPS_PER_EPOCH = 6
 

@@ -11,7 +11,7 @@ import subprocess
 import jobs
 import pytest
 import torch
-from emulated_hosts import reason_to_skip
+from shared.emulated_hosts import reason_to_skip
 
 OTHER = os.environ.get("KAITIAN_TEST_OTHER_PYTHON", "")
 WHY_NOT = reason_to_skip() if OTHER else "KAITIAN_TEST_OTHER_PYTHON names no other environment"

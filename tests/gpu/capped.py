@@ -1,6 +1,7 @@
 """A GPT that fits no rank, on an accelerator whose memory is capped, and a CPU with as much.
 
-    mpirun -np 2 python tests/gpu/capped.py --layout shard --precision bf16 --devices cuda:0,cpu
+    PYTHONPATH=benchmarks mpirun -np 2 python tests/gpu/capped.py --layout shard \
+        --precision bf16 --devices cuda:0,cpu
 
 The accelerator may allocate `--limit` GB, and so may the CPU rank; the training's parameters,
 gradients and optimizer state are `--state` GB. Prints `capped_LAYOUT_PRECISION: ok`, or FAIL, with
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import stand_in
 import torch
 import torch.distributed as dist
+from shared import stand_in
 from torch import nn
 from torch.utils.data import TensorDataset
 from verdicts import LONGEST_SEC, FailedError, check_plain, expect, run_checks

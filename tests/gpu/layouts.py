@@ -1,5 +1,6 @@
 """Layouts shard, pipeline and auto on real devices: what only these can show.
 
+    export PYTHONPATH=benchmarks
     mpirun --with-ft ulfm -np 2 python tests/gpu/one_as_two.py tests/gpu/layouts.py nccl \
         --devices cuda:0,cuda:0
     mpirun --with-ft ulfm -np 2 python tests/gpu/layouts.py mixed --devices cuda:0,cpu
@@ -28,9 +29,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import stand_in
 import torch
 import torch.distributed as dist
+from shared import stand_in
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset

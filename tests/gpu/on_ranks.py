@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 
-import stand_in
 import torch
 import torch.distributed as dist
 from batch_norms import check_any_split
 from collective_cases import check_moves, check_reductions, check_sum
+from shared import stand_in
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from uneven import by_hook, by_reducer, check_like_one_process, network

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import stand_in
 from jobs import PYTHON, SURVIVING, run_ranks
+from shared import stand_in
 
 HERE = Path(__file__).parent
 TEXT = (HERE / "layouts.py").read_text().partition("SECTIONS: ")[2]

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import stand_in
 from jobs import PYTHON, run_ranks
+from shared import stand_in
 
 SCRIPT = Path(__file__).with_name("on_ranks.py")
 CHECKS = re.findall(r"\b(\w+),", SCRIPT.read_text().partition("...] = (")[2])

@@ -3,8 +3,8 @@
 import time
 
 import pytest
-import stand_in
 from jobs import SOON_SEC, Job, run_ranks, summary_of
+from shared import stand_in
 
 TRAIN = "kaitian-train --model cnn --keep-all --benchmark-seconds 2 --run-dir run".split()
 pytestmark = stand_in.needs_accelerator

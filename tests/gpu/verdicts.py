@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import stand_in
 import torch
+from shared import stand_in
 
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import current_world

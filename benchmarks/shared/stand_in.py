@@ -14,7 +14,8 @@ import pytest
 
 from kaitian_mpi.devices import known_kinds
 
-_TESTS = Path(__file__).parents[1]
+_BENCHMARKS = Path(__file__).parents[1]
+_TESTS = _BENCHMARKS.parent / "tests"
 
 STAND_IN = "vendor"
 
@@ -49,5 +50,9 @@ def command(accelerators: int, *words: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the variables that a job needs."""
-    folders = [str(_TESTS), *([str(_TESTS / "vendor")] if KIND == STAND_IN else [])]
+    folders = [
+        str(_TESTS),
+        str(_BENCHMARKS),
+        *([str(_TESTS / "vendor")] if KIND == STAND_IN else []),
+    ]
     return {"PYTHONPATH": ":".join(folders)}

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from processes import rank_of
+from shared.processes import rank_of
 
 _SSHD = "/usr/sbin/sshd"
 _LIMIT_SEC = 10.0
@@ -63,6 +63,7 @@ def unless_required(variable: str, what: str, reason: str) -> str:
 
 
 def run(*words: object) -> None:
+    """Run a command, which has to succeed."""
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
 
 
@@ -156,6 +157,7 @@ class EmulatedHosts:
         return f"host{number}"
 
     def on_first(self, *words: str) -> list[str]:
+        """Return the command that runs this one on the first host."""
         return self.on(1, *words)
 
     def on(self, number: int, *words: str) -> list[str]:
