@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from start_ranks import *  # noqa: F403
 
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import launched_by

@@ -1,48 +1,40 @@
 """What the suites that run inside one mpirun share: `from mpi_session import *` in a conftest.
 
+Without mpirun, they are only collected, and started under it; see `start_ranks.py`.
+
 Every test runs on every rank. The first failure on any rank ends the session with that rank's
 traceback, because the other ranks would wait for it for ever.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import sys
 
 import collective_cases  # noqa: F401  # which gives earlier releases of torch the tests' names
+import mpi4py
 import pytest
 import torch.distributed as dist
+from start_ranks import why_not_on
 
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
 from kaitian_mpi.runtime.abort import abort_job, write_labeled
-from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.launcher import find_launch, read_launch
 
 LAUNCH = read_launch(os.environ)
-_LONGEST_TEST_SEC = 300
+if find_launch(os.environ) is None:
+    mpi4py.rc.initialize = False  # this process only collects the tests; see `start_ranks`
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(least): needs at least so many ranks")
-    config.addinivalue_line("markers", "sizes(*ranks): other numbers of ranks would show no more")
     if LAUNCH.world_rank != 0:  # one rank speaks; a failure is printed by whoever has it
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in item.iter_markers("ranks"):
-        if LAUNCH.world_size < marker.args[0]:
-            pytest.skip(f"needs at least {marker.args[0]} ranks")
-    sizes = item.get_closest_marker("sizes")
-    if sizes and LAUNCH.world_size not in sizes.args:
-        pytest.skip(f"runs on {' or '.join(map(str, sizes.args))} ranks")
-    faulthandler.dump_traceback_later(_LONGEST_TEST_SEC, exit=True, file=sys.__stderr__)
-
-
-def pytest_runtest_teardown() -> None:
-    faulthandler.cancel_dump_traceback_later()
+    if reason := why_not_on(LAUNCH.world_size, item):
+        pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)
