@@ -98,7 +98,7 @@ def write_plugin(folder, kind, count=2, extra="", **properties):
 def write_documented_kind(folder, extra):
     """Write the package that the documentation shows, its entry point, and a plug-in for it."""
     write_plugin(folder, "acme", extra=extra)
-    text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "new-device.md").read_text()
     (code,) = re.findall(r'```python\n("""kaitian_acme.py.*?)```', text, re.DOTALL)
     ((group, name, value),) = re.findall(r'entry-points."(.*devices)"\]\n(\w+) = "(.*)"\n', text)
     (folder / "kaitian_acme.py").write_text(code)

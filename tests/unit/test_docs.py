@@ -25,7 +25,7 @@ MESSAGES = {
         " ended the group before ", " left the job ",
         "rank 0, which serves the store, has not answered",
     ),
-    "balance.md": (" samples/s, without ", "worth it"),
+    "plan.md": (" samples/s, without ", "worth it"),
     "failures.md": (" is saved: ", " resumes from it", "fault tolerance: on"),
 }  # fmt: skip
 PARSERS = {train.PROGRAM: flags.make_parser(train.PROGRAM)}
