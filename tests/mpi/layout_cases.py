@@ -1,9 +1,10 @@
 """Random trainings in every layout, compared with one process in float64.
 
 A case follows from its seed alone: a model of layers that share modules and weights, pass tuples
-and change in place what they get; parameters that are frozen for some steps, or that no optimizer
-has; several optimizers, clipping, micro-batches, weights of zero, shares that change from step to
-step, stages cut anywhere, parameters in parts; and a resume in another layout in the middle.
+and change in place what they get; outputs that nothing uses, or only for some samples; parameters
+that are frozen for some steps, or that no optimizer has; several optimizers, clipping,
+micro-batches, weights of zero, shares that change from step to step, stages cut anywhere,
+parameters in parts; and a resume in another layout in the middle.
 
     mpirun -np 3 --with-ft ulfm python tests/mpi/layout_cases.py 17        # one seed
     mpirun -np 3 --with-ft ulfm python tests/mpi/layout_cases.py 0:200     # seeds 0 to 199
@@ -114,6 +115,40 @@ class Gated(nn.Module):
         return x + self.scale * torch.tanh(x @ self.a) @ (self.a * self.b) + self.empty.sum()
 
 
+class Offers(nn.Module):
+    """Returns what the next layer uses, and what it does not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.unused(x), self.used(x)
+
+
+class Takes(nn.Module):
+    def forward(self, parts: Any) -> torch.Tensor:
+        return torch.tanh(parts[1])
+
+
+class Sometimes(nn.Module):
+    """Offers what the next layer uses only for some samples: perhaps of no micro-batch, or one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rare = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.rare(x)
+
+
+class Chooses(nn.Module):
+    def forward(self, parts: Any) -> torch.Tensor:
+        x, rare = parts
+        is_rare = x.detach().sum(1, keepdim=True) > x.size(1) ** 0.5
+        return torch.where(is_rare, rare, x) if is_rare.any() else x
+
+
 class Tied(nn.Module):
     """Uses the weight of another layer."""
 
@@ -191,7 +226,7 @@ def make_case(seed: int) -> Case:
     """Return the case of a seed; the same on every rank."""
     rng = random.Random(seed)
     kinds = ["linear", "linear", "act", "act", "norm", "residual", "split", "adds", "gated", "tied"]
-    kinds += ["same", "nested"]
+    kinds += ["same", "nested", "unused", "sometimes"]
     samples, batch, epochs = rng.randint(18, 40), rng.randint(5, 16), rng.choice([1, 1, 2])
     steps = epochs * -(-samples // batch)
     form = rng.choice(["closed"] * 5 + ["batches", "micro_batches", "epochs"])
@@ -240,6 +275,10 @@ def make_model(case: Case) -> nn.Sequential:
             layers.append(Residual(width))
         elif kind == "split":
             layers += [Splits(width, "dict" if number % 2 else "tuple"), Joins()]
+        elif kind == "unused":
+            layers += [Offers(width), Takes()]
+        elif kind == "sometimes":
+            layers += [Sometimes(width), Chooses()]
         elif kind == "adds":
             layers += [nn.Linear(width, width), Adds(width)]
         elif kind == "gated":

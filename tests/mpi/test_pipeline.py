@@ -239,6 +239,65 @@ def test_terms_of_unlike_weight_count_as_in_one_process(world, tmp_path):
     compare_with_one_process(run, initial, taken, tmp_path)
 
 
+class Offers(nn.Module):
+    """Returns what the next layer uses, what it never uses, and what it uses for a few samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.rare = (nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x):
+        is_rare = x.detach().sum(1, keepdim=True) > 5
+        return [self.used(x), self.unused(x)], torch.where(is_rare, self.rare(x), 0.0)
+
+
+class Takes(nn.Module):
+    def forward(self, parts):
+        (x, _), rare = parts
+        return x + rare if rare.any() else x
+
+
+class Heads(nn.Module):
+    """Returns what the loss uses, and what it does not, of a weight that another layer uses."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.main, self.other, self.shared = nn.Linear(40, 4), nn.Linear(40, 4), shared
+
+    def forward(self, x):
+        return self.main(x), self.other(self.shared(x))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_no_loss_depends_on_has_no_gradient(world, tmp_path, name, replicas):
+    """Weight decay and momentum would act on zeros. Some micro-batches count for nothing."""
+
+    def loss(model, batch):
+        output, _ = model(batch[0])
+        return LOSS(output[batch[1] > 0], batch[1][batch[1] > 0])
+
+    torch.manual_seed(5)
+    shared = nn.Linear(40, 40)
+    layers = [nn.Linear(3, 40), Offers(), Takes(), shared, nn.Tanh(), Heads(shared)]
+    make = {
+        "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.1),
+        "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    }
+    task = make_task(
+        model=nn.Sequential(*layers).double(),
+        loss=loss,
+        weight=lambda batch: int((batch[1] > 0).sum()),
+        optimizer=make[name],
+    )
+    initial = copy.deepcopy(task.model)
+    run, taken = Run(world, task, plan_of(world, task, 2, replicas)), []
+    for _, indices in itertools.islice(run.epoch(), 4):
+        taken.append(indices)
+    run.close()
+    compare_with_one_process(run, initial, taken, tmp_path)
+
+
 @pytest.mark.parametrize("has_metrics", [False, True])
 def test_evaluation_is_that_of_one_process(world, has_metrics):
     def metrics(model, batch):

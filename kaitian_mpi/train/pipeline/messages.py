@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,46 +17,56 @@ from kaitian_mpi.train.pipeline.chain import Spec, received, take_apart
 from kaitian_mpi.train.pipeline.peers import PeerGroups
 
 _HEADER_BYTES = 2048
-_FORM, _ACTIVATION, _GRADIENT, _TAGS = 0, 1, 2, 3
 _MOST_PENDING = 8  # messages that are being sent
 
 Waits = Callable[[str], AbstractContextManager[Any]]
 
 
-class Incoming:
-    """The activations of a micro-batch, on their way: the form first, and then the tensors.
+class _Tags(NamedTuple):
+    """The tags of a micro-batch's messages in one direction."""
+
+    header: int
+    tensors: int
+
+    @classmethod
+    def of_activations(cls, micro_batch: int) -> _Tags:
+        return cls(4 * micro_batch, 4 * micro_batch + 1)
+
+    @classmethod
+    def of_gradients(cls, micro_batch: int) -> _Tags:
+        return cls(4 * micro_batch + 2, 4 * micro_batch + 3)
+
+
+class _Incoming:
+    """Tensors on their way from another stage: first a header, which says which, and then these.
 
     The thread that polls messages posts the receives of the tensors, so that they arrive while this
     rank computes; those that a library carries are posted by `post`.
     """
 
-    def __init__(
-        self, peers: PeerGroups, source: int, micro_batch: int, device: torch.device
-    ) -> None:
-        self._peers, self._from, self._device = peers, (source, micro_batch), device
-        self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        work: Any = dist.irecv(self._header, source, tag=_tag(micro_batch, _FORM))
-        self._work = work
-        self._is_posted = threading.Event()
-        self._spec: Spec | None = None
+    def __init__(self, peers: PeerGroups, source: int, header: torch.Tensor, tags: _Tags) -> None:
+        """Post the receive of the header, into this tensor."""
+        self._peers, self._source, self._header, self._tags = peers, source, header, tags
         self._tensors: list[torch.Tensor] = []
         self._works: list[Any] = []
+        self._is_posted = threading.Event()
         self._fault: Exception | None = None
+        work: Any = dist.irecv(header, source, tag=tags.header)
+        self._work = work
         work.get_future().then(self._post)
 
     def post(self) -> bool:
         """Post what a library carries if it is known what that is; return whether it is.
 
-        It is to be called for micro-batches in the order in which they are sent.
+        It is to be called in the order in which it is sent.
         """
         if not self._is_posted.is_set() or self._fault is not None:
             return False
-        source, _ = self._from
-        if self._peers.joins(source) and not self._works:
-            assert self._spec is not None
+        if self._peers.joins(self._source) and not self._works:
             with self._peers.beside_computing():
-                self._tensors = self._empty_tensors(self._spec)
-                self._works = [self._peers.receive_from(source, tensor) for tensor in self._tensors]
+                self._tensors = self._empty_tensors()
+                receive = self._peers.receive_from
+                self._works = [receive(self._source, tensor) for tensor in self._tensors]
         return True
 
     def is_completed(self) -> bool:
@@ -70,60 +81,72 @@ class Incoming:
         for work in self._works:
             work.wait()
 
-    def take(self) -> tuple[Any, list[torch.Tensor]]:
-        """Return what the stage before has returned, and leaves that get its gradients."""
-        assert self._spec is not None
-        return received(self._spec, self._tensors)
+    def _empty_tensors(self) -> list[torch.Tensor]:
+        """Return a tensor for each that the header, which is here, says will come."""
+        raise NotImplementedError
 
     def _post(self, future: Any) -> None:
         try:
             future.wait()
-            source, micro_batch = self._from
-            self._spec = Spec(*json.loads(bytes(self._header.numpy())))
-            if not self._peers.joins(source):
-                tag = _tag(micro_batch, _ACTIVATION)
-                self._tensors = self._empty_tensors(self._spec)
-                self._works = [dist.irecv(tensor, source, tag=tag) for tensor in self._tensors]
+            if not self._peers.joins(self._source):
+                self._tensors, tag = self._empty_tensors(), self._tags.tensors
+                self._works = [dist.irecv(each, self._source, tag=tag) for each in self._tensors]
         except Exception as error:  # raised where it is waited for
             self._fault = error
         finally:
             self._is_posted.set()
 
-    def _empty_tensors(self, spec: Spec) -> list[torch.Tensor]:
+
+class Activations(_Incoming):
+    """The activations of a micro-batch, on their way."""
+
+    def __init__(
+        self, peers: PeerGroups, source: int, micro_batch: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._spec: Spec | None = None
+        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        super().__init__(peers, source, header, _Tags.of_activations(micro_batch))
+
+    def take(self) -> tuple[Any, list[torch.Tensor]]:
+        """Return what the stage before has returned, and leaves that get its gradients."""
+        assert self._spec is not None
+        return received(self._spec, self._tensors)
+
+    def _empty_tensors(self) -> list[torch.Tensor]:
+        self._spec = spec = Spec(*json.loads(bytes(self._header.numpy())))
         return [
             torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             for dtype, shape, _ in spec.tensors
         ]
 
 
-class Gradients:
+class Gradients(_Incoming):
     """The gradients of what a stage has sent, on their way back.
 
-    Those that a library carries are received when they are waited for: until a message comes, its
-    receive would keep a part of the device busy.
+    None comes for a tensor that no loss depends on: the next stage dropped it, say. As in one
+    process, what only such tensors depend on gets no gradient, and not zeros, which an optimizer's
+    weight decay and momentum would act on.
     """
 
     def __init__(
         self, peers: PeerGroups, outputs: Sequence[torch.Tensor], source: int, micro_batch: int
     ) -> None:
-        self._peers, self._source = peers, source
-        with peers.beside_computing() if peers.joins(source) else nullcontext():
-            self.tensors = [torch.empty_like(each, requires_grad=False) for each in outputs]
-        self._works: list[Any] = []
-        if not peers.joins(source):
-            tag = _tag(micro_batch, _GRADIENT)
-            self._works = [dist.irecv(tensor, source, tag=tag) for tensor in self.tensors]
+        self._outputs = outputs
+        header = torch.empty(len(outputs), dtype=torch.uint8)
+        super().__init__(peers, source, header, _Tags.of_gradients(micro_batch))
 
-    def is_completed(self) -> bool:
-        return bool(self._works) and all(work.is_completed() for work in self._works)
+    def backward(self) -> None:
+        """Backpropagate those that came, once they are waited for."""
+        if used := self._used():
+            torch.autograd.backward(used, self._tensors)
 
-    def wait(self) -> None:
-        if not self._works:
-            with self._peers.beside_computing():
-                receive = self._peers.receive_from
-                self._works = [receive(self._source, tensor) for tensor in self.tensors]
-        for work in self._works:
-            work.wait()
+    def _used(self) -> list[torch.Tensor]:
+        """Return the outputs that have a gradient."""
+        return [*itertools.compress(self._outputs, self._header.tolist())]
+
+    def _empty_tensors(self) -> list[torch.Tensor]:
+        return [torch.empty_like(each, requires_grad=False) for each in self._used()]
 
 
 class Outbox:
@@ -140,16 +163,14 @@ class Outbox:
         if len(content) > _HEADER_BYTES:
             raise UserError("--layout pipeline: a layer returns too many tensors; pass on fewer")
         header = torch.frombuffer(bytearray(content.ljust(_HEADER_BYTES)), dtype=torch.uint8)
-        self._keep(dist.isend(header, target, tag=_tag(micro_batch, _FORM)))
-        for tensor in tensors:
-            self._send(tensor.detach().contiguous(), target, _tag(micro_batch, _ACTIVATION))
+        self._send(header, tensors, target, _Tags.of_activations(micro_batch))
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def send_gradients(self, leaves: Sequence[torch.Tensor], target: int, micro_batch: int) -> None:
-        """Send the gradients of what a stage has received."""
-        for leaf in leaves:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self._send(gradient.detach().contiguous(), target, _tag(micro_batch, _GRADIENT))
+        """Send the gradients of what a stage has received, and which of it has one."""
+        header = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        self._send(header, gradients, target, _Tags.of_gradients(micro_batch))
 
     def wait(self, most: int = 0) -> None:
         """Wait until at most so many messages have not arrived."""
@@ -159,16 +180,17 @@ class Outbox:
                 while len(self._pending) > most:
                     self._pending.pop(0).wait()
 
-    def _send(self, tensor: torch.Tensor, target: int, tag: int) -> None:
-        if self._peers.joins(target):
-            self._keep(self._peers.send_to(target, tensor))
-        else:
-            self._keep(dist.isend(tensor, target, tag=tag))
+    def _send(
+        self, header: torch.Tensor, tensors: Sequence[torch.Tensor], target: int, tags: _Tags
+    ) -> None:
+        self._keep(dist.isend(header, target, tag=tags.header))
+        for tensor in tensors:
+            dense = tensor.detach().contiguous()
+            if self._peers.joins(target):
+                self._keep(self._peers.send_to(target, dense))
+            else:
+                self._keep(dist.isend(dense, target, tag=tags.tensors))
 
     def _keep(self, work: Any) -> None:
         self._pending.append(work)
         self.wait(_MOST_PENDING)
-
-
-def _tag(micro_batch: int, kind: int) -> int:
-    return _TAGS * micro_batch + kind

@@ -24,7 +24,7 @@ from kaitian_mpi.train.pipeline.chain import (
     run,
 )
 from kaitian_mpi.train.pipeline.draws import equal_draws
-from kaitian_mpi.train.pipeline.messages import Gradients, Incoming, Outbox, Waits
+from kaitian_mpi.train.pipeline.messages import Activations, Gradients, Outbox, Waits
 from kaitian_mpi.train.pipeline.peers import PeerGroups
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
@@ -146,7 +146,7 @@ class _Step:
         is_inner = not runner.is_last and runner.number is not None
         self._targets = stages[number + 1].takers(count) if is_inner else []
         self._to_receive = [] if runner.is_first else list(self.own)
-        self._incoming: dict[int, Incoming] = {}
+        self._incoming: dict[int, Activations] = {}
         self.kept: dict[int, tuple[list[torch.Tensor], Any]] = {}
         self._computes_again: bool | None = None
         self._gradients: dict[int, Gradients] = {}
@@ -188,10 +188,8 @@ class _Step:
         """Keep a loss for its backward; return it weighted, if it counts."""
         loss, (leaves, outputs) = check_loss(loss), self.kept[number]
         if not weight:  # perhaps NaN: nothing but that there are gradients
-            self.kept[number] = (
-                leaves,
-                sum((each.sum() * 0 for each in outputs), loss.new_zeros(())),
-            )
+            used = _used_by(loss, outputs)
+            self.kept[number] = leaves, sum((each.sum() * 0 for each in used), loss.new_zeros(()))
             return []
         self.kept[number] = leaves, loss * weight
         return [(loss * weight).detach()]
@@ -206,7 +204,7 @@ class _Step:
         elif outputs:
             gradients = self._gradients.pop(number)
             self._wait("gradients of the next stage", gradients)
-            torch.autograd.backward(outputs, gradients.tensors)
+            gradients.backward()
         runner._ends()
         self._expect_gradients()
         if leaves:
@@ -221,7 +219,7 @@ class _Step:
         while self._to_receive and len(self._incoming) <= _AHEAD:
             expected = self._to_receive.pop(0)
             source = self._sources[expected]
-            self._incoming[expected] = Incoming(runner._peers, source, expected, device)
+            self._incoming[expected] = Activations(runner._peers, source, expected, device)
         for incoming in self._incoming.values():
             if not incoming.post():
                 break
@@ -238,6 +236,16 @@ class _Step:
                 source, peers = self._targets[number], self._runner._peers
                 self._gradients[number] = Gradients(peers, outputs, source, number)
 
-    def _wait(self, what: str, messages: Incoming | Gradients) -> None:
+    def _wait(self, what: str, messages: Activations | Gradients) -> None:
         with nullcontext() if messages.is_completed() else self._runner._waits(what):
             messages.wait()  # raises what went wrong
+
+
+def _used_by(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of a model's outputs that a loss depends on."""
+    if not (outputs and loss.requires_grad):
+        return []
+    # What is computed from one output may be another one, whose backward is still to come.
+    options: Any = {"allow_unused": True, "retain_graph": True}
+    found = torch.autograd.grad(loss, outputs, **options)
+    return [output for output, each in zip(outputs, found, strict=True) if each is not None]
