@@ -1,51 +1,20 @@
-"""The open form, a script's own loop: the epochs and the micro-batches that it goes over."""
+"""The open form: a script's own loop over batches, in which it computes the loss itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch
+from kaitian_mpi.train.lockstep import Epoch, Lockstep
 from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.session import Session
 from kaitian_mpi.train.step import Call
 from kaitian_mpi.train.task import check_loss
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """An epoch, or the rest of one, of `Training.epochs`; its length is the number of its steps.
-
-    Iterating over it again continues, until the next epoch.
-    """
-
-    number: int
-    """From 0."""
-    steps: int
-    """Those that are left when it begins."""
-    dataset: Any
-    train: Callable[[Epoch], Iterator[Any]]
-    """Trains it, and yields what its loop is for."""
-    split: Callable[[Epoch], Iterator[Any]]
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's share of each global batch, or each step once it is done."""
-        return self.train(self)
-
-    def micro_batches(self) -> Iterator[Iterator[Any]]:
-        """Yield the micro-batches of each step, as `Training.micro_batches` does."""
-        return self.split(self)
-
-    def is_current(self, progress: Progress) -> bool:
-        """Return whether the run is in this epoch, and not at its end. Not collective."""
-        return progress.epoch == self.number and not progress.epoch_is_over
 
 
 class OpenStep:
@@ -60,10 +29,12 @@ class OpenStep:
     def __init__(self, loop: Loop, parts: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's micro-batches. Collective."""
         self._left = loop.begin(parts)
-        self.loop, self._parts, self.is_finished = loop, parts, False
+        self.loop = loop
+        self.is_finished = False
+        self.has_samples = False
+        self._parts = parts
         self._current: int | None = None
         self._has_begun = False  # its backward
-        self.has_samples = False
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield those that are left, on the rank's device; computing begins with the first."""
@@ -105,3 +76,95 @@ class OpenStep:
                 "the loop over them"
             )
         self.is_finished = True
+
+
+class OpenForm:
+    """Yields batches, and has the script's calls for each do their part of the step.
+
+    Every method is collective, unless stated otherwise.
+    """
+
+    def __init__(self, session: Session, lockstep: Lockstep) -> None:
+        self._session = session
+        self._lockstep = lockstep
+        self._step: OpenStep | None = None
+
+    def batches(self, is_split: bool, epoch: Epoch | None = None) -> Iterator[Any]:
+        """Yield this rank's share of each global batch, or, if `is_split`, its micro-batches.
+
+        Raises:
+            UserError: the task has a loss, or `step` was not called for the batch before.
+        """
+        session = self._session
+        if session.start().setup.task.loss is not None:
+            raise UserError(
+                "training.batches() and micro_batches() are for a Task without a loss; iterate "
+                "over the Training itself or its epochs, or omit Task(loss=...)"
+            )
+        self.check_finished()
+        self._lockstep.split_shares(is_split)
+        while (share := self._lockstep.next_share(epoch)) is not None:
+            batch = session.guarded(self._begin, share)
+            step = self._step
+            if step is None:
+                continue
+            self._lockstep.enter_script()
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left; another one may be open by now
+                if self._step is step:
+                    self._step = None
+                if session.loop is step.loop and not step.is_finished:
+                    step.loop.undo()
+                raise
+            try:
+                self.check_finished()
+            finally:
+                self._step = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of the current batch or micro-batch; the last one's is summed."""
+        step = self._current("training.backward()")
+        self._session.guarded(step.backward, step.check(loss))
+        self._lockstep.enter_script()
+
+    def step(self) -> bool:
+        """Apply the gradient; return False if a rank was lost: the samples are then repeated."""
+        step = self._current("training.step()")
+        step.finish()
+        done = None
+        if self._session.loop is step.loop:
+            enter_phase("the sum of gradients", waits=True)
+            done = self._lockstep.follow(self._session.guarded(step.loop.finish))
+        self._lockstep.enter_script()
+        return done is not None
+
+    def has_samples(self) -> bool:
+        """Return whether the current batch has samples of this rank's own. Not collective."""
+        self._session.check_open()
+        if self._step is None:
+            raise UserError("read training.has_samples in a loop over training.batches()")
+        return self._step.has_samples
+
+    def check_finished(self) -> None:
+        """Check that the current step is finished, before what comes next. Not collective."""
+        step = self._step
+        if step is not None and self._session.loop is step.loop and not step.is_finished:
+            rank = self._session.membership.all_ranks.info.world_rank
+            raise UserError(
+                "call training.backward(loss) and training.step() for each batch before what comes "
+                f"next (rank {rank}, step {step.loop.progress.step + 1})"
+            )
+
+    def _begin(self, share: Sequence[MicroBatch]) -> Any:
+        step = OpenStep(self._session.current_loop, share)
+        batches = step.micro_batches()
+        batch = batches if self._lockstep.has_micro_batches else next(batches)
+        self._step = step
+        return batch
+
+    def _current(self, call: str) -> OpenStep:
+        self._session.check_open()
+        if self._step is None:
+            raise UserError(f"call {call} once for each batch, in a loop over training.batches()")
+        return self._step

@@ -129,7 +129,7 @@ def train(world: Any, options: argparse.Namespace) -> str:
         peak, planned, limit = (f"{size / 1e9:.2f}" for size in sizes)
         rows.append(f"{info.kind} peak {peak}, planned {planned}, limit {limit} GB")
     seconds = f"{1e3 * summary['step_time_sec']:.0f} ms a step"
-    chosen = f"{training._prepared.config.layout} chosen; " * (options.layout == "auto")
+    chosen = f"{training._session.prepared.config.layout} chosen; " * (options.layout == "auto")
     text = f"{chosen}{'; '.join(rows) or 'nothing planned'}; {seconds}"
     if stand_in.KIND == stand_in.STAND_IN:
         return text

@@ -156,7 +156,7 @@ def train(world: Any, task: kaitian_mpi.Task, **settings: Any) -> dict[str, torc
         with kaitian_mpi.Training(task, run_dir=str(folder / "run"), **settings) as training:
             for _ in training:
                 pass
-            scaler = training._prepared.state.computation.scaler
+            scaler = training._session.prepared.state.computation.scaler
             if scaler.is_enabled() and not is_smaller(world):
                 scales = gather_values(world.comm, scaler.get_scale())
                 assert len({*scales}) == 1, scales

@@ -476,7 +476,7 @@ def train(case: Case, world: Any, folder: Path) -> Result:
                 if case.changes.get(number) == "evaluate":
                     result.evaluated[number] = training.evaluate()["error"]
                 if layout != "pipeline" and rng.random() < 0.6:
-                    training._loop.sampler.set_plan(shares(rng, case.batch, world.size))
+                    training._session.loop.sampler.set_plan(shares(rng, case.batch, world.size))
                 if number == stop and stop != last:
                     break
     result.evaluated[last] = training.summary.validation["error"]

@@ -23,7 +23,7 @@ def change_shares(training, world, step):
     """Set uneven shares that change with the step; in some of them a rank has none."""
     if world.size == 3:
         sizes = [0, 7, BATCH - 7]
-        training._loop.sampler.set_plan(sizes[step % 3 :] + sizes[: step % 3])
+        training._session.loop.sampler.set_plan(sizes[step % 3 :] + sizes[: step % 3])
 
 
 def linear_task(features, **parts):

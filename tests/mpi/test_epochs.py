@@ -187,7 +187,7 @@ def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
 
     def save_and_end(model, batch):
         if world.rank == 0:  # as a forked process does at a signal
-            training._saving._write_at_exit()
+            training._session.saving._write_at_exit()
         raise ZeroDivisionError
 
     script = Script()
@@ -235,11 +235,11 @@ def test_a_signal_between_epochs_has_what_is_done_there_done_again(world, shared
             assert epoch.number == 1
             assert [step.number for step in epoch] == [11, 12, 13, 14]
             if world.rank == 0:  # as a forked process does at a signal
-                training._saving._write_at_exit()
+                training._session.saving._write_at_exit()
             world.comm.Barrier()
             break
         # As if the job had ended there, before any more was saved.
-        training._end(ZeroDivisionError())
+        training._session.end(ZeroDivisionError())
     world.comm.Barrier()
     _, means, steps = train(world, **settings)
     assert steps == {1: [], 2: list(range(2 * STEPS + 1, 3 * STEPS + 1))}
@@ -253,7 +253,7 @@ def test_what_the_script_has_evaluated_is_recorded_by_the_loop_after_a_loss():
             for _ in epoch:
                 script.average.update_parameters(training.model)
             recorded.append(evaluate_average(training, script))
-            training._drop_loop()  # as the loss of another rank does
+            training._session.drop_loop()  # as the loss of another rank does
     assert training.summary.validation == {"loss": recorded[-1]}
 
 
@@ -277,10 +277,10 @@ def test_what_was_due_when_a_rank_was_lost_is_saved_by_the_others(world, shared_
     with Training(Script().task(is_open=False), **settings) as training:
         for step in training:
             if step.number in (3, STEPS):
-                training._drop_loop()
-                training._membership.losses.append(RankLoss([], 0.0, 0.0))
+                training._session.drop_loop()
+                training._session.membership.losses.append(RankLoss([], 0.0, 0.0))
             if step.number in (4, STEPS + 1):
-                training._saving._checkpoints.wait()
+                training._session.saving._checkpoints.wait()
                 world.comm.Barrier()
                 found = sorted(int(path.stem[5:13]) for path in folder.glob("checkpoints/*.json"))
                 assert found == ([3] if step.number == 4 else [3, 6, 7])

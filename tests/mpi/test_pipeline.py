@@ -208,9 +208,9 @@ def test_stages_that_move_while_a_job_trains_continue_as_one_process(
     with Training(task, run_dir=str(shared_path / "run"), **settings) as training:
         for step in training:
             begin = step.number * BATCH % 168 - BATCH  # of 7 steps an epoch
-            sampler = training._loop.sampler
+            sampler = training._session.loop.sampler
             taken.append(sampler.indices(begin if begin >= 0 else 144, step.samples))
-            loops.append(training._loop)
+            loops.append(training._session.loop)
     assert len(set(loops)) == 2
     expected, _ = alone(
         Task(**{**vars(task), "model": initial}), [task.data[indices] for indices in taken]

@@ -438,7 +438,7 @@ def test_a_rank_without_samples_leaves_no_trace(world, is_open):
         # With "auto" two runs may measure different algorithms, which sum in different orders.
         with Training(task, **{**QUIET, "max_steps": 6, "allreduce": "flat"}) as training:
             for _ in steps_of(training, loss):
-                training._loop.sampler.set_plan(shares)
+                training._session.loop.sampler.set_plan(shares)
         return weights_of(model)
 
     # The last rank's own samples never count: whatever it computes instead leaves nothing.
@@ -485,7 +485,7 @@ def test_evaluation_counts_every_sample_once(world, length, shares):
         for step in training:
             assert training.model.training
             if world.size == 3:
-                training._loop.sampler.set_plan(shares)
+                training._session.loop.sampler.set_plan(shares)
             if step.number == 2:
                 break
         found = training.evaluate()

@@ -1,0 +1,237 @@
+"""What the ranks of a training do next, all of them the same: a step, an epoch, or its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.data.batches import MicroBatch
+from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.session import Session
+from kaitian_mpi.train.step import Call, Step
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch, or the rest of one, of `Training.epochs`; its length is the number of its steps.
+
+    Iterating over it again continues, until the next epoch.
+    """
+
+    number: int
+    """From 0."""
+    steps: int
+    """Those that are left when it begins."""
+    dataset: Any
+    train: Callable[[Epoch], Iterator[Any]]
+    """Trains it, and yields what its loop is for."""
+    split: Callable[[Epoch], Iterator[Any]]
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's share of each global batch, or each step once it is done."""
+        return self.train(self)
+
+    def micro_batches(self) -> Iterator[Iterator[Any]]:
+        """Yield the micro-batches of each step, as `Training.micro_batches` does."""
+        return self.split(self)
+
+    def is_current(self, progress: Progress) -> bool:
+        """Return whether the run is in this epoch, and not at its end. Not collective."""
+        return progress.epoch == self.number and not progress.epoch_is_over
+
+
+class Lockstep:
+    """Takes all ranks through steps, epochs and evaluations, as the script asks for them.
+
+    Every method is collective, unless stated otherwise.
+
+    Attributes:
+        last_step: the last step that is done; None before the first.
+        is_unattended: whether nothing of the script's runs between two steps.
+        has_micro_batches: whether the script asks for its shares in micro-batches.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.last_step: Step | None = None
+        self.is_unattended = False
+        self.has_micro_batches = False
+        self._session = session
+        self._epoch: Epoch | None = None
+        # Since the loop began, or its ranks have met.
+        self._meets = False
+        self._script_has_run = False
+
+    def steps(self, epoch: Epoch | None = None) -> Iterator[Step]:
+        """Train, and yield each step once it is done; to the end of the epoch, or of the run."""
+        session = self._session
+        while (share := self.next_share(epoch)) is not None:
+            step = self.follow(session.guarded(session.current_loop.train, share))
+            if step is not None:
+                self.enter_script()
+                yield step
+
+    def next_share(self, epoch: Epoch | None) -> Sequence[MicroBatch] | None:
+        """Return this rank's share of the next step; None if the epoch or the run is done."""
+        session = self._session
+        state = session.prepared.state
+        while not session.is_done and (epoch is None or epoch.is_current(state.progress)):
+            share = session.guarded(self._advance, epoch is None)
+            if share is not None:
+                return share
+        return None
+
+    def follow(self, step: Step | None) -> Step | None:
+        """Do what follows a step that all ranks have done, also if one is lost meanwhile."""
+        session = self._session
+        if step is not None:
+            self.last_step = step
+            session.guarded(session.current_loop.step_done, step)
+            if session.loop is None and session.prepared.state.shards is not None:
+                session.until_done(self._ready_loop)  # the script may use the weights
+        return step
+
+    def begin_epoch(self, make: Callable[[Loop], Epoch]) -> Epoch | None:
+        """End the epoch before, if there is one; return the next, or None if the run is done."""
+        loop = self._ready_loop()
+        if loop is None:
+            return None
+        if self._epoch is not None and self._epoch.is_current(loop.progress):
+            if not loop.progress.position:
+                raise UserError("iterate over each epoch that training.epochs() yields")
+            loop.skip_epoch()
+            self._script_has_run = True  # the other ranks do not know of it yet
+        if self._meet(loop, Call.BEGIN_EPOCH) == Call.STOP:
+            return None
+        if loop.progress.epoch_is_over or loop.progress.lacks_results:
+            self._end_epoch(loop)
+        if loop.progress.is_done:
+            self._finish(loop)
+            return None
+        self._epoch = make(loop)
+        return self._epoch
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Return the means over the validation data; None if the run was finished without it."""
+        loop = self._ready_loop()
+        if loop is None:
+            return None
+        self._meet(loop, Call.EVALUATE)
+        self._session.evaluated = loop.evaluate()
+        return self._session.evaluated
+
+    def stop(self) -> None:
+        """Save the run as it stands, for another job; finish it if its last step is done."""
+        session = self._session
+        is_active = session.membership.wait_until_active() is not None
+        if is_active and (session.loop is not None or session.membership.losses):
+            loop = self._ready_loop()
+            assert loop is not None
+            self._meet(loop, Call.STOP)
+            if not session.is_done:
+                self._end_loop(loop)
+        else:
+            session.end_standby(is_active)
+
+    def enter_script(self) -> None:
+        """Begin the phase of the script's own code, which may last. Not collective."""
+        done = self.last_step.number if self.last_step is not None else 0
+        enter_phase("the script's own code", step=done, limited=False)
+        self._script_has_run = True
+
+    def split_shares(self, is_wanted: bool) -> None:
+        """Split shares into micro-batches from the next step on, or no longer. Not collective."""
+        self.has_micro_batches = is_wanted
+        if self._session.loop is not None:
+            self._session.loop.split_shares(is_wanted)
+
+    def _advance(self, crosses_epochs: bool = True) -> Sequence[MicroBatch] | None:
+        session = self._session
+        loop = self._ready_loop()
+        if loop is None or self._meet(loop, Call.TRAIN) == Call.STOP:
+            return None
+        session.saving.save_due(script_has_run=not self.is_unattended)
+        is_saved = session.saving.save_to_end()
+        if loop.is_outdated and not is_saved:
+            loop.close()
+            session.loop = None
+            return None
+        share = None if is_saved else loop.next_share(crosses_epochs)
+        if is_saved or loop.progress.is_done:
+            self._finish(loop, is_saved)
+        return share
+
+    def _ready_loop(self) -> Loop | None:
+        """Return the loop of the active ranks; None if the work was done without this rank."""
+        session = self._session
+        if session.loop is None and session.begin_loop():
+            session.current_loop.is_unattended = self.is_unattended
+            self._meets = bool(session.membership.losses)
+            self._script_has_run = False
+            if self.has_micro_batches:
+                session.current_loop.split_shares(True)
+        return session.loop
+
+    def _meet(self, loop: Loop, does: Call) -> Call:
+        """Return what to do next: what was wanted, or stop with the others.
+
+        After a loss, a rank that replaces the lost one begins its script, while the others may be
+        anywhere in theirs. So until all are at the next step, each evaluates whenever one of them
+        does, and all stop if one does. The rank gets the state as the other scripts have left it.
+        """
+        run = self._session.prepared
+        while self._meets:
+            enter_phase("what the other ranks do next", waits=True, limited=False)
+            calls = gather_values(loop.world.comm, (does, run.is_joining, self._script_has_run))
+            all_do, are_joining, have_run = zip(*calls, strict=True)
+            joining = [rank for rank, joins in enumerate(are_joining) if joins]
+            if any(have_run) and 0 < len(joining) < len(all_do):
+                loop.copy_state(joining)
+            self._script_has_run = False
+            if not joining or set(all_do) == {Call.TRAIN}:
+                self._meets = False
+                run.is_joining = False
+            elif Call.EVALUATE in all_do and does != Call.EVALUATE:
+                loop.evaluate()
+            elif Call.STOP in all_do and does != Call.EVALUATE:
+                self._end_loop(loop)
+                return Call.STOP
+            elif does != Call.TRAIN:
+                break
+        if not self._meets:
+            is_over = loop.progress.has_all_steps and does != Call.EVALUATE
+            loop.exchange.announce(Call.FINISH if is_over else does, loop.progress.step)
+        return does
+
+    def _end_epoch(self, loop: Loop) -> None:
+        """End an epoch after which the script has done its part."""
+        loop.progress.script_is_done = True
+        self._session.saving.save_due()
+        loop.end_epoch()
+
+    def _end_loop(self, loop: Loop) -> None:
+        loop.undo()
+        if loop.progress.epoch_is_over:  # the script has left its loop over the epochs
+            self._end_epoch(loop)
+        elif loop.progress.has_all_steps:  # the script's loop asked for no more than there are
+            loop.next_share()
+        if loop.progress.is_done:
+            self._finish(loop)
+            return
+        self._session.saving.save_and_stop()
+        loop.close()
+        self._session.end_standby(is_active=True)
+
+    def _finish(self, loop: Loop, is_saved: bool = False) -> None:
+        loop.close()
+        if not is_saved:
+            self._session.saving.write_results()
+            loop.run_finished()
+        self._session.end_standby(is_active=True)
