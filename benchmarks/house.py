@@ -2,9 +2,9 @@
 
     python benchmarks/house.py [--quick]
 
-Prints each figure beside the one of 2026-11-24, before the package was condensed. --quick leaves
-out what starts two ranks: the modules that `kaitian-train --model cnn` has imported when its first
-step begins, and the files of the package whose functions a step and a bucket pass.
+Prints each figure beside the one of an earlier day. --quick leaves out what starts two ranks: the
+modules that `kaitian-train --model cnn` has imported when its first step begins, and the files of
+the package whose functions a step and a bucket pass.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -32,6 +36,8 @@ from kaitian_mpi.mpi import datatypes
 
 PACKAGE = Path(kaitian_mpi.__file__).parent
 ROOT = PACKAGE.parent
+# The figures of 2026-11-24, before the package was condensed, and of 2026-11-27, before the layouts
+# were rebuilt, of what was not counted until then.
 BEFORE = {
     "lines of the package": 44_235,
     "files": 347,
@@ -41,11 +47,25 @@ BEFORE = {
     "flags of kaitian-train": 70,
     "global statements": 18,
     "files that name emulation": 51,
+    "classes with more than 20 methods": 11,
+    "most methods of a class": 47,
+    "classes with more than 15 attributes": 12,
+    "most attributes of a class": 32,
+    "class names used more than once": 14,
+    "file names used more than once": 14,
+    "tuples assigned to attributes": 196,
+    "attributes set from outside": 182,
+    "imports inside functions": 117,
+    "files that name a layout": 46,
+    "comparisons with a layout": 30,
     "modules imported before the first step": 280,
     "files a step": 64,
     "functions a step": 254,
     "files a bucket": 26,
 }
+MAX_METHODS = 20
+MAX_ATTRIBUTES = 15
+LAYOUT_WORDS = re.compile(r"shard|pipeline|mirror|parted", re.IGNORECASE)
 
 
 def count_sources() -> dict[str, int]:
@@ -64,7 +84,81 @@ def count_sources() -> dict[str, int]:
         "flags of kaitian-train": sum(len(names.split()) for names in SECTIONS.values()),
         "global statements": sum(isinstance(node, ast.Global) for node in nodes),
         "files that name emulation": sum("emulat" in text.lower() for text in texts.values()),
+        **count_classes(nodes),
+        **count_statements(nodes),
+        "file names used more than once": count_repeated(path.name for path in texts),
+        "files that name a layout": sum(bool(LAYOUT_WORDS.search(text)) for text in texts.values()),
     }
+
+
+def count_repeated(names: Iterable[str]) -> int:
+    """Return how many different names occur more than once."""
+    return sum(count > 1 for count in Counter(names).values())
+
+
+def count_classes(nodes: Sequence[ast.AST]) -> dict[str, int]:
+    """Return how large the classes are. Properties count as methods do."""
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    methods = [sum(isinstance(each, ast.FunctionDef) for each in node.body) for node in classes]
+    attributes = [len(attributes_of(node)) for node in classes]
+    return {
+        "classes with more than 20 methods": sum(count > MAX_METHODS for count in methods),
+        "most methods of a class": max(methods),
+        "classes with more than 15 attributes": sum(count > MAX_ATTRIBUTES for count in attributes),
+        "most attributes of a class": max(attributes),
+        "class names used more than once": count_repeated(node.name for node in classes),
+    }
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Return the attributes that a class's methods set on `self`."""
+    stored = (each for each in ast.walk(node) if is_stored_attribute(each))
+    return {each.attr for each in stored if is_self(each.value)}
+
+
+def is_stored_attribute(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """Return whether it is an attribute that is set."""
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
+def is_self(node: ast.AST) -> bool:
+    """Return whether it is a method's own object or class."""
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def count_statements(nodes: Sequence[ast.AST]) -> dict[str, int]:
+    """Return how often something is written that a reader has to take apart."""
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    imports = {each for node in functions for each in ast.walk(node) if is_import(each)}
+    return {
+        "tuples assigned to attributes": sum(map(sets_tuple_of_attributes, nodes)),
+        "attributes set from outside": sum(
+            is_stored_attribute(node) and not is_self(node.value) for node in nodes
+        ),
+        "imports inside functions": len(imports),
+        "comparisons with a layout": sum(map(compares_layout, nodes)),
+    }
+
+
+def is_import(node: ast.AST) -> bool:
+    """Return whether it is an import of a module, or from one."""
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def sets_tuple_of_attributes(node: ast.AST) -> bool:
+    """Return whether it is an assignment of several values, one of them to an attribute."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else []
+    return any(isinstance(target, ast.Attribute) for target in targets)
+
+
+def compares_layout(node: ast.AST) -> bool:
+    """Return whether something's `layout` is compared."""
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    return any(isinstance(side, ast.Attribute) and side.attr == "layout" for side in sides)
 
 
 def count_in_ranks(what: str) -> dict[str, int]:
