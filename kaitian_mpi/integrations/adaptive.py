@@ -68,7 +68,7 @@ class Adaptive:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
-        self._times = StepTimes(self._comm, world.device_kind.mark)
+        self._times = StepTimes(self._comm, world.device_kind)
         self._weights = Weights(Ranks(world, self._comm, self._times.waiting))
         self._trains_in_eval_mode = False  # whether a model has
         # A forward's rows for each of the batch's; 0 if its first dimension is others.

@@ -13,7 +13,8 @@ from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.session import Session
-from kaitian_mpi.train.step import Call, Step
+from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.step_exchange import Call
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepClock, StepExchange, StepInProgress, StepObserver
+from kaitian_mpi.train.step import Step, StepInProgress, StepObserver
+from kaitian_mpi.train.step_clock import StepClock
+from kaitian_mpi.train.step_exchange import StepExchange
 from kaitian_mpi.train.task import Task, aside
 
 if TYPE_CHECKING:

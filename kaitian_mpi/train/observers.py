@@ -21,7 +21,9 @@ from kaitian_mpi.runtime.watchdog import Watchdog
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
-from kaitian_mpi.train.step import Step, StepObserver, StepReports, StepTimes
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_clock import StepTimes
+from kaitian_mpi.train.step_exchange import StepReports
 
 
 class Events(StepObserver):

@@ -6,10 +6,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
+from kaitian_mpi.balance.planner import Planner
+from kaitian_mpi.balance.rebalancer import MAX_GROWTH, NewPlan
 from kaitian_mpi.balance.stragglers import SlowPeriod, StragglerDetector
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
@@ -19,11 +20,9 @@ from kaitian_mpi.observe.run_folder import RunFolder
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.step import Step, StepObserver, StepReports
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_exchange import StepReports
 from kaitian_mpi.train.summary import describe_rank
-
-if TYPE_CHECKING:
-    from kaitian_mpi.balance.cost_learner import CostLearner
 
 
 class Balancing(StepObserver):
@@ -36,24 +35,28 @@ class Balancing(StepObserver):
         workers have fetched. Without costs they are learned first; without micro-batches, batches
         grow only step by step.
         """
-        world, plan = loop.world, loop.plan
+        world = loop.world
+        plan = loop.plan
         workers = gather_values(world.comm, loop.workers)
-        self._world, self._folder, self._sinks = world, folder, sinks
-        self._set_plan, self._steps_ahead = loop.sampler.set_plan, steps_ahead(max(workers))
-        self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
-        self._min_batch, costs = plan.min_batch, plan.costs
-        self._is_pipeline = plan.pipeline is not None
-        self._max_growth = math.inf if loop.has_micro_batches else MAX_GROWTH
-        self._learner: CostLearner | None = None
-        self._rebalancer: Rebalancer | None = None
-        if config.balance == "adaptive" and costs:
-            self._follow(costs, plan.batch_sizes)
-        elif config.balance == "adaptive" and not self._is_pipeline:
-            from kaitian_mpi.balance.cost_learner import CostLearner
-
-            self._learner = CostLearner(plan.batch_sizes, plan.min_batch, self._steps_ahead)
-        self._stragglers = StragglerDetector(world.size, costs or ())
         self.plans = 1
+        self._world = world
+        self._folder = folder
+        self._sinks = sinks
+        self._set_plan = loop.sampler.set_plan
+        self._steps_ahead = steps_ahead(max(workers))
+        self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
+        self._is_pipeline = plan.pipeline is not None
+        self._stragglers = StragglerDetector(world.size, plan.costs or ())
+        self._planner: Planner | None = None
+        if config.balance == "adaptive" and (plan.costs or not self._is_pipeline):
+            self._planner = Planner(
+                plan.batch_sizes,
+                world.infos,
+                plan.costs,
+                plan.min_batch,
+                math.inf if loop.has_micro_batches else MAX_GROWTH,
+                self._steps_ahead,
+            )
         self._waiting: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
@@ -73,15 +76,17 @@ class Balancing(StepObserver):
 
     def observe(self, step: int, reports: StepReports) -> list[int] | None:
         """Add the reports of the step before; return new batch sizes if they are worth it."""
-        if self._learner is not None:
-            return self._learn(step, self._learner, reports.times)
-        for change in self._stragglers.observe(step - 1, reports.times, reports.data_sec):
-            self._report_slow(step, change)
-        plan = self._rebalancer.observe(reports.times) if self._rebalancer else None
+        planner = self._planner
+        is_learning = planner is not None and planner.costs is None
+        if not is_learning:
+            for change in self._stragglers.observe(step - 1, reports.times, reports.data_sec):
+                self._report_slow(step, change)
+        plan = planner.observe(reports.times) if planner is not None else None
+        if is_learning and planner is not None and planner.costs is not None:
+            self._stragglers = StragglerDetector(self._world.size, planner.costs)
         if plan is None:
             return None
-        reason = f"{self._world.infos[plan.rank]} {plan.reason}"
-        self._record(step, plan.batch_sizes, reason, plan.gain, plan.factors)
+        self._record(step, plan)
         return plan.batch_sizes
 
     def slow_ranks(self) -> list[dict[str, Any]]:
@@ -93,34 +98,23 @@ class Balancing(StepObserver):
 
     def costs(self) -> list[RankCost] | None:
         """Return each rank's cost as estimated from its steps; None if unknown."""
-        return self._rebalancer.costs if self._rebalancer else None
+        return self._planner.costs if self._planner is not None else None
 
-    def _learn(self, step: int, learner: CostLearner, times: RankSteps) -> list[int] | None:
-        """Learn the costs; rebalancing and straggler detection start when they are known."""
-        batch_sizes, reason = learner.observe(times), "learning what a step costs"
-        if learner.costs is not None:
-            reason = f"from what the first {learner.steps} steps cost"
-            self._follow(learner.costs, learner.batch_sizes)
-            self._stragglers = StragglerDetector(self._world.size, learner.costs)
-            self._learner = None
-        if batch_sizes is not None:
-            self._record(step, batch_sizes, reason, learner.gain, [1.0] * self._world.size)
-        return batch_sizes
-
-    def _follow(self, costs: list[RankCost], batch_sizes: list[int]) -> None:
-        self._rebalancer = Rebalancer(costs, batch_sizes, self._min_batch, self._max_growth)
-
-    def _record(
-        self, step: int, batch_sizes: list[int], reason: str, gain: float, factors: list[float]
-    ) -> None:
+    def _record(self, step: int, plan: NewPlan) -> None:
         self.plans += 1
-        text = f"step {step}: new plan {batch_sizes}: {reason}"
+        text = f"step {step}: new plan {plan.batch_sizes}: {plan.reason}"
         print_rank_0(self._world, text)
-        plan = {"batch_sizes": batch_sizes, "reason": reason, "predicted_gain": round(gain, 4)}
-        factors = [round(factor, 3) for factor in factors]
-        more = {"decided_at_step": step, "compute_time_factors": factors}
-        more["step"] = step + self._steps_ahead
-        record_plan(self._world, self._folder, self._sinks, step, text, plan, more)
+        record = {
+            "batch_sizes": plan.batch_sizes,
+            "reason": plan.reason,
+            "predicted_gain": round(plan.gain, 4),
+        }
+        more = {
+            "decided_at_step": step,
+            "compute_time_factors": [round(factor, 3) for factor in plan.factors],
+            "step": step + self._steps_ahead,
+        }
+        record_plan(self._world, self._folder, self._sinks, step, text, record, more)
 
     def _report_slow(self, step: int, slow: SlowPeriod) -> None:
         """Report that a rank has become slow, or has recovered."""

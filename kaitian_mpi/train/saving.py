@@ -31,7 +31,8 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state_transfer import copy_state
-from kaitian_mpi.train.step import Step, StepObserver, StepReports
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_exchange import StepReports
 from kaitian_mpi.train.summary import NAME
 
 _MODEL = "checkpoints/model.pt"

@@ -6,7 +6,9 @@ from kaitian_mpi.integrations.plan import StepTimes
 
 
 class Clock:
-    """A device's clock, which tests set."""
+    """A device, whose clock tests set."""
+
+    is_host = True
 
     def __init__(self):
         self.seconds = 0.0
@@ -40,7 +42,7 @@ class OneRank:
 
 def test_waits_for_other_ranks_before_the_gradients_are_computed_are_no_computation():
     clock = Clock()
-    times = StepTimes(OneRank(), clock.mark)
+    times = StepTimes(OneRank(), clock)
     for begin in (0.0, 10.0):
         clock.seconds = begin + 1
         with times.waiting():

@@ -25,7 +25,9 @@ from kaitian_mpi.train.pipeline.gradients import StageGradients
 from kaitian_mpi.train.pipeline.peers import join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
-from kaitian_mpi.train.step import Step, StepClock, StepObserver, StepReports
+from kaitian_mpi.train.step import Step, StepObserver
+from kaitian_mpi.train.step_clock import StepClock
+from kaitian_mpi.train.step_exchange import StepReports
 
 if TYPE_CHECKING:
     from kaitian_mpi.train.run import Run
