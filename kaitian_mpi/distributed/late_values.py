@@ -172,8 +172,8 @@ class PartedModel:
         """
         if any(is_compiled(module) for module in model.modules()):
             raise UserError(
-                "--layout shard: the model does not fit whole on each rank, and its parameters "
-                "cannot be in parts with torch.compile; leave that out"
+                "--layout shard: the model does not fit whole on each rank, and torch.compile does "
+                "not support sharded parameters; remove it"
             )
         parameters = list(model.named_parameters())
         self.numbers, self._model = frozenset(numbers), model
