@@ -94,6 +94,7 @@ class LiveProgress(MetricsSink):
         yield _bars(reading)
         yield self._figures(reading)
         yield from self._ranks(reading, min(_MAX_RANKS, console.height - _OTHER_ROWS))
+        yield Text()  # Open MPI's mpirun passes a row on only when it ends
 
     def _figures(self, reading: Reading) -> Text:
         """Return the line of figures, the most important first."""

@@ -82,6 +82,14 @@ def test_view_has_bars_figures_and_a_row_for_each_rank():
     assert len(rest) == 1
 
 
+def test_the_last_ranks_row_ends_so_that_mpirun_passes_it_on():
+    console = terminal()
+    LiveProgress("kaitian-train run", INFOS, console).on_reading(reading())
+    *_, last, unfinished = console.file.buffer.getvalue().decode().split("\n")
+    assert last.split()[:3] == ["2", "node-0", "cuda:2"]
+    assert "node" not in unfinished
+
+
 @pytest.mark.parametrize("width", [72, 80, 120, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_terminal(width, encoding):
