@@ -14,9 +14,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from shared.comparison import in_turns, ratios
 
 import kaitian_mpi
 
@@ -90,24 +92,15 @@ def compare(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     times = {
         name: max(1, min(500, int(_TURN_SEC / take_turn(call, 2)))) for name, call in calls.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        order = list(calls) if turn % 2 else list(reversed(calls))
-        for name in order:
-            seconds[name].append(take_turn(calls[name], times[name]))
-    return seconds
-
-
-def ratio(above: list[float], below: list[float]) -> float:
-    """Return the median over rounds of the ratio of two times."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+    turns = {name: partial(take_turn, call, times[name]) for name, call in calls.items()}
+    return in_turns(turns, rounds, warm_up=0)
 
 
 def print_row(size_bytes: int, seconds: dict[str, list[float]]) -> None:
     """Print one line of the table."""
     micro = {name: statistics.median(times) * 1e6 for name, times in seconds.items()}
-    over_raw = ratio(seconds["kaitian"], seconds["raw"])
-    against_gloo = ratio(seconds["gloo"], seconds["kaitian"])
+    over_raw = statistics.median(ratios(seconds["kaitian"], seconds["raw"]))
+    against_gloo = statistics.median(ratios(seconds["gloo"], seconds["kaitian"]))
     named = f"{size_bytes >> 20} MB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KB"
     print(
         f"| {named} | {micro['kaitian']:,.0f} | {micro['raw']:,.0f} | {micro['gloo']:,.0f} "

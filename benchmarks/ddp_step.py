@@ -15,6 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from shared.comparison import in_turns, quartiles, ratios
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +42,9 @@ class Trainer:
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
         self.optimizer.step()
-        return time.perf_counter() - start
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
 
 
 def main() -> None:
@@ -60,24 +63,16 @@ def main() -> None:
         "gloo": Trainer(dist.new_group(backend="gloo"), options.batch),
         "kaitian": Trainer(group, options.batch),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    for pair in range(-1, options.pairs):
-        order = list(trainers) if pair % 2 else list(reversed(trainers))
-        for name in order:
-            step = torch.tensor(trainers[name].step())
-            dist.all_reduce(step, dist.ReduceOp.MAX)
-            if pair >= 0:
-                seconds[name].append(step.item())
+    calls = {name: trainer.step for name, trainer in trainers.items()}
+    seconds = in_turns(calls, options.pairs)
     if world.rank == 0:
-        ratios = [k / g for k, g in zip(seconds["kaitian"], seconds["gloo"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         emulated = " (emulated kinds)" if options.emulate_kinds else ""
         print(
             f"{world.size} ranks in {len(world.groups)} group(s){emulated}, {group.host.algorithm}"
         )
         for name, times in seconds.items():
             print(f"{name:8} median step {statistics.median(times):.4f} s")
-        print(f"kaitian / gloo {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+        print(f"kaitian / gloo {quartiles(ratios(seconds['kaitian'], seconds['gloo']))}")
     dist.destroy_process_group()
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from network import check_sum, seconds_of
 from shaped_hosts import ShapedHosts, why_not_shaped
+from shared.comparison import quartiles
 
 _TIMEOUT_SEC = 280
 _BATCH = 4  # samples of each rank and step
@@ -128,8 +129,7 @@ def report_steps(world, steps: int) -> None:
     if world.rank == 0:
         print(f"\nsteps of MobileNetV2, {_BATCH} samples a rank:")
         for name, times in seconds.items():
-            low, middle, high = statistics.quantiles([1e3 * sec for sec in times], n=4)
-            print(f"{name}: {middle:.0f} ms ({low:.0f} to {high:.0f})", flush=True)
+            print(f"{name}, in ms: {quartiles([1e3 * sec for sec in times], '.0f')}", flush=True)
 
 
 def sent_bytes() -> int:
@@ -152,9 +152,9 @@ def report(
     )
     print("| algorithm | ms | of the limit | MB sent by the busiest host |\n|---|---|---|---|")
     for name, times in seconds.items():
-        low, middle, high = statistics.quantiles([1e3 * sec for sec in times], n=4)
         print(
-            f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {1e3 * limit / middle:.2f} "
+            f"| {name} | {quartiles([1e3 * sec for sec in times], '.1f')} "
+            f"| {limit / statistics.median(times):.2f} "
             f"| {statistics.median(sent[name]) / 1e6:.1f} |",
             flush=True,
         )

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from shared.gpt import Embeddings, loss_of, make_optimizer
 from torch import nn
-from torch.nn import functional
 
 import kaitian_mpi
 from kaitian_mpi.mpi.exchange import gather_values
@@ -56,33 +56,18 @@ JOBS = (
 )
 
 
-class Inputs(nn.Module):
-    """Embeds tokens and their positions."""
-
-    def __init__(self, width: int, length: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return [n, length, width] of ids [n, length]."""
-        return self.tokens(ids) + self.positions.weight
-
-
 def make_task(job: Job) -> kaitian_mpi.Task:
     """Return the training of a GPT to predict random tokens."""
     torch.manual_seed(0)
     block = partial(nn.TransformerEncoderLayer, job.width, 4, 4 * job.width, 0.0, batch_first=True)
     blocks = [block() for _ in range(job.blocks)]
     head = nn.Linear(job.width, VOCABULARY)
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
+    first = Embeddings(VOCABULARY, job.length, job.width)
     return kaitian_mpi.Task(
-        model=nn.Sequential(Inputs(job.width, job.length), *blocks, head),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        model=nn.Sequential(first, *blocks, head),
+        optimizer=make_optimizer,
         data=torch.randint(VOCABULARY, (20_000, job.length + 1)),
-        loss=loss,
+        loss=loss_of,
     )
 
 

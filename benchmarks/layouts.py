@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
+from shared.comparison import in_turns, quartiles, ratios
+from shared.gpt import GPT, loss_of, make_optimizer
 
 import kaitian_mpi
 from kaitian_mpi.mpi.exchange import gather_values
@@ -33,35 +33,14 @@ from kaitian_mpi.runtime.polling import sleeping_barrier
 VOCABULARY, LENGTH = 256, 64
 
 
-class GPT(nn.Module):
-    """A causal transformer."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, VOCABULARY)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, LENGTH, VOCABULARY] of tokens [n, LENGTH]."""
-        return self.head(self.layers(self.tokens(x), mask=self.mask, is_causal=True))
-
-
 def make_task(width: int, layers: int) -> kaitian_mpi.Task:
     """Return the training of a GPT to predict random tokens."""
     torch.manual_seed(0)
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        logits = model(batch[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
     return kaitian_mpi.Task(
-        model=GPT(width, layers),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        model=GPT(VOCABULARY, LENGTH, width, layers),
+        optimizer=make_optimizer,
         data=torch.randint(VOCABULARY, (20_000, LENGTH + 1)),
-        loss=loss,
+        loss=loss_of,
         clip_norm=1.0,
     )
 
@@ -95,15 +74,15 @@ def seconds_per_step(world: World, options: argparse.Namespace, **settings: Any)
 
 def compare_speed(world: World, options: argparse.Namespace) -> None:
     """Print how fast layout shard is, relative to replicate. Collective."""
-    seconds: dict[str, list[float]] = {"replicate": [], "shard": []}
-    for block in range(options.pairs):
-        for layout in [*seconds][:: 1 if block % 2 else -1]:
-            seconds[layout].append(seconds_per_step(world, options, layout=layout))
-    ratios = [own / other for own, other in zip(*seconds.values(), strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    calls = {
+        layout: partial(seconds_per_step, world, options, layout=layout)
+        for layout in ("replicate", "shard")
+    }
+    seconds = in_turns(calls, options.pairs, warm_up=0)
+    speeds = quartiles(ratios(seconds["replicate"], seconds["shard"]))
     each = ", ".join(f"{name} {1e3 * statistics.median(s):.1f} ms" for name, s in seconds.items())
     if world.rank == 0:
-        print(f"speed: shard / replicate {middle:.3f} (quartiles {low:.3f} to {high:.3f}); {each}")
+        print(f"speed: shard / replicate {speeds}; {each}")
 
 
 def compare_memory(world: World, options: argparse.Namespace) -> None:
@@ -146,7 +125,8 @@ def main() -> None:
     options = parser.parse_args()
     world = kaitian_mpi.init(devices="cpu", emulate_kinds="gpu,gpu,mlu,mlu")
     if world.rank == 0:
-        parameters = sum(p.numel() for p in GPT(options.width, options.layers).parameters())
+        task = make_task(options.width, options.layers)
+        parameters = sum(p.numel() for p in task.model.parameters())
         print(f"{world.size} ranks of 2 kinds (emulated), {parameters / 1e6:.1f} M parameters")
     for name in options.sections:
         SECTIONS[name](world, options)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import statistics
 import time
 
 import torch
 import torch.distributed as dist
+from shared.comparison import quartiles
 from torch import nn
 
 from kaitian_mpi import init
@@ -49,7 +49,7 @@ def main() -> None:
             nn.functional.cross_entropy(model(images), labels).backward()
         return time.perf_counter() - start
 
-    ratios = []
+    found = []
     for pair in range(-1, options.pairs):
         keep_freed_memory()
         block()  # the first block after a change allocates the memory
@@ -59,12 +59,9 @@ def main() -> None:
         seconds = torch.tensor([block(), kept])
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         if pair >= 0:
-            ratios.append((seconds[0] / seconds[1]).item())
+            found.append((seconds[0] / seconds[1]).item())
     if world.rank == 0:
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"{world.size} ranks: returned / kept {middle:.3f} (quartiles {low:.3f} to {high:.3f})"
-        )
+        print(f"{world.size} ranks: returned / kept {quartiles(found)}")
     dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from shaped_hosts import ShapedHosts, why_not_shaped
+from shared.comparison import in_turns, quartiles, ratios
 
 _TIMEOUT_SEC = 110
 
@@ -78,12 +79,8 @@ def work(options: argparse.Namespace) -> None:
             if route != chosen.route:
                 calls["kaitian: " + str(route)] = partial(over, Choice(route))
     calls["gloo"] = lambda: dist.all_reduce(tensor, group=gloo)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(options.rounds + 1):
-        for name in list(calls) if turn % 2 else reversed(calls):
-            took = seconds_of(world, calls[name])
-            if turn:  # the first round warms up
-                seconds[name].append(took)
+    turns = {name: partial(seconds_of, world, call) for name, call in calls.items()}
+    seconds = in_turns(turns, options.rounds)
     if world.rank == 0:
         report(seconds, options, chosen.describe())
     dist.destroy_process_group()
@@ -125,11 +122,10 @@ def report(seconds: dict[str, list[float]], options: argparse.Namespace, chosen:
     )
     print("| | ms | of the limit | gloo / it |\n|---|---|---|---|")
     for name, times in seconds.items():
-        low, middle, high = statistics.quantiles([1e3 * sec for sec in times], n=4)
-        ratio = statistics.median(a / b for a, b in zip(gloo, times, strict=True))
         print(
-            f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {1e3 * limit / middle:.2f} "
-            f"| {ratio:.2f} |",
+            f"| {name} | {quartiles([1e3 * sec for sec in times], '.1f')} "
+            f"| {limit / statistics.median(times):.2f} "
+            f"| {statistics.median(ratios(gloo, times)):.2f} |",
             flush=True,
         )
 

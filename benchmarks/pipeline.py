@@ -30,35 +30,24 @@ _TIMEOUT_SEC = 900
 def make_task(width: int, layers: int, batch: int) -> Any:
     """Return the training of a GPT, a chain of layers, to predict random tokens."""
     import torch
+    from shared.gpt import Embeddings, loss_of, make_optimizer
     from torch import nn
-    from torch.nn import functional
 
     import kaitian_mpi
-
-    class Embedding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.tokens(x) + self.places.weight
 
     class Block(nn.TransformerEncoderLayer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
             return super().forward(x, src_mask=mask, is_causal=True)
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        logits = model(batch[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
     torch.manual_seed(0)
+    first = Embeddings(VOCABULARY, LENGTH, width)
     blocks = [Block(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers)]
     return kaitian_mpi.Task(
-        model=nn.Sequential(Embedding(), *blocks, nn.Linear(width, VOCABULARY)),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        model=nn.Sequential(first, *blocks, nn.Linear(width, VOCABULARY)),
+        optimizer=make_optimizer,
         data=torch.randint(VOCABULARY, (400 * batch, LENGTH + 1)),
-        loss=loss,
+        loss=loss_of,
         clip_norm=1.0,
     )
 

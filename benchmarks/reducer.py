@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from shared.comparison import in_turns, quartiles, ratios
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,13 +39,15 @@ class Trainer(ABC):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
 
     def step(self) -> float:
-        """Train one step and return its seconds."""
+        """Train one step and return the slowest rank's seconds. Collective."""
         dist.barrier()
         start = time.perf_counter()
         self.gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - start
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
 
     @abstractmethod
     def gradients(self) -> None:
@@ -90,22 +93,15 @@ def compare(name: str, model: nn.Module, inputs: torch.Tensor, pairs: int, rank:
     weight = 1 / dist.get_world_size()
     makers: dict[str, Callable[..., Trainer]] = {"DDP": DDP, "GradientReducer": Plain}
     trainers = {label: make(model, inputs, weight) for label, make in makers.items()}
-    seconds: dict[str, list[float]] = {label: [] for label in trainers}
-    for pair in range(-3, pairs):
-        for label in list(trainers) if pair % 2 else list(reversed(trainers)):
-            step = torch.tensor(trainers[label].step())
-            dist.all_reduce(step, dist.ReduceOp.MAX)
-            if pair >= 0:
-                seconds[label].append(step.item())
+    seconds = in_turns({label: made.step for label, made in trainers.items()}, pairs, warm_up=3)
     if rank:
         return
-    both = list(zip(seconds["GradientReducer"], seconds["DDP"], strict=True))
-    low, middle, high = statistics.quantiles([ours / ddp for ours, ddp in both], n=4)
-    more = statistics.quantiles([1e3 * (ours - ddp) for ours, ddp in both], n=4)
+    ours, ddp = seconds["GradientReducer"], seconds["DDP"]
+    more = [1e3 * (one - other) for one, other in zip(ours, ddp, strict=True)]
     print(
-        f"{name}, DDP's step {1e3 * statistics.median(seconds['DDP']):.2f} ms, {pairs} pairs: "
-        f"GradientReducer / DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}), "
-        f"difference {more[1]:+.3f} ms ({more[0]:+.3f} to {more[2]:+.3f})",
+        f"{name}, DDP's step {1e3 * statistics.median(ddp):.2f} ms, {pairs} pairs: "
+        f"GradientReducer / DDP {quartiles(ratios(ours, ddp))}, "
+        f"difference in ms {quartiles(more, '+.3f')}",
         flush=True,
     )
 

@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shared.comparison import quartiles, ratios
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vendor"))  # which adds its device kinds
 
 import fake_device
@@ -182,12 +184,9 @@ def report(seconds: dict[str, list[float]], stages: Stages, rate: float, options
     )
     print("| | ms (quartiles) | over the slowest stage (quartiles) |\n|---|---|---|")
     for name, times in seconds.items():
-        ratios = [took / most for took, most in zip(times, slowest, strict=True)]
-        low, middle, high = statistics.quantiles([1e3 * took for took in times], n=4)
-        first, second, third = statistics.quantiles(ratios, n=4)
         print(
-            f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) "
-            f"| {second:.2f} ({first:.2f} to {third:.2f}) |",
+            f"| {name} | {quartiles([1e3 * took for took in times], '.1f')} "
+            f"| {quartiles(ratios(times, slowest), '.2f')} |",
             flush=True,
         )
 

@@ -19,6 +19,7 @@ import timeit
 from pathlib import Path
 
 import torch
+from shared.comparison import quartiles, ratios
 from torch import nn
 
 import kaitian_mpi
@@ -130,12 +131,11 @@ def main() -> None:
         on, off = time_steps(options.model, options.batch, options.pairs, folder)
         if world.rank:
             return
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(on, off, strict=True)], n=4)
         more = statistics.median(1e6 * (a - b) for a, b in zip(on, off, strict=True))
         print(
             f"{options.model}, {world.size} ranks, step {1e3 * statistics.median(off):.2f} ms, "
-            f"{len(on)} pairs: recorded / not recorded {middle:.4f} (quartiles {low:.4f} to "
-            f"{high:.4f}), difference {more:+.0f} us"
+            f"{len(on)} pairs: recorded / not recorded {quartiles(ratios(on, off), '.4f')}, "
+            f"difference {more:+.0f} us"
         )
         print_file(folder / "timeline.json", len(on), world.size)
     print_costs_of_events()

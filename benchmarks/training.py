@@ -17,11 +17,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
+from shared.comparison import in_turns, quartiles, ratios
+from shared.gpt import GPT, loss_of, make_optimizer
 
 import kaitian_mpi
 from kaitian_mpi.devices.pace import Pace
@@ -29,34 +30,12 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 
-VOCABULARY, LENGTH, WIDTH = 64, 64, 128
+VOCABULARY, LENGTH = 64, 64
 
 
-class GPT(nn.Module):
-    """A causal transformer of a few layers."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, LENGTH, VOCABULARY] of tokens [n, LENGTH]."""
-        return self.head(self.layers(self.tokens(x), mask=self.mask, is_causal=True))
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of predicting each next token."""
-    logits = model(batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+def make_model() -> GPT:
+    """Return the model that both train."""
+    return GPT(VOCABULARY, LENGTH, width=128, layers=4)
 
 
 class Bare:
@@ -64,7 +43,7 @@ class Bare:
 
     def __init__(self, world: World, data: torch.Tensor, shares: list[int], factor: float) -> None:
         torch.manual_seed(0)
-        self.model = kaitian_mpi.data_parallel(GPT())
+        self.model = kaitian_mpi.data_parallel(make_model())
         self.optimizer = make_optimizer(self.model)
         schedule = ((0, factor),) if world.rank == world.size - 1 else ()
         self.slowdown = Pace(schedule)
@@ -105,13 +84,11 @@ def seconds_per_step(world: World, step: object, count: int) -> float:
 
 def show(ours: list[float], theirs: list[float], shares: str, is_slowed: bool) -> None:
     """Print medians and quartiles of seconds per step: of `Training`, and of a bare loop."""
-    pairs = list(zip(ours, theirs, strict=True))
-    ratios = [theirs / ours if is_slowed else ours / theirs for ours, theirs in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    found = ratios(theirs, ours) if is_slowed else ratios(ours, theirs)
     what = f"samples/s, Training / {shares}" if is_slowed else "step, Training / bare loop"
     step, bare_step = (1e3 * statistics.median(times) for times in (ours, theirs))
-    extra = statistics.median(1e3 * (ours - theirs) for ours, theirs in pairs)
-    print(f"{what} {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+    extra = statistics.median(1e3 * (a - b) for a, b in zip(ours, theirs, strict=True))
+    print(f"{what} {quartiles(found)}")
     print(f"step {step:.1f} ms, bare {bare_step:.1f} ms, difference {extra:+.2f} ms")
 
 
@@ -135,7 +112,7 @@ def main() -> None:
     torch.manual_seed(0)
     is_slowed = options.slowdown > 1
     task = kaitian_mpi.Task(
-        model=GPT(),
+        model=make_model(),
         optimizer=make_optimizer,
         data=data,
         loss=None if options.open else loss_of,
@@ -164,15 +141,13 @@ def main() -> None:
             next(steps)
         for bare in loops.values():
             seconds_per_step(world, bare.step, 2)
-        ours: list[float] = []
-        others: dict[str, list[float]] = {text: [] for text in loops}
-        turns = [
-            (ours, lambda: next(steps)),
-            *((others[text], bare.step) for text, bare in loops.items()),
-        ]
-        for block in range(options.blocks):
-            for times, step in turns if block % 2 else reversed(turns):
-                times.append(seconds_per_step(world, step, options.steps))
+        turns = {"": partial(next, steps), **{text: bare.step for text, bare in loops.items()}}
+        calls = {
+            text: partial(seconds_per_step, world, step, options.steps)
+            for text, step in turns.items()
+        }
+        others = in_turns(calls, options.blocks, warm_up=0)
+        ours = others.pop("")
         last = training.last_step
         assert last is not None
         adapted = last.batch_sizes

@@ -1,6 +1,6 @@
 """Measures how much of the possible gain from following the ranks' speeds the rebalancer reaches.
 
-    mpirun -np 2 --map-by core --bind-to core python benchmarks/balancing/replay.py
+    mpirun -np 2 --map-by core --bind-to core python benchmarks/replay.py
 
 Records how long each rank takes for the same samples, step after step: the small GPT of
 benchmarks/training.py, the last rank three times slower (emulated). Then replays these speeds, by
@@ -13,14 +13,14 @@ separates what the rebalancer could still gain from noise of the machine.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from shared.gpt import loss_of, make_optimizer
+from training import LENGTH, VOCABULARY, make_model
 
 import kaitian_mpi
 from kaitian_mpi.balance.cost_model import CostTable, RankCost, fit
@@ -30,9 +30,6 @@ from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from training import GPT, LENGTH, VOCABULARY, loss_of, make_optimizer
 
 BATCH = 32
 LAGS = (1, 2, 3, 5, 10, 20, 40)
@@ -46,7 +43,7 @@ def record(world: World, slowdown: float, seconds: float) -> tuple[list[RankCost
     The latter is [steps, ranks].
     """
     torch.manual_seed(0)
-    model = GPT()
+    model = make_model()
     optimizer, data = make_optimizer(model), torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
     is_slow = world.rank == world.size - 1
     emulated = Pace(((0, slowdown),) if is_slow else ())
