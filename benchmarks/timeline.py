@@ -67,11 +67,12 @@ def time_steps(model: str, batch: int, pairs: int, folder: Path) -> tuple[list[f
         timeline=True,
         timeline_every=1,
     ) as training:
-        recording = recorder.current
-        assert recording is not None
         since = time.perf_counter()
         for step in training:
             now = time.perf_counter()
+            if step.number == 1:
+                recording = recorder.current
+                assert recording is not None
             if step.number > WARM_UP:
                 seconds[recorder.current is None].append(now - since)
             # Which of the two comes first changes from pair to pair.
