@@ -187,7 +187,7 @@ def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
 
     def save_and_end(model, batch):
         if world.rank == 0:  # as a forked process does at a signal
-            training._session.saving._write_at_exit()
+            training._session.saving.exit_save.write()
         raise ZeroDivisionError
 
     script = Script()
@@ -235,7 +235,7 @@ def test_a_signal_between_epochs_has_what_is_done_there_done_again(world, shared
             assert epoch.number == 1
             assert [step.number for step in epoch] == [11, 12, 13, 14]
             if world.rank == 0:  # as a forked process does at a signal
-                training._session.saving._write_at_exit()
+                training._session.saving.exit_save.write()
             world.comm.Barrier()
             break
         # As if the job had ended there, before any more was saved.

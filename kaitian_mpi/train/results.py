@@ -1,0 +1,102 @@
+"""Writes what a finished run leaves: its weights, its summary and the exported weights."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+
+from kaitian_mpi.errors import AgreedError, StorageError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.observe.folders import snapshots_name
+from kaitian_mpi.train.checkpoint.files import snapshot_files
+from kaitian_mpi.train.checkpoint.metadata import RunMetadata
+from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
+from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.summary import NAME
+
+_MODEL = "checkpoints/model.pt"
+
+
+class Results:
+    """Brings a run's results to disk; without them it is not finished."""
+
+    def __init__(self, run: Run, world: World, make_metadata: Callable[[], RunMetadata]) -> None:
+        self._run = run
+        self._world = world
+        self._make_metadata = make_metadata
+
+    def write(self) -> bool:
+        """Write them; return whether all is written: if not, `run.fault` says why. Collective."""
+        run = self._run
+        world = self._world
+        fault = ""
+        with run.state.whole_weights(world, run.setup.path) as why:
+            if world.rank == 0:
+                try:
+                    self._write(why)
+                except StorageError as error:
+                    fault = f"training is done, but {error}; {self._keep()}"
+            fault = gather_values(world.comm, fault)[0]
+            if fault:
+                run.fault = AgreedError(fault, StorageError.exit_code)
+            else:
+                run.checkpoints.close()
+        return not fault
+
+    def report(self) -> None:
+        """Say that the run is finished, and where its results are. Not collective."""
+        run = self._run
+        epochs = run.state.progress.epoch
+        step = run.state.progress.step
+        run.summary = run.current_summary(finished=True)
+        text = f"finished after {epochs} epoch{'s' * (epochs != 1)}, {step} steps"
+        ranks = run.summary.ranks or ()
+        run.sinks.event("finish", step, text, ranks, validation=run.summary.validation)
+        if run.setup.path is not None:
+            print_rank_0(self._world, f"results in {run.setup.path}")
+        if run.config.export:
+            print_rank_0(self._world, f"exported the weights to {run.config.export}")
+
+    def _write(self, why: OSError | None) -> None:
+        """Write the weights, unless they are on disk already, and then the summary as finished.
+
+        Existing files are kept. A checkpoint that did not fit is no error; `why` is one of weights.
+        """
+        run = self._run
+        folder = run.setup.folder
+        run.checkpoints.wait()  # one that is still being written needs space
+        if not folder.has(_MODEL):  # the disk may have been full only temporarily
+            folder.save_model(run.state.weights() if why is None else {}, why)
+        folder.require(_MODEL)
+        if run.config.export:
+            if why is not None:
+                raise StorageError(f"{run.config.export} could not be written: {why.strerror}")
+            from kaitian_mpi.train.weight_files import export_weights
+
+            export_weights(run.config.export, run.state.model, run.state.model_state())
+        folder.write(NAME, run.current_summary(finished=True).to_json())
+        folder.require(NAME)
+
+    def _keep(self) -> str:
+        """Keep the state in memory, if there is room; return what the user should do."""
+        run = self._run
+        checkpoints = run.checkpoints
+        step = run.state.progress.step
+        again = f"run the same command with --run-dir {run.setup.path or 'FOLDER'} --resume auto"
+        if checkpoints.on_disk is not None and checkpoints.on_disk.last_written == step:
+            return f"step {step} is in its checkpoint: make room, and {again}"
+        if run.state.shards is not None:
+            return f"make room, and {again} to continue from the last checkpoint"
+        name = snapshots_name(run.config.snapshots, os.environ) or secrets.token_hex(8)
+        writer = checkpoints.in_memory or BackgroundWriter(snapshot_files(name))
+        checkpoints.write(writer, run.state, self._make_metadata())
+        writer.wait()
+        if writer.last_written == step:
+            return (
+                f"step {step} is kept in this host's memory: make room, and {again} --snapshots "
+                f"{name}"
+            )
+        return f"memory is full, too: make room, and {again} to continue from the last checkpoint"
