@@ -10,6 +10,7 @@ from jobs import IS_OPEN_MPI, PYTHON, run_alone
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/your-own-training.md").read_text()
+REFERENCE = (ROOT / "docs/task.md").read_text()
 PARTS = """
 import torch
 from torch import nn
@@ -65,7 +66,8 @@ def test_both_training_examples_learn_the_digits(tmp_path, command):
 
 @pytest.mark.any_mpi
 def test_the_script_of_the_page_trains_and_resumes(tmp_path):
-    (tmp_path / "train.py").write_text("\n".join(blocks(PAGE, "python")))
+    scripts = blocks(PAGE, "python") + blocks(REFERENCE, "python")
+    (tmp_path / "train.py").write_text("\n".join(scripts))
     (command,) = OF_THE_PAGE
     out = run(command, tmp_path)
     figures = [float(out.partition(name)[2].split()[0]) for name in ("\nheld-out", "average loss")]
