@@ -19,7 +19,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.batch_norm import RunningStatistics
-from kaitian_mpi.train.checkpoint.exit_save import StateLock
+from kaitian_mpi.train.checkpoint.state_lock import StateLock
 from kaitian_mpi.train.progress import Progress, Schedules
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,

@@ -234,7 +234,7 @@ SAVING_RANK = """
 import os, sys, time
 from pathlib import Path
 from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
-from kaitian_mpi.train.checkpoint.exit_save import StateLock
+from kaitian_mpi.train.checkpoint.state_lock import StateLock
 where, fails = sys.argv[2], sys.argv[3] == "fails"
 handle_signals("program")
 lock, state, rank = StateLock(), [0, 0], os.getpid()
