@@ -55,7 +55,8 @@ class CostLearner:
         """Each rank's cost; None until they are known. Then there is nothing left to learn."""
         self.gain = 0.0
         """Estimated gain in throughput by the latest change, without communication."""
-        self._first, self._is_first = list(batch_sizes), True
+        self._first = list(batch_sizes)
+        self._is_first = True
         self._min_batch = min_batch
         self._patience = ahead + _PATIENCE
         self._ranks = [_RankTimes() for _ in batch_sizes]
@@ -89,7 +90,8 @@ class CostLearner:
     def _improve(self) -> list[int] | None:
         """Return the next split, if any; finish when it is the last."""
         costs = [rank.cost() for rank in self._ranks]
-        is_first, self._is_first = self._is_first, False
+        is_first = self._is_first
+        self._is_first = False
         batch_sizes = self._split(costs)
         if is_first:
             batch_sizes = self._split(self._spread(costs, batch_sizes))
@@ -101,7 +103,9 @@ class CostLearner:
             self.costs = costs
         if not changes:
             return None
-        self.gain, self.batch_sizes, self._steps_of_trial = gain, batch_sizes, 0
+        self.gain = gain
+        self.batch_sizes = batch_sizes
+        self._steps_of_trial = 0
         return batch_sizes
 
     def _split(self, costs: Sequence[RankCost]) -> list[int]:

@@ -19,7 +19,9 @@ from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.shares import split_cohorts
 
-REPLICATE, SHARD, PIPELINE = "replicate", "shard", "pipeline"
+REPLICATE = "replicate"
+SHARD = "shard"
+PIPELINE = "pipeline"
 _AS_FAST = 1.03  # a layout that takes no longer than this times the fastest is as good
 _MOST = 1e18  # of what a file says, so that no sum overflows
 _FORWARD = 1 / 3  # part of a step's compute time

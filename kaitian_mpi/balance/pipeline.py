@@ -127,7 +127,9 @@ class _Simulation:
     def __init__(
         self, stages: Sequence[Stage], hops: Sequence[Hop], count: int, ahead: int, forward: float
     ) -> None:
-        self._stages, self._hops, self._parts = stages, hops, (1 - forward, forward)
+        self._stages = stages
+        self._hops = hops
+        self._parts = (1 - forward, forward)
         self._takers = [stage.takers(count) for stage in stages]
         self._links = [[0.0, 0.0] for _ in hops]  # when each is free, back and forwards
         self._arrived: dict[tuple[int, Action], float] = {}  # by stage
@@ -142,7 +144,9 @@ class _Simulation:
                 own[taker].append(micro_batch)
             for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
                 self._left[rank] = [*order(own[rank], window)][::-1]
-                self._seconds[rank], self._free[rank], self._number[rank] = seconds, 0.0, number
+                self._seconds[rank] = seconds
+                self._free[rank] = 0.0
+                self._number[rank] = number
         for micro_batch in range(count):
             self._arrived[0, Action(True, micro_batch)] = 0.0
 

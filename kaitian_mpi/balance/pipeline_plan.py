@@ -37,7 +37,11 @@ _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
 _AHEADS = (0, 1, 3)
 _BOUNDS_OF_MANY = 8
-_MIN_CHANGE, _MIN_GAIN, _MOVING_SEC = 1.1, 1.05, 1.0  # of new stages
+# Stages are moved if ranks' speeds have changed by this much, the step gets faster by this much, and
+# the steps left save more than the move takes: these seconds, and those to send the parameters.
+_MIN_CHANGE = 1.1
+_MIN_GAIN = 1.05
+_MOVING_SEC = 1.0
 
 
 def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
@@ -148,7 +152,9 @@ class _Program:
     """The dynamic program for one order of the groups and one number of micro-batches."""
 
     def __init__(self, job: PipelineJob, order: Sequence[list[int]], count: int) -> None:
-        self._job, self._order, self._count = job, order, count
+        self._job = job
+        self._order = order
+        self._count = count
         self._samples = job.global_batch / count
         layers = job.layers
         self._size = len(layers)
@@ -160,7 +166,8 @@ class _Program:
         ends = self._outputs[:-1, None] + self._outputs[None, :]
         self._transit = np.zeros_like(self._kept)
         self._transit[:-1] = TRANSIT * ends
-        self._times, self._speeds = [], []
+        self._times = []
+        self._speeds = []
         self._chunks: dict[tuple[int, int, int], tuple[float, np.ndarray]] = {}
         for group in order:
             fixed, sample = map(np.diff, job.sums[group[0]])
@@ -181,16 +188,16 @@ class _Program:
         after = np.zeros(self._size + 1)  # ranks that come after a layer
         choices: list[tuple[np.ndarray, dict[int, list[np.ndarray]]]] = []
         for place in reversed(range(len(self._order))):
-            chosen, merged, follows = np.zeros(self._size + 1, int), best.copy(), after.copy()
+            chosen = np.zeros(self._size + 1, int)
+            merged = best.copy()
+            follows = after.copy()
             ways: dict[int, list[np.ndarray]] = {}
             for number in _numbers(len(self._order[place]), self._size):
                 sums, ranks, ways[number] = self._group(place, number, best, after, bound)
                 better = sums < merged
-                chosen[better], merged[better], follows[better] = (
-                    number,
-                    sums[better],
-                    ranks[better],
-                )
+                chosen[better] = number
+                merged[better] = sums[better]
+                follows[better] = ranks[better]
             best, after = merged, follows
             choices.append((chosen, ways))
         if not np.isfinite(best[0]):
@@ -253,7 +260,9 @@ class _Program:
         self, choices: Sequence[tuple[np.ndarray, dict[int, list[np.ndarray]]]]
     ) -> tuple[tuple[Stage, ...], float]:
         """Return the stages that were chosen, and the longest of their times."""
-        layer, stages, longest = 0, list[Stage](), 0.0
+        layer = 0
+        stages = list[Stage]()
+        longest = 0.0
         for place, (chosen, ways) in enumerate(choices):
             number, group = int(chosen[layer]), self._order[place]
             if not number:

@@ -89,7 +89,8 @@ class Rebalancer:
         A batch may not fit the memory: a rank's next is at most `max_growth` times any before.
         """
         self.batch_sizes = list(batch_sizes)
-        self._min_batch, self._max_growth = min_batch, max_growth
+        self._min_batch = min_batch
+        self._max_growth = max_growth
         self._largest = list(batch_sizes)
         self._costs = CostTable.of(costs)
         self._monitors = SpeedMonitors(len(costs))
@@ -142,7 +143,9 @@ class Rebalancer:
 
         The time of a rank's share of now stays as it is, so that its factor does, too.
         """
-        own, costs, logs = np.array(self.batch_sizes), self._costs, self._monitors.log_factors
+        own = np.array(self.batch_sizes)
+        costs = self._costs
+        logs = self._monitors.log_factors
         here, there = costs.seconds(own), seconds / np.array(_exponentials(logs))
         smaller, larger = np.minimum(own, shares), np.maximum(own, shares)
         errors = np.maximum(_STANDARD_ERRORS * self._monitors.log_errors, _MIN_CHANGE)

@@ -12,7 +12,9 @@ import numpy as np
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.rebalancer import RankSteps, SpeedMonitors
 
-COMPUTE, DATA, COMMUNICATION = "compute", "data loading", "communication"
+COMPUTE = "compute"
+DATA = "data loading"
+COMMUNICATION = "communication"
 
 _WARM_UP_STEPS = 2
 _BASELINE_STEPS = 10
@@ -82,11 +84,9 @@ class StragglerDetector:
         work, data, wait = map(_medians, (self._work, self._data, self._wait))
         step_sec = np.maximum(work + wait, 1e-9)
         slower = np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
-        versus, parts, last = (
-            _versus_others(work),
-            np.minimum(data / step_sec, 1),
-            int(wait.argmin()),
-        )
+        versus = _versus_others(work)
+        parts = np.minimum(data / step_sec, 1)
+        last = int(wait.argmin())
         waits = wait[last] / step_sec[last]
 
         def compute_text(rank: int) -> str:
@@ -123,7 +123,8 @@ class _Watch:
     def __init__(
         self, kind: str, ranks: int, limits: tuple[float, float], found: list[SlowPeriod]
     ) -> None:
-        self._kind, self._found = kind, found
+        self._kind = kind
+        self._found = found
         self._high, self._low = limits
         self._current: dict[int, SlowPeriod] = {}
         self._signs = np.zeros(ranks, int)
