@@ -31,7 +31,9 @@ class _Lock:
     """An exclusive lock on a file, of this process; a forked child does not inherit it."""
 
     def __init__(self, path: Path, job: str = "") -> None:
-        self._path, self._job, self._descriptor = path, job, -1
+        self._path = path
+        self._job = job
+        self._descriptor = -1
 
     def take(self) -> bool:
         """Return whether this process holds the lock now, or files cannot be locked here."""
@@ -70,7 +72,8 @@ class _Lock:
 
     def close(self) -> None:
         """Release the lock; does nothing after the first call."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             if _is_at(descriptor, self._path):
                 with suppress(OSError):

@@ -121,7 +121,8 @@ class RestartRequest:
     """Whether the job is asked to save and end, on the rank that writes the run folder."""
 
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = folder, clock
+        self._folder = folder
+        self._clock = clock
         self._job_id = os.environ.get(SUPERVISED, "")
         self._next = 0.0
         self._is_made = False
@@ -143,4 +144,5 @@ class RestartRequest:
 
     def refuse(self) -> None:
         """Ignore the request from now on: the state could not be saved."""
-        self._folder, self._is_made = None, False
+        self._folder = None
+        self._is_made = False

@@ -49,7 +49,8 @@ class LiveProgress(MetricsSink):
 
     def on_reading(self, reading: Reading) -> None:
         """Draw the reading, unless another was drawn a moment ago."""
-        is_first, self._reading = self._reading is None, reading
+        is_first = self._reading is None
+        self._reading = reading
         if is_first:
             self._live.start()
             self._live.console.show_cursor()  # a process that is killed would leave it hidden
@@ -67,7 +68,8 @@ class LiveProgress(MetricsSink):
         elif event.kind == "slow_end":
             self._slow = {rank: why for rank, why in self._slow.items() if rank not in event.ranks}
         elif event.kind == "loss":  # the search for slow ranks starts again
-            self._slow, self._lost = {}, sorted({*self._lost, *event.ranks})
+            self._slow = {}
+            self._lost = sorted({*self._lost, *event.ranks})
         elif event.kind in ("finish", "stop"):
             self.close(finished=True)
             return

@@ -100,7 +100,9 @@ class Outcome(MetricsSink):
             in_stages: whether each rank computes a part of the model, in layout pipeline.
             word: turns advice that names flags into the user's words.
         """
-        self._folder, self._emulated, self._in_stages = folder, emulated, in_stages
+        self._folder = folder
+        self._emulated = emulated
+        self._in_stages = in_stages
         self._word = word
         self._computing = 0.0
         """Samples' worth of the time in which the ranks computed."""

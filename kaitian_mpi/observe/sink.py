@@ -124,7 +124,8 @@ class BackgroundSink(_Forwarding):
     """
 
     def __init__(self, name: str, make: Callable[[], MetricsSink]) -> None:
-        self._name, self._make = name, make
+        self._name = name
+        self._make = make
         self._waiting: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_WAITING)
         self._has_lost = False
         self._thread = threading.Thread(target=self._work, name=f"metrics-{name}", daemon=True)

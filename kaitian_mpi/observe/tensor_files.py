@@ -132,7 +132,8 @@ class _Writer(io.RawIOBase):
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.size, self.sha256 = 0, hashlib.sha256()
+        self.size = 0
+        self.sha256 = hashlib.sha256()
         self.error: OSError | None = None
 
     def writable(self) -> bool:

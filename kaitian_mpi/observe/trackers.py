@@ -247,7 +247,8 @@ class MlflowSink(_Tracker):
         where = {"experiment": experiment, "tracking_uri": _tracking_uri()}
         self._client = MlflowClient(where["tracking_uri"])
         known = folder.read(_MLFLOW_ID)
-        self._run_id, self._last_step = str(known.pop("run_id", "")), -1
+        self._run_id = str(known.pop("run_id", ""))
+        self._last_step = -1
         if known != where or not self._is_continued():
             found = self._client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self._client.create_experiment(experiment)

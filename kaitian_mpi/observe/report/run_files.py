@@ -295,7 +295,9 @@ def _describe(
         value = summary.get(name)
         return "" if value is None else form.format(scale * value)
 
-    model, data, wanted = config.get("model"), config.get("dataset"), config.get("epochs")
+    model = config.get("model")
+    data = config.get("dataset")
+    wanted = config.get("epochs")
     times = sorted(benchmark.get("allreduce_sec", {}).items(), key=lambda item: item[1])
     facts = {
         "trained": config.get("task") or (f"{model} on {data}" if model and data else model),

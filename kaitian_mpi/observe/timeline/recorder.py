@@ -25,8 +25,12 @@ MAX_EVENTS = 1 << 16
 _STEPS_UNTIL_DOUBLED = 2_000
 _MAX_PHASES_BETWEEN_STEPS = 500  # an evaluation may have many more
 
-MAIN, COLLECTIVES, DEVICE = "main", "collectives", "device"
-COPY_OUT, EXCHANGE, COPY_BACK = "relay: copy out", "relay: MPI", "relay: copy back"
+MAIN = "main"
+COLLECTIVES = "collectives"
+DEVICE = "device"
+COPY_OUT = "relay: copy out"
+EXCHANGE = "relay: MPI"
+COPY_BACK = "relay: copy back"
 RUN = "run"
 """The lane of what concerns the whole run; the args are an event of the file, but for its time."""
 LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
@@ -142,7 +146,8 @@ class Recorder:
     @contextmanager
     def collective(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
         """Record the block as a collective, which this thread carries out."""
-        outer, self._thread.collective = self._thread.collective, (lane, args)
+        outer = self._thread.collective
+        self._thread.collective = (lane, args)
         try:
             with self.span(lane, name, args):
                 yield
