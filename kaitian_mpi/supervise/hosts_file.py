@@ -77,7 +77,8 @@ class HostsFile:
         self, path: str, report: Callable[[str], None], read: Callable[[str], str] = read_hosts_file
     ) -> None:
         self.path = path
-        self._read, self._report = read, report
+        self._read = read
+        self._report = report
         self.hosts = parse_hosts(read(path), path)
         """The hosts, in an order in which none changes its place (`in_stable_order`)."""
         # The hosts, or why the file cannot be used.
@@ -96,7 +97,8 @@ class HostsFile:
         except UserError as error:
             found = str(error)
         if found != self._seen:
-            self._seen, self._since = found, now
+            self._seen = found
+            self._since = now
         if found == self._judged or now - self._since < _SETTLE_SEC:
             return
         self._judged = found
@@ -124,7 +126,10 @@ class HostChanges:
         report: Callable[[str], None],
         backoff_sec: float,
     ) -> None:
-        self.file, self._ask, self._report, self._every_sec = file, ask, report, backoff_sec
+        self.file = file
+        self._ask = ask
+        self._report = report
+        self._every_sec = backoff_sec
         self._ready = {host.name for host in file.hosts}
         self._members: dict[str, Host] = {}
         self._losses: dict[str, int] = {}

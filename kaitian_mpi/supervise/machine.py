@@ -55,7 +55,9 @@ class Machine:
         """The job; with a hosts file, the supervisor replaces it by one on other hosts."""
         self.stopped = 0
         """The signal that requested a stop; 0 for none."""
-        self._agent, self._probe_sec, self._hang_sec = agent, probe_sec, hang_sec
+        self._agent = agent
+        self._probe_sec = probe_sec
+        self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
         self._reported_remote = False
         self._missed = 0  # a stop signal received while there was no child

@@ -139,7 +139,9 @@ def interpreter_of(command: Command) -> str:
 
 def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
     """Plan a start of the job without the lost hosts."""
-    command, hostfile, ranks = job.command, "", job.ranks
+    command = job.command
+    hostfile = ""
+    ranks = job.ranks
     left = job.left(lost)
     own: list[str] = []
     if lost or job.hosts_file:

@@ -86,7 +86,9 @@ class _Supervisor:
     def __init__(
         self, job: Job, machine: Machine, max_starts: int, changes: HostChanges | None
     ) -> None:
-        self._job, self._machine, self._max_starts = job, machine, max_starts
+        self._job = job
+        self._machine = machine
+        self._max_starts = max_starts
         self._changes = changes
         self._first = read_state(job.folder)
         self._left_out: frozenset[str] = frozenset()
@@ -169,7 +171,8 @@ class _Supervisor:
         start = self._plan(before, self._job.folder / f"hostfile-start-{number}")
         limit = f" of {self._max_starts}" if changes is None else ""
         machine.report(f"start {number}{limit}: {start.shape}")
-        began, self._is_asked = machine.now(), False
+        began = machine.now()
+        self._is_asked = False
         if changes is None:
             code = machine.run(start.words)
         else:
@@ -226,7 +229,9 @@ class _Supervisor:
 
     def _choose_hosts(self) -> bool:
         """Choose the next start's hosts; return whether there are any."""
-        machine, changes, before = self._machine, self._changes, self._left_out
+        machine = self._machine
+        changes = self._changes
+        before = self._left_out
         if changes is None:
             if not self._job.remote:
                 return True
