@@ -37,7 +37,9 @@ class Job:
     """This rank's part in the examination of a job."""
 
     def __init__(self, comm: MPI.Comm, examination: Examination, timeout: float) -> None:
-        self._comm, self._examination, self._timeout = comm, examination, timeout
+        self._comm = comm
+        self._examination = examination
+        self._timeout = timeout
         self._probe_sec = min(_PROBE_SEC, timeout)
         self._post = Post(comm, self._probe_sec)
         self._failed = False
@@ -175,7 +177,8 @@ class Post:
     """
 
     def __init__(self, comm: MPI.Comm, limit_sec: float) -> None:
-        self._comm, self._limit_sec = comm, limit_sec
+        self._comm = comm
+        self._limit_sec = limit_sec
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._is_lost = False
 
