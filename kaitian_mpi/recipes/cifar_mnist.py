@@ -115,7 +115,11 @@ def _read_pickle(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     for the array's bytes with what says whether they are in columns.
     """
     content = CIFAR10.read(path)
-    pixels, labels, is_labels, is_by_column, in_columns = b"", [], False, False, False
+    pixels = b""
+    labels = []
+    is_labels = False
+    is_by_column = False
+    in_columns = False
     try:
         for opcode, value, _ in pickletools.genops(content):
             is_by_column = _TRUTHS.get(opcode.name, is_by_column)

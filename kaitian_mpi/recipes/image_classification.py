@@ -88,7 +88,8 @@ class Schedule:
     """
 
     def __init__(self, config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-        self._config, self._optimizer = config, optimizer
+        self._config = config
+        self._optimizer = optimizer
 
     def rate(self, progress: float) -> float:
         """Return the learning rate."""

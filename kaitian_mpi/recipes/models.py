@@ -41,7 +41,8 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, features: list[nn.Module], classifier: nn.Module) -> None:
         super().__init__()
-        self.features, self.mean = nn.Sequential(*features), PixelMean()
+        self.features = nn.Sequential(*features)
+        self.mean = PixelMean()
         self.classifier = classifier
 
     @property
