@@ -79,7 +79,9 @@ class Accelerator(Device):
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
         options = dist.distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, rank, size
+        options.store = store
+        options.group_rank = rank
+        options.group_size = size
         options.timeout = timeout
         return plugin.creator_fn(options, None)
 

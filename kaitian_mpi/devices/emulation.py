@@ -26,7 +26,10 @@ class EmulatedDevice:
     """A CPU under the name of another kind, or slowed down; all else is the CPU's own."""
 
     def __init__(self, device: Device, kind: str, pace: Pace, calls: CallPace) -> None:
-        self.device, self.kind, self.pace, self.calls = device, kind, pace, calls
+        self.device = device
+        self.kind = kind
+        self.pace = pace
+        self.calls = calls
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.device, name)
@@ -134,9 +137,13 @@ def parse_slowdown(text: str, world_size: int) -> tuple[Schedule, ...]:
         number, _, rest = entry.partition(":")
         times, at, since = rest.partition("@")
         try:
-            rank, factor, step = int(number), float(times), int(since) if at else 0
+            rank = int(number)
+            factor = float(times)
+            step = int(since) if at else 0
         except ValueError:
-            rank, factor, step = -1, 1.0, 0
+            rank = -1
+            factor = 1.0
+            step = 0
         if not (0 <= rank < world_size and 1.0 <= factor <= _MAX_FACTOR and step >= 0):
             raise UserError(
                 f"{SLOWDOWN_FLAG}: {entry!r} is not a slowdown; write rank:factor or "

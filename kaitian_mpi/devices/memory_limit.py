@@ -41,10 +41,12 @@ class LimitedDevice:
 
     def __init__(self, device: Any, limit: int) -> None:
         """Limit this process from now on."""
-        self.device, self.limit = device, limit
+        self.device = device
+        self.limit = limit
         if not LimitedDevice._at_start:
             import_for_optimizers()  # a program's code is in no device's memory
-            LimitedDevice._at_start, LimitedDevice._resident_at_start = _allocated(), _resident()
+            LimitedDevice._at_start = _allocated()
+            LimitedDevice._resident_at_start = _resident()
             threading.stack_size(_STACK_BYTES)  # else each new thread would count with 8 MB
             libc = ctypes.CDLL(None)
             if hasattr(libc, "mallopt"):  # glibc

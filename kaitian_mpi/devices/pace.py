@@ -76,7 +76,8 @@ class CallPace:
 
     def resume(self) -> None:
         """Slow down again, from each thread's next call on."""
-        self._is_paused, self._computing = False, _Computing()
+        self._is_paused = False
+        self._computing = _Computing()
 
     def _catch_up(self) -> None:
         since_sec = self._computing.since_sec
