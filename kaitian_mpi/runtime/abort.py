@@ -104,7 +104,8 @@ class _AbortHook:
     """An exception hook that shows an exception by the hook before it, then aborts the job."""
 
     def __init__(self, before: _Hook) -> None:
-        self._before, self._pid = before, os.getpid()
+        self._before = before
+        self._pid = os.getpid()
         self._is_called = False
 
     def __call__(

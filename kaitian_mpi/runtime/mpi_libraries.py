@@ -105,7 +105,9 @@ NETWORK_INTERFACE = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 
 _SURVIVES = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
-_ANSWER_SEC, _LONGEST_ANSWER, _KILLED_WITHIN_SEC = 5.0, 1024, 1.0
+_ANSWER_SEC = 5.0
+_LONGEST_ANSWER = 1024
+_KILLED_WITHIN_SEC = 1.0
 _INT_BYTES = 4
 _MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
 

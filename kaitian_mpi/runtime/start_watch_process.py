@@ -75,7 +75,8 @@ class Siblings:
         job, world_rank, world_size, local_rank, local_size = (name.encode() for name in names)
         self._names = job, world_rank, local_rank
         self._job = os.environb[job]
-        self._world_size, self._size = int(os.environb[world_size]), int(os.environb[local_size])
+        self._world_size = int(os.environb[world_size])
+        self._size = int(os.environb[local_size])
         self._pids: dict[int, int] = {}
         self._missing_since: dict[int, float] = {}
         self.world_ranks: dict[int, int] = {}

@@ -119,7 +119,8 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching; waits for the watchdog process and the thread for at most a second."""
         # Cleared before closing: the next file opened gets the same descriptor.
-        writer, self._writer = self._writer, -1
+        writer = self._writer
+        self._writer = -1
         if writer < 0:
             return
         self._woken.set()
@@ -165,7 +166,8 @@ class StepLimit:
 
     def __init__(self, given_sec: float, warm_up: int = 1) -> None:
         assert given_sec >= 0
-        self._is_given, self._warm_up = given_sec > 0, warm_up
+        self._is_given = given_sec > 0
+        self._warm_up = warm_up
         self._steps: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self.limit_sec = first_step_limit(given_sec)
 

@@ -76,7 +76,10 @@ class Watch:
     """Watches one rank, this process's parent, which writes to `pipe`."""
 
     def __init__(self, name: str, rank: int, launcher: int, pipe: int) -> None:
-        self._name, self._rank, self._launcher, self._pipe = name, rank, launcher, pipe
+        self._name = name
+        self._rank = rank
+        self._launcher = launcher
+        self._pipe = pipe
         self._rest = b""
         os.set_blocking(pipe, False)
         self._poll = select.poll()
@@ -85,7 +88,9 @@ class Watch:
 
     def run(self) -> None:
         """Watch until the rank has exited or been killed."""
-        report, nap, reason = None, 0.0, None
+        report = None
+        nap = 0.0
+        reason = None
         checked = restarted = time.monotonic()
         while reason is None:
             self._poll.poll(nap * 1000)
