@@ -15,7 +15,7 @@ from dataclasses import replace
 from kaitian_mpi import __version__
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import print_text
-from kaitian_mpi.devices.choice import SHARE_VARIABLE
+from kaitian_mpi.devices.choice import SHARE_VARIABLE, declines_library
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.checks import CHECKS
 from kaitian_mpi.preflight.examination import Examination
@@ -148,7 +148,7 @@ def make_parser() -> OneLineParser:
         "default, all hosts use the path of this command's interpreter",
         "FILE",
     )
-    add_flags(parser, {"devices": "devices share_device"})
+    add_flags(parser, {"devices": "devices share_device vendor_library"})
     parser.add(
         "--run-dir",
         "run folder whose file system is examined; nothing is left there (default runs)",
@@ -177,6 +177,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     if chosen.hostfile and find_launch(os.environ) is not None:
         raise UserError("--hostfile cannot be used under mpirun; run it before mpirun")
     chosen.share_device |= os.environ.get(SHARE_VARIABLE) == "1"
+    chosen.vendor_library = not declines_library(chosen.vendor_library, os.environ)
     if not chosen.run_dir:
         raise UserError("--run-dir must not be empty; name a folder")
     return chosen

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kaitian_mpi.cli.flags import OneLineParser, add_flags
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.train import hide_unused_devices
-from kaitian_mpi.devices.choice import SHARE_VARIABLE
+from kaitian_mpi.devices.choice import LIBRARY_VARIABLE, SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
 from kaitian_mpi.devices.plugin import import_torch
 from kaitian_mpi.distributed.interfaces import initialize_mpi_on
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "kaitian-run"
 SECTIONS = {
-    "devices and communication": "devices share_device group_by network_interface",
+    "devices and communication": "devices share_device vendor_library group_by network_interface",
     "emulation and output": "emulate_kinds emulate_slowdown log_level",
 }
 
@@ -64,7 +64,8 @@ def main() -> None:
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        world = join_world(comm, chosen.devices, *emulated, chosen.share_device, chosen.group_by)
+        how = chosen.share_device, chosen.group_by, chosen.vendor_library
+        world = join_world(comm, chosen.devices, *emulated, *how)
         set_current_world(world)
         os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
         if world.info.is_on_host:  # without it, Accelerate would train alone
@@ -73,6 +74,8 @@ def main() -> None:
         # Also for a script that calls kaitian_mpi.init().
         if chosen.share_device:
             os.environ[SHARE_VARIABLE] = "1"
+        if not world.relay.vendor_library:
+            os.environ[LIBRARY_VARIABLE] = "0"
         if world.emulation.describe():
             os.environ[KINDS_VARIABLE] = world.emulation.kinds
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown

@@ -81,9 +81,10 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
 
     from kaitian_mpi.distributed.startup import init
 
-    world = init(config.devices, kinds, slowdown, config.share_device, config.group_by)
+    how = config.share_device, config.group_by, config.vendor_library
+    world = init(config.devices, kinds, slowdown, *how)
     import_for_optimizers()
-    return config, world
+    return replace(config, vendor_library=world.relay.vendor_library), world
 
 
 def load_torch(launch: Launch) -> None:

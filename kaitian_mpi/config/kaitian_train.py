@@ -84,6 +84,12 @@ class TrainConfig(TrainingConfig):
         "let several ranks use one device; the ranks of such a group communicate through host "
         "memory, because the vendors' libraries refuse them (default $KAITIAN_SHARE_DEVICE)",
     )
+    vendor_library: bool = setting(
+        True,
+        "use the vendors' collective libraries, such as NCCL; --no-vendor-library on any rank, or "
+        "KAITIAN_VENDOR_LIBRARY=0 there: no rank uses them, and all groups communicate through "
+        "host memory, which is slower",
+    )
     group_by: str = setting(
         "auto",
         "group ranks by device kind, or by kind and host, so that vendors' libraries never "

@@ -16,8 +16,8 @@ PATHS = ("config", "data_dir", "benchmark_cache", "init", "resume", "run_dir", "
 """The fields that name a file or folder."""
 MAY_DIFFER = frozenset(
     (
-        *("config", "devices", "share_device", "network_interface", "data_dir"),
-        *("workers", "micro_batch_size", "memory_format", "relay_memory_mb"),
+        *("config", "devices", "share_device", "vendor_library", "network_interface"),
+        *("data_dir", "workers", "micro_batch_size", "memory_format", "relay_memory_mb"),
         *("progress", "quiet", "log_level", "tensorboard", "wandb", "mlflow"),
     )
 )

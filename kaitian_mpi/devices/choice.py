@@ -12,6 +12,8 @@ from kaitian_mpi.errors import UserError
 
 SHARE_VARIABLE = "KAITIAN_SHARE_DEVICE"
 """The environment variable that, if it is 1, acts as `--share-device`."""
+LIBRARY_VARIABLE = "KAITIAN_VENDOR_LIBRARY"
+"""The environment variable that, if it is 0, acts as `--no-vendor-library`."""
 
 VISIBILITY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -130,6 +132,20 @@ def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> 
 def _inventory(counts: Mapping[str, int], host: str) -> str:
     found = [f"{n} {kind}" for kind, n in counts.items() if kind != "cpu" and n]
     return f"{host} has {', '.join(found) if found else 'no accelerator'}"
+
+
+def declines_library(vendor_library: bool, environ: Mapping[str, str]) -> bool:
+    """Return whether this rank wants no vendor's library to be used, by its flag or the variable.
+
+    Raises a `UserError` if the variable is neither 0 nor 1.
+    """
+    given = environ.get(LIBRARY_VARIABLE, "").strip()
+    if given not in ("", "0", "1"):
+        raise UserError(
+            f"{LIBRARY_VARIABLE} is {given!r}; set it to 0, so that no vendor's library is used, "
+            "or to 1"
+        )
+    return given == "0" or not vendor_library
 
 
 def hide_accelerators(request: str, local_rank: int, local_size: int) -> dict[str, str]:

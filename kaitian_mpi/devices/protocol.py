@@ -110,6 +110,10 @@ class Device:
         """
         return ""
 
+    def usable_library(self) -> str:
+        """Return the name of the vendor's library that this process has; "" without one."""
+        return "" if self.missing_library() else self.library or self.vendor_backend or ""
+
     def leave_losses_to_caller(self) -> list[str]:
         """Have the vendor's backend not end the process when a rank is lost; return warnings."""
         return []

@@ -26,6 +26,7 @@ def init(
     emulate_slowdown: str = "",
     share_device: bool = False,
     group_by: str = "auto",
+    vendor_library: bool = True,
 ) -> World:
     """Initialize MPI, choose this rank's device, and initialize torch.distributed over `kaitian`.
 
@@ -44,11 +45,15 @@ def init(
         group_by: how ranks are grouped: by `kind`, or by `kind-and-host` if vendors' libraries
             connect no hosts. `auto`: as `KAITIAN_GROUP_BY` says, if it is set; else by `kind`, and
             a `Training` measures whether `kind-and-host` is faster.
+        vendor_library: whether groups use their vendor's collective library. If it is false on any
+            rank, or the environment variable `KAITIAN_VENDOR_LIBRARY` is 0 there, no rank uses one:
+            all groups communicate through host memory.
 
     Raises:
         UserError: a device is missing, a host has more ranks than devices, two ranks share a
-            device without `share_device`, there is no MPI, an emulation is malformed, or
-            torch.distributed is initialized already over another backend or with other arguments.
+            device without `share_device`, there is no MPI, an emulation or a variable is malformed,
+            or torch.distributed is initialized already over another backend or with other
+            arguments.
     """
     global _requested
     given: dict[str, Any] = dict(locals())  # the arguments

@@ -122,6 +122,8 @@ class RelaySettings:
     """The format of gradients between hosts: `fp32`, `bf16`, `int8` or `int4`."""
     group_by: str = "auto"
     """How ranks are grouped, as `--group-by`; fixed once the job has started."""
+    vendor_library: bool = True
+    """Whether vendors' libraries are used, as `--vendor-library`; fixed in the same way."""
 
     def adopt(self, config: TrainingConfig) -> None:
         self.memory_mb, self.dtype = config.relay_memory_mb, config.relay_dtype

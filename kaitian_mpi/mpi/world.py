@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from kaitian_mpi.devices import Device, known_kinds
-from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device
+from kaitian_mpi.devices.choice import SHARE_VARIABLE, choose_device, declines_library
 from kaitian_mpi.devices.emulation import (
     MEMORY_VARIABLE,
     Emulation,
@@ -41,7 +41,7 @@ from kaitian_mpi.preflight.facts import (
     collect_mpi,
     version_in,
 )
-from kaitian_mpi.preflight.job_checks import judge
+from kaitian_mpi.preflight.job_checks import judge, judge_libraries
 from kaitian_mpi.preflight.verdict import Level, by_value, ranks_by, ranks_text
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
@@ -143,6 +143,7 @@ def join_world(
     emulate_slowdown: str = "",
     share_device: bool = False,
     group_by: str = "auto",
+    vendor_library: bool = True,
 ) -> World:
     """Choose this rank's device, and exchange the choices between all ranks. Collective.
 
@@ -164,6 +165,12 @@ def join_world(
     if own.rank == 0 and _current is None:
         for fault, ranks in without_library.items():
             _log.warning("%s: %s", ranks_text(ranks), fault)
+    if declining := _declining_ranks(own, vendor_library):
+        if own.rank == 0 and (_current is None or _current.relay.vendor_library):
+            for verdict in judge_libraries([info.library for info in infos], declining):
+                _log.warning("%s", verdict)
+        infos = tuple(replace(info, library="") for info in infos)
+        relay = replace(relay, vendor_library=False)
     if not shares:
         check_own_devices(infos)
     store = _open_store(own)
@@ -236,7 +243,7 @@ def _describe_rank(
         emulated=bool(emulation.labels),
         slowdown=describe_slowdown(emulation.schedules[rank]),
         physical_device=f"{node}/{device.kind}/{physical}" if physical else "",
-        library="" if device.missing_library() else device.library or device.vendor_backend or "",
+        library=device.usable_library(),
         node=node,
         cpu_capability=torch.backends.cpu.get_cpu_capability() if device.is_host else "",
     )
@@ -274,6 +281,13 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
             _log.warning("%s", verdict)
     if problems:
         raise AgreedError("; ".join(problems))
+
+
+def _declining_ranks(comm: MPI.Intracomm, vendor_library: bool) -> list[int]:
+    """Return the ranks that want no vendor's library to be used. Collective."""
+    with agree_on_errors(comm):
+        declines = declines_library(vendor_library, os.environ)
+    return [rank for rank, each in enumerate(gather_values(comm, declines)) if each]
 
 
 def slowed_as(world: World, slowdown: str) -> World:

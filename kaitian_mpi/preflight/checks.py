@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kaitian_mpi.devices.choice import assign_devices
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight import job_checks
-from kaitian_mpi.preflight.facts import PACKAGES, JobFacts, Link, RankFacts
+from kaitian_mpi.preflight.facts import PACKAGES, Devices, JobFacts, Link, RankFacts
 from kaitian_mpi.preflight.verdict import (
     Verdict,
     by_value,
@@ -178,8 +178,11 @@ def _judge_devices(job: JobFacts) -> Iterator[Verdict]:
         if devices is not None and devices.error:
             where = f"{ranks_text([facts.rank])}: " if len(job.ranks) > 1 else ""
             yield problem_from(devices.error, where, "see docs/devices.md")
+    known = {facts.rank: facts.devices for facts in job.ranks if facts.devices is not None}
+    declining = [rank for rank, devices in known.items() if not devices.vendor_library]
+    yield from job_checks.judge_libraries(map(_library_of, known.values()), declining)
     for host, ranks in job.hosts.items():
-        yield from _judge_own_devices(host, ranks)
+        yield from _judge_own_devices(host, ranks, uses_libraries=not declining)
         devices = ranks[0].devices
         if devices is None:
             continue
@@ -187,7 +190,14 @@ def _judge_devices(job: JobFacts) -> Iterator[Verdict]:
         yield ok(", ".join(k.name if k.is_host else f"{k.count} {k.name}" for k in present), host)
 
 
-def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdict]:
+def _library_of(devices: Devices) -> str:
+    """Return the library of the rank's own device; "" without one."""
+    return next((kind.library for kind in devices.kinds if kind.name == devices.kind), "")
+
+
+def _judge_own_devices(
+    host: str, ranks: Sequence[RankFacts], uses_libraries: bool
+) -> Iterator[Verdict]:
     known = [facts.devices for facts in ranks if facts.devices is not None]
     # More than there are local ranks: hosts of one name, as containers may have.
     if len(known) != ranks[0].local_size or any(devices.shares for devices in known):
@@ -200,8 +210,7 @@ def _judge_own_devices(host: str, ranks: Sequence[RankFacts]) -> Iterator[Verdic
         return
     users: dict[str, list[int]] = {}
     for facts, devices in zip(ranks, known, strict=True):
-        has_library = any(kind.library for kind in devices.kinds if kind.name == devices.kind)
-        if has_library and devices.physical_id:
+        if uses_libraries and _library_of(devices) and devices.physical_id:
             users.setdefault(f"{devices.kind} {devices.physical_id}", []).append(facts.rank)
     for device, sharing in users.items():
         if len(sharing) > 1:

@@ -37,6 +37,7 @@ class Examination:
                 options.timeout,
                 devices=options.devices,
                 share=options.share_device,
+                vendor_library=options.vendor_library,
                 host=facts.host,
                 local_rank=facts.local_rank,
                 local_size=facts.local_size,

@@ -100,6 +100,8 @@ class Devices:
     """The value of `--devices`."""
     shares: bool
     """Whether ranks may share a device (`--share-device`)."""
+    vendor_library: bool = True
+    """Whether the rank lets vendors' libraries be used (`--vendor-library`)."""
     chosen: str = ""
     """The rank's torch device, such as `cuda:0`; empty if none could be chosen."""
     physical_id: str = ""

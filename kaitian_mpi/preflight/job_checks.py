@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from kaitian_mpi.devices.choice import LIBRARY_VARIABLE
 from kaitian_mpi.preflight.facts import SHM, JobFacts, RankFacts
 from kaitian_mpi.preflight.verdict import (
     Verdict,
@@ -14,6 +15,7 @@ from kaitian_mpi.preflight.verdict import (
     ok,
     problem,
     problem_if,
+    ranks_text,
     size_text,
     warning,
 )
@@ -96,6 +98,22 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
             yield warning(f"{found} {needed:,}", _MORE_FILES, host)
         else:
             yield ok(f"{f'{min(limited):,}' if limited else 'any number of'} open files", host)
+
+
+def judge_libraries(libraries: Iterable[str], declining: Sequence[int]) -> Iterator[Verdict]:
+    """Say that no rank uses a vendor's library if any rank declines them.
+
+    Args:
+        libraries: those of the ranks' devices; "" for a device without one.
+        declining: the ranks with `--no-vendor-library`, or its variable.
+    """
+    if declining and (names := sorted({*libraries} - {""})):
+        yield warning(
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not used, by "
+            f"--no-vendor-library or {LIBRARY_VARIABLE}=0 on {ranks_text(declining)}: groups "
+            "communicate through host memory, which is slower",
+            "omit it to use the vendor's library again",
+        )
 
 
 BEFORE_JOBS: Mapping[str, Check] = {

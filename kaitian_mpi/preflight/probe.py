@@ -64,7 +64,9 @@ def examine_storage(run_dir: str) -> Storage:
     return Storage(folder=str(folder), free_bytes=free, error=error)
 
 
-def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict[str, Any]:
+def _examine_devices(
+    devices: str, share: bool, vendor_library: bool, host: str, **place: int
+) -> dict[str, Any]:
     """Choose this rank's device as training does.
 
     Training also knows what the other ranks see; whether there are enough devices is judged later.
@@ -88,13 +90,14 @@ def _examine_devices(devices: str, share: bool, host: str, **place: int) -> dict
                 name=name,
                 count=known.counts[name],
                 is_host=each.is_host,
-                library="" if each.missing_library() else each.library,
+                library=each.usable_library(),
             )
             for name, each in known.devices.items()
         ),
         faults={**known.faults, **without_library},
         requested=devices,
         shares=share,
+        vendor_library=vendor_library,
         ram_bytes=int(psutil.virtual_memory().total),
         ram_free_bytes=available_bytes(),
         drivers=loaded_drivers(),

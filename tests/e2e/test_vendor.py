@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import Job, summary_of
+from jobs import Job, run_alone, summary_of
 
 OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
 
@@ -46,6 +46,39 @@ def test_a_device_without_running_statistics_is_named_before_it_trains(mpirun):
     assert "by more than rounding on vendor (rank 0" in ended.err
     assert "the buffers 1.0e+00" in ended.err, ended.err
     assert "Traceback" not in ended.text
+
+
+SCRIPT = """
+import os
+import kaitian_mpi
+import torch.distributed as dist
+import fake_library
+world = kaitian_mpi.init()
+tensor = fake_library.torch.ones(5, device=world.device)
+dist.all_reduce(tensor)
+values = tensor.cpu().tolist(), fake_library.calls, os.environ["KAITIAN_VENDOR_LIBRARY"]
+print("shown", *values, flush=True)
+"""
+
+
+def test_commands_without_the_vendors_library(mpirun, tmp_path):
+    line = "fakeccl is not used, by --no-vendor-library or KAITIAN_VENDOR_LIBRARY=0 on rank"
+    path = {"PYTHONPATH": f"{OTHER_PACKAGE}"}
+    devices = "--devices vendor:0,vendor:1".split()
+    scripts = ("kaitian-run", *devices, "--no-vendor-library", "script.py")
+    ended = mpirun(2, *scripts, script=SCRIPT, **path)
+    assert ended.out.count("shown [2.0, 2.0, 2.0, 2.0, 2.0] [] 0\n") == 2
+    assert ended.text.count(line) == 1
+    train = "kaitian-train --model cnn --balance off --max-steps 2 --run-dir run".split()
+    ended = mpirun(2, *train, *devices, **path, KAITIAN_VENDOR_LIBRARY="0")
+    assert ended.text.count(f"{line}s 0, 1: groups communicate through host memory") == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["vendor_library"] is False
+    doctor = "kaitian-doctor", *devices
+    ended = run_alone(*doctor, "--no-vendor-library", "--json", cwd=tmp_path, **path)
+    (found,) = [each for each in json.loads(ended.out)["checks"] if line in each["found"]]
+    assert found["level"] == "warning"
+    wrong = run_alone(*doctor, cwd=tmp_path, code=2, KAITIAN_VENDOR_LIBRARY="off")
+    assert "KAITIAN_VENDOR_LIBRARY is 'off'; set it to 0, so that" in wrong.err
 
 
 @pytest.mark.parametrize(

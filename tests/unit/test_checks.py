@@ -105,6 +105,9 @@ WARNINGS = {
     "few files": (job(rank_facts(machine={"open_files": 256})), "256 open files, a job of 2 rank"),
     "a plug-in that does not open": (with_devices(faults={"acme": "no acme; update it"}),
         "no acme"),
+    "libraries that one rank declines": (
+        job(rank_facts(devices=ACME), rank_facts(1, devices={**ACME, "vendor_library": False})),
+        "ACL is not used, by --no-vendor-library or KAITIAN_VENDOR_LIBRARY=0 on rank 1: groups"),
     "an idle driver": (with_devices(drivers={"acmedrv": "1.2"}),
         "driver acmedrv 1.2 is loaded, but torch finds no accelerator"),
     "a full disk": (job(rank_facts(storage={"free_bytes": 1 << 20})), "/runs: 1 MiB free; make"),
@@ -136,6 +139,7 @@ def test_nothing_is_said_against_what_is_well():
         two(devices=ACME),
         job(*(rank_facts(r, local_size=2, devices=seeing(str(r))) for r in range(2))),
         pair(devices={**ACME, **NAMED, "physical_id": "02", "shares": True}),
+        two(devices={"vendor_library": False}),  # which the CPU has none of
         job(*(rank_facts(r, devices=seeing("02:00")) for r in range(2))),  # of one name
         job(mpirun=MPIRUN),
         job(links=(link((0, 1), 900.0),)),

@@ -11,16 +11,25 @@ import torch
 import torch.distributed as dist
 from fake_device import on_device, values
 from mpi_session import LAUNCH, use_algorithm
-from uneven import by_hook, check_like_one_process
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+from uneven import by_hook, by_reducer, check_like_one_process
 
 import kaitian_mpi
+from kaitian_mpi import Task, Training
+from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.devices.choice import LIBRARY_VARIABLE
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
 from kaitian_mpi.distributed.network.allreduce import HostAllreduce
 from kaitian_mpi.distributed.startup import open_process_group
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import join_world
 from kaitian_mpi.observe.console import show_topology
+from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.train.measure.allreduce import choose_algorithm
+from kaitian_mpi.train.pipeline.peers import join_stages
 
 # --group-by, devices, hosts, the library
 LAYOUTS = {
@@ -165,6 +174,91 @@ def test_ranks_whose_torch_lacks_the_library_use_host_memory(monkeypatch, device
         assert values(tensor).unique().tolist() == [3.0]
     assert fake_library.calls == calls
     dist.destroy_process_group()
+
+
+def losses_of(layout):
+    """Return the losses of a `Training`, which tell the weights: a pipeline's are divided."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5)).double()
+    data = torch.randn(48, 6, generator=torch.Generator().manual_seed(1)).double()
+    task = Task(
+        model=model,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        data=TensorDataset(data, torch.arange(48) % 5),
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+    settings = {"layout": layout, "balance": "off", "parity": False, "progress": "none"}
+    with Training(task, global_batch_size=8, epochs=2, **settings) as training:
+        return [step.loss for step in training]
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("devices", ["vendor,vendor", "vendor,cpu"])
+@pytest.mark.parametrize("layout", ["replicate", "shard", "pipeline"])
+def test_a_training_without_the_library_has_the_numbers_of_one_with_it(devices, layout):
+    contracts.choose("nccl")
+    losses = []
+    for uses_library in (True, False):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        world = kaitian_mpi.init(devices=devices, vendor_library=uses_library)
+        before = len(fake_library.calls)
+        losses.append(losses_of(layout))
+        calls = len(fake_library.calls) - before
+        is_joined = uses_library and devices == "vendor,vendor"
+        assert bool(calls) == is_joined
+        assert world.relay.describe()["vendor_library"] == uses_library
+    dist.destroy_process_group()
+    assert len(set(losses[0])) == 12
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_no_rank_uses_the_library_if_one_declines_it(caplog, monkeypatch, by_variable):
+    contracts.choose("nccl")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    declines = LAUNCH.world_rank == 1
+    if by_variable and declines:
+        monkeypatch.setenv(LIBRARY_VARIABLE, "0")
+    devices = ",".join(["vendor"] * LAUNCH.world_size)
+    # As of the commands, whose flag may differ between ranks.
+    comm = initialize_mpi()
+    monkeypatch.setattr("kaitian_mpi.mpi.world._current", None)
+    with caplog.at_level("WARNING"):
+        world = join_world(comm, devices, vendor_library=by_variable or not declines)
+    said = [record.getMessage() for record in caplog.records]
+    line = (
+        "fakeccl is not used, by --no-vendor-library or KAITIAN_VENDOR_LIBRARY=0 on rank 1: groups "
+        "communicate through host memory, which is slower; omit it to use the vendor's library"
+    )
+    assert [line in each for each in said] == ([True] if world.rank == 0 else [])
+    open_process_group(world)
+    assert {info.library for info in world.infos} == {""}
+    calls = list(fake_library.calls)
+    for length in (5, 100_000):
+        tensor = on_device(torch.full((length,), world.rank + 1.0))
+        dist.all_reduce(tensor)
+        assert values(tensor).unique().tolist() == [float(cases.factor(world))]
+    check_like_one_process(world, by_hook)
+    check_like_one_process(world, by_reducer)
+    stages = [Stage(rank, rank + 1, (rank,), (1.0,)) for rank in range(world.size)]
+    peers = join_stages(world, stages)
+    assert not any(map(peers.joins, range(world.size)))
+    assert fake_library.calls == calls
+    dist.destroy_process_group()
+
+
+@pytest.mark.sizes(2)
+def test_a_wrong_value_of_its_variable_is_the_same_error_on_all_ranks(monkeypatch):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if LAUNCH.world_rank == 1:
+        monkeypatch.setenv(LIBRARY_VARIABLE, "off")
+    error = "rank 1: KAITIAN_VENDOR_LIBRARY is 'off'; set it to 0, so that no vendor's library is"
+    with pytest.raises(AgreedError, match=error):
+        kaitian_mpi.init(devices="vendor,vendor")
 
 
 @pytest.mark.sizes(2)

@@ -108,7 +108,7 @@ INVALIDATES: Mapping[str, frozenset[Invalidated]] = {
     **dict.fromkeys(("global_batch_size", "batch_policy", "batch_size"), _PLAN),
     **dict.fromkeys(("balance", "keep_all", "spares", "layout"), _PLAN),
     **dict.fromkeys(("allreduce", "network_allreduce", "wire"), _ALLREDUCE),
-    **dict.fromkeys(("relay_dtype", "group_by"), _ALLREDUCE),
+    **dict.fromkeys(("relay_dtype", "group_by", "vendor_library"), _ALLREDUCE),
 }
 """The results of the earlier job that have to be determined again."""
 
