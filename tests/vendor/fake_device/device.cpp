@@ -272,6 +272,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 
+// torch 2.8 leaves to the vendor what later releases do themselves.
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
+  constexpr auto key = c10::DispatchKey::AutogradPrivateUse1;
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(key)) {
+    library.fallback(torch::CppFunction::makeFallthrough());
+  }
+}
+
 }  // namespace
 
 extern "C" {
