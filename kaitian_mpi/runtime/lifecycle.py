@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing.process
 import os
 import signal
@@ -10,21 +11,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import RANK_VARIABLE, launcher, ulfm
-from kaitian_mpi.runtime.mpi_libraries import JOB_NAME, OPEN_MPI, launched_by
+from kaitian_mpi.runtime.mpi_libraries import JOB_NAME, OPEN_MPI, launched_by, mpirun_address
 from kaitian_mpi.runtime.polling import reduce_timer_slack
+from kaitian_mpi.runtime.start_watch_process import LIMIT_VARIABLE
 from kaitian_mpi.runtime.system import ancestor_named, usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _WATCH_ENDS_SEC = 1.0
+_START_LIMIT_SEC = 600.0
 
 _start_watch: subprocess.Popen[bytes] | None = None
 _closers: list[tuple[bool, Callable[[], None]]] = []  # whether it ends work; the last comes first
@@ -79,14 +82,28 @@ def watch_start() -> None:
         return
     script = Path(__file__).absolute().with_name("start_watch_process.py")
     prefix = f"[{launch.world_rank}@{socket.gethostname()}]"
-    pids = str(os.getpid()), str(parent)
+    processes = str(os.getpid()), str(parent)
+    asked = str(start_limit(os.environ)), mpirun_address(os.environ), OPEN_MPI.joining
     names = JOB_NAME, *OPEN_MPI.rank_variables
     with suppress(OSError):
         _start_watch = subprocess.Popen(  # noqa: S603  # our own file, no shell
-            [sys.executable, "-I", "-S", str(script), prefix, *pids, *names],
+            [sys.executable, "-I", "-S", str(script), prefix, *processes, *asked, *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
+
+
+def start_limit(environ: Mapping[str, str]) -> float:
+    """Return for how long to wait for ranks that nothing is known of, in seconds; 0: forever."""
+    given = environ.get(LIMIT_VARIABLE, "").strip()
+    limit_sec = _START_LIMIT_SEC
+    if given:
+        with suppress(ValueError):
+            limit_sec = float(given)
+            if 0 <= limit_sec < math.inf:
+                return limit_sec
+        raise UserError(f"{LIMIT_VARIABLE} must be a number of seconds, 0: forever; not {given!r}")
+    return limit_sec
 
 
 def end_start_watch() -> None:

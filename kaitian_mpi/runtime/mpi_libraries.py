@@ -72,6 +72,8 @@ FORWARDED_PREFIX = "OMPI_"
 JOB_NAME = "PMIX_NAMESPACE"
 """The job's name, which Open MPI's launcher gives each rank."""
 
+_ADDRESSES = "PMIX_SERVER_URI"  # with the version of its format at the end
+
 APP_CONTEXTS = "OMPI_NUM_APP_CTX"
 """The number of commands, separated by colons, that Open MPI's mpirun was given."""
 
@@ -113,6 +115,16 @@ _MESSAGE_LIMITS = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_siz
 
 EAGER_BYTES = 264 << 10
 """The longest message over TCP, with MPI's header, that is sent without asking the receiver."""
+
+
+def mpirun_address(environ: Mapping[str, str]) -> str:
+    """Return where Open MPI's mpirun answers PMIx on this host; "" if only its daemon is here.
+
+    The daemons, such as `job@0.3;tcp4://…`, know the ranks of their own hosts alone.
+    """
+    newest = max((name for name in environ if name.startswith(_ADDRESSES)), default="")
+    address = environ.get(newest, "")
+    return address if address.partition(";")[0].endswith(".0") else ""
 
 
 def launched_by(environ: Mapping[str, str]) -> Library | None:

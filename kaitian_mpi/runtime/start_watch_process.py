@@ -2,6 +2,10 @@
 
 A rank that waits in `MPI_Init` for one that has ended waits forever, holding the GIL, and the
 launcher may not say so: Open MPI's ignores an exit code of 0, and with fault tolerance any end.
+
+Ranks of other hosts may end before code of this package runs there. On mpirun's own host, mpirun
+is asked for them. Elsewhere a rank that has ended cannot be told from one that is still loading its
+program, so that this host only waits for a limited time.
 """
 
 from __future__ import annotations
@@ -9,9 +13,12 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 _INTERVAL_SEC = 2.0
 # Longer than the launcher takes to start a host's ranks, and than those that got out of `MPI_Init`
@@ -21,6 +28,11 @@ _PATIENCE_SEC = 15.0
 _ALL_END_SEC = 4.0
 _REPORT_SEC = 60.0
 _KILLED_SEC = 5.0
+# More than mpirun's own host takes to notice it, and to end the job.
+_ELSEWHERE_SEC = 25.0
+_ASK_SEC = 5.0
+_ANSWER_SEC = 20.0
+LIMIT_VARIABLE = "KAITIAN_START_TIMEOUT"
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -81,6 +93,11 @@ class Siblings:
         self._missing_since: dict[int, float] = {}
         self.world_ranks: dict[int, int] = {}
 
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether ranks of the job are on other hosts."""
+        return self._size < self._world_size
+
     def missing(self, now: float) -> dict[int, float]:
         """Return since when local ranks have been missing, those of now."""
         alive = children_of(self._launcher)
@@ -110,9 +127,98 @@ class Siblings:
         return ", ".join(f"rank {known[n]}" if n in known else f"local rank {n}" for n in missing)
 
 
-def wait_for_start(siblings: Siblings, rank: int, prefix: str, reports: bool) -> str:
-    """Wait until this rank has started MPI or has ended; return what is wrong, "" for nothing."""
-    began = time.monotonic()
+class OtherHosts:
+    """The ranks of the job on other hosts, of which mpirun tells on its own host."""
+
+    def __init__(self, prefix: str, limit_sec: float, *asked: str) -> None:
+        """Ask with these arguments of `rank_states_process.py`, none if mpirun is elsewhere.
+
+        Without an answer, wait for `limit_sec` seconds, 0: forever.
+        """
+        script = Path(__file__).absolute().with_name("rank_states_process.py")
+        self._command = [sys.executable, "-I", "-S", str(script), *asked]
+        self._prefix, self._limit_sec, self._can_ask = prefix, limit_sec, bool(asked)
+        self._began = self._asked = time.monotonic()
+        self._ended_since: dict[int, float] = {}
+        self._has_reported = False
+
+    def fault(self, now: float, own: Iterable[int]) -> str:
+        """Return what is wrong, "" for nothing; `own` are this host's ranks."""
+        if now - self._asked < _ASK_SEC:
+            return ""
+        self._asked = now
+        own = set(own)
+        ranks = {rank: each for rank, each in self._ask().items() if rank not in own}
+        for rank, (_, state) in ranks.items():
+            if state == "ended":
+                self._ended_since.setdefault(rank, now)
+        if ended := [n for n, since in self._ended_since.items() if now - since >= _PATIENCE_SEC]:
+            named = by_host({rank: ranks[rank][0] for rank in ended if rank in ranks})
+            return (
+                f"{named} ended before MPI started; see what was printed there, and with "
+                "kaitian-doctor --hostfile=FILE whether each host has this package"
+            )
+        return self._report(now - self._began, ranks)
+
+    def _report(self, waited_sec: float, ranks: dict[int, tuple[str, str]]) -> str:
+        """Say what this host waits for; return a fault if it has done so for too long."""
+        limit_sec = 0.0 if ranks else self._limit_sec
+        if limit_sec and waited_sec > limit_sec:
+            return (
+                f"not all ranks of other hosts have started MPI within {limit_sec:g} s; see what "
+                f"was printed there, or set {LIMIT_VARIABLE} to more seconds if they only load "
+                "their programs slowly"
+            )
+        if waited_sec > _REPORT_SEC and not self._has_reported:
+            self._has_reported = True
+            late = by_host({n: host for n, (host, state) in ranks.items() if state == "running"})
+            others = "ranks of other hosts have ended, or are still starting"
+            others = f"{late} still run without having started it" if late else others
+            if limit_sec:
+                others += f"; the job ends after {limit_sec:g} s ({LIMIT_VARIABLE})"
+            waited = f"{self._prefix} has waited {_REPORT_SEC:.0f} s for all ranks to start MPI"
+            show(f"{waited}; {others}", 2)
+        return ""
+
+    def _ask(self) -> dict[int, tuple[str, str]]:
+        """Return each rank's host and state; nothing if the launcher does not tell."""
+        if not self._can_ask:
+            return {}
+        try:
+            asked = subprocess.run(  # noqa: S603  # our own file, no shell
+                self._command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_ANSWER_SEC,
+                check=False,
+            )
+            lines = [line.split() for line in asked.stdout.decode().splitlines()]
+            return {int(rank): (host, state) for rank, host, state in lines}
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            return {}
+
+
+def by_host(hosts: dict[int, str]) -> str:
+    """Return ranks as text, such as `ranks 2-4, 7 on node-b and rank 8 on node-c`."""
+    texts = []
+    for host in dict.fromkeys(hosts.values()):
+        ranks = sorted(rank for rank, each in hosts.items() if each == host)
+        runs: list[list[int]] = []
+        for rank in ranks:
+            if runs and rank == runs[-1][1] + 1:
+                runs[-1][1] = rank
+            else:
+                runs.append([rank, rank])
+        spans = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+        texts.append(f"rank{'s' * (len(ranks) > 1)} {spans} on {host}")
+    return " and ".join(texts)
+
+
+def wait_for_start(siblings: Siblings, rank: int, others: OtherHosts | None) -> str:
+    """Wait until this rank has started MPI or has ended; return what is wrong, "" for nothing.
+
+    `others` are the ranks of other hosts, if this process is the one of its host to watch them.
+    """
     while os.getppid() == rank:
         if select.select([0], [], [], _INTERVAL_SEC)[0]:
             if os.read(0, 1):
@@ -125,10 +231,8 @@ def wait_for_start(siblings: Siblings, rank: int, prefix: str, reports: bool) ->
         if missing := [n for n, gone_at in since.items() if now - gone_at >= _PATIENCE_SEC]:
             named = siblings.names_of(missing)
             return f"{named} of this host ended before MPI started; see what it printed"
-        if reports and now - began > _REPORT_SEC:
-            reports = False
-            waited = f"{prefix} has waited {_REPORT_SEC:.0f} s for all ranks to start MPI"
-            show(f"{waited}; ranks of other hosts have ended, or are still starting", 2)
+        if others is not None and (fault := others.fault(now, siblings.world_ranks.values())):
+            return fault
     return "this rank ended before MPI started"
 
 
@@ -141,40 +245,77 @@ def show(text: str, descriptor: int) -> None:
         pass
 
 
+def is_ended_by_mpirun(rank: int, within_sec: float) -> bool:
+    """Wait for mpirun's own host to end the job, and so this rank; return whether it has.
+
+    An end of this host's daemon would end the job, too, but with code 0.
+    """
+    deadline = time.monotonic() + within_sec
+    while time.monotonic() < deadline and os.getppid() == rank:
+        time.sleep(_INTERVAL_SEC / 10)
+    return os.getppid() != rank
+
+
+def let_go() -> None:
+    """Close what this process has of the rank's, whose end the launcher waits for."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            os.close(descriptor)
+
+
 def end_job(launcher: int, started: str, text: str) -> None:
     """End the job by its launcher on this host, unless it is over."""
-    try:
+    with suppress(OSError):
         if read_stat(launcher)[2] != started:
             return
         # Of the rank's own stderr, the launcher would wait for the end.
         show(text, os.open(f"/proc/{launcher}/fd/2", os.O_WRONLY | os.O_APPEND))
-    except OSError:
-        pass
     with suppress(OSError):
         os.kill(launcher, signal.SIGTERM)
 
 
-def main(prefix: str, rank: str, launcher: str, *names: str) -> None:
+def kill_parent(pid: int) -> None:
+    """Kill this process's parent, if it is still this one."""
+    if os.getppid() == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
+def main(
+    prefix: str, rank: str, launcher: str, limit_sec: str, address: str, joining: str, *names: str
+) -> None:
     """Watch the rank of this pid and the launcher's other ranks; end the job if one is missing."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.set_blocking(0, True)
     daemon, started = int(launcher), read_stat(int(launcher))[2]
     siblings, local_rank = Siblings(daemon, list(names)), int(os.environ[names[3]])
-    fault = wait_for_start(siblings, int(rank), prefix, reports=local_rank == 0)
+    others = None
+    if local_rank == 0 and siblings.has_other_hosts:
+        asked = (launcher, address, os.environ[names[0]], joining) if address else ()
+        others = OtherHosts(prefix, float(limit_sec), *asked)
+    fault = wait_for_start(siblings, int(rank), others)
     if not fault:
         return
-    for descriptor in (1, 2):  # those of the rank, whose end the launcher waits for
-        os.close(descriptor)
+    said = f"{prefix} {fault}; ending the job"
+    patience_sec = min(local_rank, 10)  # then one rank of a host ends the job
     if os.getppid() != int(rank):
-        time.sleep(_ALL_END_SEC)
+        let_go()
+        time.sleep(_ALL_END_SEC + (0 if address else _ELSEWHERE_SEC))
         if local_rank not in siblings.missing(time.monotonic()):
             return  # the shell, say, that has started it goes on
-    time.sleep(min(local_rank, 10))  # then one rank of a host ends the job
-    end_job(daemon, started, f"{prefix} {fault}; ending the job")
+    elif not address:
+        if is_ended_by_mpirun(int(rank), patience_sec + _ELSEWHERE_SEC):
+            return
+        show(said, 2)  # the daemon's own stderr is not shown
+        said = ""
+        kill_parent(int(rank))  # which ends the job, unless it survives that
+        let_go()
+        time.sleep(_KILLED_SEC)
+    let_go()
+    time.sleep(patience_sec)
+    end_job(daemon, started, said)
     time.sleep(_KILLED_SEC)
-    if os.getppid() == int(rank):
-        os.kill(int(rank), signal.SIGKILL)
+    kill_parent(int(rank))
 
 
 if __name__ == "__main__":

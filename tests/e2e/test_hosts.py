@@ -1,6 +1,8 @@
-"""Loss of hosts and links: hosts are emulated by network namespaces, with real ssh."""
+"""Hosts, links and early ranks that are lost: hosts are network namespaces, joined by real ssh."""
 
+import re
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -15,6 +17,14 @@ MOST_STEPS_REPEATED = 10
 TRAIN = f"{SCRIPTS}/kaitian-train --model planted:Slow --global-batch-size 24".split()
 WIDE = f"{SCRIPTS}/kaitian-train --model planted:SlowAndWide --global-batch-size 24".split()
 TRAIN += EVEN
+ON_OTHERS = ("--map-by", "slot:NOLOCAL")
+EARLY = """
+import os, sys
+if os.environ["OMPI_COMM_WORLD_RANK"] in sys.argv[2:]:
+    sys.exit(int(sys.argv[1]))
+import kaitian_mpi
+kaitian_mpi.init()
+"""
 
 
 @pytest.fixture
@@ -133,3 +143,39 @@ def test_a_host_joins_is_lost_and_comes_back(hosts, tmp_path):
     starts = [line for line in ended.text.splitlines() if "kaitian-supervise: start" in line]
     sizes = ["2 ranks", "3 ranks", "2 ranks", "3 ranks"]
     assert [size in line for size, line in zip(sizes, starts, strict=True)] == [True] * 4
+
+
+# Which ranks end, with which code, and the line on it: one of mpirun's own host, or of the other.
+ENDED_EARLY = [
+    ("12", 0, "ranks 1-2 on host2 ended before MPI started; see what was printed there, and"),
+    ("2", 1, "rank [12] (on host2|of this host) ended before MPI started; see what"),
+]
+
+
+@pytest.mark.parametrize("slots", [[1, 2]], ids=[""])
+def test_ranks_of_another_host_that_end_before_mpi_end_the_job(hosts, tmp_path):
+    """Where no rank is left on a host, no code of this package may have run there."""
+    (tmp_path / "early.py").write_text(EARLY)
+    with ExitStack() as jobs:
+        started = []
+        for ended, code, _ in ENDED_EARLY:  # at once, as they mostly wait
+            command = "mpirun", PYTHON, "early.py", str(code), *ended
+            started.append(jobs.enter_context(HostsJob(hosts, *command, cwd=tmp_path)))
+        for job, (*_, line) in zip(started, ENDED_EARLY, strict=True):
+            found = job.finish(code=None)
+            assert found.code != 0
+            assert re.search(line, found.text)
+            assert found.seconds < SOON_SEC
+        started[0].wait_until(lambda: not hosts.rank_pids(), "a rank was left")
+
+
+@pytest.mark.parametrize("slots", [[1, 2]], ids=[""])
+def test_where_mpirun_has_no_rank_beside_it_the_host_of_the_ended_one_ends_the_job(hosts, tmp_path):
+    (tmp_path / "early.py").write_text(EARLY)
+    (tmp_path / "hosts.txt").write_text(f"{hosts.address(2)} slots=2\n")
+    command = "mpirun", "--hostfile", "hosts.txt", *ON_OTHERS, PYTHON, "early.py", "0", "1"
+    with HostsJob(hosts, *command, cwd=tmp_path, on_all=False, survives=False) as job:
+        found = job.finish(code=None)
+        job.wait_until(lambda: not hosts.rank_pids(), "a rank was left")
+    assert found.code != 0
+    assert "rank 1 of this host ended before MPI started; see what it printed" in found.text

@@ -1,6 +1,7 @@
 """The watchdog: its decisions as tables, and its effects on real processes."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -11,6 +12,9 @@ import time
 import psutil
 import pytest
 
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime import start_watch_process as watching
+from kaitian_mpi.runtime.lifecycle import start_limit
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
 from kaitian_mpi.runtime.watchdog_process import Report, kill_reason, newest_report, parse_stat
@@ -349,7 +353,7 @@ import os, subprocess, sys, time
 words = "-c", "import sys; from kaitian_mpi.runtime import start_watch_process as watching; {body}"
 names = "JOB", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
 pids = str(os.getpid()), str(os.getppid())
-watch = [sys.executable, *words, "[2@host]", *pids, *names]
+watch = [sys.executable, *words, "[2@host]", *pids, "600", "address", "OF_MPI_", *names]
 process = subprocess.Popen(watch, stdin=subprocess.PIPE)
 {then}
 time.sleep(60)
@@ -392,3 +396,57 @@ def test_a_rank_that_ends_before_mpi_has_started_ends_the_job(ended, then, line)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         assert line is None or line in launcher.stderr.read()
+
+
+def others_after(capfd, monkeypatch, told, limit_sec=600.0, seconds=3000):
+    """Return the fault that mpirun's answers lead to, when, and what is shown."""
+    monkeypatch.setattr(watching.OtherHosts, "_ask", lambda self: told)
+    monkeypatch.setattr(watching.time, "monotonic", lambda: 100.0)
+    others = watching.OtherHosts("[0@node-a]", limit_sec)
+    for waited in range(0, seconds, 2):
+        if fault := others.fault(100.0 + waited, [0, 1]):
+            break
+    return fault, waited, capfd.readouterr().err
+
+
+def ranks_on(**states):
+    """Return the answer of mpirun for two ranks on each host, the first of them here."""
+    hosts = {host.replace("_", "-"): state for host, state in states.items()}
+    return {
+        2 * index + number: (host, state)
+        for index, (host, state) in enumerate(hosts.items())
+        for number in range(2)
+    }
+
+
+def test_ranks_of_other_hosts_that_have_ended_are_named_and_slow_ones_waited_for(
+    capfd, monkeypatch
+):
+    run = functools.partial(others_after, capfd, monkeypatch)
+    told = ranks_on(node_a="connected", node_b="running", node_c="ended", node_d="ended")
+    fault, waited, shown = run(told)
+    assert fault.startswith("ranks 4-5 on node-c and ranks 6-7 on node-d ended before MPI started")
+    assert 15 <= waited < 30
+    assert not shown
+    fault, _, shown = run(ranks_on(node_a="ended", node_b="running"))  # its own are seen otherwise
+    assert not fault
+    assert shown == (
+        "[0@node-a] has waited 60 s for all ranks to start MPI; ranks 2-3 on node-b still run "
+        "without having started it\n"
+    )
+    fault, waited, shown = run({})
+    assert "within 600 s" in fault
+    assert "KAITIAN_START_TIMEOUT" in fault
+    assert 600 < waited < 620
+    assert "or are still starting; the job ends after 600 s (KAITIAN_START_TIMEOUT)" in shown
+    fault, _, shown = run({}, limit_sec=0)
+    assert not fault
+    assert shown.endswith("or are still starting\n")
+
+
+def test_the_wait_for_ranks_that_nothing_is_known_of_is_a_number_of_seconds():
+    for given, limit_sec in (("", 600), ("90", 90), ("0", 0), (" 1.5 ", 1.5)):
+        assert start_limit({"KAITIAN_START_TIMEOUT": given}) == limit_sec
+    for given in ("1 h", "-1", "inf", "nan"):
+        with pytest.raises(UserError, match=f"number of seconds, 0: forever; not '{given}'"):
+            start_limit({"KAITIAN_START_TIMEOUT": given})
