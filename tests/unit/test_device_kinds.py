@@ -327,9 +327,7 @@ def test_the_build_of_torch_says_whose_devices_are_called_cuda(monkeypatch):
         assert known.devices[build].library == library
 
 
-def test_a_build_without_devices_is_named_and_a_pci_address_identifies_one_as_in_nccl(
-    devices, monkeypatch
-):
+def test_a_build_without_devices_is_named(devices, monkeypatch):
     for kind, tool in (("rocm", "rocminfo"), ("xpu", "sycl-ls")):
         monkeypatch.setattr(f"torch.{devices[kind].torch_type}.device_count", lambda: 0)
         for name in devices[kind].visibility:
@@ -338,6 +336,9 @@ def test_a_build_without_devices_is_named_and_a_pci_address_identifies_one_as_in
             devices[kind].count()
         monkeypatch.setenv(devices[kind].visibility[0], "")
         assert devices[kind].count() == 0
+
+
+def test_a_pci_address_identifies_a_device_as_in_nccl(devices, monkeypatch):
     one = SimpleNamespace(pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=0, uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: one)
@@ -428,13 +429,16 @@ def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
     assert not mps.vendor_supports(torch.float32, "SUM")
 
 
-def test_dtypes_without_a_contract_and_the_documented_table_are_those_of_the_classes(devices):
+def test_dtypes_and_reductions_of_libraries_without_a_contract(devices):
     rocm, mlu = (devices[kind].vendor_supports for kind in ("rocm", "mlu"))
     assert rocm(torch.float8_e5m2, None)
     assert mlu(torch.bfloat16, "SUM")
     assert not rocm(torch.bool, "AVG")
     for dtype, reduction in ((torch.float64, "SUM"), (torch.float32, "AVG"), (torch.int32, "BAND")):
         assert not mlu(dtype, reduction)
+
+
+def test_the_documented_table_is_that_of_the_classes(devices):
     text = (registry.__file__).replace("kaitian_mpi/devices/registry.py", "docs/devices.md")
     with open(text) as file:
         rows = {row.split("|")[1].strip(" `"): row for row in file if row.startswith("| `")}

@@ -105,15 +105,16 @@ def test_an_examination_is_no_rank_of_the_job_and_what_it_prints_not_its_result(
     assert result_of(start_stage("devices", 10)) == ([], "")
 
 
-def test_commands_run_in_batches_end_with_a_shells_exit_codes_and_at_the_limit(
-    tmp_path, monkeypatch
-):
+def test_a_command_ends_at_the_limit_with_what_it_has_started(tmp_path):
     pid = tmp_path / "pid"
     process = LimitedProcess(["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], 1.0)
     assert process.poll() is None
     assert process.wait().code is None
     stat = Path(f"/proc/{pid.read_text().strip()}/stat")
     assert wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 20)
+
+
+def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monkeypatch):
     monkeypatch.setattr(limited_process, "MAX_AT_ONCE", 2)
     commands = {f"{number}": ["sh", "-c", "echo a; echo b >&2"] for number in range(20)}
     commands |= {"missing": ["/nowhere/python"], "folder": [str(tmp_path)]}

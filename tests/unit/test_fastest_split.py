@@ -94,7 +94,7 @@ def test_plans_of_a_global_batch_and_one_too_small_or_too_large_for_the_memory()
         plan_fastest(costs, 8, most=[3, 4])
 
 
-def test_the_cost_model_is_fitted_and_rounds_end_when_another_cannot_change_it_by_3_percent():
+def test_the_cost_model_is_fitted():
     for batches, seconds, expected in (
         ([10, 20], [1.5, 2.5], RankCost(0.5, 0.1)),
         ([10, 20, 30], [1.5, 2.5, 3.5], RankCost(0.5, 0.1)),
@@ -106,6 +106,9 @@ def test_the_cost_model_is_fitted_and_rounds_end_when_another_cannot_change_it_b
         model = fit(batches, seconds)
         assert model.alpha_sec == pytest.approx(expected.alpha_sec)
         assert model.beta_sec == pytest.approx(expected.beta_sec)
+
+
+def test_rounds_end_when_another_cannot_change_the_model_by_3_percent():
     for small, large, expected in (
         ([1.0], [4.0], False),  # a single round shows no spread
         ([1.0, 1.0], [4.0, 4.0], True),

@@ -135,13 +135,16 @@ def test_min_batch_is_found_by_trial():
         assert min_batch_of(task_of(model), DATA, HOST) == expected
 
 
-def test_the_model_and_the_generators_are_restored_and_a_mean_of_nothing_is_allowed():
+def test_the_model_and_the_generators_are_restored():
     model = Dropping().eval()
     before = torch.get_rng_state()
     assert min_batch_of(task_of(model), DATA, HOST) == 2
     assert torch.equal(torch.get_rng_state(), before)
     assert (model.calls, model.seen.item(), model.training) == (0, 0, False)
     assert model.norm.num_batches_tracked.item() == 0
+
+
+def test_a_mean_of_nothing_is_allowed():
     assert min_batch_of(task_of(flat(nn.Linear(48, 3)), 0.0), DATA, HOST) == 1
 
 
@@ -182,7 +185,7 @@ def parse(*arguments):
     return parse_config("kaitian-train", arguments)
 
 
-def test_a_task_gets_the_settings_and_the_seed_and_a_function_that_makes_none_is_named():
+def test_a_task_gets_the_settings_and_the_seed():
     task = build("build", width=3, name="narrow")
     assert isinstance(task, Task)
     assert (task.model.out_features, task.name) == (3, "narrow")
@@ -195,6 +198,9 @@ def test_a_task_gets_the_settings_and_the_seed_and_a_function_that_makes_none_is
     assert config.memory_format == "contiguous"
     for words in (["--task", "a:b", "--memory-format", "auto"], []):
         assert parse(*words).memory_format == "auto"
+
+
+def test_a_function_that_makes_no_task_is_named():
     for name, settings, message in (
         ("build", {}, r"--set do not fit: missing a required argument: 'width'; it takes width, "),
         ("build", {"width": 1, "nam": 2}, r"argument 'nam'; it takes width, name"),
@@ -210,6 +216,9 @@ def test_a_task_gets_the_settings_and_the_seed_and_a_function_that_makes_none_is
     ):
         with one_line_error(message):
             build(name, **settings)
+
+
+def test_values_of_set_are_read_as_in_a_file():
     dates = {"2024-01-01": "2024-01-01", "[2024-01-01]": "[2024-01-01]"}  # not for config.json
     values = {"3": 3, "3e-4": 3e-4, "true": True, '"3"': "3", "[1, 2]": [1, 2], "": ""}
     texts = {"adam": "adam", "a=b": "a=b", "1\nlr = 2": "1\nlr = 2"}

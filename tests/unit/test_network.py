@@ -20,7 +20,7 @@ from kaitian_mpi.errors import UserError
 PAIRWISE, RING = Route("pairwise"), Route("ring")
 
 
-def test_the_fastest_route_between_hosts_is_chosen_and_interfaces_are_set_or_named():
+def test_the_fastest_route_between_hosts_is_chosen():
     assert group_by_host([4, 7, 4, 4, 7]) == ((0, 2, 3), (1, 4))
     lanes = Route("ring", 8)
     assert (link.routes(["ring"], 1), link.routes(["ring"], 8)) == (
@@ -41,6 +41,9 @@ def test_the_fastest_route_between_hosts_is_chosen_and_interfaces_are_set_or_nam
         long_seconds = dict(zip(names, long, strict=True))
         found = link.choose(dict(zip(names, short, strict=True)), long_seconds)
         assert found == (chosen, min_bytes, long_seconds)
+
+
+def test_interfaces_are_set_for_every_library_or_named_if_wrong():
     assert "lo" not in found_interfaces()  # which reaches no other host
     environ = {"OMPI_MCA_btl_tcp_if_include": "lo", "PATH": "/bin"}
     limit_to(" eth0, eth1", environ, ["eth0", "eth1", "docker0"])

@@ -146,7 +146,7 @@ print("still here")
 """
 
 
-def test_rank_0_logs_at_the_level_the_others_log_warnings_and_an_import_changes_nothing(caplog):
+def test_rank_0_logs_at_the_level_and_the_others_log_warnings():
     info, warning = "[3@node-b] step 7", "[3@node-b] warning: step 7"
     debug, error = "[3@node-b] debug: step 7", "[3@node-b] error: step 7"
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
@@ -155,6 +155,9 @@ def test_rank_0_logs_at_the_level_the_others_log_warnings_and_an_import_changes_
         *(debug, info, warning, error, "not ours"), *(error, "not ours"),
     ]  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "still here\n")
+
+
+def test_an_import_leaves_the_scripts_own_logging_as_it_is(caplog):
     logger = logging.getLogger("kaitian_mpi")
     assert logger.handlers == []
     assert logger.propagate

@@ -15,7 +15,7 @@ from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, RANKS, T
 from kaitian_mpi.supervise.remote_hosts import find_agent, is_local, probe_command
 
 
-def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_program_found():
+def test_mpirun_options_are_parsed():
     for options, ranks, files, lists in (
         ("", None, [], []),
         ("-np 4", 4, [], []),
@@ -47,6 +47,9 @@ def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_progra
         assert command.values(HOST_LISTS) == lists
         assert command.arguments == ("-np", "9", "--host", "z")
         assert command.words == words
+
+
+def test_mpirun_options_are_replaced_in_place():
     given = parse_command(
         "mpirun -np 4 --hostfile=hf --host a --host=b kaitian-train -np 4".split()
     )
@@ -59,6 +62,9 @@ def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_progra
     ):
         words = f"mpirun {options} kaitian-train -np 4".split()
         assert given.replaced(names, values).words == words
+
+
+def test_the_training_program_and_its_arguments_are_found():
     for line, arguments in (
         ("mpirun -np 2 kaitian-train --epochs 3", ["--epochs", "3"]),
         ("mpirun -np 2 kaitian-train --run-dir runs/kaitian-train", ["--run-dir", None]),
@@ -85,7 +91,7 @@ def test_mpirun_options_are_parsed_and_replaced_in_place_and_the_training_progra
             parse_command(line.split())
 
 
-def test_a_variable_of_the_ranks_is_read_and_the_launch_agent_mpiruns():
+def test_a_variable_of_the_ranks_is_read():
     for line, value in (
         ("mpirun -np 2 kaitian-train", "here"), ("mpirun -x A -np 2 kaitian-train", "here"),
         ("mpirun -x A=b,c -np 2 kaitian-train", "b,c"),
@@ -95,6 +101,9 @@ def test_a_variable_of_the_ranks_is_read_and_the_launch_agent_mpiruns():
         ("mpirun -x AA=b -np 2 kaitian-train --set A=b", "here"),
     ):  # fmt: skip
         assert parse_command(line.split()).variable("A", {"A": " here "}) == value
+
+
+def test_the_launch_agent_is_mpiruns():
     for words, environ, agent in (
         ([], {}, ["ssh"]),
         ([], {"PRTE_MCA_plm_ssh_agent": "env -i A=1"}, ["env", "-i", "A=1"]),
@@ -118,7 +127,7 @@ def slots_of(hosts):
     return {host.name: host.slots for host in hosts}
 
 
-def test_hostfiles_are_parsed_lost_hosts_removed_and_others_probed_without_a_prompt():
+def test_the_slots_of_a_hostfile_are_those_that_mpirun_counts():
     for text, slots in (
         ("", {}),
         ("# nothing\n\n  \n// nothing\n", {}),
@@ -134,11 +143,17 @@ def test_hostfiles_are_parsed_lost_hosts_removed_and_others_probed_without_a_pro
         ("a slots=2\r\nb slots=1\r\n", {"a": 2, "b": 1}),
     ):
         assert list(slots_of(parse_hostfile(text, "hf")).items()) == list(slots.items())
+
+
+def test_lost_hosts_are_removed_from_a_hostfile_or_list():
     text = "# ours\nb slots=1\na slots = 2 max_slots=3 # fast\nme@b\nbb:2\n"
     assert hostfile_without(text, {"b"}) == "a slots = 2 max_slots=3 # fast\nbb:2\n"
     assert hostfile_without(text, {"a", "b", "bb"}) == ""
     assert host_list_without("a:2, me@b:3,c,b", {"b"}) == "a:2,c"
     assert host_list_without("b", {"b"}) == ""
+
+
+def test_hosts_are_probed_as_their_users_without_a_prompt():
     for line, user, port in (
         ("a", "", 0), ("me@a slots=2", "me", 0), ("a slots=2 username=me", "me", 0),
         ("a user-name=me port=2222", "me", 2222),
@@ -151,6 +166,9 @@ def test_hostfiles_are_parsed_lost_hosts_removed_and_others_probed_without_a_pro
         (["/usr/bin/ssh", "-F", "x"], f"/usr/bin/ssh -F x {options} -p 2222 me@a true"),
     ):
         assert probe_command(agent, host, 2.5, ["true"]) == words.split()
+
+
+def test_which_hosts_are_this_one():
     names = "localhost", "127.0.1.1", "198.51.100.1"  # the last one belongs to nobody
     assert [*map(is_local, names)] == [True, True, False]
 

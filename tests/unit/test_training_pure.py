@@ -31,7 +31,7 @@ from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task
 
 
-def test_the_learning_rate_and_the_optimizer_are_those_asked_for():
+def test_the_learning_rate_is_the_one_asked_for():
     for schedule, progress, expected in (
         *(("cosine", 0.125, 0.5), ("cosine", 0.25, 1.0), ("cosine", 0.625, 0.5)),
         *(("cosine", 1.0, 0.0), ("constant", 0.125, 0.5), ("constant", 0.9, 1.0)),
@@ -39,6 +39,9 @@ def test_the_learning_rate_and_the_optimizer_are_those_asked_for():
         rate = Schedule(TrainConfig(lr=1.0, warmup=0.25, schedule=schedule), None).rate
         assert rate(progress) == pytest.approx(expected)
     assert Schedule(TrainConfig(lr=2.0, warmup=0.0), None).rate(0.0) == pytest.approx(2.0)
+
+
+def test_the_optimizer_is_the_one_asked_for():
     config = parse_config("kaitian-train", ["--optimizer", "adamw", "--lr", "0.01"])
     optimizer = make_optimizer(config, build_model("cnn", 10))
     assert type(optimizer) is torch.optim.AdamW
@@ -177,7 +180,7 @@ def compare(**changes):
     return compare_flags(asdict(THEN), TrainConfig(**asdict(THEN) | changes))
 
 
-def test_the_documented_table_has_every_flag_and_a_changed_one_invalidates_its_part():
+def test_the_documented_table_has_every_flag():
     assert REJECTED | SILENT | set(INVALIDATES) <= NAMES
     assert not REJECTED & SILENT
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
@@ -188,6 +191,9 @@ def test_the_documented_table_has_every_flag_and_a_changed_one_invalidates_its_p
             meaning = "rejected" if name in REJECTED else "taken from the new command"
         (row,) = [row for row in table.splitlines()[2:] if f"`{flag_name(name)}`" in row]
         assert row.split(" | ")[1].startswith(meaning), name
+
+
+def test_a_changed_flag_invalidates_its_part():
     plan = {Invalidated.EXCLUSION, Invalidated.PLAN}
     assert compare(precision="bf16")[1] == {Invalidated.COSTS, *plan}
     assert compare(global_batch_size=128)[1] == plan
@@ -209,7 +215,7 @@ def test_a_changed_flag_is_rejected_silent_or_applies_with_a_line(name):
     assert invalidated == INVALIDATES.get(name, set())
 
 
-def test_a_run_is_over_when_nothing_is_left_and_its_summary_is_read_as_written():
+def test_a_run_is_over_when_nothing_is_left():
     for done, flags, over in (
         ({"epoch": 3}, {"epochs": 3}, True),
         ({"epoch": 3}, {"epochs": 2}, True),
@@ -221,6 +227,9 @@ def test_a_run_is_over_when_nothing_is_left_and_its_summary_is_read_as_written()
     ):
         progress = asdict(Progress(0, **{"is_done": True} | done))
         assert is_over(TrainConfig(**flags), progress) is over
+
+
+def test_a_summary_is_read_as_written():
     summary = Summary(
         finished=True, steps=10, groups={"cpu": [0, 1]}, val_loss=0.5, failures=[], emulated=False
     )
@@ -229,6 +238,9 @@ def test_a_run_is_over_when_nothing_is_left_and_its_summary_is_read_as_written()
     assert Summary.from_json(content) == summary
     odd = {"finished": 1, "steps": True, "ranks": {}, "val_loss": 2, "of a later version": 3}
     assert Summary.from_json(odd) == Summary(val_loss=2)
+
+
+def test_a_ranks_place_has_its_host_and_device_and_not_its_world_rank():
     info = RankInfo(1, 1, "a", "gpu", "cuda:1", "a GPU", 2**30, "2.8")
     assert info.place == replace(info, world_rank=6).place == "a/1/gpu/cuda:1"
     for other in ({"local_rank": 0}, {"host": "b"}, {"kind": "mlu"}, {"device": "cpu"}):

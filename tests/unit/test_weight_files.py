@@ -227,9 +227,7 @@ def test_the_users_own_model_loads_the_file(tmp_path, name):
             assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
 
 
-def test_a_full_disk_leaves_the_earlier_file_and_what_else_prevents_an_export_is_found_early(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
     path, target = tmp_path / "link.safetensors", tmp_path / "elsewhere/model.safetensors"
     path.symlink_to(target)
     export_weights(str(path), nn.Linear(2, 2))  # makes the folder
@@ -244,6 +242,9 @@ def test_a_full_disk_leaves_the_earlier_file_and_what_else_prevents_an_export_is
     with pytest.raises(StorageError, match=r"could not be written: No space left .* needed, "):
         export_weights(str(path), nn.Linear(2, 3))
     assert (target.read_bytes(), os.listdir(target.parent)) == (before, ["model.safetensors"])
+
+
+def test_what_prevents_an_export_is_found_early(tmp_path, monkeypatch):
     for model, message in (
         (nn.Linear(2, 2, dtype=torch.complex128), "complex128"),
         (with_buffers(adjacent=torch.eye(2).to_sparse()), "sparse"),

@@ -464,12 +464,16 @@ def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
     assert clock.take(wait=True).steps == 0
 
 
-def test_the_fake_device_divides_unlike_the_host_and_its_streams_run_asynchronously():
+def test_the_fake_device_divides_unlike_the_host():
     """The tests above rely on this."""
     tensor = torch.arange(1.0, 1_000.0)
     assert not torch.equal(values(on_device(tensor).div_(3)), tensor / 3)
     found = values(on_device(tensor.double()).div_(0.7))
     torch.testing.assert_close(found, tensor.double() / 0.7, rtol=1e-15, atol=0.0)
+
+
+def test_the_fake_devices_streams_run_asynchronously():
+    """The tests above rely on this."""
     tensor = on_device(torch.zeros(3))
     side = Stream()
     with Held():
