@@ -37,8 +37,8 @@ _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
 _AHEADS = (0, 1, 3)
 _BOUNDS_OF_MANY = 8
-# Stages are moved if ranks' speeds have changed by this much, the step gets faster by this much, and
-# the steps left save more than the move takes: these seconds, and those to send the parameters.
+# Stages are moved if ranks' speeds have changed by this much, the step gets faster by this much,
+# and the steps left save more than the move takes: these seconds, and those to send the parameters.
 _MIN_CHANGE = 1.1
 _MIN_GAIN = 1.05
 _MOVING_SEC = 1.0
