@@ -27,7 +27,12 @@ from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.system import usable_cores
-from kaitian_mpi.runtime.watchdog import setup_limit, start_watchdog, stop_watchdog
+from kaitian_mpi.runtime.watchdog import (
+    first_step_limit,
+    setup_limit,
+    start_watchdog,
+    stop_watchdog,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,7 +72,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     launch = read_launch(os.environ)
     level = "warning" if config.quiet and config.log_level == "info" else config.log_level
     configure_logging(level, rank_prefix(), launch.world_rank)
-    start_watchdog(setup_limit(config.step_timeout))
+    start_watchdog(setup_limit(config.step_timeout), first_step_limit(config.step_timeout))
     hide_unused_devices(os.environ, config.devices)
     if launch.local_size < launch.world_size:
         load_torch(launch)  # while the other hosts' ranks are started

@@ -54,21 +54,31 @@ class Watchdog:
 
     It hangs when it sends no heartbeat for `limit_sec`, when a phase lasts longer than that, when
     it waits for other ranks for twice as long plus 5 s, and when the launcher that it follows has
-    exited. Only `close` blocks.
+    exited. A stopped process (SIGSTOP) hangs after `stopped_sec` without a heartbeat if that is
+    shorter, whatever phases may last. Only `close` blocks.
     """
 
-    def __init__(self, name: str, limit_sec: float, *, follow_launcher: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        limit_sec: float,
+        stopped_sec: float = math.inf,
+        *,
+        follow_launcher: bool = True,
+    ) -> None:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._lock = threading.Lock()  # so that the last line in the pipe is the newest
         self._woken = threading.Event()
         self.limit_sec = limit_sec
+        self._stopped_sec = stopped_sec
         self.enter("start-up", limited=False)
         try:
             script = Path(__file__).absolute().with_name("watchdog_process.py")
             pids = str(os.getpid()), str(os.getppid() if follow_launcher else 0)
+            words = "kaitian-watchdog", name, *pids, str(stopped_sec)
             self._process = subprocess.Popen(  # noqa: S603  # our own file, no shell
-                [sys.executable, "-I", "-S", str(script), "kaitian-watchdog", name, *pids],
+                [sys.executable, "-I", "-S", str(script), *words],
                 stdin=reader,
                 stdout=subprocess.DEVNULL,
             )
@@ -85,7 +95,8 @@ class Watchdog:
     @property
     def interval_sec(self) -> float:
         """The time between two heartbeats."""
-        return min(_MAX_HEARTBEAT_SEC, self.limit_sec / _HEARTBEATS_PER_LIMIT)
+        limit = min(self.limit_sec, self._stopped_sec)
+        return min(_MAX_HEARTBEAT_SEC, limit / _HEARTBEATS_PER_LIMIT)
 
     def enter(
         self, phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
@@ -190,12 +201,12 @@ _current: Watchdog | None = None
 _on_phase: Callable[[str, int | None], None] | None = None
 
 
-def start_watchdog(limit_sec: float) -> Watchdog | None:
+def start_watchdog(limit_sec: float, stopped_sec: float = math.inf) -> Watchdog | None:
     """Start this rank's watchdog; return None if its process cannot be started."""
     global _current
     alone = read_launch(os.environ).world_size == 1  # may outlive the shell that started it
     with suppress(OSError):
-        _current = Watchdog(rank_prefix(), limit_sec, follow_launcher=not alone)
+        _current = Watchdog(rank_prefix(), limit_sec, stopped_sec, follow_launcher=not alone)
     return _current
 
 

@@ -15,7 +15,8 @@ _MESSAGE_SEC = 0.5
 _READ_BYTES = 1 << 18
 _MAX_LINE_BYTES = 4096
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "blocked in the kernel"}
+_STOPPED = "T"
+_STATES = {_STOPPED: "stopped", "t": "stopped by a debugger", "D": "blocked in the kernel"}
 _OTHER_STATE = "running, but a call holds the GIL"
 
 
@@ -40,11 +41,22 @@ def newest_report(known: Report | None, lines: list[bytes]) -> Report | None:
         return known
 
 
-def kill_reason(now: float, report: Report, restarted: float, state: str = "") -> str | None:
-    """Return why the rank has to be killed, or None."""
+def kill_reason(
+    now: float,
+    report: Report,
+    restarted: float,
+    state: str = "",
+    stopped_limit: float = float("inf"),
+) -> str | None:
+    """Return why the rank has to be killed, or None.
+
+    A stopped one does not go on by itself, unlike one that loads or compiles: it may have a limit
+    of its own.
+    """
     silent = now - max(report.beat, restarted)
     lasted = now - max(report.since, restarted)
-    if silent > report.limit:
+    may_be_silent = min(report.limit, stopped_limit) if state == _STOPPED else report.limit
+    if silent > may_be_silent:
         how = _STATES.get(state, _OTHER_STATE)
         return f"no heartbeat for {seconds(silent)} ({how}), last in {report.where}"
     if report.allowed == float("inf"):
@@ -75,10 +87,13 @@ def parse_stat(stat: bytes) -> tuple[str, int]:
 class Watch:
     """Watches one rank, this process's parent, which writes to `pipe`."""
 
-    def __init__(self, name: str, rank: int, launcher: int, pipe: int) -> None:
+    def __init__(
+        self, name: str, rank: int, launcher: int, stopped_limit: float, pipe: int
+    ) -> None:
         self._name = name
         self._rank = rank
         self._launcher = launcher
+        self._stopped_limit = stopped_limit
         self._pipe = pipe
         self._rest = b""
         os.set_blocking(pipe, False)
@@ -108,7 +123,8 @@ class Watch:
             # Stopped itself, as by Ctrl-Z or with its virtual machine.
             if slept > 2 * nap + min(1.0, report.limit / 2):
                 restarted = now
-            nap = min(_MAX_NAP_SEC, report.limit / _NAPS_PER_LIMIT)
+            limit = min(report.limit, self._stopped_limit)
+            nap = min(_MAX_NAP_SEC, limit / _NAPS_PER_LIMIT)
             reason = self._reason_to_kill(now, report, restarted)
         self._kill_rank(reason)
 
@@ -132,7 +148,7 @@ class Watch:
             pass
         if self._launcher and launcher != self._launcher:
             return f"its launcher has exited, last in {report.where}"
-        return kill_reason(now, report, restarted, state)
+        return kill_reason(now, report, restarted, state, self._stopped_limit)
 
     def _kill_rank(self, reason: str) -> None:
         try:
@@ -147,7 +163,7 @@ class Watch:
             os.kill(self._rank, signal.SIGKILL)
 
 
-def main(program: str, name: str, rank: str, launcher: str) -> None:
+def main(program: str, name: str, rank: str, launcher: str, stopped_limit: str) -> None:
     """Watch the rank with this pid until it ends, and its launcher unless its pid is 0."""
     # A rank that ignores the launcher's signals is exactly what needs a watchdog.
     for number in _IGNORED:
@@ -157,7 +173,7 @@ def main(program: str, name: str, rank: str, launcher: str) -> None:
             file.write(program)
     except OSError:
         pass
-    Watch(name, int(rank), int(launcher), 0).run()
+    Watch(name, int(rank), int(launcher), float(stopped_limit), 0).run()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from kaitian_mpi.observe.timeline.recorder import Recorder, start_recording, sto
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import (
     current_watchdog,
+    first_step_limit,
     setup_limit,
     start_watchdog,
     stop_watchdog,
@@ -101,7 +102,8 @@ class Session:
         device.calls.pause()  # the loop has the pace of its steps
         self.at_end.callback(device.calls.resume)
         handle_signals(Path(sys.argv[0]).name or "python")
-        if current_watchdog() is None and start_watchdog(setup_limit(config.step_timeout)):
+        limits = setup_limit(config.step_timeout), first_step_limit(config.step_timeout)
+        if current_watchdog() is None and start_watchdog(*limits):
             self.at_end.callback(stop_watchdog)
         if config.timeline:
             start_recording(Recorder(config.timeline_every))

@@ -198,6 +198,13 @@ def hanging_in_setup(num_classes):
     return HangingInBenchmark(num_classes)
 
 
+def stopping_in_setup(num_classes):
+    """Build a model of layers; rank 1 is stopped here."""
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.Linear(16, num_classes))
+
+
 class NeverFinite(Exact):
     """Its output on rank 1 is NaN from step 4 on."""
 

@@ -3,6 +3,7 @@
 import re
 import signal
 
+import pytest
 from jobs import EVEN, Job, run_ranks, summary_of
 
 STEPS_PER_EPOCH = 6
@@ -44,3 +45,27 @@ def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
         line = rf"^\[{rank}@\S+\] killed by its watchdog: .* s in {phase}, the limit is 4.0 s"
         assert re.search(line, ended.err, re.MULTILINE), ended.text
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("layout", ["shard", "pipeline"])
+def test_watchdogs_kill_a_rank_stopped_in_the_setup_and_one_in_a_step(layout, tmp_path):
+    """Both after `--step-timeout`, which is a twentieth of what a phase of the setup may last."""
+    command = f"kaitian-train --layout {layout} --model planted:stopping_in_setup".split()
+    command += "--dataset digits --max-steps 200 --epochs 200 --step-timeout 3".split()
+    with Job(3, *command, *EVEN, cwd=tmp_path, fresh=False) as job:
+        killed = (
+            r"\[(\d)@\S+\] killed by its watchdog: no heartbeat for (\d+).* s \(stopped\), (.*)"
+        )
+        in_setup = job.wait_for(killed)
+        job.wait_for(r"step 3/")
+        job.signal(signal.SIGSTOP, 2)
+        in_step = job.wait_for(killed)
+        job.finish()
+    assert (in_setup[1], in_setup[3]) == ("1", "last in building the model (--model)")
+    assert in_step[1] == "2"
+    assert re.search(r"last in .* of step \d+", in_step[3])
+    assert all(3 <= int(found[2]) < 60 for found in (in_setup, in_step))
+    summary = summary_of(tmp_path)
+    assert (summary["finished"], summary["ranks"], summary["steps"]) == (True, [0], 200)
+    lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
+    assert lost == [[1], [2]]

@@ -68,6 +68,16 @@ def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
     ):
         found = kill_reason(now, Report(line), anew, state)
         assert found == reason if reason is None else reason in found
+    for now, line, state, reason in (  # a stopped one may have a limit of its own
+        (3.0, report(), "T", None),
+        (4.0, report(), "T", "no heartbeat for 4.0 s (stopped), last in forward of step 12"),
+        (4.0, report(allowed="inf"), "T", "no heartbeat for 4.0 s (stopped)"),
+        (4.0, report(), "t", None),
+        (4.0, report(), "R", None),
+        (3.0, report(limit=2), "T", "no heartbeat for 3.0 s (stopped)"),
+    ):
+        found = kill_reason(now, Report(line), 0, state, stopped_limit=3)
+        assert found == reason if reason is None else reason in found
     known = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
     assert (known.where, known.beat) == ("backward of step 12", 2)
     assert newest_report(known, []) is known
