@@ -59,6 +59,20 @@ def chain(width: int = 724, layers: int = 57):
     return Task(**{**vars(build(4, 1)), "model": model, "name": ""})
 
 
+def exact_chain(width: int = 256, layers: int = 8, device_mb: float = 0):
+    """Return the task of a chain in float64, of 4 MB of parameters by default.
+
+    On fake accelerators with memory for so many MB of tensors (0: more than enough).
+    """
+    task = chain(width, layers)
+    data = [(inputs.double(), label) for inputs, label in task.data]
+    if device_mb:
+        import fake_device  # on the path of those who have one
+
+        fake_device.set_limit(fake_device.memory.CONTEXT_BYTES + int(device_mb * 1e6))
+    return Task(**{**vars(task), "model": task.model.double(), "data": data, "name": ""})
+
+
 def build_deep():
     """Return the task with 120 MB of parameters."""
     return build(724, 57)

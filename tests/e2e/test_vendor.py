@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import Job, run_alone, summary_of
+from jobs import (
+    PLANTED,
+    SURVIVING,
+    Job,
+    largest_difference,
+    run_alone,
+    summary_of,
+    weights_in,
+)
 
 OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
 
@@ -108,3 +116,32 @@ def test_accelerators_survive_the_only_cpu_rank_and_one_of_their_own(tmp_path, d
         assert summary["device_kinds"] == ["vendor"]
         assert summary["allreduce"] in ("flat", "leader", "striped")  # what both kinds used
         assert "allreduce: direct, as the ranks here are of one kind" in ended.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--layout shard", "; mirrors 33.3%, 33.3%, 33.3%"),
+        ("--layout pipeline --set device_mb=15", "|     3 | "),
+    ],
+)
+def test_a_kill_among_accelerators_leaves_the_weights_of_an_undisturbed_run(tmp_path, flags, text):
+    """In layouts whose state is in parts, one of which the killed rank had."""
+    command = "kaitian-train --devices vendor:0,vendor:1,vendor:2 --task planted_large:exact_chain"
+    command += f" --global-batch-size 24 --epochs 9 --max-steps 16 --balance off {flags}"
+    command = [*command.split(), *"--checkpoint-every 4 --log-interval 0 --run-dir run".split()]
+    folders = tmp_path / "undisturbed", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    env = {"PYTHONPATH": f"{OTHER_PACKAGE}:{PLANTED}"}
+    ended = run_alone("mpirun", *SURVIVING, "-np", "3", *command, cwd=folders[0], **env)
+    assert text in ended.out
+    with Job(3, *command, cwd=folders[1], fresh=False, **env) as job:
+        job.wait_for("step 6/")
+        job.kill(1)
+        job.finish()
+    summary = summary_of(folders[1])
+    assert summary["finished"]
+    assert summary["steps"] == 16
+    assert [[lost["rank"] for lost in loss["ranks"]] for loss in summary["failures"]] == [[1]]
+    assert largest_difference(*map(weights_in, folders)) < 1e-9
