@@ -58,6 +58,11 @@ class CpuDevice(Device):
         """Return the process's memory: it includes what was freed (`keep_freed_memory`)."""
         return int(psutil.Process().memory_info().rss)
 
+    def return_freed_memory(self) -> None:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # glibc
+            libc.malloc_trim(0)
+
 
 def available_bytes(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the available memory: the host's, or less by a control group's limit (version 2).

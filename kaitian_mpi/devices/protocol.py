@@ -167,6 +167,9 @@ class Device:
     def release_cached_memory(self) -> None:
         """Release the unused memory that torch's allocator caches."""
 
+    def return_freed_memory(self) -> None:
+        """Give the system back what the process has freed, once: what it uses next takes longer."""
+
     def grow_segments(self) -> None:
         """Let what torch's allocator has taken grow in place, so that no gaps are left between.
 

@@ -242,6 +242,7 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     record_plan(world, run.setup.folder, run.sinks, step, text, what)
     if run.config.layout != "replicate":
         world.device_kind.release_cached_memory()
+        world.device_kind.return_freed_memory()  # of measurements: else it would count as used
         world.device_kind.restart_memory_peak(world.device_index)
         run.planned_bytes, run.peak_bytes = _planned_memory(run, world, plan), 0
     groups: dict[str, list[int]] = {}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from jobs import PYTHON, run_alone
 
 from kaitian_mpi.cli.run import local_rank_of
 from kaitian_mpi.cli.train import hide_unused_devices
@@ -254,3 +255,27 @@ def test_a_cpu_rank_sees_no_accelerator_before_mpi_and_torch_are_loaded(tmp_path
         check=False,
     )
     assert re.fullmatch(r"(mpi4py|torch) -1\n", done.stdout), done.stderr
+
+
+_KEEPS = """
+import torch
+from kaitian_mpi.devices.cpu import CpuDevice
+device = CpuDevice()
+device.select(0)
+tensor = torch.ones(25 << 20)
+first = torch.ones(1)  # above it, so that the heap cannot shrink by itself
+used = device.memory_peak_bytes(0)
+del tensor
+kept = device.memory_peak_bytes(0)
+device.return_freed_memory()
+print(used - kept, used - device.memory_peak_bytes(0))
+"""
+
+
+@pytest.mark.linux("reads the memory of a process there")
+def test_the_cpu_keeps_what_is_freed_until_it_is_told_to_return_it(tmp_path):
+    (tmp_path / "keeps.py").write_text(_KEEPS)
+    found = run_alone(PYTHON, str(tmp_path / "keeps.py"), cwd=tmp_path).out
+    kept, returned = map(int, found.split())
+    assert kept < 10 << 20
+    assert returned > 90 << 20
