@@ -1,4 +1,4 @@
-"""Kills, or stops, a random rank at a random moment of a training in each layout."""
+"""Kills, or stops, a random rank at a random moment of a job in each layout."""
 
 from __future__ import annotations
 
@@ -7,108 +7,181 @@ import random
 import signal
 import tempfile
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from recovering.job import Job, Launch
-from recovering.kills import has_weights, weights_of
+from recovering.kills import Weights, has_weights, weights_of
 
+_LIMITED = ["--width=512", "--emulate-memory=0:60MB,1:60MB,2:60MB"]
 LAYOUTS = {
+    "replicate": ["--layout=replicate"],
     "shard": ["--layout=shard", "--no-mirrors"],
     "shard with mirrors": ["--layout=shard"],
-    "pipeline": ["--layout=pipeline"],
+    "parameters in parts": ["--layout=shard", *_LIMITED],
+    "pipeline of replicas": ["--layout=pipeline"],
+    "pipeline of stages": ["--layout=pipeline", *_LIMITED],
 }
-_STEPS, _CHECKPOINT_EVERY, _STEP_TIMEOUT_SEC = 40, 5, 15
-_LIMIT_SEC = 240.0
+_STEPS, _STEP_TIMEOUT_SEC = 24, 15
+_ARGUMENTS = [
+    *(f"--max-steps={_STEPS}", f"--step-timeout={_STEP_TIMEOUT_SEC}"),
+    *("--checkpoint-every=6", "--global-batch-size=128", "--width=256"),
+    # The ranks are benchmarked, and later rebalanced.
+    *("--balance=adaptive", "--benchmark-seconds=0.5", "--emulate-slowdown=1:3@9"),
+]
+_SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+_LIMIT_SEC, _LEAVING_SEC = 400.0, 10.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to send a signal: some time after the job has printed so many lines."""
+
+    lines: int
+    after_sec: float
 
 
 @dataclass(frozen=True)
 class Ending:
     """How a job ended of which a rank was killed or stopped."""
 
-    after_sec: float
-    """From the job's first line to the signal."""
+    moment: Moment
+    last_line: str
+    """The last that the job had printed before the signal."""
     rank: int
     code: int | None
     """None if it did not end in time."""
-    names_rank: bool
-    """Whether its summary has the rank, alone, as lost."""
+    seconds: float
+    """From the signal to the end of the job."""
+    lost: list[int]
+    """The ranks that its summary has as lost."""
+    is_finished: bool
     is_same: bool
-    """Whether the weights are those of a run without a signal."""
+    """Whether the weights are those of a run without a signal; where it did not finish, those of
+    the same command with `--resume auto`."""
+    left: list[str]
+    """Processes that outlived the job."""
 
     @property
-    def is_good(self) -> bool:
-        """Whether the others have trained to the end, as if nothing had happened."""
-        return self.code == 0 and self.names_rank and self.is_same
+    def word(self) -> str:
+        """One word on it: WRONG if the job hung, has other weights or has left something."""
+        if self.code is None or not self.is_same or self.left or self.lost not in ([], [self.rank]):
+            return "WRONG"
+        if not self.is_finished:
+            return "resumed"
+        return "survived" if self.lost else "unharmed"
 
 
 def measure(ranks: int, trials: int, seed: int, script: tuple[str, ...]) -> dict[str, Any]:
-    """Return how many of so many jobs survived, by layout and signal."""
-    result = {}
-    for name, flags in LAYOUTS.items():
-        launch, given = Launch(ranks, script=script), [*_arguments(), *flags]
-        with tempfile.TemporaryDirectory(prefix="kaitian-undisturbed-") as folder:
-            with Job(launch, Path(folder) / "run", given) as job:
-                first = job.wait_for(lambda line: True, _LIMIT_SEC)
-                if job.wait(_LIMIT_SEC) != 0:
-                    raise RuntimeError(f"the run without a kill failed: see {job.keep_output()}")
-                lasts = job.lines[-1].at - first.at
-            weights = weights_of(Path(folder) / "run")
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            choice, ended = random.Random(seed), list[Ending]()
-            while len(ended) < (trials if number == signal.SIGKILL else max(1, trials // 5)):
-                ending = _try(launch, given, choice, number, lasts, weights)
-                if ending is not None:
-                    ended.append(ending)
-                    text = "survived" if ending.is_good else "WRONG"
-                    print(f"{name} {number.name} {ending}: {text}", flush=True)
-            survived = sum(ending.is_good for ending in ended)
-            result[f"{name} {number.name}"] = [survived, len(ended)]
-    return result
+    """Return how many jobs ended in which way, by layout and signal."""
+    launch, choice = Launch(ranks, script=script), random.Random(seed)
+    undisturbed = {name: _run_undisturbed(launch, flags) for name, flags in LAYOUTS.items()}
+    counts = {f"{name} {n.name}": Counter[str]() for name in LAYOUTS for n in _SIGNALS}
+    for trial in range(trials):  # one in each layout: whenever it is ended, it has tried them alike
+        for name, flags in LAYOUTS.items():
+            whole = undisturbed[name]
+            for number in _SIGNALS if trial % 5 == 0 else _SIGNALS[:1]:
+                moment = whole.choose_moment(choice, in_setup=trial % 2 == 1)
+                rank = choice.randrange(ranks)
+                ending = _try(launch, flags, rank, moment, number, whole.weights)
+                print(f"{name} {number.name} {ending}: {ending.word}", flush=True)
+                counts[f"{name} {number.name}"][ending.word] += 1
+    return {key: dict(count) for key, count in counts.items()}
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the result by layout."""
-    for name, (survived, count) in result.items():
-        print(f"{name}: {survived} of {count} survived, with the weights of an undisturbed run")
+    for name, counts in result.items():
+        print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
 
 
-def _arguments() -> list[str]:
-    lengths = f"--max-steps={_STEPS}", f"--checkpoint-every={_CHECKPOINT_EVERY}"
-    timeout = f"--step-timeout={_STEP_TIMEOUT_SEC}"
-    return [*lengths, timeout, "--global-batch-size=64", "--width=256"]
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run without a signal."""
+
+    times: list[float]
+    """When each line came after the start, and when the job ended."""
+    first_step: float
+    """When the line of the first step came."""
+    weights: Weights
+
+    def choose_moment(self, choice: random.Random, in_setup: bool) -> Moment:
+        """Return a random moment of the setup, or of the training with its end."""
+        span = (0.0, self.first_step) if in_setup else (self.first_step, self.times[-1])
+        at = choice.uniform(*span)
+        lines = sum(time <= at for time in self.times)
+        return Moment(lines, at - (self.times[lines - 1] if lines else 0))
+
+
+def _run_undisturbed(launch: Launch, flags: list[str]) -> Undisturbed:
+    with (
+        tempfile.TemporaryDirectory(prefix="kaitian-undisturbed-") as folder,
+        Job(launch, Path(folder) / "run", [*_ARGUMENTS, *flags]) as job,
+    ):
+        if job.wait(_LIMIT_SEC) != 0:
+            raise RuntimeError(f"the run without a kill failed: see {job.keep_output()}")
+        first = job.wait_for(lambda line: line.step == 1, 0)
+        times = [line.at - job.began for line in job.lines]
+        ended = time.perf_counter() - job.began
+        return Undisturbed([*times, ended], first.at - job.began, weights_of(job.run_dir))
 
 
 def _try(
     launch: Launch,
-    given: list[str],
-    choice: random.Random,
+    flags: list[str],
+    rank: int,
+    moment: Moment,
     number: signal.Signals,
-    lasts: float,
-    weights: Any,
-) -> Ending | None:
-    """Return how a job ended; None if it was done before the signal."""
-    rank = choice.randrange(launch.ranks)
-    with (
-        tempfile.TemporaryDirectory(prefix="kaitian-kills-") as folder,
-        Job(launch, Path(folder) / "run", given) as job,
-    ):
-        first = job.wait_for(lambda line: True, _LIMIT_SEC)
-        pid = job.pid_of(rank)
-        if number == signal.SIGSTOP:  # before the first step, the limit is much longer
-            job.wait_for(lambda line: line.step == 1, _LIMIT_SEC)
-            lasts /= 4
-        time.sleep(choice.uniform(0, lasts))
-        if any(line.step == _STEPS for line in job.lines) or job.wait(0) is not None:
-            return None
-        os.kill(pid, number)
-        after = time.perf_counter() - first.at
-        code = job.wait(_LIMIT_SEC)
-        failures = job.summary().get("failures", [])
+    weights: Weights,
+) -> Ending:
+    """Return how a job ended; print where its output is."""
+    arguments = [*_ARGUMENTS, *flags]
+    with tempfile.TemporaryDirectory(prefix="kaitian-kills-") as folder:
+        run_dir, is_same = Path(folder) / "run", False
+        with Job(launch, run_dir, arguments) as job:
+            ranks = _wait_until(job, launch.ranks, moment)
+            last_line, began = job.lines[-1].text if job.lines else "", time.perf_counter()
+            with suppress(IndexError, ProcessLookupError):  # it has ended
+                os.kill(ranks[rank], number)
+            started = _with_all_started(ranks)
+            code, seconds = job.wait(_LIMIT_SEC), time.perf_counter() - began
+            _, left = psutil.wait_procs(started, timeout=_LEAVING_SEC)
+            summary = job.summary()
+            print(f"see {job.keep_output()}", flush=True)
+        is_finished = summary.get("finished", False)
+        if code is not None and not is_finished:
+            with Job(launch, run_dir, [*arguments, "--resume=auto"]) as again:
+                if again.wait(_LIMIT_SEC) == 0:
+                    is_same = has_weights(weights, run_dir)
+                else:
+                    print(f"not resumed: see {again.keep_output()}", flush=True)
+        elif code is not None:
+            is_same = has_weights(weights, run_dir)
+        failures = summary.get("failures", [])
         lost = [one["rank"] for failure in failures for one in failure["ranks"]]
-        is_same = code == 0 and has_weights(weights, job.run_dir)
-        ending = Ending(after, rank, code, lost == [rank], is_same)
-        if not ending.is_good:
-            print(f"see {job.keep_output()}")
-        return ending
+        names = [str(process) for process in left]
+        return Ending(moment, last_line, rank, code, seconds, lost, is_finished, is_same, names)
+
+
+def _wait_until(job: Job, ranks: int, moment: Moment) -> list[int]:
+    """Wait for a moment of a job, and until its ranks are there; return these."""
+    while len(job.lines) < moment.lines and job.wait(0) is None:
+        time.sleep(0.001)
+    time.sleep(moment.after_sec)
+    while job.wait(0) is None:
+        with suppress(RuntimeError):  # it has not been started
+            return [job.pid_of(rank) for rank in range(ranks)]
+    return []
+
+
+def _with_all_started(ranks: list[int]) -> list[psutil.Process]:
+    found = []
+    for pid in ranks:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
+    return found

@@ -86,16 +86,23 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--emulate-memory", default="")
     parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--balance", default="off")
+    parser.add_argument("--benchmark-seconds", type=float, default=3.0)
+    parser.add_argument("--emulate-slowdown", default="")
+    parser.add_argument("--resume", default="")
     options = vars(parser.parse_args())
     form = options.pop("form")
     kaitian_mpi.init(devices=options.pop("devices"))
     task = partial(make_task, form, options.pop("width"))
-    with kaitian_mpi.Training(task, balance="off", epochs=1000, **options) as training:
+    with kaitian_mpi.Training(task, epochs=1000, **options) as training:
         seen = train(training, form)
         training.evaluate()
     if options["checkpoint_every"]:  # from which steps may be repeated
         seen = sorted({*seen})
-    if seen != list(range(1, options["max_steps"] + 1)):
+    steps = list(range(1, options["max_steps"] + 1))
+    if options["resume"]:
+        steps = steps[len(steps) - len(seen) :]
+    if seen != steps:
         sys.exit(f"this rank's loop saw the steps {seen}")
 
 
