@@ -20,13 +20,13 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import RANK_VARIABLE, launcher, ulfm
 from kaitian_mpi.runtime.mpi_libraries import JOB_NAME, OPEN_MPI, launched_by, mpirun_address
 from kaitian_mpi.runtime.polling import reduce_timer_slack
-from kaitian_mpi.runtime.start_watch_process import LIMIT_VARIABLE
 from kaitian_mpi.runtime.system import ancestor_named, usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _WATCH_ENDS_SEC = 1.0
+START_LIMIT_VARIABLE = "KAITIAN_START_TIMEOUT"
 _START_LIMIT_SEC = 600.0
 
 _start_watch: subprocess.Popen[bytes] | None = None
@@ -83,7 +83,8 @@ def watch_start() -> None:
     script = Path(__file__).absolute().with_name("start_watch_process.py")
     prefix = f"[{launch.world_rank}@{socket.gethostname()}]"
     processes = str(os.getpid()), str(parent)
-    asked = str(start_limit(os.environ)), mpirun_address(os.environ), OPEN_MPI.joining
+    limit = f"{START_LIMIT_VARIABLE}={start_limit(os.environ)}"
+    asked = limit, mpirun_address(os.environ), OPEN_MPI.joining
     names = JOB_NAME, *OPEN_MPI.rank_variables
     with suppress(OSError):
         _start_watch = subprocess.Popen(  # noqa: S603  # our own file, no shell
@@ -95,14 +96,16 @@ def watch_start() -> None:
 
 def start_limit(environ: Mapping[str, str]) -> float:
     """Return for how long to wait for ranks that nothing is known of, in seconds; 0: forever."""
-    given = environ.get(LIMIT_VARIABLE, "").strip()
+    given = environ.get(START_LIMIT_VARIABLE, "").strip()
     limit_sec = _START_LIMIT_SEC
     if given:
         with suppress(ValueError):
             limit_sec = float(given)
             if 0 <= limit_sec < math.inf:
                 return limit_sec
-        raise UserError(f"{LIMIT_VARIABLE} must be a number of seconds, 0: forever; not {given!r}")
+        raise UserError(
+            f"{START_LIMIT_VARIABLE} must be a number of seconds, 0: forever; not {given!r}"
+        )
     return limit_sec
 
 

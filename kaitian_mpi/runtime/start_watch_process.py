@@ -32,7 +32,6 @@ _KILLED_SEC = 5.0
 _ELSEWHERE_SEC = 25.0
 _ASK_SEC = 5.0
 _ANSWER_SEC = 20.0
-LIMIT_VARIABLE = "KAITIAN_START_TIMEOUT"
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -130,14 +129,17 @@ class Siblings:
 class OtherHosts:
     """The ranks of the job on other hosts, of which mpirun tells on its own host."""
 
-    def __init__(self, prefix: str, limit_sec: float, *asked: str) -> None:
+    def __init__(self, prefix: str, limit: str, *asked: str) -> None:
         """Ask with these arguments of `rank_states_process.py`, none if mpirun is elsewhere.
 
-        Without an answer, wait for `limit_sec` seconds, 0: forever.
+        Without an answer, wait as long as `limit` says, such as `VARIABLE=600`: the seconds, 0 for
+        forever, with the name of the environment variable that sets them.
         """
         script = Path(__file__).absolute().with_name("rank_states_process.py")
         self._command = [sys.executable, "-I", "-S", str(script), *asked]
-        self._prefix, self._limit_sec, self._can_ask = prefix, limit_sec, bool(asked)
+        self._prefix, self._can_ask = prefix, bool(asked)
+        self._variable, _, seconds = limit.partition("=")
+        self._limit_sec = float(seconds)
         self._began = self._asked = time.monotonic()
         self._ended_since: dict[int, float] = {}
         self._has_reported = False
@@ -166,7 +168,7 @@ class OtherHosts:
         if limit_sec and waited_sec > limit_sec:
             return (
                 f"not all ranks of other hosts have started MPI within {limit_sec:g} s; see what "
-                f"was printed there, or set {LIMIT_VARIABLE} to more seconds if they only load "
+                f"was printed there, or set {self._variable} to more seconds if they only load "
                 "their programs slowly"
             )
         if waited_sec > _REPORT_SEC and not self._has_reported:
@@ -175,7 +177,7 @@ class OtherHosts:
             others = "ranks of other hosts have ended, or are still starting"
             others = f"{late} still run without having started it" if late else others
             if limit_sec:
-                others += f"; the job ends after {limit_sec:g} s ({LIMIT_VARIABLE})"
+                others += f"; the job ends after {limit_sec:g} s ({self._variable})"
             waited = f"{self._prefix} has waited {_REPORT_SEC:.0f} s for all ranks to start MPI"
             show(f"{waited}; {others}", 2)
         return ""
@@ -281,7 +283,7 @@ def kill_parent(pid: int) -> None:
 
 
 def main(
-    prefix: str, rank: str, launcher: str, limit_sec: str, address: str, joining: str, *names: str
+    prefix: str, rank: str, launcher: str, limit: str, address: str, joining: str, *names: str
 ) -> None:
     """Watch the rank of this pid and the launcher's other ranks; end the job if one is missing."""
     for number in _IGNORED:
@@ -292,7 +294,7 @@ def main(
     others = None
     if local_rank == 0 and siblings.has_other_hosts:
         asked = (launcher, address, os.environ[names[0]], joining) if address else ()
-        others = OtherHosts(prefix, float(limit_sec), *asked)
+        others = OtherHosts(prefix, limit, *asked)
     fault = wait_for_start(siblings, int(rank), others)
     if not fault:
         return

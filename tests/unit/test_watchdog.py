@@ -366,7 +366,7 @@ import os, subprocess, sys, time
 words = "-c", "import sys; from kaitian_mpi.runtime import start_watch_process as watching; {body}"
 names = "JOB", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
 pids = str(os.getpid()), str(os.getppid())
-watch = [sys.executable, *words, "[2@host]", *pids, "600", "address", "OF_MPI_", *names]
+watch = [sys.executable, *words, "[2@host]", *pids, "LIMIT=600", "address", "OF_MPI_", *names]
 process = subprocess.Popen(watch, stdin=subprocess.PIPE)
 {then}
 time.sleep(60)
@@ -415,7 +415,7 @@ def others_after(capfd, monkeypatch, told, limit_sec=600.0, seconds=3000):
     """Return the fault that mpirun's answers lead to, when, and what is shown."""
     monkeypatch.setattr(watching.OtherHosts, "_ask", lambda self: told)
     monkeypatch.setattr(watching.time, "monotonic", lambda: 100.0)
-    others = watching.OtherHosts("[0@node-a]", limit_sec)
+    others = watching.OtherHosts("[0@node-a]", f"KAITIAN_START_TIMEOUT={limit_sec}")
     for waited in range(0, seconds, 2):
         if fault := others.fault(100.0 + waited, [0, 1]):
             break
