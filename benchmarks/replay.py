@@ -75,7 +75,7 @@ def record(world: World, slowdown: float, seconds: float) -> tuple[list[RankCost
             zip(shares, np.median(seconds_of, axis=0), strict=True)
         )
     ]
-    return costs, seconds_of / CostTable.of(costs).seconds(np.array(shares))
+    return costs, seconds_of / CostTable.from_costs(costs).seconds(np.array(shares))
 
 
 def total(costs: CostTable, factors: np.ndarray, shares_of: Shares) -> float:
@@ -94,7 +94,7 @@ def total(costs: CostTable, factors: np.ndarray, shares_of: Shares) -> float:
 
 def rebalanced(costs: list[RankCost], factors: np.ndarray) -> tuple[float, int]:
     """Return the seconds of all steps with the rebalancer, and how many plans it made."""
-    table, plans, reported, seconds = CostTable.of(costs), 0, None, 0.0
+    table, plans, reported, seconds = CostTable.from_costs(costs), 0, None, 0.0
     rebalancer = Rebalancer(costs, plan_fastest(costs, BATCH))
     for factor in factors:
         shares = np.array(rebalancer.batch_sizes)
@@ -108,7 +108,7 @@ def rebalanced(costs: list[RankCost], factors: np.ndarray) -> tuple[float, int]:
 
 def show(costs: list[RankCost], factors: np.ndarray) -> None:
     """Print what each way of dividing the batch gains over equal shares."""
-    table = CostTable.of(costs)
+    table = CostTable.from_costs(costs)
 
     def best(factor: np.ndarray) -> np.ndarray:
         return np.array(plan_fastest(table.times(factor).costs(), BATCH))

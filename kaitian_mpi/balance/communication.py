@@ -54,7 +54,8 @@ def ddp_buckets(gradient_bytes: int) -> list[int]:
     """
     first = min(gradient_bytes, _FIRST_BUCKET)
     full, remainder = divmod(gradient_bytes - first, _BUCKET_BYTES)
-    return [size for size in (first, *[_BUCKET_BYTES] * full, remainder) if size > 0]
+    sizes = [first] + [_BUCKET_BYTES] * full + [remainder]
+    return [size for size in sizes if size > 0]
 
 
 def exposed_seconds(
@@ -85,37 +86,41 @@ def scale_allreduce(
 
     Within a group, the cost of the same kind alone is scaled as a ring's. The groups work
     concurrently, so the slowest counts. The measured extra cost of crossing between groups is added
-    unscaled, since only leaders cross; it is that of the fewest measured kinds with all of these.
-    If exactly these ranks were measured, that result is returned. A kind of which only one rank was
-    measured is assumed to be like the slowest ranks.
+    unscaled, since only leaders cross; the smallest set of measured kinds that includes these
+    counts. If exactly these ranks were measured, that result is returned. A kind of which only one
+    rank was measured is assumed to be like the slowest ranks.
     """
     for entry in measured:
         if dict(entry.ranks_per_kind) == dict(wanted):
             return entry.cost
-    inside = _inside(measured, wanted)
+    within = _within_groups(measured, wanted)
     if len(wanted) == 1:
-        return inside
-    among = [entry for entry in measured if entry.ranks_per_kind.keys() >= wanted.keys()]
-    if not among:
+        return within
+    crossing = [entry for entry in measured if entry.ranks_per_kind.keys() >= wanted.keys()]
+    if not crossing:
         raise _not_measured(f"between {', '.join(wanted)}")
-    entry = min(among, key=lambda entry: (len(entry.ranks_per_kind), -entry.ranks))
-    then = _inside(measured, entry.ranks_per_kind)
+    entry = min(crossing, key=lambda entry: (len(entry.ranks_per_kind), -entry.ranks))
+    measured_within = _within_groups(measured, entry.ranks_per_kind)
     return AllreduceCost(
-        inside.latency_sec + max(0.0, entry.cost.latency_sec - then.latency_sec),
-        inside.sec_per_byte + max(0.0, entry.cost.sec_per_byte - then.sec_per_byte),
+        within.latency_sec + max(0.0, entry.cost.latency_sec - measured_within.latency_sec),
+        within.sec_per_byte + max(0.0, entry.cost.sec_per_byte - measured_within.sec_per_byte),
     )
 
 
 def guessed_kinds(measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]) -> list[str]:
-    """Return the kinds within which several ranks have no allreduce that was measured."""
+    """Return the kinds whose allreduce within several ranks was not measured, but guessed."""
     return [kind for kind, ranks in wanted.items() if ranks > 1 and not _alone(measured, kind)]
 
 
 def _alone(measured: Sequence[MeasuredAllreduce], kind: str) -> list[MeasuredAllreduce]:
-    return [e for e in measured if e.ranks_per_kind.keys() == {kind} and e.ranks > 1]
+    return [
+        entry for entry in measured if entry.ranks_per_kind.keys() == {kind} and entry.ranks > 1
+    ]
 
 
-def _inside(measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]) -> AllreduceCost:
+def _within_groups(
+    measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]
+) -> AllreduceCost:
     """Return the largest latency and time per byte within any group."""
     latency_sec = sec_per_byte = 0.0
     for kind, ranks in wanted.items():
@@ -135,8 +140,8 @@ def _inside(measured: Sequence[MeasuredAllreduce], wanted: Mapping[str, int]) ->
     return AllreduceCost(latency_sec, sec_per_byte)
 
 
-def _not_measured(what: str) -> UserError:
+def _not_measured(where: str) -> UserError:
     return UserError(
-        f"no allreduce {what} was measured; run kaitian-plan --save again with two ranks of each "
+        f"no allreduce {where} was measured; run kaitian-plan --save again with two ranks of each "
         "kind"
     )

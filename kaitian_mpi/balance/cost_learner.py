@@ -1,4 +1,4 @@
-"""Learns what a step costs each rank from the first training steps, without a benchmark."""
+"""Learns the cost of each rank's step from the first training steps, without a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kaitian_mpi.balance.rebalancer import MAX_GROWTH, MEDIAN_DIFFERENCE, RankSt
 from kaitian_mpi.balance.shares import plan_fastest
 
 _STEPS_PER_TRIAL = 4
-_MIN_STEPS = 3  # of one size, so that the middle is not affected by a single slow step
+_MIN_STEPS = 3  # of one batch size, so that a single slow step does not affect the middle half
 _WINDOW = 30
 _PATIENCE = 20
 # The first split is varied: a line through two close batch sizes mostly shows noise.
@@ -22,9 +22,11 @@ _MIN_GAIN = 0.02
 # Learning ends when the standard error of every rank's time is small, or after many steps.
 _MAX_ERROR = 0.015
 _MAX_STEPS = 20
-# Before any measurement: alpha in proportion to a step's time, and the standard error of that.
-_USUAL_ALPHA, _ALPHA_ERROR = 0.1, 0.2
-_USUAL_NOISE, _MIN_NOISE = 0.1, 0.02
+# Assumed before any measurement: alpha relative to a step's time, and its standard error.
+_USUAL_ALPHA = 0.1
+_ALPHA_ERROR = 0.2
+_USUAL_NOISE = 0.1
+_MIN_NOISE = 0.02
 _MIN_DIFFERENCES = 3
 
 
@@ -41,18 +43,17 @@ class CostLearner:
     - Then it is the fastest by all steps so far. It changes again where that gains 2% or more,
       until all ranks' times are known to 1.5%, or for 20 steps. Then the costs are known.
 
-    Each split is kept for four timed steps of every rank. Of each batch size, the middle half of
-    the times counts, without the first step, which compiles. The noisier they are, the more the
-    slope of their line is drawn to the one assumed at first. Devices may report several steps at
-    once, and late.
+    Each split is kept for four timed steps of every rank. For each batch size, the middle half
+    of the times counts, without the first step, which compiles. The noisier they are, the closer
+    the fitted slope stays to the assumed one. Devices may report several steps at once, and late.
     """
 
     def __init__(self, batch_sizes: Sequence[int], min_batch: int = 1, ahead: int = 0) -> None:
-        """Start from a split, usually an equal one; others apply so many steps later."""
+        """Start from a split, usually an equal one; a new split applies `ahead` steps later."""
         self.batch_sizes = list(batch_sizes)
         self.steps = 0
         self.costs: list[RankCost] | None = None
-        """Each rank's cost; None until they are known. Then there is nothing left to learn."""
+        """Each rank's cost; None until they are known, when learning ends."""
         self.gain = 0.0
         """Estimated gain in throughput by the latest change, without communication."""
         self._first = list(batch_sizes)
@@ -63,28 +64,30 @@ class CostLearner:
         self._steps_of_trial = 0
 
     def observe(self, steps: RankSteps) -> list[int] | None:
-        """Add a step's times of all ranks; return other batch sizes to use, or None to keep these.
+        """Add all ranks' times of a step; return new batch sizes, or None to keep the current.
 
         When `costs` becomes known, `batch_sizes` are the fastest by these costs, to within 2%.
         """
         if self.costs is not None:
             return None
-        columns = steps.steps.tolist(), steps.samples.tolist(), steps.work_sec.tolist()
-        for rank, count, samples, work_sec in zip(self._ranks, *columns, strict=True):
-            rank.add(count, samples, work_sec)
+        counts = steps.steps.tolist()
+        samples = steps.samples.tolist()
+        work_sec = steps.work_sec.tolist()
+        for rank, count, batch, seconds in zip(self._ranks, counts, samples, work_sec, strict=True):
+            rank.add(count, batch, seconds)
         self.steps += 1
         self._steps_of_trial += 1
         return self._improve() if self._is_timed() else None
 
     @property
-    def _is_late(self) -> bool:
-        # If an epoch is shorter than a global batch, for example, no step has these batch sizes.
+    def _is_overdue(self) -> bool:
+        # No step may ever have these batch sizes, as when an epoch is shorter than a global batch.
         return self._steps_of_trial >= self._patience
 
     def _is_timed(self) -> bool:
         pairs = zip(self._ranks, self.batch_sizes, strict=True)
         counts = [len(rank.times.get(batch, ())) for rank, batch in pairs]
-        enough = min(counts) >= _STEPS_PER_TRIAL or self._is_late
+        enough = min(counts) >= _STEPS_PER_TRIAL or self._is_overdue
         return enough and all(rank.steps for rank in self._ranks)
 
     def _improve(self) -> list[int] | None:
@@ -98,7 +101,7 @@ class CostLearner:
         gain = _step_sec(costs, self.batch_sizes) / _step_sec(costs, batch_sizes) - 1
         changes = batch_sizes != self.batch_sizes and (is_first or gain >= _MIN_GAIN)
         fastest = plan_fastest(costs, sum(self._first), self._min_batch)
-        is_certain = self._is_late or all(rank.is_certain for rank in self._ranks)
+        is_certain = self._is_overdue or all(rank.is_certain for rank in self._ranks)
         if not is_first and is_certain and (not changes or batch_sizes == fastest):
             self.costs = costs
         if not changes:
@@ -119,15 +122,16 @@ class CostLearner:
     def _spread(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> list[RankCost]:
         """Return costs whose fastest split changes the batch size of every rank, if possible.
 
-        Of the ranks whose batch size would hardly change, those that would grow most seem faster.
+        Of the ranks whose batch size would hardly change, those that would grow most are treated as
+        faster.
         """
         changes = [new / old for new, old in zip(batch_sizes, self.batch_sizes, strict=True)]
         close = [n for n, change in enumerate(changes) if 1 / _MIN_CHANGE < change < _MIN_CHANGE]
         close.sort(key=lambda rank: -changes[rank])
-        seeming = list(costs)
+        assumed = list(costs)
         for index, rank in enumerate(close):
-            seeming[rank] = costs[rank].times(1 / _SPREAD if index < len(close) // 2 else _SPREAD)
-        return seeming
+            assumed[rank] = costs[rank].times(1 / _SPREAD if index < len(close) // 2 else _SPREAD)
+        return assumed
 
 
 def _step_sec(costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> float:
@@ -139,7 +143,7 @@ class _RankTimes:
 
     def __init__(self) -> None:
         self.largest = 0
-        """The largest batch of a step that has been done."""
+        """The largest batch so far."""
         self.times: dict[int, deque[float]] = {}
         self._untimed: deque[int] = deque()
         self._differences: deque[float] = deque(maxlen=_WINDOW)
@@ -152,17 +156,17 @@ class _RankTimes:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the cost is known well enough, at the batch sizes timed."""
+        """Whether the cost at the timed batch sizes is known well enough."""
         steps = self.steps
         return steps >= _MAX_STEPS or self._noise() <= _MAX_ERROR * math.sqrt(steps)
 
     def add(self, steps: int, samples: int, work_sec: float) -> None:
-        """Add a step, and the mean time of those that the device has finished since the last."""
+        """Add a step, and the mean time of the steps that the device has finished since."""
         self.largest = max(self.largest, samples)
         self._untimed.append(samples if self._is_warm else 0)
         self._is_warm = True
         timed = [self._untimed.popleft() for _ in range(min(steps, len(self._untimed)))]
-        # They are averaged, so they must be alike.
+        # The time is their average, so they must have the same batch size.
         if len(timed) < steps or len(set(timed)) != 1 or not timed[0]:
             return
         times = self.times.setdefault(timed[0], deque(maxlen=_WINDOW))
@@ -172,18 +176,23 @@ class _RankTimes:
         times.extend([seconds] * steps)
 
     def cost(self) -> RankCost:
-        """Return the cost by the times so far, of which there is at least one."""
-        often = {b: times for b, times in self.times.items() if len(times) >= _MIN_STEPS}
-        known = often or self.times
+        """Return the cost fitted to the times so far, at least one."""
+        well_timed = {b: times for b, times in self.times.items() if len(times) >= _MIN_STEPS}
+        known = well_timed or self.times
         seconds = [_mean_of_middle_half(times) for times in known.values()]
-        # What is assumed of alpha counts as if a step without samples had been measured.
-        errors = [*(self._noise() * sec for sec in seconds), _ALPHA_ERROR * seconds[0]]
-        counts = [*map(len, known.values()), 1]
+        errors = [self._noise() * sec for sec in seconds]
+        counts = [len(times) for times in known.values()]
+        # The assumption about alpha counts as if a step without samples had been measured.
+        batch_sizes = [*known, 0]
+        errors.append(_ALPHA_ERROR * seconds[0])
+        counts.append(1)
+        seconds.append(_USUAL_ALPHA * seconds[0])
         # No powers and logarithms: their last bit may differ between machines.
         weights = [n / (error * error) for n, error in zip(counts, errors, strict=True)]
-        return fit([*known, 0], [*seconds, _USUAL_ALPHA * seconds[0]], weights)
+        return fit(batch_sizes, seconds, weights)
 
-    def _noise(self) -> float:  # of a step's time, relative
+    def _noise(self) -> float:
+        """Return the standard deviation of a step's time, relative to it."""
         if len(self._differences) < _MIN_DIFFERENCES:
             return _USUAL_NOISE
         return max(_MIN_NOISE, median(self._differences) / MEDIAN_DIFFERENCE)

@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-MAX_CHANGE = 0.03  # of a predicted step, by more measurements
+MAX_CHANGE = 0.03  # of the predicted step, if another round is measured
 _NO_LIMIT = 2.0**62
 MIN_SLOPE = 0.25  # relative to the largest batch's time per sample
 
@@ -48,8 +48,8 @@ class CostTable:
     """A very large number if there is no limit."""
 
     @classmethod
-    def of(cls, costs: Sequence[RankCost]) -> CostTable:
-        """Return the table of these costs."""
+    def from_costs(cls, costs: Sequence[RankCost]) -> CostTable:
+        """Return a table with a row for each cost."""
         limits = [cost.largest_micro_batch for cost in costs]
         return cls(
             np.array([cost.alpha_sec for cost in costs]),
@@ -70,7 +70,7 @@ class CostTable:
     def within(self, seconds: float, most: int | np.ndarray) -> np.ndarray:
         """Return how many samples, at most `most`, each rank can process in this time."""
         full_sec = self.alpha_sec + self.beta_sec * self.largest_micro_batch
-        full_count = np.minimum(np.floor(seconds / full_sec), most)  # of at least a sample each
+        full_count = np.minimum(np.floor(seconds / full_sec), most)  # at least one sample each
         left_sec = seconds - full_count * full_sec
         partial = np.floor((left_sec - self.alpha_sec) / self.beta_sec)
         partial = np.clip(partial, 0, self.largest_micro_batch)
@@ -81,7 +81,7 @@ class CostTable:
         columns = (self.alpha_sec, self.beta_sec, self.largest_micro_batch)
         return [
             RankCost(alpha, beta, None if limit == _NO_LIMIT else int(limit))
-            for alpha, beta, limit in zip(*(c.tolist() for c in columns), strict=True)
+            for alpha, beta, limit in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
 
@@ -90,12 +90,12 @@ def fit(
 ) -> RankCost:
     """Fit a rising line with a non-negative intercept to measured (batch, seconds).
 
-    By weighted least squares; by default a measurement's variance is assumed to be proportional to
-    its time, as for a sum of many small disturbances. Noise can tilt the line, and far beyond the
-    largest measured batch a rank would then look many times faster or slower than it is. So if the
-    intercept is negative, or there is one batch size, the best line through the origin is used; and
-    if more than three quarters of the largest batch's time would be independent of the batch, the
-    best line with exactly that.
+    Uses weighted least squares; by default a measurement's variance is assumed to be proportional
+    to its time, as for a sum of many small disturbances. Noise can tilt the line, and far beyond
+    the largest measured batch a rank would then look many times faster or slower than it is. So if
+    the intercept is negative, or there is one batch size, the best line through the origin is used;
+    and if more than three quarters of the largest batch's time would be independent of the batch,
+    the best line with exactly three quarters.
     """
     weights = weights or [1.0 / s for s in seconds]
     # The builtin sum rounds differently from Python 3.12 on, and ranks must agree.

@@ -22,7 +22,7 @@ from kaitian_mpi.balance.communication import (
 )
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.layouts import LayoutJob, Prediction, predict_layouts
-from kaitian_mpi.balance.records import rebuilt
+from kaitian_mpi.balance.records import rebuild
 from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
@@ -46,7 +46,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class Share:
-    """The samples per step of each of some ranks of a cohort."""
+    """The number of samples per step that each of `ranks` ranks of a cohort takes."""
 
     cohort: Cohort
     samples: int
@@ -94,9 +94,12 @@ class Forecast:
         Alone means at its share and without communication; a rank without samples counts with its
         rate at one sample.
         """
-        own = [(share.cohort.cost, max(share.samples, 1), share.ranks) for share in self.shares]
-        alone = math.fsum(ranks * samples / cost.seconds(samples) for cost, samples, ranks in own)
-        return min(1.0, self.samples_per_sec / alone)  # rounding may exceed 1 slightly
+        rates_alone = []
+        for share in self.shares:
+            samples = max(share.samples, 1)
+            rates_alone.append(share.ranks * samples / share.cohort.cost.seconds(samples))
+        # Rounding may exceed 1 slightly.
+        return min(1.0, self.samples_per_sec / math.fsum(rates_alone))
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ class SubsetForecasts:
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The fastest combination of kinds; of equally fast ones the smallest."""
-        rates = {kinds: each.samples_per_sec for kinds, each in self.forecasts.items()}
+        """The fastest combination of kinds; the smallest if several are equally fast."""
+        rates = {kinds: job.samples_per_sec for kinds, job in self.forecasts.items()}
         return max(rates, key=lambda kinds: (rates[kinds], -len(kinds)))
 
     def gain(self, kind: str) -> float | None:
@@ -128,8 +131,8 @@ class SubsetForecasts:
 def forecast(
     cohorts: Sequence[Cohort], global_batch_size: int, buckets: Sequence[int], cost: AllreduceCost
 ) -> Forecast:
-    """Forecast a job with the fastest split of its global batch. A rank may get no samples."""
-    costs = CostTable.of([cohort.cost for cohort in cohorts])
+    """Forecast a job with the fastest split of its global batch; a rank may get no samples."""
+    costs = CostTable.from_costs([cohort.cost for cohort in cohorts])
     ranks = np.array([cohort.ranks for cohort in cohorts])
     columns = (column.tolist() for column in split_cohorts(costs, ranks, global_batch_size))
     shares = [
@@ -150,11 +153,12 @@ def forecast_subsets(
     measured: Sequence[MeasuredAllreduce],
 ) -> SubsetForecasts:
     """Forecast the job for the `subsets` of its device kinds."""
-    world, forecasts = ranks_per_kind(cohorts), {}
+    world = ranks_per_kind(cohorts)
+    forecasts = {}
     for subset in subsets(tuple(world)):
-        part = [cohort for cohort in cohorts if cohort.kind in subset]
+        chosen = [cohort for cohort in cohorts if cohort.kind in subset]
         cost = scale_allreduce(measured, {kind: world[kind] for kind in subset})
-        forecasts[subset] = forecast(part, global_batch_size, buckets, cost)
+        forecasts[subset] = forecast(chosen, global_batch_size, buckets, cost)
     return SubsetForecasts(world, global_batch_size, forecasts)
 
 
@@ -167,7 +171,7 @@ def ranks_per_kind(cohorts: Iterable[Cohort]) -> dict[str, int]:
 
 
 def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list[Cohort]:
-    """Return the ranks of a larger world, which take the costs of the measured ranks in turn."""
+    """Return the ranks of a larger world, repeating the measured ranks of each kind in turn."""
     scaled = []
     for kind, ranks in wanted.items():
         models = [cohort for cohort in measured if cohort.kind == kind]
@@ -183,7 +187,7 @@ def scale_cohorts(measured: Sequence[Cohort], wanted: Mapping[str, int]) -> list
 
 
 def subsets(kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return every subset of kinds; of more than 8, each alone, all but one, and all."""
+    """Return every subset of kinds; for more than 8 kinds, each alone, all but one, and all."""
     count = len(kinds)
     sizes = range(1, count + 1) if count <= _MAX_KINDS_FOR_ALL_SUBSETS else (1, count - 1, count)
     return [subset for size in sizes for subset in itertools.combinations(kinds, size)]
@@ -204,7 +208,7 @@ class MeasuredRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What was measured on the ranks of a job."""
+    """The measurements of a job's ranks."""
 
     model: str
     emulated: bool
@@ -215,7 +219,7 @@ class Measurements:
     ranks: tuple[MeasuredRank, ...]
     allreduces: tuple[MeasuredAllreduce, ...]
     layouts: LayoutJob | None = None
-    """What the layouts are compared by; None if that was not measured."""
+    """The measurements for comparing layouts; None if the job did not measure them."""
 
     def cohorts(self) -> list[Cohort]:
         """Return a cohort for each measured rank."""
@@ -227,12 +231,16 @@ class Measurements:
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read a file of `kaitian-plan --save`."""
+    """Read a file written by `kaitian-plan --save`.
+
+    Raises:
+        UserError: the file cannot be read, or is not such a file.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
-            raise ValueError("it is of another version of kaitian-mpi")
-        measured: Measurements = rebuilt(Measurements, content)
+            raise ValueError("another version of kaitian-mpi wrote it")
+        measured: Measurements = rebuild(Measurements, content)
         _check(measured)
     except OSError as error:
         raise UserError(
@@ -247,7 +255,7 @@ def read_measurements(path: Path) -> Measurements:
 
 
 def _check(measured: Measurements) -> None:
-    """Raise ValueError for values that no forecast can be made of; TypeError for other types."""
+    """Raise ValueError for values that cannot be forecast from; TypeError for other types."""
     counts = ranks_per_kind(measured.cohorts())
     if not measured.ranks or not measured.allreduces:
         raise ValueError("no ranks or allreduces")
@@ -278,7 +286,7 @@ def _check_range(name: str, value: float, low: float, high: float, kind: Any = i
 def plan_job(
     measured: Measurements, world: dict[str, int] | None, global_batch_size: int | None = None
 ) -> SubsetForecasts:
-    """Forecast a job; by default of the measured ranks, and their global batch per rank."""
+    """Forecast a job; by default, the measured ranks with the measured global batch per rank."""
     cohorts = measured.cohorts() if world is None else scale_cohorts(measured.cohorts(), world)
     if global_batch_size is None:
         ranks = sum(cohort.ranks for cohort in cohorts)
@@ -289,7 +297,7 @@ def plan_job(
 
 
 def predict_world(measured: Measurements, job: SubsetForecasts) -> list[Prediction]:
-    """Return what each layout takes in a job's world; nothing if that was not measured."""
+    """Predict each layout's step and memory in the job's world; empty if that was not measured."""
     if measured.layouts is None:
         return []
     cost = scale_allreduce(measured.allreduces, job.world)

@@ -1,6 +1,6 @@
 """Divides a model's parameters among owners in proportion to shares, whole or by rows.
 
-A part may have a mirror as well: another rank that keeps the same, in case the owner is lost.
+A part may also have a mirror: another rank that keeps the same state, in case the owner is lost.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import NamedTuple
 
 from kaitian_mpi.balance.shares import apportion
 
-# A parameter of more than this fraction of the smallest share is divided by rows. So the bytes that
-# a rank owns miss its share by no more than that, and each bucket has something for every rank.
+# A parameter larger than this fraction of the smallest share is divided by rows, so that a rank's
+# bytes differ from its share by no more than that, and each bucket has rows for every rank.
 _LARGE = 0.01
-_NEGLIGIBLE = 1e-9  # of a whole: what only rounding leaves
-_MANY_RANKS = 64  # for which a turn is not searched
+_NEGLIGIBLE = 1e-9  # a fraction that only rounding leaves
+_MANY_RANKS = 64  # above this, only a half turn of the circle is tried
 NO_MIRROR = -1
-# Bytes at which a shard's bucket is full: the first one, and the others. Small, because memory is
-# short where this is used.
+# Bytes at which a shard's bucket is full: the first one, and the others. They are small because
+# jobs that shard are short of memory.
 BUCKET_CAPS = (1 << 20, 8 << 20)
 
 
 class Need(NamedTuple):
-    """What a form of layout shard takes, in bytes."""
+    """The memory that a form of layout shard needs, in bytes."""
 
     owned: int
-    """By all ranks together."""
+    """The sharded bytes of all ranks together."""
     bucket: int
-    """At which a bucket is full."""
+    """The size at which a bucket is full."""
     buffers: int
-    """By each rank while it trains, besides."""
+    """Each rank's buffers while it trains."""
     small: int = 0
-    """By each rank, if values arrive while the next step computes."""
+    """Each rank's extra bytes if values arrive while the next step computes."""
     freed: int = 0
-    """Of what each rank has at the start: of parameters, which are then in parts, too."""
+    """The bytes that each rank frees by sharding its parameters; 0 if they are replicated."""
 
 
 def bucket_cap(largest: int) -> int:
-    """Return the bytes at which a bucket is full, with parameters in parts of at most so many."""
+    """Return the bytes at which a bucket is full, given those of the largest sharded parameter."""
     return min(BUCKET_CAPS[1], max(BUCKET_CAPS[0], largest))
 
 
@@ -47,16 +47,16 @@ class Part(NamedTuple):
     """Rows `begin` to `end` of a parameter, and the rank that owns them."""
 
     parameter: int
-    """Its number among the model's parameters."""
+    """Its index among the model's parameters."""
     begin: int
     end: int
     owner: int
     mirror: int = NO_MIRROR
-    """The other rank that has its state and steps it, too."""
+    """The other rank that holds its state and steps it, too."""
 
 
 class Pair(NamedTuple):
-    """An owner and a mirror, and the fraction of everything that these two have."""
+    """An owner and its mirror, and the fraction of the sharded bytes that both hold."""
 
     owner: int
     mirror: int
@@ -72,9 +72,9 @@ def without_mirrors(shares: Sequence[float]) -> list[Pair]:
 def with_mirrors(shares: Sequence[float], hosts: Sequence[str]) -> list[Pair]:
     """Return the owners in proportion to shares, and for each of them mirrors on other ranks.
 
-    A rank mirrors as much as it owns, unless one owns more than half. As much as that permits has
-    its mirror on another host: all, if no host owns more than half. The owners lie on a circle,
-    host by host; a point's mirror is what lies there after a turn by about half of it.
+    A rank mirrors as much as it owns, unless one owns more than half. Mirrors are on another host
+    as far as that permits: all are, if no host owns more than half. The owners lie on a circle,
+    host by host; the mirror of a point is the owner about half a circle further on.
 
     Args:
         shares: each rank's share, at least 0; two or more are not 0.
@@ -87,48 +87,51 @@ def with_mirrors(shares: Sequence[float], hosts: Sequence[str]) -> list[Pair]:
     places = {host: place for place, host in enumerate(by_host)}
     order = sorted(range(len(shares)), key=lambda rank: (places[hosts[rank]], rank))
     owners = [(rank, shares[rank] / total) for rank in order if shares[rank] > 0]
-    largest = max(owners, key=lambda each: each[1])
-    others = [each for each in owners if each != largest]
+    largest = max(owners, key=lambda owner: owner[1])
+    others = [owner for owner in owners if owner != largest]
     rest = 1 - largest[1]
     if rest < 0.5 - _NEGLIGIBLE:  # it mirrors all the others, and they mirror it
-        mirrors = [(rank, part / rest * largest[1]) for rank, part in others]
-        return _pairs([largest, *others], [*mirrors, (largest[0], rest)])
-    of_host = max(by_host.values())
-    least = max(largest[1], min(of_host, 1 - of_host))
+        mirrors = [(rank, fraction / rest * largest[1]) for rank, fraction in others]
+        mirrors.append((largest[0], rest))
+        return _pairs([largest, *others], mirrors)
+    largest_host = max(by_host.values())
+    least = max(largest[1], min(largest_host, 1 - largest_host))
     turns = [0.5]
-    if len(owners) <= _MANY_RANKS:  # others may divide it into fewer pairs
-        ends = itertools.accumulate(part for _, part in owners)
+    if len(owners) <= _MANY_RANKS:  # another turn may give fewer pairs
+        ends = itertools.accumulate(fraction for _, fraction in owners)
         turns += [end for end in ends if least - _NEGLIGIBLE < end < 1 - least + _NEGLIGIBLE]
     return min((_pairs(owners, _turned(owners, turn)) for turn in turns), key=len)
 
 
 def _turned(owners: Sequence[tuple[int, float]], turn: float) -> list[tuple[int, float]]:
-    """Return what lies on the circle from a point on."""
+    """Return the owners on the circle, starting after a turn by this fraction of it."""
     before: list[tuple[int, float]] = []
     after: list[tuple[int, float]] = []
     begin = 0.0
-    for rank, part in owners:
-        until = min(part, max(0.0, turn - begin))
-        before.append((rank, until))
-        after.append((rank, part - until))
-        begin += part
+    for rank, fraction in owners:
+        skipped = min(fraction, max(0.0, turn - begin))
+        before.append((rank, skipped))
+        after.append((rank, fraction - skipped))
+        begin += fraction
     return after + before
 
 
 def _pairs(owners: Sequence[tuple[int, float]], mirrors: Sequence[tuple[int, float]]) -> list[Pair]:
-    """Return who lies beside whom on two lines of the same length, by owner and mirror."""
-    found: dict[tuple[int, int], float] = {}
-    left, right = [*owners], [*mirrors]
-    while left and right:
-        (owner, own), (mirror, other) = left.pop(0), right.pop(0)
-        both = min(own, other)
+    """Pair up two lists of fractions with the same sum; sorted by owner and mirror."""
+    fractions: dict[tuple[int, int], float] = {}
+    owners_left = list(owners)
+    mirrors_left = list(mirrors)
+    while owners_left and mirrors_left:
+        owner, owned = owners_left.pop(0)
+        mirror, mirrored = mirrors_left.pop(0)
+        both = min(owned, mirrored)
         if owner != mirror and both > _NEGLIGIBLE:
-            found[owner, mirror] = found.get((owner, mirror), 0.0) + both
-        if own - both > _NEGLIGIBLE:
-            left.insert(0, (owner, own - both))
-        if other - both > _NEGLIGIBLE:
-            right.insert(0, (mirror, other - both))
-    return [Pair(*ranks, part) for ranks, part in sorted(found.items())]
+            fractions[owner, mirror] = fractions.get((owner, mirror), 0.0) + both
+        if owned - both > _NEGLIGIBLE:
+            owners_left.insert(0, (owner, owned - both))
+        if mirrored - both > _NEGLIGIBLE:
+            mirrors_left.insert(0, (mirror, mirrored - both))
+    return [Pair(owner, mirror, part) for (owner, mirror), part in sorted(fractions.items())]
 
 
 def divide(
@@ -138,39 +141,41 @@ def divide(
     order: Sequence[int],
     by_rows: bool = True,
 ) -> list[Part]:
-    """Return the parts of parameters, by parameter and row; the same on every rank.
+    """Return the parts of parameters, sorted by parameter and row; the same on every rank.
 
     Args:
-        sizes: bytes of each parameter that count; 0 for one that has neither gradient nor state.
-        rows: the length of its first dimension; 1 for one without dimensions.
-        pairs: who owns and mirrors which fraction, by owner and mirror.
-        order: the parameters in the order of their buckets. Each bucket then has about the same
-            shares, so that the ranks exchange equal amounts in each.
+        sizes: sharded bytes of each parameter; 0 if it has neither gradient nor state.
+        rows: the length of each parameter's first dimension; 1 if it has no dimensions.
+        pairs: the owners and mirrors, sorted by owner and mirror.
+        order: the parameters in the order of their buckets. Each bucket is then divided in about
+            the same shares, so that the ranks exchange equal amounts in each.
         by_rows: whether large parameters are divided.
     """
     shares: dict[int, float] = {}
     for pair in pairs:
         shares[pair.owner] = shares.get(pair.owner, 0.0) + pair.fraction
     limit = _LARGE * sum(sizes) * min(share for share in shares.values() if share > 0)
-    owned, done = [0.0] * len(pairs), 0
+    owned = [0.0] * len(pairs)
+    done = 0
     parts: list[Part] = []
-    for number in order:
-        size, count = sizes[number], rows[number]
-        if count == 0:  # it has nothing to own, but an owner
-            parts.append(Part(number, 0, 0, pairs[0].owner, pairs[0].mirror))
+    for parameter in order:
+        size = sizes[parameter]
+        row_count = rows[parameter]
+        if row_count == 0:  # an empty parameter has an owner as well
+            parts.append(Part(parameter, 0, 0, pairs[0].owner, pairs[0].mirror))
             continue
         done += size
-        missing = [pair.fraction * done - own for pair, own in zip(pairs, owned, strict=True)]
-        if by_rows and size > limit and count > 1:
-            counts = apportion(count, [max(0.0, each) for each in missing])
+        missing = [pair.fraction * done - held for pair, held in zip(pairs, owned, strict=True)]
+        if by_rows and size > limit and row_count > 1:
+            pair_rows = apportion(row_count, [max(0.0, size_left) for size_left in missing])
         else:
-            chosen = missing.index(max(missing))
-            counts = [count if index == chosen else 0 for index in range(len(pairs))]
+            pair_rows = [0] * len(pairs)
+            pair_rows[missing.index(max(missing))] = row_count
         begin = 0
-        for index, own in enumerate(counts):
-            if own:
-                end = begin + own
-                parts.append(Part(number, begin, end, pairs[index].owner, pairs[index].mirror))
-                owned[index] += size * own / count
+        for index, count in enumerate(pair_rows):
+            if count:
+                end = begin + count
+                parts.append(Part(parameter, begin, end, pairs[index].owner, pairs[index].mirror))
+                owned[index] += size * count / row_count
                 begin = end
     return sorted(parts)

@@ -1,4 +1,4 @@
-"""A pipeline's schedule: who computes which micro-batch of which layers, in which order."""
+"""A pipeline's schedule: the ranks of each micro-batch, and the order of their work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """A rank's next work: the forward or the backward of a micro-batch through its layers."""
+    """The forward or the backward of a micro-batch through a rank's layers."""
 
     is_forward: bool
     micro_batch: int
@@ -19,119 +19,123 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers, and the ranks that compute them: each has all of them."""
+    """A contiguous block of layers, and the ranks that each hold a replica of it."""
 
     begin: int
+    """Index of its first layer."""
     end: int
-    """Those before this one."""
+    """Index after its last layer."""
     ranks: tuple[int, ...]
-    """Each takes micro-batches of its own."""
+    """The replicas, which compute different micro-batches."""
     seconds: tuple[float, ...]
-    """Of each rank, for the forward and backward of a micro-batch."""
+    """Each rank's seconds for the forward and backward of a micro-batch."""
 
-    def takers(self, count: int) -> Sequence[int]:
-        """Return which rank takes each of so many micro-batches, so that all end together.
+    def micro_batch_ranks(self, count: int) -> Sequence[int]:
+        """Return the rank of each of `count` micro-batches, so that all ranks end together.
 
-        The first ones do not depend on how many there are.
+        A larger count extends the sequence and changes nothing in front.
         """
-        return _takers(self, count)
+        return _micro_batch_ranks(self, count)
 
 
 @functools.lru_cache(maxsize=256)
-def _takers(stage: Stage, count: int) -> tuple[int, ...]:
+def _micro_batch_ranks(stage: Stage, count: int) -> tuple[int, ...]:
     ends = [(seconds, place) for place, seconds in enumerate(stage.seconds)]
     heapq.heapify(ends)
-    takers = []
+    ranks = []
     for _ in range(count):
         end, place = ends[0]
         heapq.heapreplace(ends, (end + stage.seconds[place], place))
-        takers.append(stage.ranks[place])
-    return tuple(takers)
+        ranks.append(stage.ranks[place])
+    return tuple(ranks)
 
 
 def windows(stages: Sequence[Stage], ahead: int) -> list[int]:
-    """Return by stage how many micro-batches may be between its forward and its backward.
+    """Return for each stage how many micro-batches may be between their forward and backward.
 
     With `ahead` 0 and one rank a stage this is 1F1B (Narayanan et al., 2021, "Efficient large-scale
-    language model training on GPU clusters"): as many as there are ranks from this stage on. More
-    hide the time in which activations travel. They never grow from stage to stage: so whatever the
-    number of ranks, the oldest micro-batch can always go on, and none waits forever.
+    language model training on GPU clusters"): as many as there are ranks from this stage on. A
+    larger window hides the time of sending activations. Windows never grow from stage to stage, so
+    the oldest micro-batch can always continue and none waits forever.
     """
-    ranks, after = [len(stage.ranks) for stage in stages], len(stages) - 1
-    return [sum(ranks[number:]) + ahead * (after - number) for number in range(len(stages))]
+    ranks = [len(stage.ranks) for stage in stages]
+    last = len(stages) - 1
+    return [sum(ranks[number:]) + ahead * (last - number) for number in range(len(stages))]
 
 
-def order(own: Sequence[int], window: int) -> Iterator[Action]:
-    """Yield a rank's actions for its micro-batches: before a backward, what is in its window."""
-    ahead = iter(own)
-    waiting = next(ahead, None)
-    for number in own:
-        while waiting is not None and waiting < number + window:
-            yield Action(True, waiting)
-            waiting = next(ahead, None)
+def schedule(micro_batches: Sequence[int], window: int) -> Iterator[Action]:
+    """Yield a rank's actions: before each backward, the forwards that its window permits."""
+    forwards = iter(micro_batches)
+    next_forward = next(forwards, None)
+    for number in micro_batches:
+        while next_forward is not None and next_forward < number + window:
+            yield Action(True, next_forward)
+            next_forward = next(forwards, None)
         yield Action(False, number)
 
 
-def most_kept(own: Sequence[int], window: int) -> int:
-    """Return of how many micro-batches a rank keeps the activations at once."""
-    steps = (1 if action.is_forward else -1 for action in order(own, window))
-    return max(itertools.accumulate(steps), default=0)
+def max_in_flight(micro_batches: Sequence[int], window: int) -> int:
+    """Return the most micro-batches whose activations a rank keeps at once."""
+    changes = (1 if action.is_forward else -1 for action in schedule(micro_batches, window))
+    return max(itertools.accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Which ranks compute which layers, in which micro-batches, and what that takes."""
+    """The stages and micro-batches of a pipeline, with its predicted time and memory."""
 
     stages: tuple[Stage, ...]
-    """From the first layer to the last. A rank in none of them computes nothing."""
+    """In the order of the layers. A rank that is in no stage computes nothing."""
     micro_batch: int
-    """The most samples of a micro-batch."""
+    """The largest number of samples in a micro-batch."""
     ahead: int = 0
-    """As in `windows`."""
+    """Additional micro-batches in flight; see `windows`."""
     step_sec: float = 0.0
     """Predicted seconds of a step."""
     bytes_by_rank: tuple[int, ...] = ()
     """Predicted peak of each rank's memory."""
 
     def first_samples(self, sizes: Sequence[int], ranks: int) -> list[int]:
-        """Return by rank how many samples of micro-batches of these sizes it reads first."""
-        takers = self.stages[0].takers(len(sizes))
-        return [
-            sum(size for size, taker in zip(sizes, takers, strict=True) if taker == rank)
-            for rank in range(ranks)
-        ]
+        """Return the number of samples that each rank reads for the first stage.
+
+        `sizes` are the samples of each micro-batch, and `ranks` the number of ranks.
+        """
+        samples = [0] * ranks
+        for rank, size in zip(self.stages[0].micro_batch_ranks(len(sizes)), sizes, strict=True):
+            samples[rank] += size
+        return samples
 
 
 class Hop(NamedTuple):
-    """What a micro-batch takes from one stage to the next, the same forwards and back."""
+    """The time to send a micro-batch to the next stage; the same in both directions."""
 
     latency_sec: float
     busy_sec: float
-    """While the link carries nothing else."""
+    """Seconds during which the link carries nothing else."""
 
 
 def simulate(
     stages: Sequence[Stage], hops: Sequence[Hop], count: int, ahead: int, forward: float = 1 / 3
 ) -> float:
-    """Return the seconds of all forwards and backwards of so many micro-batches.
+    """Return the seconds of all forwards and backwards of `count` micro-batches.
 
-    `hops` are from each stage to the next, `ahead` as in `windows`, and `forward` is the part of a
-    stage's time that its forward takes.
+    `hops` lead from each stage to the next, `ahead` is that of `windows`, and `forward` is the
+    forward's fraction of a stage's time.
     """
     return _Simulation(stages, hops, count, ahead, forward).run()
 
 
 class _Simulation:
-    """Ends actions in the order of their times, as links carry what is sent first."""
+    """A discrete-event simulation of a step: a link carries messages in the order sent."""
 
     def __init__(
         self, stages: Sequence[Stage], hops: Sequence[Hop], count: int, ahead: int, forward: float
     ) -> None:
         self._stages = stages
         self._hops = hops
-        self._parts = (1 - forward, forward)
-        self._takers = [stage.takers(count) for stage in stages]
-        self._links = [[0.0, 0.0] for _ in hops]  # when each is free, back and forwards
+        self._fractions = (1 - forward, forward)
+        self._assigned = [stage.micro_batch_ranks(count) for stage in stages]
+        self._links = [[0.0, 0.0] for _ in hops]  # when each is free, backward and forward
         self._arrived: dict[tuple[int, Action], float] = {}  # by stage
         self._left: dict[int, list[Action]] = {}
         self._seconds: dict[int, float] = {}
@@ -139,11 +143,11 @@ class _Simulation:
         self._number: dict[int, int] = {}
         self._ends: list[tuple[float, int]] = []
         for number, (stage, window) in enumerate(zip(stages, windows(stages, ahead), strict=True)):
-            own: dict[int, list[int]] = {rank: [] for rank in stage.ranks}
-            for micro_batch, taker in enumerate(self._takers[number]):
-                own[taker].append(micro_batch)
+            rank_micro_batches: dict[int, list[int]] = {rank: [] for rank in stage.ranks}
+            for micro_batch, rank in enumerate(self._assigned[number]):
+                rank_micro_batches[rank].append(micro_batch)
             for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
-                self._left[rank] = [*order(own[rank], window)][::-1]
+                self._left[rank] = list(schedule(rank_micro_batches[rank], window))[::-1]
                 self._seconds[rank] = seconds
                 self._free[rank] = 0.0
                 self._number[rank] = number
@@ -164,12 +168,12 @@ class _Simulation:
         return end
 
     def _begin(self, rank: int) -> None:
-        """Begin a rank's next action, if what it needs has a time of arrival."""
+        """Begin a rank's next action, if the arrival time of its input is known."""
         if left := self._left[rank]:
             arrived = self._arrived.pop((self._number[rank], left[-1]), None)
             if arrived is not None:
                 begin = max(self._free[rank], arrived)
-                seconds = self._seconds[rank] * self._parts[left[-1].is_forward]
+                seconds = self._seconds[rank] * self._fractions[left[-1].is_forward]
                 heapq.heappush(self._ends, (begin + seconds, rank))
 
     def _send(self, number: int, action: Action, end: float) -> None:
@@ -180,9 +184,10 @@ class _Simulation:
         if target == len(self._stages):
             self._arrived[number, Action(False, micro_batch)] = end
             return
-        hop, link = self._hops[min(number, target)], self._links[min(number, target)]
+        hop = self._hops[min(number, target)]
+        link = self._links[min(number, target)]
         link[is_forward] = max(link[is_forward], end) + hop.busy_sec
         self._arrived[target, action] = link[is_forward] + hop.latency_sec
-        taker = self._takers[target][micro_batch]
-        if self._left[taker] and self._left[taker][-1] == action:
-            self._begin(taker)
+        receiver = self._assigned[target][micro_batch]
+        if self._left[receiver] and self._left[receiver][-1] == action:
+            self._begin(receiver)

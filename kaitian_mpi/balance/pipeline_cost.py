@@ -1,4 +1,4 @@
-"""What a pipeline's step takes: its seconds, and each rank's memory."""
+"""The cost of a pipeline's step: its seconds, and each rank's memory."""
 
 from __future__ import annotations
 
@@ -10,122 +10,133 @@ from functools import cached_property
 from operator import add, sub
 from typing import Any
 
-from kaitian_mpi.balance.pipeline import Hop, PipelinePlan, Stage, most_kept, simulate, windows
+from kaitian_mpi.balance.pipeline import (
+    Hop,
+    PipelinePlan,
+    Stage,
+    max_in_flight,
+    simulate,
+    windows,
+)
 
-_LONG_SIMULATION = 20_000  # actions
-_MANY_RANKS, _MUCH_WORK = 64, 500_000
-TRANSIT = 4  # activations of a micro-batch that are sent or received while it is computed
-TEMPORARIES = 2  # of a parameter's size, while an optimizer steps it
+_LONG_SIMULATION = 20_000  # actions; a longer one is replaced by a formula
+_MANY_RANKS = 64
+_MUCH_WORK = 500_000  # ranks * layers**2
+TRANSIT = 4  # activations of a micro-batch that are in transit while it is computed
+TEMPORARIES = 2  # tensors of a parameter's size that an optimizer needs to step it
 BUCKET_BYTES = 16 << 20
-# What a rank does in a step of each layout besides computing and its optimizer: as many calls of
-# torch as the loop takes the time of, and those by parameter; and passes over all gradients. These
-# go to buffers, and are checked; in shard, the new values come back, too.
+# The work of a rank's step in each layout beyond computing and its optimizer: torch calls of the
+# loop, torch calls per parameter, and passes over all gradients. Gradients are copied to buffers
+# and checked; in shard, the new values are copied back, too.
 HANDLING = {"replicate": (700, 5, 1.5), "shard": (1500, 24, 3.0), "pipeline": (1000, 2, 0.5)}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer takes, the same on every rank."""
+    """A layer's memory and output, the same on every rank."""
 
     weight_bytes: int
-    """Of its parameters."""
+    """Bytes of its parameters."""
     state_bytes: int
-    """Of their gradients and of the optimizer's state."""
+    """Bytes of their gradients and optimizer state."""
     kept_bytes: float
-    """Kept of a sample from its forward to its backward."""
+    """Bytes of activations per sample, kept from forward to backward."""
     output_bytes: float
-    """What it returns for a sample."""
+    """Bytes of its output per sample."""
     largest_bytes: int = 0
-    """Of its largest parameter."""
+    """Bytes of its largest parameter."""
     trained_bytes: int = 0
-    """Of the parameters that an optimizer steps."""
+    """Bytes of the parameters that an optimizer steps."""
     trained: int = 0
-    """The number of these."""
+    """The number of parameters that an optimizer steps."""
     cast_bytes: float = 0.0
-    """Of the copies that autocast makes of its weights, while a step computes."""
+    """Bytes of autocast's copies of its weights, during a step."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank takes for each layer, forward and backward."""
+    """A rank's measured speed and memory."""
 
     kind: str
     memory_bytes: float
-    """That it may use at most."""
+    """The most bytes that it may use."""
     fixed_sec: tuple[float, ...]
-    """By layer, for each micro-batch."""
+    """By layer, seconds of forward and backward per micro-batch."""
     sample_sec: tuple[float, ...]
-    """By layer, for each sample."""
+    """By layer, seconds of forward and backward per sample."""
     forward: float = 1 / 3
-    """The part of it that is forward."""
+    """The forward's fraction of that time."""
     update_sec: float = 0.0
-    """The optimizer's, for each parameter."""
+    """Seconds of the optimizer per parameter."""
     update_sec_per_byte: float = 0.0
-    """The same, for each of their bytes."""
+    """Seconds of the optimizer per byte of the parameters."""
     call_sec: float = 0.0
-    """To copy a tensor, however small."""
+    """Seconds to copy a tensor, however small."""
     copy_sec_per_byte: float = 0.0
-    """To copy what is not in a cache."""
+    """Seconds per byte to copy memory that is not cached."""
     base_bytes: float = 0.0
-    """That it uses besides parameters, state and activations."""
+    """Bytes that it uses beyond parameters, state and activations."""
     start_bytes: float = 0.0
-    """That it uses before the layers are divided."""
+    """Bytes that it uses before the layers are divided."""
     steps_at_once: bool = False
     """Whether its optimizer steps all parameters at once, with temporary memory for each."""
     node: int = 0
-    """Its host. Those of different hosts send at once; those of one host take turns."""
+    """The number of its host. Ranks of one host share its link, so they take turns to send."""
 
     def scaled(self, factor: float) -> RankFacts:
-        """Return the facts of a rank that takes so many times as long."""
-        times = self.fixed_sec, self.sample_sec
-        fixed, sample = (tuple(factor * sec for sec in own) for own in times)
-        update = factor * self.update_sec_per_byte
-        return replace(self, fixed_sec=fixed, sample_sec=sample, update_sec_per_byte=update)
+        """Return the facts of a rank that takes `factor` times as long."""
+        return replace(
+            self,
+            fixed_sec=tuple(factor * seconds for seconds in self.fixed_sec),
+            sample_sec=tuple(factor * seconds for seconds in self.sample_sec),
+            update_sec_per_byte=factor * self.update_sec_per_byte,
+        )
 
     def update_seconds(self, count: float, size: float) -> float:
-        """Return what its optimizer takes to step so many parameters of so many bytes."""
+        """Return the optimizer's seconds to step `count` parameters of `size` bytes in total."""
         return count * self.update_sec + size * self.update_sec_per_byte
 
     def handling_seconds(self, layout: str, count: int, size: int) -> float:
-        """Return what `HANDLING` says that it takes for so many parameters of so many bytes."""
-        once, each, passes = HANDLING[layout]
-        return (once + each * count) * self.call_sec + passes * size * self.copy_sec_per_byte
+        """Return the seconds of the work in `HANDLING`, for `count` parameters of `size` bytes."""
+        loop_calls, calls_per_parameter, passes = HANDLING[layout]
+        calls = loop_calls + calls_per_parameter * count
+        return calls * self.call_sec + passes * size * self.copy_sec_per_byte
 
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """What a pipeline is planned from."""
+    """The layers, ranks and links that a pipeline is planned for."""
 
     layers: tuple[Layer, ...]
     ranks: tuple[RankFacts, ...]
     global_batch: int
     min_batch: int = 1
     micro_batch: int = 0
-    """The most samples of a micro-batch; 0: choose."""
+    """The largest number of samples in a micro-batch; 0: the plan chooses it."""
     links: Mapping[str, Hop] = field(default_factory=dict)
-    """By two kinds, in alphabetical order: a message's latency, and seconds for each byte."""
+    """By two kinds in alphabetical order: a message's latency, and its busy seconds per byte."""
 
     def hop(self, one: str, other: str, size: float) -> Hop:
-        """Return what so many bytes take between two kinds."""
+        """Return the time of a message of `size` bytes between two kinds of ranks."""
         link = self.links.get(f"{min(one, other)} {max(one, other)}", Hop(0.0, 0.0))
         return Hop(link.latency_sec, size * link.busy_sec)
 
     @cached_property
     def sums(self) -> list[tuple[list[float], list[float]]]:
-        """By rank, the seconds of all layers before each, for micro-batches and for samples."""
-        known: dict[Any, tuple[list[float], list[float]]] = {}
+        """By rank, cumulative seconds before each layer: per micro-batch, and per sample."""
+        sums: list[tuple[list[float], list[float]]] = []
+        known: dict[Any, tuple[list[float], list[float]]] = {}  # most ranks are alike
         for facts in self.ranks:
-            own = facts.fixed_sec, facts.sample_sec, facts.copy_sec_per_byte
-            if own not in known:
-                # All micro-batches of a step but one add to gradients that are there.
-                adding = [each.trained_bytes * facts.copy_sec_per_byte for each in self.layers]
-                fixed = itertools.accumulate(map(add, own[0], adding), initial=0.0)
-                less = [each / self.global_batch for each in adding]
-                sample = itertools.accumulate(map(sub, own[1], less), initial=0.0)
-                known[own] = [*fixed], [*sample]
-        return [
-            known[each.fixed_sec, each.sample_sec, each.copy_sec_per_byte] for each in self.ranks
-        ]
+            key = (facts.fixed_sec, facts.sample_sec, facts.copy_sec_per_byte)
+            if key not in known:
+                # All micro-batches of a step but the first add to existing gradients.
+                add_sec = [layer.trained_bytes * facts.copy_sec_per_byte for layer in self.layers]
+                first_sec = [seconds / self.global_batch for seconds in add_sec]
+                fixed = itertools.accumulate(map(add, facts.fixed_sec, add_sec), initial=0.0)
+                sample = itertools.accumulate(map(sub, facts.sample_sec, first_sec), initial=0.0)
+                known[key] = (list(fixed), list(sample))
+            sums.append(known[key])
+        return sums
 
     def seconds(self, rank: int, begin: int, end: int, samples: float) -> float:
         """Return a rank's seconds for a micro-batch through some layers."""
@@ -133,13 +144,14 @@ class PipelineJob:
         return fixed[end] - fixed[begin] + samples * (sample[end] - sample[begin])
 
     def links_of(self, stage: Stage) -> int:
-        """Return how many links a stage has to others."""
+        """Return the number of hosts of a stage: each has a link of its own to other stages."""
         return len({self.ranks[rank].node for rank in stage.ranks})
 
     @property
     def is_large(self) -> bool:
-        """Whether there are so many ranks and layers that fewer plans have to do."""
-        ranks, layers = len(self.ranks), len(self.layers)
+        """Whether there are too many ranks and layers to compare all plans."""
+        ranks = len(self.ranks)
+        layers = len(self.layers)
         return ranks > _MANY_RANKS or ranks * layers**2 > _MUCH_WORK
 
 
@@ -149,58 +161,66 @@ def predict(
     """Return a plan with the seconds of its step and the peak memory of each rank."""
     count = math.ceil(job.global_batch / micro_batch)
     samples = job.global_batch / count
-    timed = tuple(
-        replace(s, seconds=tuple(job.seconds(r, s.begin, s.end, samples) for r in s.ranks))
-        for s in stages
-    )
-    kinds = [job.ranks[stage.ranks[0]].kind for stage in timed]
-    links = [min(map(job.links_of, pair)) for pair in itertools.pairwise(timed)]
-    hops = [
-        job.hop(*pair, samples * job.layers[stage.end - 1].output_bytes / number)
-        for stage, pair, number in zip(timed, itertools.pairwise(kinds), links, strict=False)
-    ]
+    timed = tuple(_with_seconds(job, stage, samples) for stage in stages)
+    hops = []
+    for stage, following in itertools.pairwise(timed):
+        links = min(job.links_of(stage), job.links_of(following))
+        size = samples * job.layers[stage.end - 1].output_bytes / links
+        kinds = [job.ranks[end.ranks[0]].kind for end in (stage, following)]
+        hops.append(job.hop(kinds[0], kinds[1], size))
     if 2 * count * len(timed) <= _LONG_SIMULATION:
-        forward = sum(job.ranks[s.ranks[0]].forward for s in timed) / len(timed)
+        forward = sum(job.ranks[stage.ranks[0]].forward for stage in timed) / len(timed)
         step = simulate(timed, hops, count, ahead, forward)
     else:
-        step = _in_short(timed, hops, count)
+        step = _formula_sec(timed, hops, count)
     step += max(_update_sec(job, stage) for stage in timed)
     memory = _memory(job, timed, count, samples, ahead)
     return PipelinePlan(timed, micro_batch, ahead, step, memory)
 
 
 def fits(job: PipelineJob, plan: PipelinePlan) -> bool:
-    """Return whether each rank has the memory."""
+    """Return whether each rank's memory suffices."""
     pairs = zip(job.ranks, plan.bytes_by_rank, strict=True)
     return all(size <= facts.memory_bytes for facts, size in pairs)
 
 
-def _in_short(stages: Sequence[Stage], hops: Sequence[Hop], count: int) -> float:
-    rates = [sum(1 / each for each in stage.seconds) for stage in stages]
-    total = sum(len(s.seconds) / rate for s, rate in zip(stages, rates, strict=True))
+def _with_seconds(job: PipelineJob, stage: Stage, samples: float) -> Stage:
+    seconds = [job.seconds(rank, stage.begin, stage.end, samples) for rank in stage.ranks]
+    return replace(stage, seconds=tuple(seconds))
+
+
+def _formula_sec(stages: Sequence[Stage], hops: Sequence[Hop], count: int) -> float:
+    rates = [sum(1 / seconds for seconds in stage.seconds) for stage in stages]
+    total = sum(len(stage.seconds) / rate for stage, rate in zip(stages, rates, strict=True))
     longest = max([*(1 / rate for rate in rates), *(hop.busy_sec for hop in hops)])
     return total + sum(2 * sum(hop) for hop in hops) + (count - 1) * longest
 
 
 def _update_sec(job: PipelineJob, stage: Stage) -> float:
-    """Return the seconds of a stage's sum of gradients, of its check, and of its optimizer."""
+    """Return the seconds of a stage's allreduce, gradient check and optimizer step."""
     layers = job.layers[stage.begin : stage.end]
-    count, trained = sum(one.trained for one in layers), sum(one.trained_bytes for one in layers)
-    own = max(
-        facts.update_seconds(count, trained) + facts.handling_seconds("pipeline", count, trained)
+    count = sum(layer.trained for layer in layers)
+    size = sum(layer.trained_bytes for layer in layers)
+    slowest_sec = max(
+        facts.update_seconds(count, size) + facts.handling_seconds("pipeline", count, size)
         for facts in (job.ranks[rank] for rank in stage.ranks)
     )
-    kind, ranks = job.ranks[stage.ranks[0]].kind, len(stage.ranks)
-    exchanged = job.hop(kind, kind, 2 * trained * (ranks - 1) / ranks)
-    return own + (sum(exchanged) if ranks > 1 else 0.0)
+    ranks = len(stage.ranks)
+    if ranks == 1:
+        return slowest_sec
+    kind = job.ranks[stage.ranks[0]].kind
+    allreduce = job.hop(kind, kind, 2 * size * (ranks - 1) / ranks)
+    return slowest_sec + sum(allreduce)
 
 
 def _memory(
     job: PipelineJob, stages: Sequence[Stage], count: int, samples: float, ahead: int
 ) -> tuple[int, ...]:
+    """Return the peak memory of each rank, in bytes."""
     by_rank = [int(facts.start_bytes) for facts in job.ranks]
     for stage, window in zip(stages, windows(stages, ahead), strict=True):
-        layers, replicas = job.layers[stage.begin : stage.end], len(stage.ranks)
+        layers = job.layers[stage.begin : stage.end]
+        replicas = len(stage.ranks)
         owned = sum(layer.weight_bytes + layer.state_bytes for layer in layers)
         largest = max(layer.largest_bytes for layer in layers)
         trained = sum(layer.trained_bytes for layer in layers)
@@ -208,15 +228,16 @@ def _memory(
         kept = samples * sum(layer.kept_bytes for layer in layers)
         ends = job.layers[max(0, stage.begin - 1)].output_bytes + layers[-1].output_bytes
         share = math.ceil(min(count, window) / replicas)
-        taken: dict[int, list[int]] = {}
-        for number, taker in enumerate(() if job.is_large else stage.takers(count)[: 4 * window]):
-            taken.setdefault(taker, []).append(number)
+        micro_batches: dict[int, list[int]] = {rank: [] for rank in stage.ranks}
+        if not job.is_large:
+            for number, rank in enumerate(stage.micro_batch_ranks(count)[: 4 * window]):
+                micro_batches[rank].append(number)
         owned += BUCKET_BYTES * (replicas > 1)
         for rank in stage.ranks:
-            most = share if job.is_large else most_kept(taken.get(rank, []), window)
-            facts, computing = job.ranks[rank], most * kept + TRANSIT * samples * ends + largest
-            computing += casts
-            stepping = trained if facts.steps_at_once else TEMPORARIES * largest
-            peak = facts.base_bytes + owned + max(computing, stepping)
+            facts = job.ranks[rank]
+            in_flight = share if job.is_large else max_in_flight(micro_batches[rank], window)
+            computing = in_flight * kept + TRANSIT * samples * ends + largest + casts
+            optimizer = trained if facts.steps_at_once else TEMPORARIES * largest
+            peak = facts.base_bytes + owned + max(computing, optimizer)
             by_rank[rank] = max(by_rank[rank], int(peak))
     return tuple(by_rank)

@@ -1,4 +1,4 @@
-"""Plans the ranks' batch sizes while they train: learns what a step costs, then follows it."""
+"""Plans the ranks' batch sizes during training: learns the cost of a step, then follows it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Planner:
 
         Args:
             batch_sizes: samples of each rank in a step.
-            names: of the ranks, for the reason of a plan.
-            costs: what a step costs each rank; None: to be learned from the first steps.
-            min_batch: the least samples of a rank.
-            max_growth: by how much a batch may grow at once.
-            ahead: how many steps later a plan applies.
+            names: the ranks' names, used in the reason of a plan.
+            costs: the cost of each rank's step; None: learn it from the first steps.
+            min_batch: the least number of samples of a rank.
+            max_growth: the factor by which a batch may grow at once.
+            ahead: the number of steps after which a plan applies.
         """
         self._names = names
         self._min_batch = min_batch
@@ -53,11 +53,11 @@ class Planner:
 
     @property
     def costs(self) -> list[RankCost] | None:
-        """Each rank's cost as estimated from its steps; None while it is being learned."""
+        """Each rank's cost as estimated from its steps; None while it is learned."""
         return self._rebalancer.costs if self._rebalancer is not None else None
 
     def observe(self, steps: RankSteps) -> NewPlan | None:
-        """Add the ranks' times of a step; return a new plan, whose reason names the rank, or None.
+        """Add the times of a step; return a new plan whose reason names the rank, or None.
 
         Not collective.
         """
@@ -71,9 +71,9 @@ class Planner:
 
     def _learn(self, learner: CostLearner, steps: RankSteps) -> NewPlan | None:
         batch_sizes = learner.observe(steps)
-        reason = "learning what a step costs"
+        reason = "learning the cost of a step"
         if learner.costs is not None:
-            reason = f"from what the first {learner.steps} steps cost"
+            reason = f"fitted to the first {learner.steps} steps"
             self._follow(learner.costs, learner.batch_sizes)
             self._learner = None
         if batch_sizes is None:

@@ -1,4 +1,4 @@
-"""Decides during training when to change the batch sizes, and to what."""
+"""Decides during training when and how to change the batch sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from kaitian_mpi.balance.cost_model import MIN_SLOPE, CostTable, RankCost
 from kaitian_mpi.balance.shares import plan_fastest
 
-MAX_GROWTH = 2.0  # a larger batch may not fit the memory, and that error would end the job
+MAX_GROWTH = 2.0  # a batch that grows more may not fit in memory, which would end the job
 _MIN_GAIN = 0.05
 _MIN_GAIN_OF_REFINING = 0.02
 _STEPS_BETWEEN = 5  # so that a plan is judged by its own steps before it is replaced
@@ -22,14 +22,14 @@ _WAIT_WINDOW = 10
 _STANDARD_ERRORS = 2.5
 _WINDOW = 30
 _NEWEST = 3
-_MIN_CHANGE = 0.1  # of the logarithm: about 10%
+_MIN_CHANGE = 0.1  # change of the logarithm: about 10%
 _INITIAL_NOISE = 0.1
-_APART = 1.25  # one share relative to another, if they are to tell alpha from beta
+_APART = 1.25  # least ratio of two shares from which alpha and beta are fitted
 # For normally distributed errors: the median of the differences of neighbors in standard
 # deviations, and a median's standard error relative to that of a mean.
 MEDIAN_DIFFERENCE = 0.954
 _MEDIAN_ERROR = 1.253
-_NO_VALUE = 1e300  # sorted behind all values
+_NO_VALUE = 1e300  # sorts after all values
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Rebalancer:
 
     A pure function of values that all ranks have exchanged, so every rank arrives at the same plan
     at the same step. A rank's cost model is scaled: alpha and beta cannot be separated at a single
-    share. If the first steps of a new plan do not take as long as planned, they are separated by
-    the times at its share and the previous one: with a wrong ratio of the two, samples would move
-    back and forth forever.
+    share. If the first steps of a new plan do not take as long as planned, alpha and beta are
+    fitted to the times at its share and the previous one: with a wrong ratio of the two, samples
+    would move back and forth forever.
 
     Noise must not move samples back and forth: the gain has to remain even if every estimate is
     off by 2.5 standard errors toward the values of the current plan. A plan based on the first
@@ -84,15 +84,16 @@ class Rebalancer:
         min_batch: int = 1,
         max_growth: float = math.inf,
     ) -> None:
-        """Start from a plan, and the ranks' costs by the benchmark.
+        """Start from a plan and the ranks' benchmarked costs.
 
-        A batch may not fit the memory: a rank's next is at most `max_growth` times any before.
+        Because a larger batch may not fit in memory, a rank's next batch is at most `max_growth`
+        times its largest so far.
         """
         self.batch_sizes = list(batch_sizes)
         self._min_batch = min_batch
         self._max_growth = max_growth
         self._largest = list(batch_sizes)
-        self._costs = CostTable.of(costs)
+        self._costs = CostTable.from_costs(costs)
         self._monitors = SpeedMonitors(len(costs))
         self._planned_logs = np.zeros(len(costs))
         # The shares of the previous plan, and their seconds when it was replaced.
@@ -114,8 +115,8 @@ class Rebalancer:
     def observe(self, steps: RankSteps) -> NewPlan | None:
         """Add a step's times of all ranks; return a new plan if it is worth the change, else None.
 
-        A step with other shares than the plan's is ignored: an epoch's last, partial step, or one
-        whose batches were fetched before the plan. A plan that is returned becomes the current one.
+        A step with other shares than the plan's is ignored: the last, partial step of an epoch, or
+        one whose batches were fetched before the plan. The returned plan becomes the current one.
         """
         if not (steps.samples == self.batch_sizes).all():
             return None
@@ -129,7 +130,8 @@ class Rebalancer:
         plan = self._better_plan() if self._steps >= _STEPS_BETWEEN else None
         if plan is not None:
             shares = np.array(self.batch_sizes)
-            self._previous = shares, self._scaled(self._monitors.log_factors).seconds(shares)
+            seconds = self._scaled(self._monitors.log_factors).seconds(shares)
+            self._previous = (shares, seconds)
             self._refined = plan.gain < _MIN_GAIN
             self.batch_sizes = plan.batch_sizes
             self._largest = list(map(max, self._largest, plan.batch_sizes))
@@ -139,38 +141,42 @@ class Rebalancer:
         return plan
 
     def _separate(self, shares: np.ndarray, seconds: np.ndarray) -> None:
-        """Fit the cost models of ranks that are not as planned to their times at two shares.
+        """Fit alpha and beta to the times at two shares, for ranks that take longer than planned.
 
-        The time of a rank's share of now stays as it is, so that its factor does, too.
+        The predicted time at the current share does not change, so neither does the factor.
         """
-        own = np.array(self.batch_sizes)
+        current = np.array(self.batch_sizes)
         costs = self._costs
         logs = self._monitors.log_factors
-        here, there = costs.seconds(own), seconds / np.array(_exponentials(logs))
-        smaller, larger = np.minimum(own, shares), np.maximum(own, shares)
+        current_sec = costs.seconds(current)
+        previous_sec = seconds / np.array(_exponentials(logs))
+        smaller = np.minimum(current, shares)
+        larger = np.maximum(current, shares)
         errors = np.maximum(_STANDARD_ERRORS * self._monitors.log_errors, _MIN_CHANGE)
         is_wrong = np.abs(logs - self._planned_logs) > errors
-        at_once = (smaller > 0) & (larger <= costs.largest_micro_batch)
-        known = is_wrong & at_once & (larger >= _APART * smaller)
-        # As of a measured line: alpha is not negative, and not more than most of the time.
-        most = here / np.maximum(own, 1)
-        least = MIN_SLOPE * np.where(own < shares, there, here) / np.maximum(larger, 1)
-        slope = (here - there) / np.where(known, own - shares, 1)
-        beta = np.where(known, np.clip(slope, np.minimum(least, most), most), costs.beta_sec)
-        # Of a line through the origin, rounding may leave a little less than nothing.
-        alpha = np.where(known, np.maximum(here - beta * own, 0.0), costs.alpha_sec)
+        in_one_micro_batch = (smaller > 0) & (larger <= costs.largest_micro_batch)
+        fitted = is_wrong & in_one_micro_batch & (larger >= _APART * smaller)
+        # The limits of `fit`: alpha is not negative, and not more than most of the time.
+        most = current_sec / np.maximum(current, 1)
+        larger_sec = np.where(current < shares, previous_sec, current_sec)
+        least = MIN_SLOPE * larger_sec / np.maximum(larger, 1)
+        slope = (current_sec - previous_sec) / np.where(fitted, current - shares, 1)
+        beta = np.where(fitted, np.clip(slope, np.minimum(least, most), most), costs.beta_sec)
+        # For a line through the origin, rounding may make this slightly negative.
+        alpha = np.where(fitted, np.maximum(current_sec - beta * current, 0.0), costs.alpha_sec)
         self._costs = replace(costs, alpha_sec=alpha, beta_sec=beta)
 
     def _better_plan(self) -> NewPlan | None:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
         least = _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
         changes = self._monitors.log_factors - self._planned_logs
-        # Each moved by some standard errors toward the planned value.
+        # Each estimate is moved by some standard errors toward the planned value.
         certain = np.maximum(0.0, np.abs(changes) - _STANDARD_ERRORS * self._monitors.log_errors)
         cautious = self._scaled(self._planned_logs + np.copysign(certain, changes))
         if not self._can_gain(cautious, least):
             return None
-        costs, total = self._scaled(self._monitors.log_factors), sum(self.batch_sizes)
+        costs = self._scaled(self._monitors.log_factors)
+        total = sum(self.batch_sizes)
         batch_sizes = plan_fastest(costs.costs(), total, self._min_batch, self._growth_limits())
         gain = self._gain(batch_sizes, costs)
         if min(gain, self._gain(batch_sizes, cautious)) < least:
@@ -181,17 +187,17 @@ class Rebalancer:
         return NewPlan(batch_sizes, gain, self.factors, rank, reason)
 
     def _can_gain(self, costs: CostTable, least: float) -> bool:
-        """Return whether any plan could gain as much: much cheaper than to find the best plan."""
+        """Return whether any plan could gain this much; far cheaper than finding the best plan."""
         longest = self._step_sec(costs, self.batch_sizes) / (1 + least) - median(self._waits)
         # Rounding must not make the answer False.
         total = sum(self.batch_sizes)
         return bool(costs.within(max(0.0, longest) * (1 + 1e-9), total).sum() >= total)
 
     def _growth_limits(self) -> list[int]:
-        fits = self._costs.largest_micro_batch.tolist()
-        return [  # what was planned before has fitted
-            max(largest, int(min(self._max_growth * largest, fit)))
-            for largest, fit in zip(self._largest, fits, strict=True)
+        memory_limits = self._costs.largest_micro_batch.tolist()
+        return [  # earlier batches did fit, whatever the memory limit
+            max(largest, int(min(self._max_growth * largest, limit)))
+            for largest, limit in zip(self._largest, memory_limits, strict=True)
         ]
 
     def _scaled(self, logs: np.ndarray) -> CostTable:
@@ -206,7 +212,7 @@ class Rebalancer:
 
 
 def _exponentials(logs: np.ndarray) -> list[float]:
-    """Return the exponentials. Of numpy's, the last bit depends on the processor."""
+    """Return the exponentials, not by numpy, whose last bit depends on the processor."""
     return [math.exp(log) for log in logs.tolist()]
 
 
@@ -238,34 +244,34 @@ class SpeedMonitors:
         errors = _MEDIAN_ERROR * self._noise() / np.sqrt(np.maximum(self.steps, 1))
         return np.where(self.steps > 0, errors, np.inf)
 
-    def observe(self, ratios: np.ndarray, seen: np.ndarray) -> None:
-        """Add the ratio of measured to predicted time of each rank that is `seen`."""
-        # Not numpy's: the last bit of that depends on the processor, and the ranks must agree.
+    def observe(self, ratios: np.ndarray, timed: np.ndarray) -> None:
+        """Add the ratio of measured to predicted time of each rank in the mask `timed`."""
+        # Not by numpy, whose last bit depends on the processor: the ranks must agree.
         values = np.array([math.log(ratio) for ratio in ratios.tolist()])
         differences = np.abs(values - self._logs.newest(1)[:, 0])
-        self._differences.append(differences, seen & (self.steps > 0))
-        self._logs.append(values, seen)
-        changed = self._have_changed() & seen
+        self._differences.append(differences, timed & (self.steps > 0))
+        self._logs.append(values, timed)
+        changed = self._have_changed() & timed
         if changed.any():
             self._logs.keep_newest(_NEWEST, changed)
-        self.log_factors = np.where(seen, self._logs.medians(), self.log_factors)
+        self.log_factors = np.where(timed, self._logs.medians(), self.log_factors)
 
     def restart(self) -> None:
         """Drop the steps but keep the estimates, because the ranks' batch sizes change."""
         self._logs = _History(len(self.log_factors))
 
     def _noise(self) -> np.ndarray:
-        """Return the standard deviations of a step, robust to changes of speed."""
+        """Return the standard deviation of each rank's steps, robust to changes of speed."""
         known = self._differences.counts >= _NEWEST
         noise = self._differences.medians() / MEDIAN_DIFFERENCE
         return np.where(known, noise, _INITIAL_NOISE)
 
     def _have_changed(self) -> np.ndarray:
         deviations = self._logs.newest(_NEWEST) - self._logs.medians(_NEWEST)[:, None]
-        # How far the newest steps deviate in the same direction.
+        # The least deviation of the newest steps, if they all deviate in the same direction.
         shift = np.maximum(deviations.min(1), -deviations.max(1))
         far: np.ndarray = (shift > _MIN_CHANGE) & (self.steps >= 2 * _NEWEST)
-        return far & (shift > 3 * self._noise()) if far.any() else far  # most steps find none
+        return far & (shift > 3 * self._noise()) if far.any() else far  # usually none has changed
 
 
 class _History:
@@ -276,9 +282,9 @@ class _History:
         self._ranks = np.arange(ranks)
         self._values = np.full((ranks, _WINDOW), _NO_VALUE)  # the newest one in the last column
 
-    def append(self, values: np.ndarray, to: np.ndarray) -> None:
-        """Add a value to each of some ranks."""
-        rows = slice(None) if to.all() else np.flatnonzero(to)  # a slice copies nothing
+    def append(self, values: np.ndarray, ranks: np.ndarray) -> None:
+        """Add a value for each rank in the mask `ranks`."""
+        rows = slice(None) if ranks.all() else np.flatnonzero(ranks)  # a slice copies nothing
         self._values[rows, :-1] = self._values[rows, 1:]
         self._values[rows, -1] = values[rows]
         self.counts[rows] = np.minimum(self.counts[rows] + 1, _WINDOW)
@@ -287,10 +293,10 @@ class _History:
         """Return the newest values, [ranks, count]; very large if there are fewer."""
         return self._values[:, -count:]
 
-    def keep_newest(self, count: int, of: np.ndarray) -> None:
-        """Drop all but the newest values of some ranks."""
-        self._values[of, :-count] = _NO_VALUE
-        self.counts[of] = count
+    def keep_newest(self, count: int, ranks: np.ndarray) -> None:
+        """Drop all but the newest values of the ranks in the mask `ranks`."""
+        self._values[ranks, :-count] = _NO_VALUE
+        self.counts[ranks] = count
 
     def medians(self, without_newest: int = 0) -> np.ndarray:
         """Return each rank's median; meaningless for a rank without values."""

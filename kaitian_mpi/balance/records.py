@@ -1,4 +1,4 @@
-"""Dataclasses and named tuples, as JSON has them."""
+"""Rebuilds dataclasses and named tuples from JSON."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
-def rebuilt(kind: Any, content: Any) -> Any:
-    """Return a `kind` of what `dataclasses.asdict` and JSON have made of one.
+def rebuild(kind: Any, content: Any) -> Any:
+    """Return a `kind` from the JSON form of `dataclasses.asdict`.
 
-    Numbers and texts are not checked.
+    The types of numbers and strings are not checked.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it was another.
+        ValueError, TypeError, KeyError, AttributeError: the content is not that of a `kind`.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # with None
-        return None if content is None else rebuilt(inner[0], content)
+    if origin is UnionType:  # X | None
+        return None if content is None else rebuild(inner[0], content)
     if origin is tuple:
-        return tuple(rebuilt(inner[0], each) for each in content)
+        return tuple(rebuild(inner[0], item) for item in content)
     if origin is Mapping:
-        return {key: rebuilt(inner[1], value) for key, value in content.items()}
+        return {key: rebuild(inner[1], value) for key, value in content.items()}
     if hasattr(kind, "_fields"):
         return kind(*content)
     if not is_dataclass(kind):
         return content
     if not isinstance(content, dict):
-        raise TypeError(f"{content!r} is no object")
+        raise TypeError(f"{content!r} is not a JSON object")
     hints = get_type_hints(kind)
-    return kind(**{name: rebuilt(hints[name], value) for name, value in content.items()})  # type: ignore[operator]
+    return kind(**{name: rebuild(hints[name], value) for name, value in content.items()})  # type: ignore[operator]

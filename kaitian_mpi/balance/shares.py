@@ -1,4 +1,4 @@
-"""Splits samples in integer shares: the fastest on different ranks, equal ones, micro-batches."""
+"""Splits samples into integer shares: for the shortest step, equally, or into micro-batches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def plan_fastest(
 ) -> list[int]:
     """Divide the global batch for the shortest step, with at least `min_batch` for every rank.
 
-    `most` are the largest shares, None for no limit.
+    `most` are the ranks' largest shares, None for no limit.
     """
     _check_enough(global_batch_size, len(costs), min_batch)
-    none = global_batch_size
-    limits = [none if limit is None else limit for limit in most or [None] * len(costs)]
+    limits = [
+        global_batch_size if limit is None else limit for limit in most or [None] * len(costs)
+    ]
     if sum(limits) < global_batch_size:
         raise UserError(
             f"--sync-bn computes a step without micro-batches, but only {sum(limits)} of "
@@ -50,11 +51,11 @@ def plan_by_paper(scores: Sequence[float], batch_size: int, min_batch: int = 1) 
 def _check_enough(global_batch_size: int, ranks: int, min_batch: int) -> None:
     if global_batch_size >= min_batch * ranks:
         return
-    each = "one sample" if min_batch == 1 else f"{min_batch} samples"
+    least = "one sample" if min_batch == 1 else f"{min_batch} samples"
     why = "" if min_batch == 1 else f" because the model cannot train on fewer than {min_batch}"
     raise UserError(
         f"--global-batch-size {global_batch_size} is too small for {ranks} ranks, each of which "
-        f"takes at least {each}{why}; give {min_batch * ranks} or more, or start fewer ranks"
+        f"takes at least {least}{why}; give {min_batch * ranks} or more, or start fewer ranks"
     )
 
 
@@ -70,10 +71,11 @@ def fastest_split(
     with k_i = ceil(b_i / limit_i). If `least` is 0, a rank whose smallest share would slow down the
     step gets none. The same input gives the same shares on every machine.
 
-    Each rank has at least `least` samples, and at most its `most`; None: no limit.
+    Each rank gets at least `least` samples, and at most its entry of `most`; None: no limit.
     """
-    table = CostTable.of(costs)
-    ones, limits = np.ones(len(costs), int), None if most is None else np.array(most)
+    table = CostTable.from_costs(costs)
+    ones = np.ones(len(costs), int)
+    limits = None if most is None else np.array(most)
     samples, fewer = split_cohorts(table, ones, global_batch_size, least, limits)
     shares: list[int] = (samples - fewer).tolist()
     return shares
@@ -89,10 +91,10 @@ def split_cohorts(
     surplus over the global batch is then removed from the ranks that finish last.
 
     Returns:
-        By cohort, the samples of each of its ranks, and how many of these get one sample fewer.
+        By cohort, the samples of each of its ranks, and how many of its ranks get one sample fewer.
 
     Raises:
-        ValueError: a cost is no positive number, or the ranks cannot have so many samples.
+        ValueError: a cost is not a positive number, or the limits do not permit `total` samples.
     """
     alpha, beta = costs.alpha_sec, costs.beta_sec
     known = (alpha >= 0) & (beta > 0) & np.isfinite(alpha + beta)  # False for NaN
@@ -100,7 +102,7 @@ def split_cohorts(
         raise ValueError("each cost must be finite, with beta_sec above 0 and a limit of 1 or more")
     limit = np.full(len(ranks), total) if most is None else np.minimum(most, total)
     if not least * ranks.sum() <= total <= (limit * ranks).sum():
-        raise ValueError(f"the ranks cannot have {total} samples in all")
+        raise ValueError(f"{total} samples do not fit the ranks' limits")
 
     def within(seconds: float) -> np.ndarray:
         return np.maximum(costs.within(seconds, limit), least)
@@ -126,7 +128,7 @@ def _without_surplus(
     while surplus >= reducible.sum() > 0:
         samples, surplus = samples - (reducible > 0), surplus - int(reducible.sum())
         reducible = np.where(samples > least, ranks, 0)
-    # The last to finish first; of several, the last of them.
+    # Ranks that finish last come first; if several do, the one with the highest index.
     order = np.lexsort((-np.arange(len(ranks)), -costs.seconds(samples)))
     before = np.cumsum(reducible[order]) - reducible[order]
     fewer = np.zeros(len(ranks), int)
@@ -154,7 +156,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def merge_small(shares: Sequence[int], planned: Sequence[int], min_batch: int) -> list[int]:
-    """Change as few shares as possible so that each is 0 or `min_batch` and more, if that can be.
+    """Change as few shares as possible so that each is 0 or at least `min_batch`, if possible.
 
     The samples of the shares that are too small are collected and given back to some of the same
     ranks, in order of the planned share, `min_batch` samples each. The remainder goes to the rank
@@ -175,7 +177,7 @@ def merge_small(shares: Sequence[int], planned: Sequence[int], min_batch: int) -
 
 
 def split_micro_batches(samples: int, most: int | None, min_batch: int = 1) -> list[int]:
-    """Split a share into micro-batches of at most `most` samples, equal to within one.
+    """Split a share into micro-batches of at most `most` samples, equal to within one sample.
 
     Each has at least `min_batch` samples if the share does, whatever `most` is. Without samples
     there is one empty micro-batch.

@@ -24,7 +24,8 @@ _PERSISTS = 5
 # Steps from the first slow one, with a median of three; six with a median of five.
 _NOTICED_AFTER = 5
 # A rank is slow above the first value, and has recovered below the second.
-_SLOW_FACTORS, _LARGE_PARTS = (1.25, 1.12), (0.20, 0.10)
+_SLOW_FACTORS = (1.25, 1.12)
+_LARGE_FRACTIONS = (0.20, 0.10)
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,15 @@ class SlowPeriod:
     """`compute`, `data loading` or `communication`."""
     since_step: int
     amount: float
-    """compute: slowdown relative to before or to the other ranks; else: part of the step."""
+    """For compute, the slowdown relative to before or to the others; else a fraction of the
+    step."""
     text: str
     until_step: int | None = None
     """None while it lasts."""
 
 
 class StragglerDetector:
-    """Finds slow ranks from the step times that all ranks exchange; every rank finds the same.
+    """Finds slow ranks from the step times that all ranks exchange, the same on every rank.
 
     - compute: a rank takes at least 1.25 times as long for its share as in its first ten steps
       (scaled by its cost model if the share has changed), or 1.25 times as long per step as the
@@ -54,8 +56,8 @@ class StragglerDetector:
     """
 
     def __init__(self, ranks: int, costs: Sequence[RankCost] = ()) -> None:
-        """Start without any steps; no costs if the shares never change."""
-        self._costs = CostTable.of(costs or [RankCost(0.0, 1.0)] * ranks)
+        """Start without any steps; `costs` are needed only if the shares change."""
+        self._costs = CostTable.from_costs(costs or [RankCost(0.0, 1.0)] * ranks)
         self._steps = 0
         self._work: deque[np.ndarray] = deque(maxlen=_MEDIAN_OF)
         self._data: deque[np.ndarray] = deque(maxlen=_WINDOW)
@@ -63,16 +65,16 @@ class StragglerDetector:
         self._first_ratios: list[np.ndarray] = []
         self._baseline: np.ndarray | None = None
         self._monitors = SpeedMonitors(ranks)
-        self.found: list[SlowPeriod] = []
+        self.periods: list[SlowPeriod] = []
         """All slow periods so far, ended or not, in the order they were found."""
-        self._slow_compute = _Watch(COMPUTE, ranks, _SLOW_FACTORS, self.found)
-        self._slow_data = _Watch(DATA, ranks, _LARGE_PARTS, self.found)
-        self._slow_communication = _Watch(COMMUNICATION, 1, _LARGE_PARTS, self.found)
+        self._slow_compute = _Watch(COMPUTE, ranks, _SLOW_FACTORS, self.periods)
+        self._slow_data = _Watch(DATA, ranks, _LARGE_FRACTIONS, self.periods)
+        self._slow_communication = _Watch(COMMUNICATION, 1, _LARGE_FRACTIONS, self.periods)
 
     def observe(self, step: int, steps: RankSteps, data_sec: np.ndarray) -> list[SlowPeriod]:
         """Add a step's times of all ranks; return the slow periods that start or end with it.
 
-        `data_sec` is the part of each rank's `work_sec` spent getting the batch.
+        `data_sec` is each rank's share of its `work_sec` spent getting the batch.
         """
         self._steps += 1
         if self._steps <= _WARM_UP_STEPS or not (steps.steps.all() and steps.samples.all()):
@@ -85,24 +87,25 @@ class StragglerDetector:
         step_sec = np.maximum(work + wait, 1e-9)
         slower = np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
         versus = _versus_others(work)
-        parts = np.minimum(data / step_sec, 1)
+        data_fractions = np.minimum(data / step_sec, 1)
         last = int(wait.argmin())
         waits = wait[last] / step_sec[last]
 
         def compute_text(rank: int) -> str:
             if slower[rank] >= versus[rank]:
-                return f"it computes {slower[rank]:.2f}x as long as at first"
+                return f"it computes {slower[rank]:.2f}x as long as in its first steps"
             return f"it takes {versus[rank]:.2f}x as long as the others, which wait for it"
 
         def data_text(rank: int) -> str:
-            return f"it waits for data {parts[rank]:.0%} of each step; more --workers may help"
+            fraction = data_fractions[rank]
+            return f"it waits for data {fraction:.0%} of each step; more --workers may help"
 
         def communication_text(rank: int) -> str:
             return f"even the last rank to arrive waits {waits:.0%} of each step for the gradients"
 
         return [
             *self._slow_compute.follow(step, np.maximum(slower, versus), compute_text),
-            *self._slow_data.follow(step, parts, data_text),
+            *self._slow_data.follow(step, data_fractions, data_text),
             *self._slow_communication.follow(step, np.array([waits]), communication_text, last),
         ]
 
@@ -118,41 +121,42 @@ class StragglerDetector:
 
 
 class _Watch:
-    """Which ranks are slow for one reason, and which seem to become so or to recover."""
+    """Tracks which ranks are slow for one reason, with hysteresis."""
 
     def __init__(
-        self, kind: str, ranks: int, limits: tuple[float, float], found: list[SlowPeriod]
+        self, kind: str, ranks: int, limits: tuple[float, float], periods: list[SlowPeriod]
     ) -> None:
         self._kind = kind
-        self._found = found
+        self._periods = periods
         self._high, self._low = limits
         self._current: dict[int, SlowPeriod] = {}
-        self._signs = np.zeros(ranks, int)
+        self._steps_different = np.zeros(ranks, int)  # consecutive steps in the other state
 
     def follow(
         self, step: int, amounts: np.ndarray, text: Callable[[int], str], offset: int = 0
     ) -> list[SlowPeriod]:
-        """Return the periods that start or end now: only what has persisted for some steps.
+        """Return the periods that start or end now, after the change has persisted for some steps.
 
         `offset` is the rank of the first amount.
         """
-        sign = amounts >= self._high
+        differs = amounts >= self._high
         slow = list(self._current)
-        sign[slow] = amounts[slow] < self._low
-        self._signs = np.where(sign, self._signs + 1, 0)
-        persistent = np.flatnonzero(self._signs >= _PERSISTS)
-        self._signs[persistent] = 0
+        differs[slow] = amounts[slow] < self._low
+        self._steps_different = np.where(differs, self._steps_different + 1, 0)
+        persistent = np.flatnonzero(self._steps_different >= _PERSISTS)
+        self._steps_different[persistent] = 0
         changed = []
         for index in persistent.tolist():
             period = self._current.pop(index, None)
             if period is None:
-                rank, since = index + offset, max(1, step - _NOTICED_AFTER)
+                rank = index + offset
+                since = max(1, step - _NOTICED_AFTER)
                 period = SlowPeriod(rank, self._kind, since, float(amounts[index]), text(rank))
                 self._current[index] = period
-                self._found.append(period)
+                self._periods.append(period)
             else:
-                place = self._found.index(period)
-                period = self._found[place] = replace(period, until_step=step)
+                place = self._periods.index(period)
+                period = self._periods[place] = replace(period, until_step=step)
             changed.append(period)
         return changed
 
@@ -168,8 +172,9 @@ def _versus_others(works: np.ndarray) -> np.ndarray:
     if others == 0:
         return np.ones(1)
     order = np.argsort(works, kind="stable")
-    ordered, place = works[order], np.empty_like(order)
+    ordered = works[order]
+    place = np.empty_like(order)
     place[order] = np.arange(len(works))
-    # Without a rank, those behind it in this order move up by one.
+    # Leaving out a rank moves those after it in this order up by one.
     low, high = ((index + (place <= index)) for index in ((others - 1) // 2, others // 2))
     return works / ((ordered[low] + ordered[high]) / 2)

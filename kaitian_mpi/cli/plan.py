@@ -16,7 +16,7 @@ from kaitian_mpi.balance.forecast import (
     predict_world,
     read_measurements,
 )
-from kaitian_mpi.balance.layouts import table_of
+from kaitian_mpi.balance.layouts import prediction_table
 from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
@@ -195,7 +195,7 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
     print(f"best: {' + '.join(job.best)}, {_rate(best)} samples/s")
     if predictions := predict_world(measured, job):
         print("layouts (--layout) of the whole world")
-        table = table_of(predictions)
+        table = prediction_table(predictions)
         _show(table[0], table[1:])
     for kind in guessed_kinds(measured.allreduces, job.world):
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")

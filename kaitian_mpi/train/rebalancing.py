@@ -93,7 +93,7 @@ class Balancing(StepObserver):
         """Return which ranks were slow and why, for the summary."""
         return [
             {**dataclasses.asdict(slow), **describe_rank(self._world.infos[slow.rank])}
-            for slow in self._stragglers.found
+            for slow in self._stragglers.periods
         ]
 
     def costs(self) -> list[RankCost] | None:

@@ -245,13 +245,15 @@ def test_balancing_learns_first_then_follows(tmp_path, capfd):
     lines = [json.loads(line) for line in (tmp_path / "plan.jsonl").read_text().splitlines()]
     assert [(line["step"], line["batch_sizes"]) for line in lines] == changes
     assert balance.plans == 1 + len(changes)
-    assert lines[0]["reason"] == "learning what a step costs"
+    assert lines[0]["reason"] == "learning the cost of a step"
     assert lines[0]["predicted_gain"] > 0.5
     assert changes[0][0] == 6
     sec = [cost.seconds(32) for cost in balance.costs()]
     assert sec == [pytest.approx(0.32, rel=0.02), pytest.approx(0.96, rel=0.02)]
     assert balance.slow_ranks() == []
-    assert f"step 6: new plan {changes[0][1]}: learning what a step costs" in capfd.readouterr().out
+    assert (
+        f"step 6: new plan {changes[0][1]}: learning the cost of a step" in capfd.readouterr().out
+    )
     assert train(balance, 40, (3, 3), changes[-1][1])  # the rebalancer takes over
 
 

@@ -172,7 +172,7 @@ def test_the_ranks_can_process_a_batch_in_the_time_of_its_fastest_split_and_not_
     costs = random_costs(chance, chance.randint(1, 4))
     total = chance.randint(1, 30)
     seconds = slowest(costs, fastest_split(costs, total))
-    table = CostTable.of(costs)
+    table = CostTable.from_costs(costs)
     assert table.costs() == costs
     assert table.within(seconds * (1 + 1e-9), total).sum() >= total
     assert table.within(seconds * (1 - 1e-9), total).sum() < total
@@ -183,7 +183,7 @@ def test_cohorts_take_as_long_as_their_ranks_listed_singly(seed):
     chance = random.Random(seed)
     costs, ranks = random_costs(chance, 4), [chance.randint(1, 7) for _ in range(4)]
     total = chance.randint(0, 200)
-    samples, fewer = split_cohorts(CostTable.of(costs), np.array(ranks), total)
+    samples, fewer = split_cohorts(CostTable.from_costs(costs), np.array(ranks), total)
     assert (samples * ranks - fewer).sum() == total
     assert min(samples - (fewer > 0)) >= 0
     assert ((fewer >= 0) & (fewer <= ranks)).all()
@@ -215,7 +215,7 @@ def test_invalid_costs_and_totals_that_the_ranks_may_not_have_are_rejected():
         ):
             fastest_split([RankCost(1.0, 1.0), RankCost(*bad)], 64)
     for least, most in ((3, None), (0, [1, 2])):
-        with pytest.raises(ValueError, match="cannot have 4 samples in all"):
+        with pytest.raises(ValueError, match="4 samples do not fit the ranks' limits"):
             fastest_split([RankCost(0, 1)] * 2, 4, least, most)
     for value in (1e-12, 1e9):  # extreme, but valid
         costs = [RankCost(value, value), RankCost(0.0, 1e-12, 1), RankCost(1e9, 1e9)]

@@ -10,7 +10,7 @@ from kaitian_mpi.balance.layouts import LayoutJob, choose, predict_layouts
 from kaitian_mpi.balance.ownership import Need
 from kaitian_mpi.balance.pipeline import Hop
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
-from kaitian_mpi.balance.records import rebuilt
+from kaitian_mpi.balance.records import rebuild
 
 MB = 10**6
 
@@ -98,7 +98,7 @@ def test_parameters_are_in_parts_where_they_do_not_fit_whole():
     whole, parted = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
     assert whole.step_sec
     assert whole.why == ""
-    assert parted.why == "parameters in parts, too"
+    assert parted.why == "parameters sharded, too"
 
 
 def test_each_layout_is_the_fastest_somewhere():
@@ -162,7 +162,7 @@ def test_what_is_ruled_out_is_not_chosen():
 def test_what_does_not_fit_says_what_is_missing():
     replicate, shard, pipeline = predict_layouts(a_job([100 * MB, 90 * MB]))
     assert replicate.why == "needs 401 MB on rank 1, which has 90 MB"
-    assert "in all, and the ranks have 190 MB" in shard.why
+    assert "in total; the ranks have 190 MB" in shard.why
     assert "fits" in pipeline.why
     job = replace(a_job([600 * MB] * 3, batch=2), refused={"pipeline": "no layers"})
     replicate, shard, pipeline = predict_layouts(job)
@@ -173,7 +173,7 @@ def test_what_does_not_fit_says_what_is_missing():
 def test_a_job_is_the_same_from_a_file_and_grows_with_its_world():
     job = a_job([600 * MB, 300 * MB], link=1e-9)
     job = replace(job, refused={"shard": "a function clips"})
-    read = rebuilt(LayoutJob, json.loads(json.dumps(asdict(job))))
+    read = rebuild(LayoutJob, json.loads(json.dumps(asdict(job))))
     assert read == job
     large = read.in_world({"gpu": 5}, 80, AllreduceCost(0.0, 2e-9))
     assert [rank.memory_bytes // MB for rank in large.chain.ranks] == [600, 300, 600, 300, 600]
@@ -189,7 +189,7 @@ def test_a_file_with_impossible_numbers_is_refused(name, value):
     content = asdict(a_job([600 * MB]))
     content["chain"]["ranks"][0][name] = value
     with pytest.raises(ValueError, match="out of range"):
-        rebuilt(LayoutJob, content).check()
+        rebuild(LayoutJob, content).check()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from kaitian_mpi.balance.pipeline import Action, Hop, Stage, most_kept, order, simulate, windows
+from kaitian_mpi.balance.pipeline import (
+    Action,
+    Hop,
+    Stage,
+    max_in_flight,
+    schedule,
+    simulate,
+    windows,
+)
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts, fits, predict
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline, replan
 
@@ -36,12 +44,12 @@ def job_of(ranks, layers=12, **options):
 def test_a_rank_takes_one_forward_and_one_backward_in_turn():
     text = ["F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "B3", "B4"]
     expected = [Action(each[0] == "F", int(each[1])) for each in text]
-    assert [*order(range(5), 3)] == expected
-    assert most_kept(range(5), 3) == 3
+    assert [*schedule(range(5), 3)] == expected
+    assert max_in_flight(range(5), 3) == 3
     # Of every other one, those within the window of all.
     text = ["F0", "F2", "B0", "F4", "B2", "B4"]
-    assert [*order([0, 2, 4], 3)] == [Action(each[0] == "F", int(each[1])) for each in text]
-    assert [*order([], 3)] == []
+    assert [*schedule([0, 2, 4], 3)] == [Action(each[0] == "F", int(each[1])) for each in text]
+    assert [*schedule([], 3)] == []
 
 
 def test_windows_end_with_the_last_stage():
@@ -52,8 +60,8 @@ def test_windows_end_with_the_last_stage():
 
 def test_replicas_take_micro_batches_by_their_speed():
     stage = Stage(0, 1, (4, 7), (1.0, 3.0))
-    assert sorted(stage.takers(8)) == [4] * 6 + [7] * 2
-    assert stage.takers(3) == stage.takers(8)[:3]
+    assert sorted(stage.micro_batch_ranks(8)) == [4] * 6 + [7] * 2
+    assert stage.micro_batch_ranks(3) == stage.micro_batch_ranks(8)[:3]
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, 1.0], [3.0, 1.0, 2.0]])
@@ -160,7 +168,7 @@ def test_stages_move_if_a_speed_has_changed_and_it_pays(slower, steps, moves):
     work = [0.0, 0.0]
     for stage in plan.stages:
         for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
-            work[rank] = stage.takers(count).count(rank) * seconds
+            work[rank] = stage.micro_batch_ranks(count).count(rank) * seconds
     work[1] *= slower
     found = replan(job, plan, work, steps)
     assert bool(found) == moves

@@ -207,7 +207,7 @@ def even(work=0.3, wait=0.01):
 
 def test_a_rank_that_slows_down_or_recovers_is_reported_and_not_a_smaller_share():
     watched, seen = watch(50, lambda _: (even(), [0.0] * 3))
-    assert (seen, watched.found) == ([], [])
+    assert (seen, watched.periods) == ([], [])
 
     def told(step):
         slow = 3.0 if 30 <= step < 60 else 1.0
@@ -219,7 +219,7 @@ def test_a_rank_that_slows_down_or_recovers_is_reported_and_not_a_smaller_share(
 
     watched, seen = watch(100, told)
     assert [each[1:] for each in seen] == [(1, COMPUTE, True), (1, COMPUTE, False)]
-    (slow,) = watched.found
+    (slow,) = watched.periods
     assert abs(slow.since_step - 30) <= 2
     assert 60 <= slow.until_step <= 70
     assert 2.7 < slow.amount < 3.3
@@ -231,7 +231,7 @@ def test_a_rank_that_slows_down_or_recovers_is_reported_and_not_a_smaller_share(
         return [(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
 
     watched, _ = watch(80, told, ranks=2, costs=[cost, cost])
-    assert watched.found == []
+    assert watched.periods == []
 
 
 ROWS, WAITS = even(), (1, 32, 0.3, 0.4)
@@ -249,7 +249,9 @@ ROWS, WAITS = even(), (1, 32, 0.3, 0.4)
 )
 def test_a_slow_rank_and_why(rows, data, found):
     watched, _ = watch(20, lambda _: (rows, [0.0, 0.0, data]))
-    slow = [(each.rank, each.kind, pytest.approx(each.amount, abs=0.01)) for each in watched.found]
+    slow = [
+        (each.rank, each.kind, pytest.approx(each.amount, abs=0.01)) for each in watched.periods
+    ]
     assert slow == found
     if found[0][1] == COMPUTE:
-        assert "wait for it" in watched.found[0].text
+        assert "wait for it" in watched.periods[0].text

@@ -23,7 +23,7 @@ from kaitian_mpi.balance.layouts import (
     Prediction,
     choose,
     predict_layouts,
-    table_of,
+    prediction_table,
 )
 from kaitian_mpi.balance.pipeline_cost import Layer
 from kaitian_mpi.config import TrainingConfig
@@ -76,7 +76,7 @@ def choose_layout(
     predictions = [Prediction(**each) for each in gather_values(world.comm, own)[0]]
     chosen = choose(predictions)
     setup.folder.write(FILE, {"layouts": own, "chosen": chosen.layout if chosen else None})
-    show_table(world, "layouts, as predicted", table_of(predictions), left=("layout", ""))
+    show_table(world, "layouts, as predicted", prediction_table(predictions), left=("layout", ""))
     if chosen is None:
         nearest = "; ".join(f"{each.layout}: {each.why}" for each in predictions)
         raise AgreedError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
-from kaitian_mpi.balance.records import rebuilt
+from kaitian_mpi.balance.records import rebuild
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
@@ -53,7 +53,7 @@ class PipelineFacts:
         own = gather_values(world.comm, own)[0]
         if isinstance(own, str):
             raise AgreedError(own)
-        pipeline: PipelinePlan = rebuilt(PipelinePlan, own)
+        pipeline: PipelinePlan = rebuild(PipelinePlan, own)
         sizes = split_micro_batches(config.global_batch_size, pipeline.micro_batch, min_batch)
         shares = pipeline.first_samples(sizes, world.size)
         return Plan(shares, [1.0] * world.size, None, pipeline.micro_batch, min_batch, pipeline)
@@ -118,10 +118,10 @@ def find_facts(
     own = asdict(facts), [asdict(layer) for layer in layers]
     gathered = gather_values(world.comm, own)
     by_place = {
-        info.place: rebuilt(RankFacts, found)
+        info.place: rebuild(RankFacts, found)
         for info, (found, _) in zip(world.infos, gathered, strict=True)
     }
-    known = rebuilt(tuple[Layer, ...], gathered[0][1])
+    known = rebuild(tuple[Layer, ...], gathered[0][1])
     if config.balance == "off" and config.layout == "pipeline":
         by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
     return PipelineFacts(known, by_place, measure_links(world))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kaitian_mpi.balance.pipeline import Stage, order, windows
+from kaitian_mpi.balance.pipeline import Stage, schedule, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.train.pipeline.chain import (
     all_need_call,
@@ -76,8 +76,8 @@ class Runner:
         """Return which of so many micro-batches this rank computes."""
         if self.number is None:
             return []
-        takers = self._stages[self.number].takers(count)
-        return [number for number, taker in enumerate(takers) if taker == self._rank]
+        ranks = self._stages[self.number].micro_batch_ranks(count)
+        return [number for number, assigned in enumerate(ranks) if assigned == self._rank]
 
     def train(
         self,
@@ -95,7 +95,7 @@ class Runner:
         step = _Step(self, count, self._task.loss, batches, seeds)
         computation, losses = self._computation, list[torch.Tensor]()
         with computation.autocast():  # else each micro-batch would keep copies of the weights
-            for is_forward, number in order(step.own, self._window):
+            for is_forward, number in schedule(step.own, self._window):
                 self._begins(is_forward)
                 output = step.forward(number) if is_forward else None
                 with computation.own_precision():
@@ -142,9 +142,9 @@ class _Step:
         self._runner, self._function, self.batches = runner, function, batches
         self.own, self._seeds = runner.own(count), seeds
         stages, number = runner._stages, runner.number or 0
-        self._sources = stages[number - 1].takers(count) if number else []
+        self._sources = stages[number - 1].micro_batch_ranks(count) if number else []
         is_inner = not runner.is_last and runner.number is not None
-        self._targets = stages[number + 1].takers(count) if is_inner else []
+        self._targets = stages[number + 1].micro_batch_ranks(count) if is_inner else []
         self._to_receive = [] if runner.is_first else list(self.own)
         self._incoming: dict[int, Activations] = {}
         self.kept: dict[int, tuple[list[torch.Tensor], Any]] = {}
