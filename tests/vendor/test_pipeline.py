@@ -1,28 +1,32 @@
 """Layout pipeline on devices whose kind has a library, beside kinds that have none or another."""
 
 import copy
-from contextlib import nullcontext
+import threading
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise, permutations, product
 
 import fake_library
 import pytest
 import torch
 from collective_cases import values
-from fake_device import set_bandwidth
+from fake_device import Stream, current_stream, set_bandwidth, stream
 from torch import nn
 from torch.nn import functional
 
 from kaitian_mpi import Task
 from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.gradients import StageGradients
 from kaitian_mpi.train.pipeline.measure import measure_links
-from kaitian_mpi.train.pipeline.peers import join_stages
+from kaitian_mpi.train.pipeline.messages import Activations, Gradients, Outbox
+from kaitian_mpi.train.pipeline.peers import PeerGroups, join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.task import Computation
 
 COUNT = 5  # micro-batches
+LONG_SEC = 60.0  # in which a message comes, however busy the machine is
 
 
 def loss(model, batch):
@@ -88,6 +92,53 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     if world.rank == 0:
         for name, value in alone.state_dict().items():
             assert (values(whole[name]) - value).abs().max().item() <= 1e-10
+
+
+@contextmanager
+def computing(device):
+    """Have the current stream of a device busy all the while."""
+    is_over = threading.Event()
+    if device.type != "cpu":
+        current_stream(device).give(is_over.wait)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+@pytest.mark.sizes(2)
+def test_what_comes_by_mpi_does_not_wait_for_computation_and_is_kept_for_it(world, device_of):
+    """Also if the script computes on a stream of its own."""
+    content = torch.arange(1.0, 5001.0)
+    peers = PeerGroups(world.rank, world.device)
+    outbox, device = Outbox(lambda what: nullcontext(), peers), world.device
+    own = nullcontext() if device.type == "cpu" else stream(Stream(device))
+    with own:
+        for source, target in ((0, 1), (1, 0)):
+            if world.rank == source:
+                sent = outbox.send_activations(device_of(content).requires_grad_(), target, 3)
+                outbox.wait()
+                with computing(device):
+                    gradients = Gradients(peers, sent, target, 3)
+                    assert wait_until(gradients.is_completed, LONG_SEC)
+                gradients.wait()
+                with computing(device):
+                    found = gradients._tensors[0] + 1
+                    del gradients  # whose memory is free for what comes next
+                assert torch.equal(values(found), 2 * content + 1)
+            else:
+                with computing(device):
+                    incoming = Activations(peers, source, 3, device)
+                    assert wait_until(incoming.is_completed, LONG_SEC)
+                incoming.wait()
+                given, leaves = incoming.take()
+                with computing(device):
+                    found = given.detach() + 1
+                    given.square().sum().backward()
+                    del incoming, given
+                assert torch.equal(values(found), content + 1)
+                outbox.send_gradients(leaves, source, 3)
+                outbox.wait()
 
 
 @pytest.mark.sizes(2)

@@ -63,10 +63,7 @@ class _Incoming:
         if not self._is_posted.is_set() or self._fault is not None:
             return False
         if self._peers.joins(self._source) and not self._works:
-            with self._peers.beside_computing():
-                self._tensors = self._empty_tensors()
-                receive = self._peers.receive_from
-                self._works = [receive(self._source, tensor) for tensor in self._tensors]
+            self._receive()
         return True
 
     def is_completed(self) -> bool:
@@ -85,12 +82,17 @@ class _Incoming:
         """Return a tensor for each that the header, which is here, says will come."""
         raise NotImplementedError
 
+    def _receive(self) -> None:
+        source, tag = self._source, self._tags.tensors
+        with self._peers.beside_computing():
+            self._tensors = self._empty_tensors()
+            self._works = [self._peers.receive_from(source, each, tag) for each in self._tensors]
+
     def _post(self, future: Any) -> None:
         try:
             future.wait()
             if not self._peers.joins(self._source):
-                self._tensors, tag = self._empty_tensors(), self._tags.tensors
-                self._works = [dist.irecv(each, self._source, tag=tag) for each in self._tensors]
+                self._receive()
         except Exception as error:  # raised where it is waited for
             self._fault = error
         finally:
@@ -186,10 +188,7 @@ class Outbox:
         self._keep(dist.isend(header, target, tag=tags.header))
         for tensor in tensors:
             dense = tensor.detach().contiguous()
-            if self._peers.joins(target):
-                self._keep(self._peers.send_to(target, dense))
-            else:
-                self._keep(dist.isend(dense, target, tag=tags.tensors))
+            self._keep(self._peers.send_to(target, dense, tags.tensors))
 
     def _keep(self, work: Any) -> None:
         self._pending.append(work)

@@ -1,4 +1,4 @@
-"""Messages between stages of one device kind, by its collective library instead of host memory."""
+"""Messages between two ranks: by the library of their device kind if there is one, else by MPI."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.devices import device_of
@@ -44,13 +45,31 @@ class LibraryMessage:
             keep_for_current_stream(self._tensor)
 
 
-class PeerGroups:
-    """Groups of this rank and one other each, in which one of the two sends.
+class HostMessage:
+    """A tensor that is received through host memory."""
 
-    A broadcast in a group of two is a message. A library carries out what a group is called for in
-    that order, so each direction has a group of its own: activations and gradients come in unlike
-    orders on the two ranks. Only the thread that computes calls it, as it has to be called for all
-    groups in one order.
+    def __init__(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Post the receive; on a device, the copy in comes after the current stream's work."""
+        self._tensor, self._work = tensor, cast("Work", dist.irecv(tensor, source, tag=tag))
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Block the host until it has come; the current stream waits for the copy in."""
+        self._work.wait()
+        if not self._tensor.is_cpu:
+            keep_for_current_stream(self._tensor)
+
+
+class PeerGroups:
+    """This rank's messages with others.
+
+    Where a library carries them, there are groups of this rank and one other each, in which one of
+    the two sends: a broadcast in a group of two is a message. A library carries out what a group is
+    called for in that order, so each direction has a group of its own: activations and gradients
+    come in unlike orders on the two ranks. Only the thread that computes starts such messages, as
+    the library has to be called for all groups in one order.
     """
 
     def __init__(
@@ -61,23 +80,32 @@ class PeerGroups:
     ) -> None:
         """Take this rank's groups, by sender and receiver; MPI carries all else."""
         self._rank, self._device, self._groups = rank, device, dict(groups)
-        self._module = device_of(device).streams() if groups else None
+        self._module = device_of(device).streams()
         self._stream = None if self._module is None else self._module.Stream(device)
 
     def joins(self, peer: int) -> bool:
         """Return whether a library carries messages between this rank and another."""
         return (peer, self._rank) in self._groups
 
-    def send_to(self, target: int, tensor: torch.Tensor) -> LibraryMessage:
-        """Start sending a tensor, which must not change until that is completed."""
-        return LibraryMessage(tensor, self._rank, self._groups[self._rank, target])
+    def send_to(self, target: int, tensor: torch.Tensor, tag: int) -> Any:
+        """Start sending a tensor, which must not change until the work returned is completed.
 
-    def receive_from(self, source: int, tensor: torch.Tensor) -> LibraryMessage:
+        `tag` is that of the receive, for MPI.
+        """
+        if self.joins(target):
+            return LibraryMessage(tensor, self._rank, self._groups[self._rank, target])
+        return dist.isend(tensor, target, tag=tag)
+
+    def receive_from(
+        self, source: int, tensor: torch.Tensor, tag: int
+    ) -> LibraryMessage | HostMessage:
         """Start receiving in a tensor that was made inside `beside_computing`, and call it there.
 
-        To be called in the order in which the source sends.
+        By a library, to be called in the order in which the source sends.
         """
-        return LibraryMessage(tensor, source, self._groups[source, self._rank])
+        if self.joins(source):
+            return LibraryMessage(tensor, source, self._groups[source, self._rank])
+        return HostMessage(tensor, source, tag)
 
     @contextmanager
     def beside_computing(self) -> Iterator[None]:
