@@ -26,7 +26,7 @@ from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
-from kaitian_mpi.runtime.system import CommunicationThread
+from kaitian_mpi.runtime.system import CommunicationThread, ThreadMaker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -142,21 +142,17 @@ class Mailbox:
         arrivals: ArrivalTracker,
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
-        select_device: Callable[[], None] = lambda: None,
+        make_thread: ThreadMaker = CommunicationThread,
     ) -> None:
-        """Start the thread; after `on_failure` is called, the group cannot be used.
-
-        `select_device` is called in the thread: see `Worker`.
-        """
+        """Start the thread; after `on_failure` is called, the group cannot be used."""
         self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
         # Apart, so that what arrives does not wait for the computation of what is sent.
         self._streams, self._outgoing = staging.SideStreams(), staging.SideStreams()
-        self._select_device = select_device
         self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []
         self._changed = threading.Condition()
-        self._thread = CommunicationThread(target=self._poll_or_abort, name=name, daemon=True)
+        self._thread = make_thread(self._poll_or_abort, name)
         self._closed_at = float("inf")
         self._left_checked_at = float("-inf")
         self._thread.start()
@@ -218,7 +214,6 @@ class Mailbox:
 
     def _poll_or_abort(self) -> None:
         try:
-            self._select_device()
             self._poll()
         except BaseException:  # without this thread, other ranks would wait for its messages
             abort_with_traceback("messages failed:\n")

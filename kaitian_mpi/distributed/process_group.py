@@ -27,6 +27,7 @@ from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, sha
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.recorder import GroupLabel
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
+from kaitian_mpi.runtime.system import CommunicationThread
 from kaitian_mpi.runtime.ulfm import is_revoked
 
 # Modules that not every job needs are imported in functions.
@@ -76,8 +77,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._arrivals = ArrivalTracker(comms.world, store, options.timeout)
         has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])
         streams = SideStreams(world.device if has_library else None)
-        self._select_device = partial(world.device_kind.select, world.device_index)
-        own = streams, self._arrivals.begins, self._select_device
+        select_device = partial(world.device_kind.select, world.device_index)
+        self._make_thread = partial(CommunicationThread, select_device=select_device)
+        own = streams, self._arrivals.begins, self._make_thread
         self._worker = Worker(f"kaitian-{self._name}", *own)
         self._libraries: list[VendorLibrary] = []
         if has_library:
@@ -165,7 +167,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
                 thread = f"kaitian-messages-{self._name}"
                 self._mailbox = Mailbox(
                     *(self.comms.messages, thread, self._arrivals, self._timeout),
-                    *(self._worker.fail, self._select_device),
+                    *(self._worker.fail, self._make_thread),
                 )
             return self._mailbox
 

@@ -220,11 +220,11 @@ def exchange_is_measured(world: Any) -> str:
     """What `auto` takes an exchange to cost is what it takes, not what its launch does."""
     size = 8 * MB
     scatter, gather = measure_exchange(world, size)
-    whole = torch.zeros(size // 4, device=world.device)
-    parts = [*whole.tensor_split(world.size)]
+    part = torch.zeros(size // 4 // world.size, device=world.device)
+    whole = part.repeat(world.size)
     works = {
-        "scatter": partial(dist.reduce_scatter, torch.empty_like(parts[0]), parts),
-        "gather": partial(dist.all_gather, parts, parts[world.rank].clone()),
+        "scatter": partial(dist.reduce_scatter_tensor, part, whole),
+        "gather": partial(dist.all_gather_into_tensor, whole, part),
     }
     figures, is_right = [], True
     for name, cost in (("scatter", scatter), ("gather", gather)):

@@ -16,6 +16,7 @@ from uneven import SHARES, loss_of, network
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.distributed.shard_buckets import ShardBucket
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi.world import keep_ranks
 from kaitian_mpi.train.measure.layouts import measure_exchange
@@ -105,20 +106,25 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
 
 
 @pytest.mark.sizes(2)
-def test_an_exchange_is_measured_until_the_device_has_done_it(world, monkeypatch):
+def test_an_exchange_is_measured_as_it_is_made_until_the_device_has_done_it(world, monkeypatch):
     """Libraries return once they have queued it."""
 
-    def queued(exchange):
+    def queued(start):
         def call(*arguments):
-            exchange(*arguments)
+            work = start(*arguments)
             current_stream().give(lambda: time.sleep(0.02))
+            return work
 
         return call
 
-    for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(dist, name, queued(getattr(dist, name)))
+    for name in ("start_sum", "start_gather"):
+        monkeypatch.setattr(ShardBucket, name, queued(getattr(ShardBucket, name)))
+    fake_library.calls.clear()
     for cost in measure_exchange(world, 1 << 16):
         assert cost.seconds(1 << 16) >= 0.02 or "vendor" not in world.kinds
+    is_joined = set(world.kinds) == {"vendor"}
+    expected = {"reduce_scatter_single", "all_gather_single"} if is_joined else set()
+    assert {*fake_library.calls} == expected
 
 
 @pytest.mark.sizes(3, 4)

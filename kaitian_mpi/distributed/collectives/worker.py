@@ -17,7 +17,7 @@ from kaitian_mpi.distributed.collectives.work import Finished, Queued
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback, write_labeled
-from kaitian_mpi.runtime.system import CommunicationThread
+from kaitian_mpi.runtime.system import CommunicationThread, ThreadMaker
 
 _KEPT_WORKS = 16
 
@@ -43,7 +43,7 @@ class Worker:
         name: str,
         streams: SideStreams,
         begins: Callable[[str], object] = lambda _: None,
-        select_device: Callable[[], None] = lambda: None,
+        make_thread: ThreadMaker = CommunicationThread,
     ) -> None:
         """Start no thread yet; on an accelerator it works on `streams`.
 
@@ -51,15 +51,14 @@ class Worker:
             name: of the thread.
             streams: on which it works.
             begins: called with the name of each collective, in the thread that executes it.
-            select_device: called in the worker's thread. A new thread's current device is the first
-                one, where leaving a stream of another would make a context, of about 0.5 GB.
+            make_thread: of the process's device.
         """
         self._begins = begins
         self.broken: CollectiveError | None = None
         """Why no more tasks can be executed; None if they can."""
         self.records_losses = False
         """Whether the caller checks `broken` before using a future's value."""
-        self._name, self._streams, self._select_device = name, streams, select_device
+        self._name, self._streams, self._make_thread = name, streams, make_thread
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._turn, self._count_lock = threading.Lock(), threading.Lock()
         self._waiting = 0
@@ -168,7 +167,7 @@ class Worker:
         with self._count_lock:
             self._waiting += 1
             if self._thread is None:
-                self._thread = CommunicationThread(target=self._loop, name=self._name, daemon=True)
+                self._thread = self._make_thread(self._loop, self._name)
                 self._thread.start()
         self._tasks.put(task)
 
@@ -183,7 +182,6 @@ class Worker:
     def _loop(self) -> None:
         self._thread_id = threading.get_ident()
         try:
-            self._select_device()
             while not self._is_closing or not self._tasks.empty():
                 task = self._tasks.get()
                 with self._turn:

@@ -25,9 +25,11 @@ from kaitian_mpi.balance.layouts import (
     predict_layouts,
     prediction_table,
 )
+from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.balance.pipeline_cost import Layer
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import is_compiled
+from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rounds
 from kaitian_mpi.mpi.world import World
@@ -179,22 +181,25 @@ def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int])
 def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceCost]:
     """Return the cost of a sum in parts, and of bringing all parts to all ranks. Collective.
 
-    It is measured with up to `most` bytes.
+    It is measured with up to `most` bytes, by what equal owners of a parameter call.
     """
     if world.size == 1:
         return FREE, FREE
+    has_library = bool(getattr(dist.group.WORLD, "uses_library", False))
 
-    def exchange(call: Callable[..., Any], *tensors: Any) -> None:
-        call(*tensors)
-        world.synchronize()  # a library's call returns once it is queued
+    def exchange(start: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        start(*tensors, dist.group.WORLD).wait()
+        world.synchronize()  # a library's work is done once it is queued
 
     sizes, works = (most // 16, most), dict[tuple[str, int], Any]()
     for size in sizes:
-        whole = torch.zeros(size // 4, device=world.device)
-        parts = [*whole.tensor_split(world.size)]
-        own = torch.empty_like(parts[world.rank])
-        works["scatter", size] = partial(exchange, dist.reduce_scatter, own, parts)
-        works["gather", size] = partial(exchange, dist.all_gather, parts, own)
+        rows = max(1, size // 4 // world.size)
+        parameter = nn.Parameter(torch.zeros(rows * world.size, device=world.device))
+        parts = [Part(0, rank * rows, (rank + 1) * rows, rank) for rank in range(world.size)]
+        bucket = ShardBucket({0: parameter}, parts, world.size, world.rank, pads=has_library)
+        whole = bucket.values(Spares(0))
+        works["scatter", size] = partial(exchange, bucket.start_sum, bucket.padded, whole)
+        works["gather", size] = partial(exchange, bucket.start_gather, whole)
     seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)
     costs = []
     for name in ("scatter", "gather"):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
@@ -18,7 +17,6 @@ from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, join_errors
-from kaitian_mpi.mpi.topology import are_joined_by_library
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -26,6 +24,7 @@ from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.chain_check import check_chain
 from kaitian_mpi.train.pipeline.layer_timer import LayerTimer
+from kaitian_mpi.train.pipeline.peers import PeerGroups, join_peers
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.sharded_step import check_parts
 from kaitian_mpi.train.task import aside
@@ -137,14 +136,12 @@ def measure_links(world: World) -> dict[str, Hop]:
         ranks = _apart(world, one, other)
         if ranks is None:
             continue
-        is_joined = are_joined_by_library([world.infos[rank] for rank in ranks])
-        group = dist.new_group([*ranks]) if is_joined else None
+        peers = join_peers(world, [ranks])
         if world.rank in ranks:
             enter_phase("measuring a link", waits=True, limited=False)
-            small, large = (_one_way(world, size, ranks, group) for size in (8, _TRIAL_BYTES))
+            small, large = (_one_way(world, size, ranks, peers) for size in (8, _TRIAL_BYTES))
             own[f"{one} {other}"] = [small, max(0.0, large - small) / _TRIAL_BYTES]
-            if group is not None:
-                dist.destroy_process_group(group)
+        peers.close()
     enter_phase("waiting for the other ranks' links", waits=True, limited=False)
     return {
         key: Hop(*hop) for found in gather_values(world.comm, own) for key, hop in found.items()
@@ -162,12 +159,10 @@ def _apart(world: World, one: str, other: str) -> tuple[int, int] | None:
     return max(pairs, key=lambda pair: infos[pair[0]].node != infos[pair[1]].node, default=None)
 
 
-def _one_way(
-    world: World, size: int, ranks: tuple[int, int], group: dist.ProcessGroup | None
-) -> float:
+def _one_way(world: World, size: int, ranks: tuple[int, int], peers: PeerGroups) -> float:
     """Return the seconds of so many bytes from one rank's device to the other's, by both ranks.
 
-    Of several round trips the shortest. A group's library carries them, or else MPI.
+    Of several round trips the shortest.
     """
     # On the devices, as activations are: copies to and from the host are part of the way.
     buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=world.device), []
@@ -175,12 +170,12 @@ def _one_way(
         world.synchronize()
         begin = time.perf_counter()
         for source, target in (ranks, ranks[::-1]):
-            if group is not None:
-                dist.broadcast(buffer, source, group=group)
-            elif source == world.rank:
-                dist.send(buffer, target)
+            if source == world.rank:
+                peers.send_to(target, buffer, 0).wait()
             else:
-                dist.recv(buffer, source)
+                with peers.beside_computing():
+                    message = peers.receive_from(source, buffer, 0)
+                message.wait()
             world.synchronize()
         seconds.append(time.perf_counter() - begin)
     return min(seconds) / 2

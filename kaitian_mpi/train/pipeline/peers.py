@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, product
 from types import MappingProxyType
@@ -123,13 +123,19 @@ class PeerGroups:
 
 def join_stages(world: World, stages: Sequence[Stage]) -> PeerGroups:
     """Make the groups of all neighboring ranks whose kind has a library. Collective."""
+    return join_peers(
+        world, [pair for one, other in pairwise(stages) for pair in product(one.ranks, other.ranks)]
+    )
+
+
+def join_peers(world: World, pairs: Iterable[tuple[int, int]]) -> PeerGroups:
+    """Make the groups of those pairs of ranks whose kind has a library. Collective."""
     groups = {}
-    for before, after in pairwise(stages):
-        for one, other in product(before.ranks, after.ranks):
-            if not are_joined_by_library([world.infos[one], world.infos[other]]):
-                continue
-            for pair in ((one, other), (other, one)):
-                group = dist.new_group([one, other])
-                if world.rank in pair:
-                    groups[pair] = group
+    for one, other in pairs:
+        if not are_joined_by_library([world.infos[one], world.infos[other]]):
+            continue
+        for pair in ((one, other), (other, one)):
+            group = dist.new_group([one, other])
+            if world.rank in pair:
+                groups[pair] = group
     return PeerGroups(world.rank, world.device, groups)
