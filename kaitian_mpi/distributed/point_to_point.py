@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kaitian_mpi.distributed import long_messages
 from kaitian_mpi.distributed.collectives import staging
-from kaitian_mpi.distributed.collectives.staging import StreamEnd, from_host, to_host
-from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.collectives.work import Queued
-from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError, format_ranks
+from kaitian_mpi.distributed.collectives.staging import to_host
+from kaitian_mpi.distributed.long_messages import LongMessage, RingPool
+from kaitian_mpi.distributed.messages import Message, ShortMessage
+from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.mpi.datatypes import as_raw_buffer
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, nap
-from kaitian_mpi.runtime.system import CommunicationThread, ThreadMaker
+from kaitian_mpi.runtime.system import ThreadMaker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,101 +36,6 @@ if TYPE_CHECKING:
 
 _CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
 _LEFT_INTERVAL_SEC = 1.0
-
-
-@not_compiled
-class Message(Queued):
-    """The work of a pending message; done when its buffer may be used again.
-
-    Its timeout starts with the first wait, as with gloo: a receive may be posted long before.
-    """
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        buffer: torch.Tensor,
-        start: Callable[[], MPI.Request],
-        peer: int,
-        *,
-        is_receive: bool,
-        streams: staging.Streams = staging.NO_STREAMS,
-        filled: StreamEnd | None = None,
-    ) -> None:
-        """Follow the request that `start` returns, whose buffer is in host memory.
-
-        What it receives is for `tensor`. What it sends is in the buffer once `filled` is reached.
-        """
-        from mpi4py import MPI
-
-        # A message is sent from a copy, so that its end is no matter of the device's streams.
-        super().__init__([tensor] if is_receive else [])
-        self.peer, self.is_receive = peer, is_receive
-        self._tensor, self._buffer, self._streams = tensor, buffer, streams
-        self._start, self._filled = start, filled
-        self._request: MPI.Request | None = None
-        self._status = MPI.Status()
-        self._is_transferred = False
-        self._source = -1
-        self.awaited_since = float("inf")
-        """When the first wait for it started, by `time.perf_counter`."""
-        self.peer_left = False
-
-    def _source_rank(self) -> int:
-        """Return the sender's rank; -1 until the message has been received."""
-        return self._source
-
-    source_rank = _source_rank
-
-    @property
-    def is_waiting_to_start(self) -> bool:
-        """Whether MPI has not been given the message yet."""
-        return self._request is None
-
-    def start(self) -> bool:
-        """Give MPI the message if the buffer is filled; return whether MPI has it."""
-        if self._request is None and (self._filled is None or self._filled.is_reached()):
-            self._request = self._start()
-        return self._request is not None
-
-    def is_transferred(self) -> bool:
-        """Return whether MPI is done with the buffer; lets MPI make progress."""
-        # A second test would clear the status.
-        self._is_transferred = self._is_transferred or (
-            self._request is not None and self._request.Test(self._status)
-        )
-        return self._is_transferred
-
-    @property
-    def is_canceled(self) -> bool:
-        """Whether a receive that MPI is done with was canceled, and so got no message."""
-        return self._status.Is_cancelled()
-
-    def cancel(self) -> None:
-        """Cancel a receive that no message has matched."""
-        assert self._request is not None
-        self._request.Cancel()
-
-    def finish(self) -> None:
-        self._source = self._status.Get_source()
-        with self._streams:
-            if self.is_receive:
-                from_host(self._buffer, self._tensor, non_blocking=True)
-            super().finish()
-
-    def describe(self, size: int) -> str:
-        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
-        return f"a message from {who}" if self.is_receive else f"{who} to receive"
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # also called by `synchronize`
-        self._start_timeout()
-        return super().wait(timeout)
-
-    def get_future(self) -> torch.futures.Future:
-        self._start_timeout()
-        return super().get_future()
-
-    def _start_timeout(self) -> None:
-        self.awaited_since = min(self.awaited_since, time.perf_counter())
 
 
 class Mailbox:
@@ -142,12 +48,17 @@ class Mailbox:
         arrivals: ArrivalTracker,
         timeout: timedelta,
         on_failure: Callable[[CollectiveError], None],
-        make_thread: ThreadMaker = CommunicationThread,
+        make_thread: ThreadMaker,
+        has_accelerators: bool,
     ) -> None:
-        """Start the thread; after `on_failure` is called, the group cannot be used."""
+        """Start the thread; after `on_failure` is called, the group cannot be used.
+
+        `has_accelerators` is the same on all ranks: whether one has a device that is not the host.
+        """
         self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
         # Apart, so that what arrives does not wait for the computation of what is sent.
         self._streams, self._outgoing = staging.SideStreams(), staging.SideStreams()
+        self._has_accelerators, self._buffers = has_accelerators, RingPool()
         self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []
@@ -164,18 +75,24 @@ class Mailbox:
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
         """Start sending a tensor on any device, which must not change until the work is done."""
         self._check("send", target)
+        if self._goes_in_pieces(tensor):
+            return self._follow_long(tensor, target, tag, is_receive=False)
         buffer, filled = staging.copy_out(tensor, self._outgoing)
         start = partial(self._comm.Isend, as_raw_buffer(buffer), target, tag)
-        return self._follow(Message(tensor, buffer, start, target, is_receive=False, filled=filled))
+        return self._follow(
+            ShortMessage(tensor, buffer, start, target, tag, is_receive=False, filled=filled)
+        )
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
         """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
         self._check("recv", source)
+        if self._goes_in_pieces(tensor):
+            return self._follow_long(tensor, source, tag, is_receive=True)
         buffer = to_host(tensor, read=False)
         start = partial(self._comm.Irecv, as_raw_buffer(buffer), source, tag)
         streams = self._streams.after_caller(tensor)
         return self._follow(
-            Message(tensor, buffer, start, source, is_receive=True, streams=streams)
+            ShortMessage(tensor, buffer, start, source, tag, is_receive=True, streams=streams)
         )
 
     def close(self) -> bool:
@@ -198,19 +115,34 @@ class Mailbox:
                 f"{name}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
             )
 
+    def _goes_in_pieces(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor does, by what both ranks know."""
+        return self._has_accelerators and tensor.nbytes > long_messages.LONG_BYTES
+
+    def _follow_long(
+        self, tensor: torch.Tensor, peer: int, tag: int, *, is_receive: bool
+    ) -> Message:
+        buffers = self._buffers
+        return self._follow(
+            LongMessage(tensor, self._comm, peer, tag, buffers, is_receive=is_receive)
+        )
+
     def _follow(self, item: Message) -> Message:
         with self._changed:
-            if item.is_receive or not any(other.is_waiting_to_start for other in self._pending):
+            if not any(other.holds_back(item) for other in self._pending):
                 item.start()
             self._pending.append(item)
             self._changed.notify()
         return item
 
-    def _start_sends(self, waiting: Sequence[Message]) -> None:
-        """Give MPI what is copied out, in order, in which it matches what two ranks exchange."""
-        for item in waiting:
-            if item.is_waiting_to_start and not item.start():
-                return
+    def _start(self, pending: Sequence[Message]) -> None:
+        """Give MPI what it can be given, in order."""
+        before: list[Message] = []
+        for item in pending:
+            if item.is_waiting_to_start:
+                if not any(other.holds_back(item) for other in before):
+                    item.start()
+                before.append(item)
 
     def _poll_or_abort(self) -> None:
         try:
@@ -220,9 +152,11 @@ class Mailbox:
 
     def _poll(self) -> None:
         """Poll pending messages and finish them, sleeping in between, until closed."""
-        progress_at = time.perf_counter()
+        progress_at, moved = time.perf_counter(), 0
         is_closing = False
         while True:
+            waiting: list[Message] = []  # else the last messages would keep their tensors
+            done: list[Message] = []
             with self._changed:
                 while not self._pending and self._closed_at == float("inf"):
                     self._changed.wait()
@@ -234,11 +168,11 @@ class Mailbox:
             if now >= self._closed_at and not is_closing:
                 is_closing = True
                 for item in waiting:
-                    if item.is_receive:
+                    if item.is_receive and not item.moved:
                         item.cancel()
             try:
                 with self._changed:  # no message is started past those that wait
-                    self._start_sends(waiting)
+                    self._start(waiting)
                 done = [item for item in waiting if item.is_transferred()]
             except Exception as error:
                 if not ulfm.may_be_loss(error):
@@ -249,6 +183,9 @@ class Mailbox:
                 self._finish(done)
                 progress_at = now
                 continue
+            pieces = sum(item.moved for item in waiting)
+            if pieces != moved:
+                moved, progress_at = pieces, now
             if not is_closing:
                 self._fail_overdue(waiting, now)
             nap(now - progress_at)
@@ -269,8 +206,10 @@ class Mailbox:
         with self._changed:
             self._pending = [item for item in self._pending if item not in done]
         for item in done:
-            if item.is_receive and item.is_canceled:
+            if item.is_canceled:
                 self._fail_at_end(item)
+            elif item.fault:
+                self._break(item, f"{item.describe(self._comm.size)}: {item.fault}")
             else:
                 item.finish()
 
@@ -321,6 +260,10 @@ class Mailbox:
             keep_alive(item)
         with self._changed:
             self._pending.remove(item)
+        self._break(item, text)
+
+    def _break(self, item: Message, text: str) -> None:
+        """Fail a message, and so the group."""
         self._broken = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)

@@ -91,7 +91,8 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             for groups in (comms, comms.by_host):
                 if groups is not None:
                     self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))
-        self.host = self._host_operations(world, infos)
+        self._has_accelerators = not all(info.is_on_host for info in infos)
+        self.host = self._host_operations(world)
         """Carries collectives out in host memory; its `algorithm` of `allreduce` can be set."""
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
@@ -104,15 +105,14 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._run = self._paced(router.run)
         register_close(self.shutdown)
 
-    def _host_operations(self, world: World, infos: Sequence[RankInfo]) -> HostOperations:
+    def _host_operations(self, world: World) -> HostOperations:
         """Return what works in host memory; with several groups, its allreduce is the hybrid."""
         self.relay: Relay | None = None
-        has_accelerators = not all(info.is_on_host for info in infos)
-        if self.has_one_group and not has_accelerators:
+        if self.has_one_group and not self._has_accelerators:
             return HostOperations(self.comms.world, self._arrivals, self.links)
         from kaitian_mpi.distributed.relay.relay import Relay
 
-        self.relay = Relay(world.relay, world.device, self.links, has_accelerators)
+        self.relay = Relay(world.relay, world.device, self.links, self._has_accelerators)
         if self.has_one_group:
             return HostOperations(self.comms.world, self._arrivals, self.links, self.relay)
         from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
@@ -167,7 +167,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
                 thread = f"kaitian-messages-{self._name}"
                 self._mailbox = Mailbox(
                     *(self.comms.messages, thread, self._arrivals, self._timeout),
-                    *(self._worker.fail, self._make_thread),
+                    *(self._worker.fail, self._make_thread, self._has_accelerators),
                 )
             return self._mailbox
 

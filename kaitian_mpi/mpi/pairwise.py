@@ -24,6 +24,11 @@ _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20
 _MIN_PIECE_BYTES = 32 << 10
 
+UNLIKE_SIZES = (
+    "the ranks' tensors have unlike sizes, or they called different collectives; pad tensors to "
+    "one shape first, as those of unequal batches (Accelerate's pad_across_processes does)"
+)
+
 _threads = threading.local()
 
 
@@ -68,11 +73,7 @@ def unlike_sizes(error: Exception) -> CollectiveError | None:
     """Return what to raise if a rank has been sent more than it has room for, else None."""
     if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
-    return CollectiveError(
-        "the ranks' tensors have unlike sizes, or they called different collectives; pad "
-        "tensors to one shape first, as those of unequal batches (Accelerate's "
-        "pad_across_processes does)"
-    )
+    return CollectiveError(UNLIKE_SIZES)
 
 
 def reduce_scatter(
@@ -93,6 +94,14 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
     own = parts[comm.rank]
     reduce_scatter(comm, own, parts, op)
     exchange(comm, [own] * comm.size, parts)
+
+
+def elements_per_piece(comm: MPI.Comm, tensor: torch.Tensor) -> int:
+    """Return how many elements of each piece of this dtype `reduce_scatter` reduces in one round.
+
+    Several calls that follow each other, each but the last for a multiple of these, do as one does.
+    """
+    return _piece_elements(comm, tensor)
 
 
 def elements_per_round(comm: MPI.Comm, tensor: torch.Tensor) -> int:

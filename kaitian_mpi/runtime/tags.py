@@ -1,6 +1,6 @@
 """The tags of the package's point-to-point messages, grouped by communicator; their version."""
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of what ranks send each other. Raised when the order or the form of the package's own
 messages changes, so that ranks with different builds of it end with one line."""
 

@@ -9,13 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import agree
-from fake_device import Stream, current_stream, on_device, values
+from fake_device import Stream, current_stream, on_device, synchronizations, values
 
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed import long_messages
+from kaitian_mpi.distributed.collectives import rounds
 from kaitian_mpi.distributed.gradients import sum_gradients
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.observe.timeline import recorder as timeline
 
 CHUNK = 1_000  # float32 values
@@ -215,6 +218,109 @@ def test_wait_does_not_wait_for_the_last_copy_back(world, device_of):
     tensor.add_(1)  # on the current stream, which waits
     assert set(values(tensor).tolist()) == {5.0}
     assert work.is_completed()
+
+
+def test_a_long_message_passes_through_page_locked_memory(world, device_of):
+    content = torch.arange(long_messages.LONG_BYTES // 4 + 1001.0)
+    synchronizations.clear()
+    for source in (0, 1):
+        tensor = device_of(content if world.rank == source else torch.zeros_like(content))
+        (dist.isend if world.rank == source else dist.irecv)(tensor, 1 - world.rank).wait()
+        assert torch.equal(values(tensor), content)
+    waits = {each.name for each in synchronizations if each.thread.startswith("kaitian-messages")}
+    assert not waits
+    rings = dist.group.WORLD._mailbox._buffers._idle
+    assert all(len(each) == 1 for each in rings.values())
+
+
+@pytest.fixture
+def group_with_long_messages(world, monkeypatch):
+    """A group in which all but the shortest messages go in pieces."""
+    monkeypatch.setattr(long_messages, "LONG_BYTES", 1000)
+    monkeypatch.setattr(long_messages, "_PIECE_BYTES", 256)
+    group = dist.new_group()
+    yield group
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+def test_messages_in_pieces_keep_their_order_beside_others(
+    world, device_of, group_with_long_messages, dtype
+):
+    """Of one tag, as MPI does; messages of other tags pass those that wait."""
+    group, late = group_with_long_messages, not world.rank
+    content = (torch.arange(7 * 999) % 113).to(dtype).view(7, 999)
+    sent = [(content, 1), (content[0, :5], 1), (content + 1, 2), (content.t(), 1), (content * 2, 1)]
+    for source in (0, 1):
+        if world.rank == source:
+            if late:
+                time.sleep(0.02)
+            works = [dist.isend(device_of(t), 1 - source, group, tag) for t, tag in sent]
+        else:
+            got = [device_of(torch.zeros_like(t)) for t, _ in sent]
+            got[3] = device_of(torch.zeros_like(content)).t()
+            order = [2, 0, 1, 3, 4]
+            works = [
+                dist.irecv(got[n], None if n == 3 else source, group, sent[n][1]) for n in order
+            ]
+        for work in works:
+            work.wait()
+        if world.rank != source:
+            assert works[3].source_rank() == source
+            for (tensor, _), received in zip(sent, got, strict=True):
+                assert torch.equal(values(received), tensor)
+
+
+@pytest.mark.parametrize("lengths", [(900, 1200), (1200, 900), (900, 9), (9, 900), (1200, 10)])
+def test_messages_of_unlike_sizes_are_refused(world, device_of, group_with_long_messages, lengths):
+    tensor = device_of(torch.zeros(lengths[world.rank]))
+    if world.rank == 0:
+        dist.isend(tensor, 1, group_with_long_messages)
+    else:
+        with pytest.raises(CollectiveError, match="unlike sizes"):
+            dist.recv(tensor, 0, group_with_long_messages)
+    world.comm.Barrier()
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_long_reduce_scatter_copies_pieces_while_others_are_exchanged(world, device_of, dtype):
+    lengths = [5_000_000 + 1000 * rank for rank in range(world.size)]
+    output = device_of(torch.ones(lengths[world.rank], dtype=dtype))
+    pieces = [(torch.arange(length) % 97 * (world.rank + 1)).to(dtype) for length in lengths]
+    given = [device_of(piece) for piece in pieces]
+    synchronizations.clear()
+    dist.reduce_scatter(output, given)
+    assert {each.name for each in synchronizations} <= {"event"}
+    factor = sum(range(1, world.size + 1))
+    assert torch.equal(values(output), (torch.arange(len(output)) % 97 * factor).to(dtype))
+
+
+@pytest.mark.sizes(2, 3)
+def test_long_gathers_copy_parts_while_others_are_exchanged(world, device_of, monkeypatch):
+    for name, value in (("LONG_BYTES", 5000), ("_ROUND_BYTES", 1600), ("_LEAST_CUT_BYTES", 64)):
+        monkeypatch.setattr(rounds, name, value)
+    lengths = [1500 + 200 * rank for rank in range(world.size)]
+    contents = [torch.arange(length) + 5000.0 * rank for rank, length in enumerate(lengths)]
+    pieces = [device_of(torch.zeros(length)) for length in lengths]
+    own, whole = device_of(contents[world.rank]), device_of(torch.zeros(world.size, 1500))
+    in_place = device_of(torch.cat(contents)).split(lengths)
+    short = own[:1500].clone()
+    synchronizations.clear()
+    dist.all_gather(pieces, own)
+    dist.all_gather([*in_place], in_place[world.rank])
+    dist.all_gather_into_tensor(whole, short)
+    assert {each.name for each in synchronizations} <= {"event"}
+    for found in (pieces, in_place):
+        assert all(torch.equal(values(f), c) for f, c in zip(found, contents, strict=True))
+    assert torch.equal(values(whole), torch.stack([content[:1500] for content in contents]))
+    if dist.group.WORLD.uses_library:
+        return
+    group, shift = dist.new_group(), int(world.rank == 0)
+    pieces[0] = pieces[0][shift:]
+    with pytest.raises(CollectiveError, match="unlike sizes"):
+        dist.all_gather(pieces, own[shift:], group)
+    dist.destroy_process_group(group)
 
 
 CHUNKS = 8

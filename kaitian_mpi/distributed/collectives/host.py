@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kaitian_mpi.distributed.collectives import rounds
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import SUM, as_buffer, as_raw_buffer, separate
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
@@ -140,6 +142,8 @@ class HostOperations:
 
         Equal ones go as in `all_gather_single`: Accelerate calls either, by a rank's own device.
         """
+        if self._gathers_in_rounds(pieces, tensor):
+            return
         are_equal = all(piece.numel() == tensor.numel() for piece in pieces)
         if not are_equal or self.size * tensor.nbytes > _LONG_GATHER_BYTES:
             self._exchange([tensor] * self.size, pieces)
@@ -152,6 +156,11 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
+        if output.nbytes > rounds.LONG_BYTES:
+            dense = contiguous(output)
+            if self._gathers_in_rounds(dense.view(-1).split(tensor.numel()), tensor):
+                from_host(dense, output)
+                return
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
         buffers = as_raw_buffer(source), as_raw_buffer(host)
@@ -165,6 +174,24 @@ class HostOperations:
             parts = host.view(-1).split(source.numel())
             pairwise.exchange(self._comm, [source] * self.size, parts)
         from_host(host, output)
+
+    def _gathers_in_rounds(self, pieces: Tensors, tensor: torch.Tensor) -> bool:
+        """Gather long tensors if one rank has an accelerator; return whether they were.
+
+        Raises:
+            CollectiveError: the ranks have lists of unlike sizes; on every rank.
+        """
+        sizes, relay = [piece.nbytes for piece in pieces], self._relay
+        is_long = self.size * max(sizes) > rounds.LONG_BYTES
+        if relay is None or not relay.has_accelerators or not is_long:
+            return False
+        rows = torch.zeros((self.size, self.size + 1), dtype=torch.int64)
+        self.all_gather_single(rows, torch.tensor([*sizes, tensor.nbytes]))
+        lists, own = rows[:, :-1], rows[:, -1]
+        if (lists != own).any():
+            raise CollectiveError(pairwise.UNLIKE_SIZES)
+        rounds.all_gather_in_rounds(self._comm, relay, pieces, tensor)
+        return True
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
         """Gather every rank's tensor into `pieces` on rank `root`; `pieces` is empty elsewhere."""
@@ -184,6 +211,8 @@ class HostOperations:
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
         """Reduce `pieces[r]` into `output` on rank r."""
         self._arrive()
+        if rounds.reduce_scatter_in_rounds(self._comm, self._relay, output, pieces, op):
+            return
         host = to_host(output, read=False)
         parts = [to_host(piece).view(-1) for piece in pieces]
         pairwise.reduce_scatter(self._comm, host.view(-1), parts, op)

@@ -16,7 +16,8 @@ Streams = AbstractContextManager[None]
 NO_STREAMS: Streams = nullcontext()
 """For tensors on the host."""
 
-_MAX_PINNED_BYTES = 64 << 20  # torch keeps page-locked memory, which is scarce
+MAX_PINNED_BYTES = 64 << 20
+"""Longer copies are in ordinary memory: torch keeps page-locked memory, which is scarce."""
 
 
 class SideStreams:
@@ -133,7 +134,7 @@ def to_host(tensor: torch.Tensor, *, read: bool = True) -> torch.Tensor:
     """Return a contiguous copy of `tensor` in host memory; for a contiguous host tensor, itself."""
     if tensor.is_cpu and is_plain(tensor):
         return tensor.detach() if tensor.requires_grad else tensor
-    pins = device_of(tensor.device).pins_memory and tensor.nbytes <= _MAX_PINNED_BYTES
+    pins = device_of(tensor.device).pins_memory and tensor.nbytes <= MAX_PINNED_BYTES
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
     if read:
         host.copy_(tensor.detach())  # blocking: MPI reads as soon as this returns

@@ -28,7 +28,8 @@ REPEATS = 4  # the first one warms up
 _FALLBACK_BYTES = 256 << 10  # if a longer chunk took no longer, as under a passing load
 _LEAST_LATENCY_SEC = 5e-5  # of the host's own part; a passing load may hide the rest
 _MIN_CHUNK_BYTES = 64 << 10
-_ALIGNMENT = 64  # a multiple of every dtype's size
+ALIGNMENT = 64
+"""In bytes: a multiple of every dtype's size."""
 
 
 class ChunkLengths(NamedTuple):
@@ -47,7 +48,7 @@ class ChunkLengths(NamedTuple):
         best = max(math.isqrt(total_bytes * self.half_bytes), _MIN_CHUNK_BYTES)
         least = -(-total_bytes // max(self.limit_bytes, _MIN_CHUNK_BYTES))
         count = max(least, round(total_bytes / best))
-        each = -(-total_bytes // max(count, 1) // _ALIGNMENT) * _ALIGNMENT
+        each = -(-total_bytes // max(count, 1) // ALIGNMENT) * ALIGNMENT
         return [min(each, total_bytes - at) for at in range(0, total_bytes, each or 1)] or [0]
 
 

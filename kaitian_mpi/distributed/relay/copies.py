@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ class _Reached:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class Copies:
     """Copies the chunks of one device's tensor out and back; used by one thread at a time.
@@ -28,8 +31,11 @@ class Copies:
     These are of a device without streams: done when the call returns.
     """
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor's memory, if its user drops it, until the copies are done."""
+
     def begin(self, tensor: torch.Tensor) -> None:
-        """Let the copies come after the work already queued on the current stream."""
+        """Keep the tensor, and let its copies come after what the current stream has to do."""
 
     def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
         """Start copying a chunk to host memory, once the device has reached `free`; return the end.
@@ -50,6 +56,10 @@ class Copies:
     def end(self) -> None:
         """Let later work on the current stream come after all copies; does not block the host."""
 
+    def on_back_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which the current stream is that of the copies back."""
+        return nullcontext()
+
 
 class StreamCopies(Copies):
     """Copies on two side streams of an accelerator.
@@ -64,12 +74,14 @@ class StreamCopies(Copies):
         self.out, self.back = module.Stream(device), module.Stream(device)
         self._last: Any = None
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        for stream in (self.out, self.back):
+            device_of(self._device).keep_until_done(tensor, stream)
+
     def begin(self, tensor: torch.Tensor) -> None:
         # The stream back need not wait: its copies are queued after the host has waited for a
         # copy out.
-        for stream in (self.out, self.back):
-            # If the caller drops the tensor, its memory must not be reused before they are done.
-            device_of(self._device).keep_until_done(tensor, stream)
+        self.keep(tensor)
         self.out.wait_event(self._record(self._module.current_stream(self._device)))
 
     def copy_out(self, host: torch.Tensor, chunk: torch.Tensor, free: Event | None) -> Event:
@@ -91,6 +103,9 @@ class StreamCopies(Copies):
         if self._last is not None:
             self._module.current_stream(self._device).wait_event(self._last)
             self._last = None
+
+    def on_back_stream(self) -> AbstractContextManager[Any]:
+        return self._module.stream(self.back)
 
     def _record(self, stream: Any) -> Event:
         event = event_to_wait_for(self._module)

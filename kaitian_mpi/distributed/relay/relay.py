@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.relay.chunking import COUNT, ChunkLengths, agree_on_pace
+from kaitian_mpi.distributed.relay.chunking import ALIGNMENT, COUNT, ChunkLengths, agree_on_pace
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
@@ -34,6 +34,12 @@ _log = logging.getLogger(__name__)
 Exchange = Callable[[torch.Tensor], None]
 """Takes a contiguous tensor in host memory and changes it in place."""
 
+Round = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""The flat tensors of a device that are copied out, and those that are copied back."""
+
+RoundExchange = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""Takes copies of a round's tensors in host memory, and writes those that are copied back."""
+
 
 @dataclass(eq=False)
 class Slot:
@@ -44,9 +50,9 @@ class Slot:
     free: Event | None = None
     """When the device has read what the last user left; None if there was none."""
 
-    def view_as(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the memory as a flat host tensor of a chunk's length and dtype."""
-        return self.memory[: chunk.nbytes].view(chunk.dtype)
+    def view_as(self, chunk: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Return the memory from a byte on as a flat host tensor of a chunk's length and dtype."""
+        return self.memory[start : start + chunk.nbytes].view(chunk.dtype)
 
 
 class Slots:
@@ -114,28 +120,58 @@ def exchange_in_chunks(
     Returns when the last copy back is queued: later work on the current stream comes after it. If
     `exchange` raises, the chunks so far are copied back.
     """
-    count = slots.provide(len(chunks), max(chunk.nbytes for chunk in chunks))
-    waiting = iter(chunks)
-    fetched: deque[tuple[torch.Tensor, Slot, torch.Tensor, Event]] = deque()
+    rounds = [([chunk], [chunk]) for chunk in chunks]
+    exchange_in_rounds(rounds, lambda sent, _: exchange(sent[0]), copies, slots)
+
+
+def exchange_in_rounds(
+    rounds: Sequence[Round], exchange: RoundExchange, copies: Copies, slots: Slots
+) -> None:
+    """Apply `exchange` to copies of each round's tensors in host memory, and copy back its results.
+
+    As `exchange_in_chunks` does. The first round has a part of all memory that others use.
+    """
+    sizes = [sum(_room(each) for each in _distinct(*each)) for each in rounds]
+    count = slots.provide(len(rounds), max(sizes))
+    waiting = iter(rounds)
+    fetched: deque[tuple[Round, Slot, dict[int, torch.Tensor], list[Event]]] = deque()
 
     def fetch(number: int) -> None:
-        for chunk in islice(waiting, number):
-            slot = slots.take()
-            host = slot.view_as(chunk)
-            fetched.append((chunk, slot, host, copies.copy_out(host, chunk, slot.free)))
+        for sent, received in islice(waiting, number):
+            slot, start = slots.take(), 0
+            hosts: dict[int, torch.Tensor] = {}
+            for each in _distinct(sent, received):
+                hosts[id(each)] = slot.view_as(each, start)
+                start += _room(each)
+            full = [each for each in _distinct(sent) if each.numel()]
+            ends = [copies.copy_out(hosts[id(each)], each, slot.free) for each in full]
+            fetched.append(((sent, received), slot, hosts, ends))
 
-    copies.begin(chunks[0])
+    for tensor in _distinct(*rounds[0]):
+        copies.begin(tensor)
     try:
         fetch(count)
         while fetched:
-            chunk, slot, host, copied = fetched.popleft()
-            copied.synchronize()
-            with part("exchange", EXCHANGE, bytes=host.nbytes):
-                exchange(host)
-            slot.free = copies.copy_back(chunk, host)
+            (sent, received), slot, hosts, ends = fetched.popleft()
+            for end in ends[-1:]:  # which come one after the other
+                end.synchronize()
+            given = [hosts[id(each)] for each in sent]
+            with part("exchange", EXCHANGE, bytes=sum(each.nbytes for each in given)):
+                exchange(given, [hosts[id(each)] for each in received])
+            for tensor in (each for each in received if each.numel()):
+                slot.free = copies.copy_back(tensor, hosts[id(tensor)])
             fetch(1)  # into the same slot, when it is copied back
     finally:
         copies.end()
+
+
+def _distinct(*lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [*{id(tensor): tensor for tensors in lists for tensor in tensors}.values()]
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in a slot, so that the next one is aligned."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Relay:
@@ -179,11 +215,23 @@ class Relay:
                 with part("exchange", EXCHANGE, bytes=chunk.nbytes):
                     exchange(chunk)
         else:
-            if device not in self._paths:
-                self._paths[device] = copies_of(device), Slots(pins=device_of(device).pins_memory)
-            exchange_in_chunks(chunks, exchange, *self._paths[device])
+            exchange_in_chunks(chunks, exchange, *self._path(device))
         if crossing is not tensor:
             tensor.copy_(crossing)
+
+    def exchange_in_rounds(self, rounds: Sequence[Round], exchange: RoundExchange) -> None:
+        """Apply `exchange` to each round's tensors, all of which are on one device."""
+        device = rounds[0][0][0].device
+        if not device_of(device).is_host:
+            exchange_in_rounds(rounds, exchange, *self._path(device))
+            return
+        for sent, received in rounds:
+            exchange(sent, received)
+
+    def _path(self, device: torch.device) -> tuple[Copies, Slots]:
+        if device not in self._paths:
+            self._paths[device] = copies_of(device), Slots(pins=device_of(device).pins_memory)
+        return self._paths[device]
 
     def split(self, comm: MPI.Comm, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks of a flat tensor. Collective over `comm` the first time."""

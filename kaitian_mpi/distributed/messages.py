@@ -1,0 +1,175 @@
+"""The work of a pending message between two ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from kaitian_mpi.distributed.collectives import staging
+from kaitian_mpi.distributed.collectives.staging import StreamEnd, from_host
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.collectives.work import Queued
+from kaitian_mpi.errors import format_ranks
+from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+HEADER_BYTES = 9
+"""The length of the announcement of a message that goes in pieces: of no tensor of numbers."""
+
+UNLIKE_SIZES = "the tensors of send and recv have unlike sizes; give both ranks tensors of one size"
+
+
+@not_compiled
+class Message(Queued):
+    """The work of a pending message; done when its tensor may be used again.
+
+    Its timeout starts with the first wait, as with gloo: a receive may be posted long before.
+    """
+
+    fault = ""
+    """Why what MPI has received is not the tensor; empty if it is."""
+    is_canceled = False
+    """Whether a receive that MPI is done with was canceled, and so got no message."""
+
+    def __init__(self, tensor: torch.Tensor, peer: int, tag: int, *, is_receive: bool) -> None:
+        # A message is sent from a copy, so that its end is no matter of the device's streams.
+        super().__init__([tensor] if is_receive else [])
+        self.peer, self.tag, self.is_receive = peer, tag, is_receive
+        self._tensor = tensor
+        self._source = -1
+        self.awaited_since = float("inf")
+        """When the first wait for it started, by `time.perf_counter`."""
+        self.peer_left = False
+        self.moved = 0
+        """How many of its pieces MPI is done with."""
+
+    def _source_rank(self) -> int:
+        """Return the sender's rank; -1 until the message has been received."""
+        return self._source
+
+    source_rank = _source_rank
+
+    @property
+    def is_waiting_to_start(self) -> bool:
+        """Whether MPI has not been given all of the message yet."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Give MPI what it can be given of the message."""
+        raise NotImplementedError
+
+    def is_transferred(self) -> bool:
+        """Return whether MPI is done with the message; lets MPI make progress."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Cancel what no message has matched of a receive."""
+        raise NotImplementedError
+
+    def holds_back(self, later: Message) -> bool:
+        """Return whether MPI must not be given a later message before all of this one.
+
+        MPI keeps the order of messages that it could match with each other's receives.
+        """
+        peers = self.peer, later.peer
+        is_alike = self.tag == later.tag and self.is_receive == later.is_receive
+        may_match = peers[0] == peers[1] or ANY_SOURCE in peers
+        return self.is_waiting_to_start and is_alike and may_match
+
+    @contextmanager
+    def noticing_unlike_sizes(self) -> Iterator[None]:
+        """Note as a fault that MPI has more than the receive has room for."""
+        from mpi4py import MPI
+
+        try:
+            yield
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            self.fault = UNLIKE_SIZES
+
+    def describe(self, size: int) -> str:
+        who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
+        return f"a message from {who}" if self.is_receive else f"{who} to receive"
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # also called by `synchronize`
+        self._start_timeout()
+        return super().wait(timeout)
+
+    def get_future(self) -> torch.futures.Future:
+        self._start_timeout()
+        return super().get_future()
+
+    def _start_timeout(self) -> None:
+        self.awaited_since = min(self.awaited_since, time.perf_counter())
+
+
+@not_compiled
+class ShortMessage(Message):
+    """A message of one piece, by way of a copy of a device's tensor in host memory."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        buffer: torch.Tensor,
+        start: Callable[[], MPI.Request],
+        peer: int,
+        tag: int,
+        *,
+        is_receive: bool,
+        streams: staging.Streams = staging.NO_STREAMS,
+        filled: StreamEnd | None = None,
+    ) -> None:
+        """Follow the request that `start` returns, whose buffer is in host memory.
+
+        What it receives is for `tensor`. What it sends is in the buffer once `filled` is reached.
+        """
+        from mpi4py import MPI
+
+        super().__init__(tensor, peer, tag, is_receive=is_receive)
+        self._buffer, self._streams = buffer, streams
+        self._start, self._filled = start, filled
+        self._request: MPI.Request | None = None
+        self._status = MPI.Status()
+        self._is_transferred = False
+
+    @property
+    def is_waiting_to_start(self) -> bool:
+        return self._request is None and not self._is_transferred
+
+    def start(self) -> None:
+        if self._request is None and (self._filled is None or self._filled.is_reached()):
+            self._request = self._start()
+
+    def is_transferred(self) -> bool:
+        from mpi4py import MPI
+
+        # A second test would clear the status.
+        if not self._is_transferred and self._request is not None:
+            with self.noticing_unlike_sizes():
+                self._is_transferred = self._request.Test(self._status)
+            if self._is_transferred and self.is_receive:
+                self.is_canceled = self._status.Is_cancelled()
+                if self._buffer.nbytes > HEADER_BYTES == self._status.Get_count(MPI.BYTE):
+                    self.fault = UNLIKE_SIZES
+        return self._is_transferred or bool(self.fault)
+
+    def cancel(self) -> None:
+        if self._request is not None:
+            self._request.Cancel()
+        else:
+            self._is_transferred = self.is_canceled = True
+
+    def finish(self) -> None:
+        self._source = self._status.Get_source()
+        with self._streams:
+            if self.is_receive:
+                from_host(self._buffer, self._tensor, non_blocking=True)
+            super().finish()
