@@ -64,7 +64,12 @@ class LayoutJob:
     @property
     def min_activation_bytes(self) -> float:
         """The bytes of the activations of the smallest micro-batch."""
-        return self.chain.min_batch * self.whole.kept_bytes
+        return self.chain.min_batch * self.sample_bytes
+
+    @property
+    def sample_bytes(self) -> float:
+        """The bytes of a sample's activations, and of temporaries while these are computed."""
+        return self.whole.kept_bytes + self.whole.temporary_bytes
 
     def optimizer_bytes(self, fraction: np.ndarray) -> np.ndarray:
         """Return the temporary bytes of each rank's optimizer to step this fraction at once."""
@@ -292,7 +297,7 @@ def _divide(
     table = CostTable.from_costs(
         [RankCost(sum(rank.fixed_sec), sum(rank.sample_sec)) for rank in chain.ranks]
     )
-    fitting = np.floor((job.memory_bytes - fixed_bytes) / max(job.whole.kept_bytes, 1.0))
+    fitting = np.floor((job.memory_bytes - fixed_bytes) / max(job.sample_bytes, 1.0))
     fitting = np.minimum(fitting, chain.micro_batch or chain.global_batch)
     table = replace(table, largest_micro_batch=np.maximum(fitting, chain.min_batch))
     loaded = replace(table, alpha_sec=table.alpha_sec + other_sec)

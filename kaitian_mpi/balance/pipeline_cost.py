@@ -51,6 +51,8 @@ class Layer:
     """The number of parameters that an optimizer steps."""
     cast_bytes: float = 0.0
     """Bytes of autocast's copies of its weights, during a step."""
+    temporary_bytes: float = 0.0
+    """Bytes per sample that it allocates at most besides, during its forward or backward."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,7 @@ def _memory(
         largest = max(layer.largest_bytes for layer in layers)
         trained = sum(layer.trained_bytes for layer in layers)
         casts = sum(layer.cast_bytes for layer in layers)
+        temporary = max(layer.temporary_bytes for layer in layers)
         kept = samples * sum(layer.kept_bytes for layer in layers)
         ends = job.layers[max(0, stage.begin - 1)].output_bytes + layers[-1].output_bytes
         share = math.ceil(min(count, window) / replicas)
@@ -237,6 +240,7 @@ def _memory(
             facts = job.ranks[rank]
             in_flight = share if job.is_large else max_in_flight(micro_batches[rank], window)
             computing = in_flight * kept + TRANSIT * samples * ends + largest + casts
+            computing += samples * temporary
             optimizer = trained if facts.steps_at_once else TEMPORARIES * largest
             peak = facts.base_bytes + owned + max(computing, optimizer)
             by_rank[rank] = max(by_rank[rank], int(peak))

@@ -172,6 +172,7 @@ class _Program:
         ends = self._outputs[:-1, None] + self._outputs[None, :]
         self._transit = np.zeros_like(self._kept)
         self._transit[:-1] = TRANSIT * ends
+        self._transit += _largest([one.temporary_bytes * self._samples for one in layers])
         self._times = []
         self._speeds = []
         self._chunks: dict[tuple[int, int, int], tuple[float, np.ndarray]] = {}

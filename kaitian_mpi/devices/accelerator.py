@@ -179,6 +179,13 @@ class Accelerator(Device):
         reserved = self._call("max_memory_reserved", index)
         return int(reserved or self._call("max_memory_allocated", index))
 
+    def tensor_bytes(self, index: int) -> tuple[int, int]:
+        with suppress(KindError):
+            names = "memory_allocated", "max_memory_allocated"
+            now, most = (int(self._call(name, index)) for name in names)
+            return now, most
+        return 0, 0
+
     def release_cached_memory(self) -> None:
         with suppress(KindError):
             self._call("empty_cache")

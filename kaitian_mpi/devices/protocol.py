@@ -164,6 +164,13 @@ class Device:
         """Return the most memory that this process has used at once since `restart_memory_peak`."""
         raise NotImplementedError
 
+    def tensor_bytes(self, index: int) -> tuple[int, int]:
+        """Return the bytes of tensors on the device, and the most since `restart_memory_peak`.
+
+        Both are 0 if the device does not count them.
+        """
+        return 0, 0
+
     def release_cached_memory(self) -> None:
         """Release the unused memory that torch's allocator caches."""
 

@@ -157,6 +157,17 @@ def test_a_plan_has_room_for_what_an_optimizer_takes_while_it_steps():
     assert all(own <= 450 * MB for own in plan_pipeline(job).bytes_by_rank)
 
 
+def test_what_a_layer_has_at_once_counts_once_for_a_stage():
+    job, stages = job_of([("gpu", 900, 1)], micro_batch=4), [Stage(0, 12, (0,), (1.0,))]
+    layers = [replace(each, temporary_bytes=n * MB) for n, each in enumerate(job.layers)]
+    with_some = replace(job, layers=tuple(layers))
+    plans = [predict(each, stages, 4, 0) for each in (job, with_some)]
+    assert plans[1].bytes_by_rank[0] - plans[0].bytes_by_rank[0] == 4 * 11 * MB
+    for each in (replace(job, micro_batch=0), replace(with_some, micro_batch=0)):
+        tight = replace(each, ranks=[replace(job.ranks[0], memory_bytes=560 * MB)])
+        assert 0.8 < plan_pipeline(tight).bytes_by_rank[0] / (560 * MB) <= 1
+
+
 @pytest.mark.parametrize(
     ("slower", "steps", "moves"), [(1.0, 1000, False), (4.0, 1000, True), (4.0, 1, False)]
 )

@@ -15,14 +15,17 @@ from torch.nn import functional
 
 from kaitian_mpi import Task
 from kaitian_mpi.balance.pipeline import Stage
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.pipeline.chain import chain_of
 from kaitian_mpi.train.pipeline.gradients import StageGradients
-from kaitian_mpi.train.pipeline.measure import measure_links
+from kaitian_mpi.train.pipeline.measure import find_facts, measure_links
 from kaitian_mpi.train.pipeline.messages import Activations, Gradients, Outbox
 from kaitian_mpi.train.pipeline.peers import PeerGroups, join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
+from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation
 
 COUNT = 5  # micro-batches
@@ -155,3 +158,26 @@ def test_a_link_is_measured_from_device_to_device(world):
     }
     if "cpu vendor" in links:
         assert links["cpu vendor"].busy_sec >= 0.9 / bytes_per_sec
+
+
+class Wide(nn.Linear):
+    """Has for a moment many times its input."""
+
+    def forward(self, x):
+        return super().forward(x + x.detach().repeat(1, WIDTH).sum() * 0)
+
+
+WIDTH = 256
+
+
+@pytest.mark.sizes(2)
+def test_what_a_layer_has_for_a_moment_is_measured(world):
+    """Besides what it keeps, which saved tensors show; on an accelerator."""
+    model = nn.Sequential(Wide(64, 64), nn.Linear(64, 5))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.arange(64) % 5)
+    task = Task(model=model, optimizer=lambda m: torch.optim.AdamW(m.parameters()), data=data)
+    task = Task(**{**vars(task), "loss": loss})
+    config = TrainConfig(layout="pipeline", global_batch_size=32, benchmark_seconds=0.2)
+    layers = find_facts(config, Setup(task, NoFolder()), world).layers
+    assert 0.9 * WIDTH * 64 * 4 <= layers[0].temporary_bytes <= 1.5 * WIDTH * 64 * 4
+    assert layers[1].temporary_bytes < 0.1 * WIDTH * 64 * 4

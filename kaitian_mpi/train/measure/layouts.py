@@ -42,7 +42,7 @@ from kaitian_mpi.train.measure.allreduce import (
 )
 from kaitian_mpi.train.measure.plan import min_batch_by_layers
 from kaitian_mpi.train.measure.room import shard_needs
-from kaitian_mpi.train.pipeline.layer_timer import layer_of
+from kaitian_mpi.train.pipeline.layer_timer import LayerBytes, layer_of
 from kaitian_mpi.train.pipeline.measure import PipelineFacts, find_facts
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.sharded_step import check_parts
@@ -151,7 +151,9 @@ def _without_timings(
 def _whole(model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]) -> Layer:
     """Return what the model takes, of what its layers keep."""
     kept = sum(layer.kept_bytes for layer in layers)
-    return layer_of(model, optimizers, kept, 0.0, sum(layer.cast_bytes for layer in layers))
+    casts = sum(layer.cast_bytes for layer in layers)
+    temporary = max(layer.temporary_bytes for layer in layers)
+    return layer_of(model, optimizers, LayerBytes(kept, casts, temporary))
 
 
 def _refused(config: TrainingConfig, task: Task) -> dict[str, str]:

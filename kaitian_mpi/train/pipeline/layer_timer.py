@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,6 +48,19 @@ _PART_OF_TRIAL = 0.002  # of the memory's bytes, in numbers: of which AdamW need
 _SMALL_TRIALS = 64
 
 
+class LayerBytes(NamedTuple):
+    """The bytes of a layer that are not those of its parameters."""
+
+    kept: float = 0.0
+    """Of a sample, from its forward to its backward."""
+    casts: float = 0.0
+    """Of the copies that autocast makes of its weights."""
+    temporary: float = 0.0
+    """That it has at once besides, for a sample."""
+    output: float = 0.0
+    """That it returns, for a sample."""
+
+
 class LayerTimer:
     """Times each layer on this rank, with small and large micro-batches.
 
@@ -71,8 +84,7 @@ class LayerTimer:
         self._smallest, self._most = min_batch, max(min_batch, min(len(setup.train), share))
         self._times: dict[int, list[list[tuple[float, float]]]] = {}
         self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
-        self._kept, self._outputs = [0.0] * len(chain), [0.0] * len(chain)
-        self._casts = [0.0] * len(chain)
+        self._bytes = [LayerBytes() for _ in chain]
         self._repeats = 1 if world.device_kind.is_host else _REPEATS
         self._at_work = 0
 
@@ -116,8 +128,8 @@ class LayerTimer:
             steps_at_once(optimizers, device.is_host),
             self._world.info.node,
         )
-        found = zip(self._chain, self._kept, self._outputs, self._casts, strict=True)
-        return facts, [layer_of(layer, optimizers, *each) for layer, *each in found]
+        pairs = zip(self._chain, self._bytes, strict=True)
+        return facts, [layer_of(layer, optimizers, found) for layer, found in pairs]
 
     def _grow(self, memory: float) -> None:
         """Time larger and larger micro-batches, up to an equal share, while there is time."""
@@ -132,7 +144,8 @@ class LayerTimer:
             larger = min(_LARGER * size, self._most)
             if larger == size or (is_long and len(self._times) > 1):
                 return
-            if larger * max(self._kept) * self._repeats > _PART_OF_MEMORY * memory:
+            kept = max(found.kept for found in self._bytes)
+            if larger * kept * self._repeats > _PART_OF_MEMORY * memory:
                 return
             size = larger
 
@@ -166,12 +179,14 @@ class LayerTimer:
             with self._on_device(layer):
                 if size not in self._times:  # this also prepares the device for these sizes
                     kept, casts = self._keeps(layer, _fresh(*given))
-                    self._kept[number], self._casts[number] = kept / size, casts
+                    temporary = self._at_once(layer, _fresh(*given))
+                    self._bytes[number] = LayerBytes(kept / size, casts, temporary / size)
                 inputs = [_fresh(*given) for _ in range(self._repeats)]
                 seconds, carried = self._time(layer, inputs)
             found.append(seconds)
             call = call if all_need_call(self._chain) else None
-            self._outputs[number] = sum(t.nbytes for t in tensors_in(carried)) / size
+            output = sum(t.nbytes for t in tensors_in(carried)) / size
+            self._bytes[number] = self._bytes[number]._replace(output=output)
         return found
 
     def _too_large(self, size: int) -> str:
@@ -210,6 +225,25 @@ class LayerTimer:
         _backward(last)
         kept = sum(size for memory, size in saved.items() if memory not in copies)
         return float(kept), float(sum(copies.values()))
+
+    def _at_once(self, layer: nn.Module, given: _Given) -> float:
+        """Return the bytes that a layer has at once besides what it keeps, returns and trains.
+
+        Its parameters have gradients, to which backward adds; this takes as much as the largest.
+        Nothing on the host, which does not count what tensors take.
+        """
+        device, index = self._world.device_kind, self._world.device_index
+        if device.is_host:
+            return 0.0
+        device.restart_memory_peak(index)
+        with self._computation.autocast():
+            _, last = self._through(layer, *given)
+        kept, most_forward = device.tensor_bytes(index)
+        device.restart_memory_peak(index)
+        _backward(last)
+        _, most_backward = device.tensor_bytes(index)
+        largest = max((each.nbytes for each in layer.parameters()), default=0)
+        return float(max(0, most_forward - kept, most_backward - kept - largest))
 
     def _time(self, layer: nn.Module, inputs: Sequence[_Given]) -> tuple[tuple[float, float], Any]:
         """Return the seconds of a forward and of a backward, and what the forward returns.
@@ -349,17 +383,8 @@ def _medians(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[floa
     ]
 
 
-def layer_of(
-    layer: nn.Module,
-    optimizers: Sequence[Optimizer],
-    kept: float,
-    output: float,
-    casts: float = 0.0,
-) -> Layer:
-    """Return what a layer takes that keeps and returns so many bytes of a sample.
-
-    `casts` are the bytes of what autocast makes of its weights.
-    """
+def layer_of(layer: nn.Module, optimizers: Sequence[Optimizer], found: LayerBytes) -> Layer:
+    """Return what a layer takes, of which these bytes were measured."""
     stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
     parameters = list(layer.parameters())
     trained = [p.nbytes for p in parameters if p.requires_grad and p in stepped]
@@ -367,12 +392,13 @@ def layer_of(
     return Layer(
         size,
         sum(trained) * (1 + usual_states(optimizers)),
-        kept,
-        output,
+        found.kept,
+        found.output,
         max((p.nbytes for p in parameters), default=0),
         sum(trained),
         len(trained),
-        casts,
+        found.casts,
+        found.temporary,
     )
 
 

@@ -120,10 +120,17 @@ def find_facts(
         info.place: rebuild(RankFacts, found)
         for info, (found, _) in zip(world.infos, gathered, strict=True)
     }
-    known = rebuild(tuple[Layer, ...], gathered[0][1])
+    known = _together([rebuild(tuple[Layer, ...], layers) for _, layers in gathered])
     if config.balance == "off" and config.layout == "pipeline":
         by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
     return PipelineFacts(known, by_place, measure_links(world))
+
+
+def _together(by_rank: Sequence[Sequence[Layer]]) -> tuple[Layer, ...]:
+    """Return the layers as rank 0 has measured them, with the most that any has at once."""
+    most = [max(each.temporary_bytes for each in rows) for rows in zip(*by_rank, strict=True)]
+    pairs = zip(by_rank[0], most, strict=True)
+    return tuple(replace(layer, temporary_bytes=size) for layer, size in pairs)
 
 
 def measure_links(world: World) -> dict[str, Hop]:
