@@ -28,7 +28,8 @@ from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 
-# Buckets that are summed at once; backward waits for more, so that memory is bounded.
+# Buckets that are summed at once, besides those that have buffers anyway; backward waits for more,
+# so that memory is bounded.
 _IN_FLIGHT = 2
 _NOT_ARRIVED = "the owners' values have not arrived"
 
@@ -355,7 +356,8 @@ class ShardReducer(GradientReducer):
 
     def _sum_next(self) -> None:
         """Fill a bucket, and start its sum."""
-        self._land(_IN_FLIGHT - 1)
+        while sum(map(self._is_limited, self._flights)) >= _IN_FLIGHT:
+            self._land(len(self._flights) - 1)
         number, bucket = self._filled, self._buckets[self._filled]
         self._filled += 1
         self._check_seen(bucket.parameters)
@@ -376,6 +378,15 @@ class ShardReducer(GradientReducer):
         work = bucket.start_sum(arriving, buffer, self._group)
         is_last = self._round + 1 == self.rounds
         self._flights.append((bucket, work, arriving, adds, is_last, buffer))
+
+    def _is_limited(self, flight: Any) -> bool:
+        """Return whether a bucket that is being summed takes memory that nothing has set aside.
+
+        If values may arrive late, there are buffers for all buckets but those of one parameter, and
+        the device need not wait for a rank that is behind.
+        """
+        bucket, _, _, adds, *_ = flight
+        return not self._overlaps or bucket.is_whole or adds
 
     def _land(self, most: int) -> None:
         """Wait until at most so many buckets are being summed."""

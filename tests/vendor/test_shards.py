@@ -19,12 +19,15 @@ from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shard_buckets import ShardBucket
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi.world import keep_ranks
+from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.measure.layouts import measure_exchange
 from kaitian_mpi.train.shards import Shards
 
 MEMORY = [1, 3, 2, 5]
 
 
+LONG_SEC = 20.0  # in which a device computes a little, however busy the machine is
+TAG = 999  # of no library's message
 CALLS = {"reduce_scatter", "allgather", "alltoall"}
 
 
@@ -199,5 +202,38 @@ def test_parts_of_one_length_are_exchanged_without_a_copy_of_all(world, has_bias
         assert module.max_memory_allocated() == before
     reducer.check_values()
     assert {*fake_library.calls} == {"reduce_scatter_single", "all_gather_single"}
+    assert agree(world, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    reducer.close()
+
+
+@pytest.mark.sizes(2)
+def test_backward_does_not_wait_on_the_device_for_a_rank_that_is_behind(world):
+    """If there are buffers for all buckets; a library's sum ends when all ranks have begun it."""
+    if len(world.groups) > 1:
+        pytest.skip("in host memory, the host waits")
+    torch.manual_seed(5)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)]).to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shards = Shards(model, [optimizer])
+    shards.assign(world, without_mirrors([1.0] * world.size))
+    reducer = shards.reducer(model, bucket_caps=(1200, 1200))
+    assert len(reducer._buckets) > 4
+    x = torch.ones(3, 16, device=world.device)
+    dist.all_reduce(x.clone())  # which makes the library's communicator
+    for _ in range(2):
+        reducer.arm(0.5)
+        if world.rank:
+            world.comm.recv(source=0, tag=TAG)
+        model(x).square().sum().backward()
+        end = current_stream().record_event()
+        if world.rank == 0:
+            is_reached = wait_until(end.query, LONG_SEC)
+            world.comm.send(None, 1, TAG)
+            assert is_reached
+        reducer.finish()
+        optimizer.step()
+        shards.zero_gradients()
+        reducer.share_values()
+    reducer.check_values()
     assert agree(world, torch.cat([p.detach().flatten() for p in model.parameters()]))
     reducer.close()
