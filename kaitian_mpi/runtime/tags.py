@@ -21,6 +21,7 @@ CLOCK = 3
 ALIVE = 5
 AWAITED = 6
 STATE = 7
+AGREEMENT = 8
 NETWORK = range(10, 1_000)
 
 # MPI's own world, on which nothing but kaitian-doctor communicates

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.mpi_libraries import survival_requested
-from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.runtime.polling import wait_request, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _POLL_SEC = 0.01
 _LISTEN_SEC = 0.2
 _DELIVERY_SEC = 2.0
+
+# What a rank passes to an agreement, and, as the last, what comes of a damaged value.
+_NO, _YES, _UNREADABLE = 1, 3, 0
 
 _endings: MPI.Intracomm | None = None  # for the messages by which a rank ends the job
 _tracked: list[MPI.Comm] = []
@@ -100,15 +104,51 @@ def make_progress() -> None:
 
 
 def agree(comm: MPI.Intracomm, ok: bool) -> bool:
-    """Return whether every rank passed True and none is lost: the same on all. Collective."""
+    """Return whether every rank passed True and none is lost: the same on all. Collective.
+
+    Raises:
+        RuntimeError: MPI has damaged the outcome on its way to this rank, which cannot go on: the
+            others may have read it.
+    """
     from mpi4py import MPI
 
-    try:
-        return bool(comm.Agree(int(ok)))
-    except MPI.Exception as error:
-        if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
-            return False
-        raise
+    outcome = _UNREADABLE
+    while outcome == _UNREADABLE:
+        try:
+            outcome = _agree_once(comm, _YES if ok else _NO)
+        except MPI.Exception as error:
+            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
+                return False
+            raise
+    if outcome not in (_NO, _YES):
+        raise RuntimeError("MPI has damaged what the ranks have agreed on; start the job again")
+    return outcome == _YES
+
+
+def _agree_once(comm: MPI.Intracomm, value: int) -> int:
+    """Return the ranks' values combined by a bitwise and. Collective.
+
+    Open MPI (5.0.11) damages an agreement's message that one thread of a process receives while
+    another one enters the agreement: its value becomes half of an address, whose lowest bits are 0.
+    A value that is damaged on its way to rank 0 makes the outcome `_UNREADABLE`, on every rank. An
+    outcome is not damaged on its way back: rank 0, which decides it, is the last to enter.
+    """
+    if comm.rank == 0:
+        with tolerating_loss():
+            _wait_for_others(comm)
+    outcome = array("i", [value])
+    request = comm.Iagree(outcome)
+    if comm.rank != 0:
+        with tolerating_loss():
+            comm.Isend(b"", 0, tags.AGREEMENT).Free()  # it has no buffer to keep
+    wait_request(request)
+    return outcome[0]
+
+
+def _wait_for_others(comm: MPI.Intracomm) -> None:
+    """Wait until all others have entered an agreement; raises if one is, or may be, lost."""
+    for request in [comm.Irecv(bytearray(), rank, tags.AGREEMENT) for rank in range(1, comm.size)]:
+        wait_request(request)
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

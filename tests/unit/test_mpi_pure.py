@@ -15,7 +15,7 @@ from kaitian_mpi.distributed.creation import clear_store_barrier, store_barrier
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import join_errors
 from kaitian_mpi.mpi.topology import RankInfo, may_group_by_host, plan_groups
-from kaitian_mpi.runtime import launcher, mpi_libraries
+from kaitian_mpi.runtime import launcher, mpi_libraries, ulfm
 from kaitian_mpi.runtime.polling import wait_request
 
 BY_OPEN_MPI = {
@@ -230,3 +230,51 @@ def test_all_ranks_get_the_same_new_name_and_none_waits_for_one_that_has_left():
     )
     message = "new_group: rank 1 of 3 left the job without calling it; every rank must call it"
     assert outcomes == {0: message, 2: message}  # not that of a timeout
+
+
+def agreeing_comm(rank, *outcomes):
+    """Return a communicator of four ranks whose agreements come out so, and what it is asked."""
+    asked, left = [], list(outcomes)
+
+    def agree(value):
+        asked.append(("agree", value[0]))
+        value[0] = left.pop(0)
+        return SimpleNamespace(Test=lambda: True)
+
+    def send(content, rank, tag):
+        asked.append(("send", rank))
+        return SimpleNamespace(Free=lambda: None)
+
+    def receive(buffer, rank, tag):
+        return SimpleNamespace(Test=lambda: asked.append(("received", rank)) or True)
+
+    return SimpleNamespace(rank=rank, size=4, Iagree=agree, Isend=send, Irecv=receive), asked
+
+
+@pytest.mark.parametrize(
+    ("ok", "outcomes", "expected"),
+    [
+        (True, [3], True),
+        (True, [1], False),
+        (False, [1], False),
+        # A rank's value was damaged: the lowest bits of an address are 0.
+        (True, [0, 0, 3], True),
+        (True, [0, 1], False),
+    ],
+)
+def test_ranks_agree_again_on_values_that_mpi_has_damaged(ok, outcomes, expected):
+    comm, asked = agreeing_comm(1, *outcomes)
+    assert ulfm.agree(comm, ok) is expected
+    assert asked == [("agree", 3 if ok else 1), ("send", 0)] * len(outcomes)
+
+
+def test_the_rank_that_decides_an_agreement_is_the_last_to_enter():
+    comm, asked = agreeing_comm(0, 3)
+    assert ulfm.agree(comm, True)
+    assert asked == [("received", 1), ("received", 2), ("received", 3), ("agree", 3)]
+
+
+def test_an_agreement_that_only_this_rank_cannot_read_ends_the_job():
+    comm, _ = agreeing_comm(2, 0x15FBCAF8)
+    with pytest.raises(RuntimeError, match="MPI has damaged what the ranks have agreed on"):
+        ulfm.agree(comm, True)
