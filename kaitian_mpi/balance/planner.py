@@ -26,7 +26,6 @@ class Planner:
         names: Sequence[object],
         costs: Sequence[RankCost] | None = None,
         min_batch: int = 1,
-        max_growth: float = MAX_GROWTH,
         ahead: int = 0,
     ) -> None:
         """Start with the batch sizes that the ranks have now.
@@ -36,12 +35,10 @@ class Planner:
             names: the ranks' names, used in the reason of a plan.
             costs: the cost of each rank's step; None: learn it from the first steps.
             min_batch: the least number of samples of a rank.
-            max_growth: the factor by which a batch may grow at once.
             ahead: the number of steps after which a plan applies.
         """
         self._names = names
         self._min_batch = min_batch
-        self._max_growth = max_growth
         self._learner: CostLearner | None = None
         self._rebalancer: Rebalancer | None = None
         if costs:
@@ -56,15 +53,16 @@ class Planner:
         """Each rank's cost as estimated from its steps; None while it is learned."""
         return self._rebalancer.costs if self._rebalancer is not None else None
 
-    def observe(self, steps: RankSteps) -> NewPlan | None:
+    def observe(self, steps: RankSteps, max_growth: float = MAX_GROWTH) -> NewPlan | None:
         """Add the times of a step; return a new plan whose reason names the rank, or None.
 
-        Not collective.
+        A batch is at most `max_growth` times any before; infinite for one that is computed in
+        micro-batches. Not collective.
         """
         if self._learner is not None:
             return self._learn(self._learner, steps)
         assert self._rebalancer is not None
-        plan = self._rebalancer.observe(steps)
+        plan = self._rebalancer.observe(steps, max_growth)
         if plan is None:
             return None
         return replace(plan, reason=f"{self._names[plan.rank]} {plan.reason}")
@@ -82,4 +80,4 @@ class Planner:
         return NewPlan(batch_sizes, learner.gain, factors, rank=0, reason=reason)
 
     def _follow(self, costs: Sequence[RankCost], batch_sizes: Sequence[int]) -> None:
-        self._rebalancer = Rebalancer(costs, batch_sizes, self._min_batch, self._max_growth)
+        self._rebalancer = Rebalancer(costs, batch_sizes, self._min_batch)

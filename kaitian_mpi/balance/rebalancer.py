@@ -82,16 +82,10 @@ class Rebalancer:
         costs: Sequence[RankCost],
         batch_sizes: Sequence[int],
         min_batch: int = 1,
-        max_growth: float = math.inf,
     ) -> None:
-        """Start from a plan and the ranks' benchmarked costs.
-
-        Because a larger batch may not fit in memory, a rank's next batch is at most `max_growth`
-        times its largest so far.
-        """
+        """Start from a plan and the ranks' benchmarked costs."""
         self.batch_sizes = list(batch_sizes)
         self._min_batch = min_batch
-        self._max_growth = max_growth
         self._largest = list(batch_sizes)
         self._costs = CostTable.from_costs(costs)
         self._monitors = SpeedMonitors(len(costs))
@@ -112,8 +106,12 @@ class Rebalancer:
         """Each rank's estimated cost of a step."""
         return self._scaled(self._monitors.log_factors).costs()
 
-    def observe(self, steps: RankSteps) -> NewPlan | None:
+    def observe(self, steps: RankSteps, max_growth: float = math.inf) -> NewPlan | None:
         """Add a step's times of all ranks; return a new plan if it is worth the change, else None.
+
+        A share that is computed at once may not fit in memory: a rank's next one is at most
+        `max_growth` times its largest so far, and at most its largest micro-batch. With
+        micro-batches any share fits, and `max_growth` is infinite.
 
         A step with other shares than the plan's is ignored: the last, partial step of an epoch, or
         one whose batches were fetched before the plan. The returned plan becomes the current one.
@@ -127,7 +125,7 @@ class Rebalancer:
         self._steps += 1
         if self._steps == _STEPS_BETWEEN and self._previous is not None:
             self._separate(*self._previous)
-        plan = self._better_plan() if self._steps >= _STEPS_BETWEEN else None
+        plan = self._better_plan(max_growth) if self._steps >= _STEPS_BETWEEN else None
         if plan is not None:
             shares = np.array(self.batch_sizes)
             seconds = self._scaled(self._monitors.log_factors).seconds(shares)
@@ -166,7 +164,7 @@ class Rebalancer:
         alpha = np.where(fitted, np.maximum(current_sec - beta * current, 0.0), costs.alpha_sec)
         self._costs = replace(costs, alpha_sec=alpha, beta_sec=beta)
 
-    def _better_plan(self) -> NewPlan | None:
+    def _better_plan(self, max_growth: float) -> NewPlan | None:
         may_refine = not self._refined and self._steps >= _STEPS_TO_REFINE
         least = _MIN_GAIN_OF_REFINING if may_refine else _MIN_GAIN
         changes = self._monitors.log_factors - self._planned_logs
@@ -177,7 +175,8 @@ class Rebalancer:
             return None
         costs = self._scaled(self._monitors.log_factors)
         total = sum(self.batch_sizes)
-        batch_sizes = plan_fastest(costs.costs(), total, self._min_batch, self._growth_limits())
+        most = None if math.isinf(max_growth) else self._growth_limits(max_growth)
+        batch_sizes = plan_fastest(costs.costs(), total, self._min_batch, most)
         gain = self._gain(batch_sizes, costs)
         if min(gain, self._gain(batch_sizes, cautious)) < least:
             return None
@@ -193,10 +192,10 @@ class Rebalancer:
         total = sum(self.batch_sizes)
         return bool(costs.within(max(0.0, longest) * (1 + 1e-9), total).sum() >= total)
 
-    def _growth_limits(self) -> list[int]:
+    def _growth_limits(self, max_growth: float) -> list[int]:
         memory_limits = self._costs.largest_micro_batch.tolist()
         return [  # earlier batches did fit, whatever the memory limit
-            max(largest, int(min(self._max_growth * largest, limit)))
+            max(largest, int(min(max_growth * largest, limit)))
             for largest, limit in zip(self._largest, memory_limits, strict=True)
         ]
 

@@ -39,6 +39,7 @@ class Balancing(StepObserver):
         plan = loop.plan
         workers = gather_values(world.comm, loop.workers)
         self.plans = 1
+        self._loop = loop
         self._world = world
         self._folder = folder
         self._sinks = sinks
@@ -54,7 +55,6 @@ class Balancing(StepObserver):
                 world.infos,
                 plan.costs,
                 plan.min_batch,
-                math.inf if loop.has_micro_batches else MAX_GROWTH,
                 self._steps_ahead,
             )
         self._waiting: list[tuple[int, list[int]]] = []
@@ -81,7 +81,8 @@ class Balancing(StepObserver):
         if not is_learning:
             for change in self._stragglers.observe(step - 1, reports.times, reports.data_sec):
                 self._report_slow(step, change)
-        plan = planner.observe(reports.times) if planner is not None else None
+        max_growth = math.inf if self._loop.has_micro_batches else MAX_GROWTH
+        plan = planner.observe(reports.times, max_growth) if planner is not None else None
         if is_learning and planner is not None and planner.costs is not None:
             self._stragglers = StragglerDetector(self._world.size, planner.costs)
         if plan is None:

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from rank_steps import rank_steps
+from rebalancer_cases import run
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.rebalancer import Rebalancer, SpeedMonitors
@@ -133,11 +134,11 @@ def test_plans_from_constant_times_at_most_double_a_batch_computed_at_once():
         for plan in plans:
             assert plan.factors == pytest.approx(factors)
             assert plan.gain == pytest.approx(gain)
-    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [8, 56], max_growth=2)
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [8, 56])
     largest, sizes = 8, []
     for _ in range(60):
         pairs = zip(rebalancer.batch_sizes, (0.001, 0.01), strict=True)
-        plan = rebalancer.observe(rank_steps(*((1, b, b * speed, 0.0) for b, speed in pairs)))
+        plan = rebalancer.observe(rank_steps(*((1, b, b * speed, 0.0) for b, speed in pairs)), 2)
         if plan is not None:
             assert sum(plan.batch_sizes) == 64
             assert plan.batch_sizes[0] <= 2 * largest
@@ -188,6 +189,19 @@ def test_rounding_makes_no_cost_negative(seed):
         pairs = zip(rebalancer.batch_sizes, work, strict=True)
         rebalancer.observe(rank_steps(*((1, b, sec, max(work) - sec + 1e-3) for b, sec in pairs)))
         assert all(cost.alpha_sec >= 0 and cost.beta_sec > 0 for cost in rebalancer.costs)
+
+
+@pytest.mark.parametrize(("max_growth", "expected"), [(math.inf, [48, 16]), (2, None)])
+def test_the_memory_limits_a_share_unless_it_is_computed_in_micro_batches(max_growth, expected):
+    costs = [RankCost(0.0, 0.01, largest_micro_batch=8)] * 2
+    rebalancer, rows = Rebalancer(costs, [32, 32]), [(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)]
+    plans = [plan for _ in range(5) if (plan := rebalancer.observe(rank_steps(*rows), max_growth))]
+    assert [plan.batch_sizes for plan in plans] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_job_is_followed_to_its_end(seed):
+    run(seed)
 
 
 def watch(steps, told, ranks=3, costs=()):
