@@ -38,8 +38,8 @@ def show_topology(world: World, survives: bool = False) -> None:
         title += " by kind and host"
     leaders = {group.leader for group in world.groups}
     rows = [("rank", "host", "group", "role", "device", "memory")]
-    rows += [
-        (
+    for info in world.infos:
+        row = (
             str(info.world_rank),
             info.host,
             info.kind + (" (emulated)" if info.emulated else ""),
@@ -47,41 +47,38 @@ def show_topology(world: World, survives: bool = False) -> None:
             f"{info.device}  {info.device_name}",
             size_text(info.memory_bytes) + (" (emulated)" if info.emulated_memory else ""),
         )
-        for info in world.infos
-    ]
+        rows.append(row)
     title += " (device kinds emulated)" if emulated else ""
     show_table(world, title, rows, left=("host", "group", "role", "device"))
     for line in differing_software(world.infos):
         print_rank_0(world, line)
-    for sharing in shared_devices(world.infos):
+    for infos in shared_devices(world.infos):
+        names = " and ".join(map(str, infos))
         print_rank_0(
             world,
-            f"{' and '.join(map(str, sharing))} share one device: "
-            f"group {sharing[0].kind} communicates through host memory, not by "
-            f"{sharing[0].library}",
+            f"{names} share one device: group {infos[0].kind} communicates through host memory, "
+            f"not by {infos[0].library}",
         )
-    print_rank_0(
-        world,
-        "fault tolerance: on, the job survives the loss of a rank"
-        if survives
-        else "fault tolerance: off, the loss of a rank ends the job; "
-        + survival_advice(loaded_library()),
-    )
+    if survives:
+        print_rank_0(world, "fault tolerance: on, the job survives the loss of a rank")
+    else:
+        advice = survival_advice(loaded_library())
+        print_rank_0(world, f"fault tolerance: off, the loss of a rank ends the job; {advice}")
 
 
 def differing_software(infos: Sequence[RankInfo]) -> list[str]:
     """Return a line for each of torch and Python whose version differs between the ranks."""
-    found = {
+    versions = {
         "torch": {info.world_rank: info.torch_version for info in infos},
         "Python": {info.world_rank: info.python_version for info in infos},
     }
-    return [f"{name}: {by_value(held)}" for name, held in found.items() if differ(held)]
+    return [f"{name}: {by_value(by_rank)}" for name, by_rank in versions.items() if differ(by_rank)]
 
 
-def result_line(epochs: int, samples: int, step: int, found: Mapping[str, float]) -> str:
+def result_line(epochs: int, samples: int, step: int, results: Mapping[str, float]) -> str:
     """Return the line at the end of an epoch, with the results on held-out samples."""
     where = f"stopped in epoch {epochs + 1}" if samples else f"epoch {epochs} done"
-    values = [f"held-out {name} {value:.4f}" for name, value in found.items()]
+    values = [f"held-out {name} {value:.4f}" for name, value in results.items()]
     return " | ".join([where, f"step {step}", *values])
 
 

@@ -23,10 +23,10 @@ def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterat
     `sync` waits until content and name are on disk; `shared` allows several processes to write it.
 
     Raises:
-        OSError: the disk is full, or another fault; `path` is unchanged.
+        OSError: the file cannot be written, e.g. to a full disk; `path` is unchanged.
     """
-    own = f".{os.getpid()}" if shared else ""
-    partial = path.with_name(f"{path.name}{own}.partial")
+    suffix = f".{os.getpid()}.partial" if shared else ".partial"
+    partial = path.with_name(f"{path.name}{suffix}")
     try:
         with partial.open("wb") as file:
             yield file
@@ -43,10 +43,10 @@ def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterat
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a file; what could be written before a fault is cut off again.
+    """Append to a file; after an error, the file has its previous length again.
 
     Raises:
-        OSError: the disk is full, or another fault.
+        OSError: the file cannot be written, e.g. to a full disk.
     """
     before = path.stat().st_size if path.exists() else 0
     try:
@@ -71,7 +71,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def describe_failure(error: OSError, folder: Path, needed: int) -> str:
-    """Return why this many bytes could not be written to a folder."""
+    """Return the reason why `needed` bytes could not be written to a folder."""
     reason = error.strerror or str(error)
     try:
         free = shutil.disk_usage(folder).free
@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(content: Any) -> Any:
-    """Return a value with null for numbers that are not finite, which JSON does not have."""
+    """Replace numbers that are not finite, which JSON cannot hold, by None."""
     if isinstance(content, Mapping):
         return {name: finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):

@@ -1,7 +1,8 @@
 """Locks on folders: one job at a time trains in a run folder, one process at a time saves there.
 
-A folder is locked by a lock on a file in it. That ends with the process that holds it, however it
-ends, and every host that shares the file system sees it. Where no file can be locked, nothing is.
+A folder is locked by a lock on a file in it. The lock ends with the process that holds it, however
+the process ends, and every host that shares the file system sees it. A file system without locks
+gives no protection.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from kaitian_mpi.runtime.polling import wait_until
 
 _log = logging.getLogger(__name__)
 
-_JOB, _SAVING = ".job", ".lock"
-_PATIENCE_SEC = 0.5  # a job that only looks whether the folder is free locks it for a moment
+_JOB = ".job"
+_SAVING = ".lock"
+_PATIENCE_SEC = 0.5  # a job that only checks whether the folder is free locks it for a moment
 _POLL_SEC = 0.1  # on a network file system, each lock request is a message to its server
 
 
@@ -41,7 +43,7 @@ class _Lock:
         try:
             try:
                 descriptor = os.open(self._path, flags, 0o666)
-            except PermissionError:  # another user's: held, or left behind
+            except PermissionError:  # another user's file: locked, or left over
                 if _is_locked(self._path):
                     return False
                 os.remove(self._path)
@@ -55,7 +57,7 @@ class _Lock:
         except OSError as error:
             os.close(descriptor)
             return not isinstance(error, (BlockingIOError, PermissionError))  # POSIX allows both
-        if not _is_at(descriptor, self._path):  # the holder before has removed it
+        if not _is_at(descriptor, self._path):  # the previous holder has removed it
             os.close(descriptor)
             return False
         self._descriptor = descriptor
@@ -77,7 +79,9 @@ class _Lock:
         if descriptor >= 0:
             if _is_at(descriptor, self._path):
                 with suppress(OSError):
-                    os.remove(self._path)  # first, so that whoever waits for it finds it gone
+                    os.remove(
+                        self._path
+                    )  # before the lock ends, so that no waiting process locks this file
             os.close(descriptor)
 
 
@@ -93,13 +97,17 @@ class Claim(_Lock):
         self.is_renewed = read_json(path).get("job") == job
         if self.is_renewed:
             with suppress(OSError):
-                os.remove(path)  # of a rank that is lost or on standby
+                os.remove(path)  # from a rank that is lost or on standby
         super().__init__(path, job)
         _wait_until(folder, self.take)
 
 
 def check_unclaimed(folder: Path) -> None:
-    """Check that no job has claimed a folder, which need not exist."""
+    """Check that no job has claimed a folder, which need not exist.
+
+    Raises:
+        UserError: a job is training in the folder.
+    """
     _wait_until(folder, lambda: not _is_locked(folder / _JOB))
 
 
@@ -116,19 +124,22 @@ def saving_in(folder: Path) -> Iterator[None]:
 
 
 def wait_for_save(folder: Path) -> None:
-    """Wait, without a time limit, until no other process saves in a folder; log which one does.
+    """Wait, without a time limit, until no other process saves in a folder; log its name.
 
     A job that was ended by a signal may still be saving when the next one starts. The folder need
     not exist.
     """
-    path, waited = folder / _SAVING, False
+    path = folder / _SAVING
+    is_logged = False
     while _is_locked(path):
         holder = read_json(path)
-        if not waited and holder:
-            waited = True
+        if holder and not is_logged:
+            is_logged = True
             _log.info(
-                "waiting for process %s of %s, which is still writing a checkpoint in %s",
-                *(holder.get("process"), holder.get("host"), folder),
+                "waiting for process %s on %s, which is still writing a checkpoint in %s",
+                holder.get("process"),
+                holder.get("host"),
+                folder,
             )
         time.sleep(_POLL_SEC)
 
@@ -156,13 +167,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _wait_until(folder: Path, is_free: Callable[[], bool]) -> None:
-    """Wait for a moment until a folder can be claimed, or raise a `UserError`."""
+    """Wait briefly until a folder can be claimed, or raise a `UserError`."""
     if wait_until(is_free, _PATIENCE_SEC, _POLL_SEC, min_nap_sec=_POLL_SEC):
         return
     holder = read_json(folder / _JOB)
-    known = holder.keys() >= {"process", "host", "since"}
-    who = " (process {process} on {host}, since {since})".format(**holder) if known else ""
+    who = ""
+    if holder.keys() >= {"process", "host", "since"}:
+        who = " (process {process} on {host}, since {since})".format(**holder)
     raise UserError(
-        f"--run-dir {folder}: another job is training in it{who}; wait for its end, or name "
-        f"another folder; if that process is gone, remove {folder / _JOB}"
+        f"--run-dir {folder}: another job is training in it{who}; wait until it ends, or "
+        f"choose another folder; if that process no longer exists, remove {folder / _JOB}"
     )

@@ -1,8 +1,8 @@
-"""Folders for a single job: the run folder, with requests to the job, and that for snapshots.
+"""Folders for a single job: the run folder, with requests to the job, and the folder of snapshots.
 
-The latter is in the host's memory and keeps a job's snapshots between starts. `/dev/shm` is shared
-with the host's other users, and training resumes from a snapshot without confirmation. So the
-folder must be accessible to this user only; any other is rejected.
+Snapshots are in the host's memory and survive between starts of a job. `/dev/shm` is shared with
+the host's other users, and training resumes from a snapshot without confirmation, so a folder that
+is accessible to others is rejected.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kaitian_mpi.runtime.launcher import SUPERVISED
 from kaitian_mpi.runtime.mpi_libraries import FORWARDED_PREFIX
 
 SNAPSHOTS_VARIABLE = f"{FORWARDED_PREFIX}KAITIAN_SNAPSHOTS"
-"""The variable with the snapshots' name, kept secret, unlike a flag."""
-SHM = Path("/dev/shm")  # noqa: S108  # every use is checked, see `is_private`
+"""The variable with the snapshots' name, which is secret: other users can read flags."""
+SHM = Path("/dev/shm")  # noqa: S108  # every use is checked by `is_private`
 _PRIVATE = 0o700
 _REQUEST = "restart-request"  # a file with the job's ID, which only its supervisor knows
-_LOOK_EVERY_SEC = 0.5
+_CHECK_EVERY_SEC = 0.5
 
 
 def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
-    """Return the name given for snapshots, or kaitian-supervise's; empty if none are kept."""
+    """Return the given name of snapshots, or that of kaitian-supervise; empty without snapshots."""
     name = given or environ.get(SNAPSHOTS_VARIABLE, "")
     if name and not (name.isascii() and name.isalnum()):
         raise UserError(f"{SNAPSHOTS_VARIABLE}={name!r} is not a name; use letters and digits only")
@@ -39,24 +39,28 @@ def snapshots_name(given: str, environ: Mapping[str, str]) -> str:
 
 
 def snapshot_folder(name: str) -> Path:
-    """Return this host's folder for the snapshots of this name; it need not exist."""
+    """Return this host's folder for snapshots of this name, which need not exist."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     return SHM / f"kaitian-{name}-{host}"
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a folder exists; if it does, it is accessible to this user only."""
+    """Return whether a folder exists and is accessible to this user only.
+
+    Raises:
+        UserError: it exists, but others can access it.
+    """
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return False
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; give --snapshots another name") from error
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if is_own and stat.S_IMODE(found.st_mode) == _PRIVATE:
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if is_own and stat.S_IMODE(status.st_mode) == _PRIVATE:
         return True
     raise UserError(
-        f"{folder}: it is not a folder of mode 700 that belongs to you, so it is not used; "
+        f"{folder} is not used: it is not a folder of mode 700 that belongs to you; "
         "remove it, or give --snapshots another name"
     )
 
@@ -68,7 +72,7 @@ def make_private(folder: Path) -> None:
         UserError: it exists and is not accessible to this user only.
         OSError: it cannot be created.
     """
-    with suppress(FileExistsError):  # perhaps created by another rank of ours
+    with suppress(FileExistsError):  # another rank of this job may have created it
         folder.mkdir(mode=_PRIVATE)
     is_private(folder)
 
@@ -81,11 +85,12 @@ def remove_private(folder: Path) -> None:
 
 
 def make_new_folder(wanted: Path) -> Path:
-    """Create a new folder and return it: `wanted`, or else `wanted-2`, `wanted-3` and so on.
+    """Create a new folder and return it: `wanted` if it is free, otherwise `wanted-2` and so on.
 
     Jobs that want the same name at the same moment each get their own folder.
     """
-    path, number = wanted, 1
+    path = wanted
+    number = 1
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
         while True:
@@ -103,13 +108,17 @@ def make_new_folder(wanted: Path) -> Path:
 
 
 def request_restart(folder: Path, job_id: str) -> None:
-    """Ask a job to save and to end between two steps; may raise `OSError`."""
+    """Ask a job to save and end between two steps.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
     with replacing(folder / _REQUEST) as file:
         file.write(job_id.encode())
 
 
 def withdraw_request(folder: Path) -> bool:
-    """Remove a request; return whether there was one, which the job has not fulfilled then."""
+    """Remove a request; return whether there was one that the job had not fulfilled."""
     try:
         (folder / _REQUEST).unlink()
     except OSError:
@@ -118,7 +127,7 @@ def withdraw_request(folder: Path) -> bool:
 
 
 class RestartRequest:
-    """Whether the job is asked to save and end, on the rank that writes the run folder."""
+    """A request to save and end, as seen by the rank that writes the run folder."""
 
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -128,21 +137,21 @@ class RestartRequest:
         self._is_made = False
 
     def is_made(self) -> bool:
-        """Return whether the request has been made; looks for it every half second."""
+        """Return whether the request was made; checks for its file every half second."""
         if self._folder is not None and self._job_id and self._clock() >= self._next:
-            self._next = self._clock() + _LOOK_EVERY_SEC
+            self._next = self._clock() + _CHECK_EVERY_SEC
             with suppress(OSError):
                 file = self._folder / _REQUEST
-                is_file = stat.S_ISREG(file.lstat().st_mode)  # a pipe would be waited for
+                is_file = stat.S_ISREG(file.lstat().st_mode)  # reading a pipe would block
                 self._is_made = self._is_made or (is_file and file.read_text() == self._job_id)
         return self._is_made
 
     def fulfill(self) -> None:
-        """Remove the request: the state is saved, and the job ends."""
+        """Remove the request, because the state is saved and the job ends."""
         if self._folder is not None and self._is_made:
             withdraw_request(self._folder)
 
     def refuse(self) -> None:
-        """Ignore the request from now on: the state could not be saved."""
+        """Ignore the request from now on, because the state could not be saved."""
         self._folder = None
         self._is_made = False

@@ -1,4 +1,4 @@
-"""The live view of a run, on the last rows of the terminal: bars, figures, a row for each rank."""
+"""The live view of a run on the last rows of the terminal: bars, figures, and a row per rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BUSY = 0.9  # ranks below this share are yellow
 
 
 class LiveProgress(MetricsSink):
-    """Draws each reading and event, without a thread: between readings, nothing changes.
+    """Draws each reading and event. It needs no thread: nothing changes between readings.
 
-    What this process prints appears above the view; lines of other ranks may be drawn over.
+    Lines printed by this process appear above the view; other ranks' lines may be overdrawn.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class LiveProgress(MetricsSink):
         self._draw()
 
     def on_event(self, event: Event) -> None:
-        """Draw what an event says about ranks; the run's last event ends the view."""
+        """Draw the ranks that an event concerns; the run's last event ends the view."""
         if event.kind == "slow":
             self._slow |= dict.fromkeys(event.ranks, str(event.details.get("cause", "")))
         elif event.kind == "slow_end":
             self._slow = {rank: why for rank, why in self._slow.items() if rank not in event.ranks}
-        elif event.kind == "loss":  # the search for slow ranks starts again
+        elif event.kind == "loss":  # detection of slow ranks starts again
             self._slow = {}
             self._lost = sorted({*self._lost, *event.ranks})
         elif event.kind in ("finish", "stop"):
@@ -76,7 +76,7 @@ class LiveProgress(MetricsSink):
         self._draw()
 
     def close(self, finished: bool) -> None:
-        """Leave the last view as text."""
+        """Stop drawing; the last view stays on the terminal."""
         if self._live.is_started:
             self._draw()
             self._live.stop()
@@ -89,7 +89,7 @@ class LiveProgress(MetricsSink):
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Yield the view, which is no wider and no higher than the terminal."""
+        """Yield the view, cropped to the terminal's size."""
         reading = self._reading
         assert reading is not None
         yield Text(printable(self._title), "bold", no_wrap=True, overflow="crop")
@@ -118,7 +118,8 @@ class LiveProgress(MetricsSink):
             side: JustifyMethod = "left" if name in (*names, "") else "right"
             table.add_column(name, justify=side, no_wrap=True, overflow="crop")
         for place, rank in enumerate(reading.ranks[:most]):
-            compute, wait = reading.compute_time_sec[place], reading.wait_time_sec[place]
+            compute = reading.compute_time_sec[place]
+            wait = reading.wait_time_sec[place]
             busy = min(1.0, compute / max(reading.step_time_sec, 1e-12))
             table.add_row(
                 str(rank),
@@ -151,4 +152,4 @@ def _bars(reading: Reading) -> Table:
 
 def printable(text: str) -> str:
     """Return a text without characters that would move the cursor."""
-    return "".join(each if each.isprintable() else "?" for each in text)
+    return "".join(char if char.isprintable() else "?" for char in text)

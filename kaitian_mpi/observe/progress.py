@@ -1,4 +1,4 @@
-"""What a run shows while it trains, as plain lines or a live view, and its end in three lines."""
+"""Shows a run's progress as plain lines or a live view, and a summary of three lines at its end."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from kaitian_mpi.observe.sink import MetricsSink
 
 _log = logging.getLogger(__name__)
 
-_MIN_COLUMNS, _MIN_ROWS = 72, 10
+_MIN_COLUMNS = 72
+_MIN_ROWS = 10
 _MIN_SHOWN = 0.005
 _MIN_ADVISED = 0.1
 _ADVICE = {
     "slower ranks": "ranks wait for slower ones: kaitian-plan shows what each kind contributes",
-    "communication": "communication takes most of the rest: a larger --global-batch-size needs "
-    "less of it, and --wire sends fewer bits between hosts",
-    "stages waiting for each other": "stages wait for each other: a larger --global-batch-size has "
-    "more micro-batches, and less of that",
-    "loading data": "loading the data takes most of the rest: --workers N loads it in background "
-    "processes",
-    "time between steps": "the time between steps takes most of the rest: the script's own code, "
-    "or checks",
+    "communication": "communication takes most of the remaining time: a larger "
+    "--global-batch-size reduces it, and --wire sends fewer bits between hosts",
+    "stages waiting for each other": "stages wait for each other: a larger --global-batch-size "
+    "gives more micro-batches and less waiting",
+    "loading data": "loading data takes most of the remaining time: --workers N loads it in "
+    "background processes",
+    "time between steps": "the time between steps, for the script's own code or checks, takes most "
+    "of the remaining time",
 }
 
 
@@ -46,7 +47,7 @@ class PlainProgress(MetricsSink):
 
 
 def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str) -> MetricsSink:
-    """Return the sink that shows the progress, on the rank that writes the files."""
+    """Return the sink that shows the progress; call it on the rank that writes the files."""
     if config.quiet or config.progress == "none":
         return MetricsSink()
     if config.progress == "live" and _can_draw():
@@ -55,9 +56,10 @@ def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str)
         return LiveProgress(title, infos)
     if config.progress == "live":
         _log.warning(
-            "no live view, printing plain lines instead: mpirun's output is not a terminal of at "
-            "least %d columns and %d rows that can move its cursor (TERM)",
-            *(_MIN_COLUMNS, _MIN_ROWS),
+            "printing plain lines instead of a live view, which needs mpirun's output to be a "
+            "terminal of at least %d columns and %d rows that can move its cursor (TERM)",
+            _MIN_COLUMNS,
+            _MIN_ROWS,
         )
     return PlainProgress()
 
@@ -65,8 +67,8 @@ def open_progress(config: TrainingConfig, infos: Sequence[RankInfo], title: str)
 def _can_draw() -> bool:
     """Return whether a live view can be drawn on stdout.
 
-    Open MPI gives every rank a pseudo terminal, even if mpirun's output goes to a file; but only
-    if that is a terminal, the pseudo terminal has a size.
+    Open MPI gives every rank a pseudo terminal, even if mpirun's output goes to a file. The pseudo
+    terminal has a size only if mpirun's output is a terminal.
     """
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return False
@@ -75,14 +77,13 @@ def _can_draw() -> bool:
 
 
 class Outcome(MetricsSink):
-    """Prints three lines when the run finishes: what was reached, how devices were used, what next.
+    """Prints three lines when the run finishes: its results, the use of the devices, and advice.
 
-    How well the devices were used is measured in the run itself. A rank that takes c seconds to
-    compute its b samples computes b / c samples/s; alone, without others to wait for and without
-    communication, it would reach that. The job's throughput is divided by the sum of these over the
-    ranks, and what is missing to 1 is what the ranks' time went to besides, each rank weighted by
-    its b / c. (A rank's `compute` holds what it is slowed down by. So this does not say whether a
-    device is as fast as it should be; the slow ranks are named.)
+    The use of the devices is measured in the run itself. A rank that takes c seconds to compute its
+    b samples would reach b / c samples/s alone, without waiting and without communication. The
+    job's throughput is divided by the sum of these rates. The difference to 1 is the time that the
+    ranks spent on anything else, weighted by b / c. (A rank's `compute` includes any slowdown, so
+    this does not show whether a device is as fast as it should be; slow ranks are named.)
     """
 
     def __init__(
@@ -92,23 +93,24 @@ class Outcome(MetricsSink):
         in_stages: bool = False,
         word: Callable[[str], str] = str,
     ) -> None:
-        """Make it for a run in a folder.
+        """Start without readings.
 
         Args:
             folder: the run folder; "" without one.
-            emulated: whether anything is.
-            in_stages: whether each rank computes a part of the model, in layout pipeline.
-            word: turns advice that names flags into the user's words.
+            emulated: whether device kinds or speeds are emulated.
+            in_stages: whether each rank computes a stage of the model, in layout pipeline.
+            word: translates advice that names flags for scripts that have no such flags.
         """
         self._folder = folder
         self._emulated = emulated
         self._in_stages = in_stages
         self._word = word
         self._computing = 0.0
-        """Samples' worth of the time in which the ranks computed."""
+        """The time in which the ranks computed, in samples."""
         self._spent = dict.fromkeys(_ADVICE, 0.0)
-        """Samples' worth of the other time, by what it went to."""
-        self._samples = self._seconds = 0.0
+        """The other time by cause, in samples."""
+        self._samples = 0.0
+        self._seconds = 0.0
         self._first: Event | None = None
         self._reading: Reading | None = None
         self._held_out: Mapping[str, float] = {}
@@ -116,19 +118,24 @@ class Outcome(MetricsSink):
         self._slow: dict[int, Event] = {}
 
     def on_reading(self, reading: Reading) -> None:
-        """Add up what the ranks' time goes to."""
+        """Add up the ranks' time by cause."""
         self._reading = reading
-        steps, step_sec = reading.steps, reading.step_time_sec
+        steps = reading.steps
+        step_sec = reading.step_time_sec
         self._samples += reading.samples_per_sec * step_sec * steps
         self._seconds += step_sec * steps
-        exchange = min(reading.wait_time_sec)  # the rank that arrives last waits for that alone
+        exchange = min(
+            reading.wait_time_sec
+        )  # the last rank to arrive waits for communication alone
         batches: Sequence[float] = reading.batch_sizes
-        if self._in_stages:  # each rank's part of the work, in samples
-            whole = sum(reading.compute_time_sec) or 1.0
-            batches = [sum(batches) * own / whole for own in reading.compute_time_sec]
+        if self._in_stages:  # each rank's fraction of the work, in samples
+            total_sec = sum(reading.compute_time_sec) or 1.0
+            batches = [sum(batches) * sec / total_sec for sec in reading.compute_time_sec]
         for batch, compute, wait, load in zip(
-            *(batches, reading.compute_time_sec),
-            *(reading.wait_time_sec, reading.data_time_sec),
+            batches,
+            reading.compute_time_sec,
+            reading.wait_time_sec,
+            reading.data_time_sec,
             strict=True,
         ):
             if batch <= 0 or compute <= 0:
@@ -158,13 +165,16 @@ class Outcome(MetricsSink):
             print("\n".join(self.lines(event)), flush=True)
 
     def lines(self, finish: Event) -> list[str]:
-        """Return three lines, and one for what happened to ranks, if anything did."""
-        notes = [event.text for event in (*self._lost, *[*self._slow.values()][-1:])]
-        note = [f"note: {'; '.join(notes)}"] if notes else []
-        advice = f"next: {self._next(needs_advice=not notes)}"
-        return [self._reached(finish), self._used(), *note, advice]
+        """Return the three lines, with a fourth about lost and slow ranks, if any."""
+        slow = list(self._slow.values())
+        notes = [event.text for event in self._lost + slow[-1:]]
+        lines = [self._results(finish), self._use()]
+        if notes:
+            lines.append(f"note: {'; '.join(notes)}")
+        lines.append(f"next: {self._advice(needs_advice=not notes)}")
+        return lines
 
-    def _reached(self, finish: Event) -> str:
+    def _results(self, finish: Event) -> str:
         figures = [finish.text]
         if self._first is not None:
             resumed = f" from step {self._first.step}" if self._first.kind == "resume" else ""
@@ -175,12 +185,12 @@ class Outcome(MetricsSink):
         return " | ".join(figures)
 
     def _losses(self) -> list[tuple[str, float]]:
-        """Return the lost shares by cause, largest first; with the used share they add up to 1."""
+        """Return the lost shares by cause, largest first; the used share is the rest to 1."""
         capacity = self._computing + sum(self._spent.values())
         shares = {name: samples / capacity for name, samples in self._spent.items()}
         return sorted(shares.items(), key=lambda item: -item[1])
 
-    def _used(self) -> str:
+    def _use(self) -> str:
         if not (self._computing and self._seconds):
             return "devices: not measured, because no step was trained"
         losses = self._losses()
@@ -191,11 +201,12 @@ class Outcome(MetricsSink):
             f"devices{emulated}: {share:.0%} of their combined speed ({rate:,.1f} of "
             f"{rate / share:,.1f} samples/s)"
         )
-        shown = [*losses[:2], ("other", sum(lost for _, lost in losses[2:]))]
+        other = sum(lost for _, lost in losses[2:])
+        shown = [*losses[:2], ("other", other)]
         named = [f"{name} {lost:.0%}" for name, lost in shown if lost >= _MIN_SHOWN]
         return f"{text}; lost to {', '.join(named)}" if named else text
 
-    def _next(self, needs_advice: bool) -> str:
+    def _advice(self, needs_advice: bool) -> str:
         advice = []
         if needs_advice and self._computing:
             name, share = self._losses()[0]
@@ -208,5 +219,5 @@ class Outcome(MetricsSink):
 
 
 def resume_line(step: int, total_steps: int, settings: str) -> str:
-    """Return how to continue a run that is saved, but not finished: with these settings."""
+    """Return the line that says how to continue a run that is saved but not finished."""
     return f"stopped after step {step} of {total_steps}; to continue, run the same with {settings}"

@@ -35,16 +35,16 @@ from kaitian_mpi.observe.tensor_files import write_tensors
 _log = logging.getLogger(__name__)
 
 _NOT_KEPT = ("epochs", "epoch_fraction", "steps", "seconds_left")  # shown while training
-_HISTORY = "events.jsonl"  # its lines stay when steps are trained again
+_HISTORY = "events.jsonl"  # keeps its lines when steps are repeated
 
 
 class RunFolder:
-    """Where results are written; this one writes nothing, because another rank does."""
+    """The interface of a run folder; this one writes nothing, because another rank does."""
 
     path = Path()
 
     def begin(self, config: TrainingConfig, job: str) -> None:
-        """Claim the folder for a job's ID; write config.json unless it has a run already."""
+        """Claim the folder for a job's ID; write config.json unless the folder has a run."""
 
     def write(self, name: str, content: Any) -> None:
         """Write a JSON file atomically."""
@@ -53,24 +53,24 @@ class RunFolder:
         """Append a line to a JSON lines file."""
 
     def save_model(self, state: dict[str, torch.Tensor], fault: OSError | None = None) -> None:
-        """Save the model's weights as `checkpoints/model.pt`, atomically; not with a `fault`."""
+        """Save the model's weights as `checkpoints/model.pt`, atomically; only log a `fault`."""
 
     def has(self, name: str) -> bool:
-        """Return whether the last content given to this object for a file is on disk."""
+        """Return whether the last content written to a file is on disk."""
         return True
 
     def require(self, name: str) -> None:
-        """Raise `StorageError` if the last content given for a file is not on disk."""
+        """Raise `StorageError` if the last content written to a file is not on disk."""
 
     def cut_after(self, step: int) -> None:
-        """Remove lines about later steps, which will be trained again, except from events.jsonl."""
+        """Remove lines of later steps, which will be repeated, except from events.jsonl."""
 
     def read(self, name: str) -> dict[str, Any]:
         """Return a JSON file's content; empty if it is missing or invalid."""
         return {}
 
     def confirm(self, name: str) -> None:
-        """Update a file's modification time, because its content is valid for this job as well."""
+        """Update a file's modification time: its content is valid for this job as well."""
 
     def close(self) -> None:
         """Let other jobs train in the folder; does nothing after the first call."""
@@ -83,7 +83,7 @@ class NoFolder(RunFolder):
 class DiskFolder(RunFolder):
     """A folder on disk, in which one job at a time trains.
 
-    If a file cannot be written, that is logged, and training continues: `require` tells at the end.
+    If a file cannot be written, that is logged and training continues; `require` raises at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,13 +107,13 @@ class DiskFolder(RunFolder):
             raise _used(self.path) from error
         except OSError as error:
             raise StorageError(f"--run-dir {self.path}: {error.strerror}") from error
-        # A resumed run's is written once this job is known to resume it.
+        # The config of a resumed run is written once this job is known to resume it.
         if not config.resume or not config_file.stat().st_size:
             self.write("config.json", dataclasses.asdict(config))
             self.require("config.json")  # with a full disk, the whole training would be lost
 
     def claim(self, job: str) -> Claim:
-        """Keep other jobs than this one from training in the folder, until `close`."""
+        """Keep other jobs from training in the folder, until `close`."""
         self._claim = claim = Claim(self.path, job)
         for path in self.path.glob("*.jsonl"):
             with path.open("rb+") as file:  # a rank may have died in the middle of a line
@@ -196,7 +196,7 @@ def _step_of(line: bytes) -> float:
 
 @contextlib.contextmanager
 def _warned(path: Path) -> Iterator[None]:
-    """Log an OSError as a warning: training continues, and the disk may be freed meanwhile."""
+    """Log an OSError as a warning: training continues, and space may be freed before its end."""
     try:
         yield
     except OSError as error:
@@ -205,7 +205,7 @@ def _warned(path: Path) -> Iterator[None]:
 
 
 def check_run_folder(config: TrainingConfig, world: World) -> None:
-    """Check the folder given by `--run-dir`; nothing is created yet. Collective."""
+    """Check the folder given by `--run-dir`, without creating anything. Collective."""
     if not config.run_dir:
         return
     with agree_on_errors(world.comm):
@@ -229,7 +229,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 def _used(path: Path) -> UserError:
     return UserError(
-        f"--run-dir {path}: the folder has the results of another run; name a new folder, or give "
+        f"--run-dir {path}: the folder has the results of another run; choose a new folder, or add "
         "--resume auto to continue that run"
     )
 
@@ -243,7 +243,7 @@ def open_run_folder(config: TrainingConfig, rank: int) -> RunFolder:
 
 
 class RunFolderSink(MetricsSink):
-    """Appends a line to a file for everything it receives; a full disk only loses lines."""
+    """Appends a line to a file for everything it receives; with a full disk, lines are lost."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

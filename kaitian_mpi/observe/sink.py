@@ -1,4 +1,4 @@
-"""What receives the metrics of a run: a sink, and several of them that never fail."""
+"""Sinks, which receive the metrics of a run; a failing sink never ends the training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
 _PATIENCE_SEC = {True: 30.0, False: 3.0}
-"""The longest wait, by whether the run has finished: if not, other ranks wait for this one."""
+"""The longest wait, by whether the run finished; if it did not, other ranks wait for this one."""
 
 
 class MetricsSink:
-    """Receives what is measured while a run trains, on the rank that writes the files.
+    """Receives the measurements of a run, on the rank that writes the files.
 
     The methods do nothing here: a sink overrides those that it needs.
     """
@@ -33,7 +33,7 @@ class MetricsSink:
         """Receive the results of an evaluation."""
 
     def on_logged(self, logged: Figures) -> None:
-        """Receive what the script logged after the last reading; see also `Reading.logged`."""
+        """Receive the figures logged after the last reading; see also `Reading.logged`."""
 
     def on_event(self, event: Event) -> None:
         """Receive an event."""
@@ -47,7 +47,7 @@ class MetricsSink:
 
 
 class _Forwarding(MetricsSink):
-    """Passes on everything by the name of the method, to be called somewhere else."""
+    """Forwards every call as the name of the method and its argument."""
 
     def on_reading(self, reading: Reading) -> None:
         self._forward("on_reading", reading)
@@ -110,7 +110,9 @@ def _warn_of_failure(name: str, error: Exception) -> None:
     reason = (str(error).strip().splitlines() or [""])[0]
     _log.warning(
         "%s failed and receives no more metrics; training continues: %s: %s",
-        *(name, type(error).__name__, reason),
+        name,
+        type(error).__name__,
+        reason,
     )
     _log.debug("its traceback:", exc_info=error)
 
@@ -119,15 +121,15 @@ class BackgroundSink(_Forwarding):
     """Passes everything on to another sink, which a thread creates and calls, in order.
 
     While that sink is busy, up to `MAX_WAITING` calls wait; beyond that, the oldest are dropped.
-    The thread is a daemon: it ends with the process. `close` waits for the calls that remain, and
-    less long if the run did not finish.
+    The thread is a daemon: it ends with the process. `close` waits for the remaining calls, for a
+    shorter time if the run did not finish.
     """
 
     def __init__(self, name: str, make: Callable[[], MetricsSink]) -> None:
         self._name = name
         self._make = make
         self._waiting: queue.Queue[tuple[str, Any]] = queue.Queue(MAX_WAITING)
-        self._has_lost = False
+        self._has_dropped = False
         self._thread = threading.Thread(target=self._work, name=f"metrics-{name}", daemon=True)
         self._thread.start()
 
@@ -138,7 +140,8 @@ class BackgroundSink(_Forwarding):
         if self._thread.is_alive():
             _log.warning(
                 "%s did not accept the last metrics within %.0f s; they may be missing there",
-                *(self._name, _PATIENCE_SEC[finished]),
+                self._name,
+                _PATIENCE_SEC[finished],
             )
 
     def _forward(self, method: str, argument: Any) -> None:
@@ -146,17 +149,18 @@ class BackgroundSink(_Forwarding):
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait((method, argument))
                 return
-            with contextlib.suppress(queue.Empty):  # the thread may just have taken them all
+            with contextlib.suppress(queue.Empty):  # the thread may have emptied the queue
                 self._waiting.get_nowait()
-                if not self._has_lost:
+                if not self._has_dropped:
                     _log.warning(
                         "%s cannot keep up; its oldest queued metrics are dropped", self._name
                     )
-                self._has_lost = True
+                self._has_dropped = True
 
     def _work(self) -> None:
         try:
-            sink, method = self._make(), ""
+            sink = self._make()
+            method = ""
             while method != "close":
                 method, argument = self._waiting.get()
                 getattr(sink, method)(argument)
@@ -165,11 +169,11 @@ class BackgroundSink(_Forwarding):
 
 
 def check_sinks(sinks: Sequence[MetricsSink]) -> None:
-    """Raise a `UserError` if one is no `MetricsSink`."""
+    """Raise a `UserError` unless every sink is a `MetricsSink`."""
     for sink in sinks:
         if not isinstance(sink, MetricsSink):
-            found = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
+            given = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
             raise UserError(
                 "Training(sinks=...) takes instances of subclasses of kaitian_mpi.MetricsSink, not "
-                f"{found}"
+                f"{given}"
             )

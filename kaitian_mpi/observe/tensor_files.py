@@ -1,4 +1,4 @@
-"""Files of tensors that torch.save writes. Nothing in them is executed."""
+"""Reads and writes files of torch.save, without executing anything in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_SPOOLED_BYTES = 1 << 16
 
 
 class UnusableError(Exception):
-    """A file's content is damaged or not of the kind needed; the message is the reason."""
+    """A file is damaged or has other content than needed; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,20 @@ class TensorFile:
     """The content of a file."""
 
     content: Any
-    """Tensors in host memory and plain values; not to be changed."""
+    """Tensors in host memory and plain values; must not be modified."""
     is_mapped: bool = False
     """Whether the tensors' memory is the file's, mapped into this process."""
 
 
 def load_tensors(file: IO[bytes]) -> Any:
-    """Return torch.save's tensors and plain values, or raise `UnusableError`."""
+    """Return the tensors and plain values in a file of torch.save.
+
+    Raises:
+        UnusableError: the file is damaged, or holds other objects.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an error follows those about a file's kind
+            warnings.simplefilter("ignore")  # an error follows warnings about the file's type
             return torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
@@ -51,18 +55,18 @@ def load_tensors(file: IO[bytes]) -> Any:
 
 
 def map_tensors(path: Path) -> TensorFile:
-    """Open a file as `load_tensors` does, but leave the tensors in it."""
+    """Load a file as `load_tensors` does, but map the tensors instead of reading them."""
     try:
         with unlimited():
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # some file systems map no file: what else is wrong shows below
+    except Exception:  # some file systems cannot map files; any other error is raised below
         with path.open("rb") as file:
             return TensorFile(load_tensors(file))
     return TensorFile(content, is_mapped=True)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors in nested mappings, lists and tuples."""
+    """Yield the tensors in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -71,36 +75,36 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Spool:
-    """Host memory for large tensors that is in files without a name, and ends with them.
+    """Host memory for large tensors, mapped from unnamed files that end with the tensors.
 
     Attributes:
-        fault: why there was no file for a tensor, e.g. because the disk is full; the values of that
-            and of later ones are lost. None if all are kept.
+        fault: the error of the first file that could not be created, e.g. on a full disk; the
+            values of that tensor and later ones are lost. None if all are kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Have the files in a folder; without one, tensors are copied in memory."""
+        """Keep the files in a folder; without a folder, tensors are copied in memory."""
         self._folder = folder
         self.fault: OSError | None = None
 
     def keep(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a copy of tensors one below the other: they differ in the number of rows only."""
-        size = sum(each.nbytes for each in rows)
+        """Return a copy of tensors concatenated by rows; they differ only in the number of rows."""
+        size = sum(tensor.nbytes for tensor in rows)
         if size < _MIN_SPOOLED_BYTES or self._folder is None:
-            return torch.cat([each.cpu() for each in rows])
-        shape = sum(map(len, rows)), *rows[0].shape[1:]
+            return torch.cat([tensor.cpu() for tensor in rows])
+        shape = (sum(map(len, rows)), *rows[0].shape[1:])
         memory = self._map(self._folder, size) if self.fault is None else None
         if memory is None:
             return torch.zeros((), dtype=rows[0].dtype).expand(shape)
         whole = memory.view(rows[0].dtype).view(shape)
-        for target, each in zip(whole.split([*map(len, rows)]), rows, strict=True):
-            target.copy_(each)
+        for target, tensor in zip(whole.split(list(map(len, rows))), rows, strict=True):
+            target.copy_(tensor)
         return whole
 
     def _map(self, folder: Path, size: int) -> torch.Tensor | None:
         try:
             with tempfile.NamedTemporaryFile(dir=folder) as file:
-                # Without the space, a write to the mapped memory would end the process.
+                # Without reserved space, a write to the mapped memory could end the process.
                 os.posix_fallocate(file.fileno(), 0, size)
                 return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
         except OSError as error:
@@ -109,12 +113,16 @@ class Spool:
 
 
 def write_tensors(file: IO[bytes], state: Any) -> tuple[int, str]:
-    """Write what torch.save writes, as `write_hashed`, without a copy of tensors in host memory."""
+    """Write a file as torch.save does, without copying tensors in host memory.
+
+    Returns:
+        The number of bytes and their SHA-256 in hex.
+    """
     return write_hashed(file, lambda buffered: torch.save(state, buffered))
 
 
 def write_hashed(file: IO[bytes], fill: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-    """Write what a function writes; return the bytes' number and their SHA-256 in hex."""
+    """Let `fill` write to a file; return the number of bytes and their SHA-256 in hex."""
     writer = _Writer(file)
     with io.BufferedWriter(writer, _BUFFER_BYTES) as buffered:
         fill(buffered)

@@ -20,7 +20,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.reading import Event, Figures, Reading, of_logged, of_reading
+from kaitian_mpi.observe.reading import Event, Figures, Reading, logged_values, reading_values
 from kaitian_mpi.observe.sink import BackgroundSink, MetricsSink
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WANDB_ID, _MLFLOW_ID = "wandb.json", "mlflow.json"
+_WANDB_ID = "wandb.json"
+_MLFLOW_ID = "mlflow.json"
 _ONLINE = ("online", "run")
 _SETTINGS: dict[str, Any] = {
-    "console": "off",  # what mpirun's ranks print is not this rank's alone
+    "console": "off",  # stdout is shared by all of mpirun's ranks
     "silent": True,
-    "finish_timeout": 25.0,  # else a process without a network would not end
+    "finish_timeout": 25.0,  # otherwise a process without a network would not end
     "init_timeout": 20.0,
     "login_timeout": 1,
 }
@@ -42,10 +43,10 @@ _MAX_PARAM = 500  # characters
 
 
 def check_trackers(config: TrainingConfig, world: World) -> None:
-    """Check that the programs to log to can be used, before anything is created. Collective.
+    """Check that the chosen trackers can be used, before anything is created. Collective.
 
-    Their packages are imported on rank 0 now, which writes the files: later it would slow down the
-    first steps. A rank that takes its place may do without.
+    Rank 0, which writes the files, imports their packages now, because a later import would slow
+    down the first steps. A rank that replaces it may lack the packages.
 
     Raises:
         AgreedError: a package is missing, or the user is not logged in to Weights & Biases.
@@ -64,10 +65,14 @@ def check_trackers(config: TrainingConfig, world: World) -> None:
 
 
 def import_tracker(name: str, module: str = "") -> None:
-    """Import what a flag of this name needs, which may take seconds.
+    """Import the package of a tracker, which may take seconds.
+
+    Args:
+        name: the tracker's flag and package.
+        module: the module to import; the package by default.
 
     Raises:
-        UserError: it is not installed, or cannot be imported.
+        UserError: the package is not installed, or cannot be imported.
     """
     try:
         import_module(module or name)
@@ -75,13 +80,13 @@ def import_tracker(name: str, module: str = "") -> None:
         reason = (str(error).splitlines() or [""])[0]
         raise UserError(
             f"--{name}: the package {name} is not installed, or cannot be imported: "
-            f"{type(error).__name__}: {reason}; pip install 'kaitian-mpi[{name}]', or leave out "
-            f"--{name}"
+            f"{type(error).__name__}: {reason}; run pip install 'kaitian-mpi[{name}]', or "
+            f"remove --{name}"
         ) from error
 
 
 def open_trackers(config: TrainingConfig, folder: RunFolder) -> Iterator[MetricsSink]:
-    """Yield the sinks of the programs to log to, each in a thread that does not delay training."""
+    """Yield the sinks of the chosen trackers, each in a thread, so that none delays training."""
     settings = asdict(config)
     if config.tensorboard:
         yield BackgroundSink("TensorBoard", partial(TensorBoardSink, folder.path))
@@ -96,24 +101,24 @@ class _Tracker(MetricsSink):
     """Logs numbers by name."""
 
     def on_reading(self, reading: Reading) -> None:
-        self._log(of_reading(reading), reading.step, reading.time)
+        self._log(reading_values(reading), reading.step, reading.time)
 
     def on_evaluation(self, evaluated: Figures) -> None:
         values = {f"{name}/validation": value for name, value in evaluated.values.items()}
         self._log(values, evaluated.step, evaluated.time)
 
     def on_logged(self, logged: Figures) -> None:
-        self._log(of_logged(logged.values), logged.step, logged.time)
+        self._log(logged_values(logged.values), logged.step, logged.time)
 
     def _log(self, values: Mapping[str, float], step: int, at: float) -> None:
         raise NotImplementedError
 
 
 class TensorBoardSink(_Tracker):
-    """Writes scalars, and events as text, by torch's writer.
+    """Writes scalars, and events as text, with torch's SummaryWriter.
 
-    Each job of a run, and each rank that takes over, adds a file to the folder. Where steps are
-    trained again, TensorBoard itself drops what earlier files have of them.
+    Each job of a run, and each rank that takes over, adds a file to the folder. If steps are
+    repeated, TensorBoard itself drops their values in earlier files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +126,7 @@ class TensorBoardSink(_Tracker):
         self._writer: Any = None
 
     def on_event(self, event: Event) -> None:
-        """Write an event as text; at a job's start, have later steps of earlier jobs dropped."""
+        """Write an event as text; at a job's start, TensorBoard drops earlier jobs' later steps."""
         self._open(purge_step=event.step + 1 if event.kind in ("start", "resume") else None)
         self._writer.add_text(f"events/{event.kind}", event.text, event.step, event.time)
         self._writer.flush()
@@ -140,19 +145,19 @@ class TensorBoardSink(_Tracker):
         self._open()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, at)
-        self._writer.flush()  # a rank that is killed then leaves all it had
+        self._writer.flush()  # so that a rank that is killed loses nothing
 
 
 def check_wandb_login() -> None:
-    """Check that the user is logged in to Weights & Biases, which would ask while training.
+    """Check that the user is logged in to Weights & Biases, which would otherwise prompt later.
 
     Raises:
         UserError: no API key is configured.
     """
     import wandb
-    from requests.utils import get_netrc_auth  # which wandb requires
+    from requests.utils import get_netrc_auth  # a dependency of wandb
 
-    with _own_hooks():
+    with _hooks_restored():
         settings = wandb.setup().settings
     token = getattr(settings, "identity_token_file", None)
     key = settings.api_key or token or get_netrc_auth(settings.base_url)
@@ -164,24 +169,26 @@ def check_wandb_login() -> None:
 
 
 @contextmanager
-def _own_hooks() -> Iterator[None]:
-    """Restore the exit and exception hooks, which wandb replaces: our errors stay one line."""
-    hooks = sys.exit, sys.excepthook
+def _hooks_restored() -> Iterator[None]:
+    """Restore the exit and exception hooks, which wandb replaces, so that errors stay one line."""
+    exit_hook = sys.exit
+    exception_hook = sys.excepthook
     try:
         yield
     finally:
-        sys.exit, sys.excepthook = hooks  # type: ignore[misc]
+        sys.exit = exit_hook
+        sys.excepthook = exception_hook
 
 
 class WandbSink(_Tracker):
     """Logs to one run of a Weights & Biases project; a resumed run is continued there.
 
-    Steps that are trained again keep their first values: Weights & Biases accepts no step before
-    the last one.
+    Repeated steps keep their first values, because Weights & Biases accepts no step before the last
+    one.
     """
 
     def __init__(self, project: str, config: Mapping[str, Any], folder: RunFolder) -> None:
-        """Start or continue the run; on disk only, if Weights & Biases cannot be reached."""
+        """Start or continue the run, on disk only if Weights & Biases cannot be reached."""
         import wandb
 
         known = folder.read(_WANDB_ID)
@@ -199,7 +206,7 @@ class WandbSink(_Tracker):
             config=dict(config),
             settings=wandb.Settings(**{key: _SETTINGS[key] for key in supported}),
         )
-        with _own_hooks():
+        with _hooks_restored():
             try:
                 self._run = init(id=run_id)
             except wandb.errors.Error as error:
@@ -207,7 +214,7 @@ class WandbSink(_Tracker):
                 _log.warning(
                     "Weights & Biases: %s; the run is kept on disk, for 'wandb sync'", reason
                 )
-                # The other id stays reserved.
+                # The first ID stays reserved.
                 self._run = init(id=secrets.token_hex(8), mode="offline")
         kept = f"run {self._run.id} in {folder.path}/wandb"
         _log.info("Weights & Biases: %s", self._run.url or kept)
@@ -234,8 +241,8 @@ def prepare_mlflow() -> None:
 class MlflowSink(_Tracker):
     """Logs to one run of an MLflow experiment; a resumed run is continued there.
 
-    The server is that of MLFLOW_TRACKING_URI, or else files in the working directory. Steps that
-    are trained again keep their first values: MLflow would show both.
+    The server is that of MLFLOW_TRACKING_URI; by default, files in the working directory. Repeated
+    steps keep their first values, because MLflow would show both.
     """
 
     def __init__(self, experiment: str, config: Mapping[str, Any], folder: RunFolder) -> None:
@@ -250,10 +257,14 @@ class MlflowSink(_Tracker):
         self._run_id = str(known.pop("run_id", ""))
         self._last_step = -1
         if known != where or not self._is_continued():
-            found = self._client.get_experiment_by_name(experiment)
-            number = found.experiment_id if found else self._client.create_experiment(experiment)
-            self._run_id = self._client.create_run(number, run_name=folder.path.name).info.run_id
-            # Fewer than the 100 that a request may have.
+            known_experiment = self._client.get_experiment_by_name(experiment)
+            if known_experiment is None:
+                experiment_id = self._client.create_experiment(experiment)
+            else:
+                experiment_id = known_experiment.experiment_id
+            created = self._client.create_run(experiment_id, run_name=folder.path.name)
+            self._run_id = created.info.run_id
+            # A request may have 100 parameters, more than there are settings.
             params = [Param(key, str(value)[:_MAX_PARAM]) for key, value in config.items()]
             self._client.log_batch(self._run_id, params=params)
             folder.write(_MLFLOW_ID, {**where, "run_id": self._run_id})
@@ -262,11 +273,11 @@ class MlflowSink(_Tracker):
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "FAILED")
 
     def _is_continued(self) -> bool:
-        """Reopen the run and learn which step was its last; return False if it is not there."""
+        """Reopen the run and read its last step; return False if the run does not exist."""
         try:
             self._client.update_run(self._run_id, status="RUNNING")
             history = self._client.get_metric_history(self._run_id, "loss/train")
-        except Exception:  # which one depends on the kind of store
+        except Exception:  # its type depends on the store
             return False
         self._last_step = max((metric.step for metric in history), default=-1)
         return True
@@ -283,10 +294,10 @@ class MlflowSink(_Tracker):
 
 
 def _tracking_uri() -> str:
-    """Return where MLflow keeps runs: as it is configured, or else files, never a network."""
+    """Return MLflow's configured store; by default files, never a network."""
     import mlflow
 
     has_database = all(find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
-    if os.environ.get("MLFLOW_TRACKING_URI") or has_database:  # mlflow-skinny has none
+    if os.environ.get("MLFLOW_TRACKING_URI") or has_database:  # mlflow-skinny has neither
         return str(mlflow.get_tracking_uri())
     return (Path.cwd() / "mlruns").as_uri()

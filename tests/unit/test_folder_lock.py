@@ -90,7 +90,7 @@ def test_the_claim_of_a_job_that_was_killed_is_none(tmp_path, training):
     training.wait()
     assert (tmp_path / ".job").exists()
     check_unclaimed(tmp_path)
-    with pytest.raises(UserError, match="the folder has the results of another run; name a new"):
+    with pytest.raises(UserError, match="the folder has the results of another run; choose a new"):
         begin_run(tmp_path, "another")
     begin_run(tmp_path, "another", resume="auto").close()
     assert not (tmp_path / ".job").exists()
@@ -155,7 +155,7 @@ def test_an_active_writer_is_logged_and_waited_for(tmp_path, writer, caplog):
     assert writer.wait(LONGEST_SEC) == 0
     wait_for_save(tmp_path)
     (line,) = caplog.messages  # of the first
-    assert f"process {writer.pid} of " in line
+    assert f"process {writer.pid} on " in line
     assert os.listdir(tmp_path) == ["done"]
     with other_process(tmp_path, "saves") as another:
         (tmp_path / "done").unlink()

@@ -218,7 +218,7 @@ def test_what_is_no_run_is_a_user_error(tmp_path):
     for name, found in (("file", "is a file"), ("empty", "not the folder"), ("no", "no such")):
         with pytest.raises(UserError, match=found):
             read_run(tmp_path / name)
-    foreign = r"are not as kaitian-mpi writes them .*; name the folder"
+    foreign = r"were not written by kaitian-mpi .*; name the folder"
     for number, contents in enumerate((
         {"config.json": {"epochs": "many"}, "summary.json": {"epochs": 1}},
         *({"topology.json": {"ranks": [7]}}, {"summary.json": {"steps": "x"}}),

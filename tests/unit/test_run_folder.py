@@ -125,7 +125,7 @@ def test_snapshots_go_to_a_folder_only_this_user_can_access_by_its_name(memory, 
     assert files_of("") is None
 
 
-REJECTED = "it is not a folder of mode 700 that belongs to you, so it is not used"
+REJECTED = "is not used: it is not a folder of mode 700 that belongs to you"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o755, "given away", "a link"])

@@ -158,7 +158,7 @@ def test_after_a_stop_signal_it_waits_for_the_save_and_removes_snapshots(place):
     _, err = supervisor.communicate(timeout=LONGEST_SEC)
     assert (place / "saved").exists()
     assert re.fullmatch(
-        rf"kaitian-supervise: waiting for process \d+ of {re.escape(socket.gethostname())}, which "
+        rf"kaitian-supervise: waiting for process \d+ on {re.escape(socket.gethostname())}, which "
         "is still writing a checkpoint in run/checkpoints\n",
         waiting,
     )

@@ -35,7 +35,7 @@ _EVENT_ROWS = {
 
 def draw_learning(run: Run, title: str) -> style.Drawn:
     """Draw the losses, and the metrics and the script's own figures in a panel each."""
-    measured = [name for each in run.evaluations.values() for name in each if name != "loss"]
+    measured = [name for results in run.evaluations.values() for name in results if name != "loss"]
     logged = [name for interval in run.intervals for name in interval.logged]
     names = list(dict.fromkeys(measured + logged))[: _MAX_PANELS - 1]
     losses = [(i.step, i.loss) for i in run.intervals if i.loss is not None]
@@ -52,10 +52,12 @@ def draw_learning(run: Run, title: str) -> style.Drawn:
     panels: list[Axes] = list(figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0])
     _plot(panels[0], losses, "training", _TRAINING)
     for axes, name in zip(panels, ["loss", *names], strict=True):
-        held_out = [(s, found[name]) for s, found in run.evaluations.items() if name in found]
-        of_script = [(i.step, i.logged[name]) for i in run.intervals if name in i.logged]
+        held_out = [
+            (step, results[name]) for step, results in run.evaluations.items() if name in results
+        ]
+        logged_points = [(i.step, i.logged[name]) for i in run.intervals if name in i.logged]
         _plot(axes, held_out, "held-out", _HELD_OUT)
-        _plot(axes, of_script, "logged", _LOGGED)
+        _plot(axes, logged_points, "logged", _LOGGED)
         unit = "mean per sample" if axes is panels[0] else "as reported"
         style.finish_axes(axes, "step" if axes is panels[-1] else "", f"{name} ({unit})")
     style.mark_changes(panels, run, lambda change: change.step)
@@ -91,12 +93,12 @@ def draw_rate(run: Run, title: str) -> style.Drawn:
 
 
 def draw_events(run: Run, title: str) -> style.Drawn:
-    """Draw what happened on a time line, a row for each sort."""
-    found = {
+    """Draw the events on a time line, with a row for each type."""
+    all_rows = {
         name: [event for event in run.events if event.kind in kinds]
         for name, (kinds, _, _) in _EVENT_ROWS.items()
     }
-    rows = {name: events for name, events in found.items() if events}
+    rows = {name: events for name, events in all_rows.items() if events}
     if not rows:
         return None, "Nothing is recorded."
     figure = style.new_figure(run, title, height=1.4 + 0.35 * len(rows))
@@ -119,11 +121,11 @@ def draw_events(run: Run, title: str) -> style.Drawn:
 
 
 def _slow_period(run: Run, slow: Event) -> tuple[float, float]:
-    """Return from when until when a rank was slow: until it is named again, or lost."""
+    """Return when a rank began to be slow, and when it was named again or lost."""
     later = [event for event in run.events if event.at_sec > slow.at_sec]
     kinds = ("slow", "slow_end", "loss")
     ends = [e.at_sec for e in later if e.kind in kinds and {*e.ranks} & {*slow.ranks}]
-    last = max([slow.at_sec, *(each.at_sec for each in run.intervals[-1:])])
+    last = max([slow.at_sec, *(interval.at_sec for interval in run.intervals[-1:])])
     return slow.at_sec, min(ends, default=last)
 
 
@@ -132,14 +134,14 @@ class FigureSpec:
     """A figure that can be drawn of any run."""
 
     name: str
-    """For files and ids."""
+    """The name in files and ids."""
     title: str
     explanation: str
-    """How to read it."""
+    """A sentence on how to read it."""
     _draw: Callable[[Run, str], style.Drawn]
 
     def draw(self, run: Run) -> style.Drawn:
-        """Return the figure, None if there is nothing to show yet; and its main numbers in words.
+        """Return the figure, or None if there is nothing to show, and its main numbers in words.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -160,8 +162,8 @@ FIGURES = (
     FigureSpec(
         "batch-sizes",
         "Batch size of each rank",
-        "How many samples of each step a rank computes. Each number above marks a new plan; the "
-        "table below says why it was made.",
+        "The number of samples per step of each rank. Each number above marks a new plan; the "
+        "table below gives its reason.",
         draw_batch_sizes,
     ),
     FigureSpec(
@@ -175,7 +177,7 @@ FIGURES = (
     FigureSpec(
         "step-phases",
         "What a step's time is spent on",
-        "Means over the steps with the first plan and with the last one. “other” is the rest of "
+        "Means over the steps with the first plan and with the last plan. “other” is the rest of "
         "the step's time.",
         draw_step_times,
     ),
@@ -183,7 +185,7 @@ FIGURES = (
         "learning",
         "Loss and held-out results",
         "The training loss is a mean over the steps since the last reading; held-out results are "
-        "from data that is not trained on.",
+        "from data that the run does not train on.",
         draw_learning,
     ),
     FigureSpec(

@@ -24,7 +24,11 @@ _STATES = {
 
 
 def make_page(runs: Sequence[Run], reload_sec: int = 0) -> str:
-    """Return the report on one or more runs; a page that is to reload itself does so in place.
+    """Return the report on one or more runs as an HTML page.
+
+    Args:
+        runs: the runs to show, the first as the reference of a comparison.
+        reload_sec: the interval at which the page reloads itself; 0: never.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -53,19 +57,19 @@ def _links(runs: Sequence[Run]) -> str:
 def _comparison(runs: Sequence[Run]) -> str:
     first = runs[0].rate
     names = sorted({name for run in runs for name in run.results})
-    rows = [
-        (
+    columns = ["run", "state", "samples/s", "times the first", "training time"]
+    columns += [f"held-out {name}" for name in names]
+    rows = []
+    for run in runs:
+        row = [
             run.name + (" (emulated)" if run.emulated else ""),
             run.state,
             _number(run.rate),
             _number(run.rate / first if run.rate and first else None),
             duration(run.training_time_sec),
-            *(_number(run.results.get(name)) for name in names),
-        )
-        for run in runs
-    ]
-    results = [f"held-out {name}" for name in names]
-    columns = ("run", "state", "samples/s", "times the first", "training time", *results)
+        ]
+        row += [_number(run.results.get(name)) for name in names]
+        rows.append(row)
     body = _table(columns, rows)
     heading = f'<h2 id="comparison">{_COMPARISON}</h2>'
     return f'<section aria-labelledby="comparison">\n{heading}\n{body}</section>\n'
@@ -110,7 +114,7 @@ def _figure(run: Run, spec: FigureSpec, place: str) -> str:
     if figure is None:
         shown = f"<p>Nothing to show. {alt}</p>"
     else:
-        # As an image, the figure is apart from the page: its ids, its texts, and what it may do.
+        # An image keeps the figure's ids and scripts apart from the page.
         data = base64.b64encode(to_image(figure, "svg")).decode()
         image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
         caption = f"<figcaption>{_text(spec.explanation)}</figcaption>"
@@ -155,7 +159,7 @@ def _batches(sizes: Mapping[int, int]) -> str:
 
 
 def _details(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that opens with a click; nothing without rows."""
+    """Return a table that opens with a click; "" without rows."""
     table = _table(columns, rows)
     return f"<details><summary>{_text(title)}</summary>{table}</details>\n" if rows else ""
 
@@ -174,4 +178,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape("".join(each if each.isprintable() else "�" for each in value))
+    return html.escape("".join(char if char.isprintable() else "�" for char in value))

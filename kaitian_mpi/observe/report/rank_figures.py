@@ -1,4 +1,4 @@
-"""Figures of the ranks: their batch sizes, their utilization, and what their steps consist of."""
+"""Figures of the ranks: their batch sizes, their utilization, and the phases of their steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_LINES, _MAX_BARS = 8, 16
-"""Ranks that get a line or a bar each; of more, the means of their kinds are shown."""
+_MAX_LINES = 8
+_MAX_BARS = 16
+"""The most ranks with a line or bar each; for more ranks, the means of their kinds are shown."""
 _NAMES = {"compute": "forward, backward, optimizer", "wait": "wait for other ranks"}
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -23,17 +24,17 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def _labels(run: Run, ranks: Collection[int], most: int) -> dict[int, str]:
-    """Return what is shown for each rank: the rank itself or, if they are many, its kind."""
+    """Return each rank's label: the rank itself or, if there are many ranks, its kind."""
     if len(ranks) <= most:
         return {rank: str(run.ranks[rank]) for rank in ranks}
     return {rank: f"{run.ranks[rank].kind or 'all'}: mean of its ranks" for rank in ranks}
 
 
 def _means(values: Mapping[int, float], labels: Mapping[int, str]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    by_label: dict[str, list[float]] = {}
     for rank, value in values.items():
-        found.setdefault(labels[rank], []).append(value)
-    return {label: fmean(each) for label, each in found.items()}
+        by_label.setdefault(labels[rank], []).append(value)
+    return {label: fmean(label_values) for label, label_values in by_label.items()}
 
 
 def utilization(run: Run) -> Series:
@@ -47,7 +48,7 @@ def utilization(run: Run) -> Series:
 
 
 def batch_series(run: Run) -> Series:
-    """Return the ranks' batch sizes, as (step from which on, samples), with a last point."""
+    """Return the ranks' batch sizes, as (first step, samples), with a last point."""
     series: dict[str, list[tuple[float, float]]] = {}
     labels = _labels(run, run.ranks, _MAX_LINES)
     last = run.intervals[-1].step if run.intervals else 0
@@ -105,7 +106,8 @@ def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
         xs, ys = zip(*points, strict=True)
         last = "lost" if label in ended else f"{ys[-1]:.0f}" + "%" * (not is_batch)
         axes.plot(
-            *(xs, ys),
+            xs,
+            ys,
             **style.line_style(shown.index(label)),
             label=f"{label}: {last}",
             drawstyle="steps-post" if is_batch else "default",
@@ -122,7 +124,7 @@ def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
 
 
 def step_times(run: Run, first: int = 0, last: float = math.inf) -> dict[str, dict[str, float]]:
-    """Return the mean seconds of each phase in some steps, by rank or, of many ranks, by kind."""
+    """Return the mean seconds of each phase in some steps, by rank or, for many ranks, by kind."""
     intervals = [i for i in run.intervals if i.seconds and i.phases]
     intervals = [i for i in intervals if first < i.step - i.steps / 2 <= last]
     labels = _labels(run, {rank for i in intervals for rank in i.ranks}, _MAX_BARS)
@@ -134,39 +136,40 @@ def step_times(run: Run, first: int = 0, last: float = math.inf) -> dict[str, di
             _add(sums.setdefault(label, {}), interval, place)
             counts[label] = counts.get(label, 0) + interval.steps
     return {
-        label: {name: seconds / counts[label] for name, seconds in found.items()}
-        for label, found in sums.items()
+        label: {name: seconds / counts[label] for name, seconds in phases.items()}
+        for label, phases in sums.items()
     }
 
 
 def _add(sums: dict[str, float], interval: Interval, place: int) -> None:
-    """Add the seconds that a rank spent on each phase, and on what is none of them."""
-    own = {name: interval.phases[name][place] for name in PHASES if name in interval.phases}
-    known = {name: seconds for name, seconds in own.items() if seconds is not None}
+    """Add the seconds that a rank spent on each phase, and the rest as `other`."""
+    phases = {name: interval.phases[name][place] for name in PHASES if name in interval.phases}
+    known = {name: seconds for name, seconds in phases.items() if seconds is not None}
     rest = (interval.step_time_sec or 0.0) - sum(known.values())
     for name, seconds in (*known.items(), ("other", max(0.0, rest))):
         sums[name] = sums.get(name, 0.0) + seconds * interval.steps
 
 
 def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the times with the first plan and with the last one, by a title."""
+    """Return the step times with the first and the last plan, by title."""
     if len(run.plans) < 2:
         times = step_times(run)
         return {"all steps": times} if times else {}
     starts = [plan.step for plan in run.plans]
-    found = {
+    periods = {
         f"steps {start + 1} to {end}": times
         for start, end in zip(starts, [*starts[1:], max(run.steps, starts[-1])], strict=True)
         if (times := step_times(run, start, end))
     }
-    return {title: found[title] for title in [*found][:1] + [*found][-1:]}
+    titles = list(periods)
+    return {title: periods[title] for title in titles[:1] + titles[-1:]}
 
 
 def draw_step_times(run: Run, title: str) -> style.Drawn:
-    """Draw what each rank spent a step's time on, with the first plan and with the last one."""
+    """Draw the phases of each rank's step, with the first and the last plan."""
     periods = _periods(run)
     if not periods:
-        return None, "What each rank spends a step's time on: not known."
+        return None, "The phases of the ranks' steps are not known."
     heights = [len(times) + 0.6 for times in periods.values()]
     height = 1.5 + 0.3 * sum(heights) + 0.4 * len(periods)
     figure = style.new_figure(run, title, height=height)
@@ -187,7 +190,7 @@ def draw_step_times(run: Run, title: str) -> style.Drawn:
     panels[-1, 0].set_xlabel("mean time per step (ms)")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    return figure, f"What each rank spends a step's time on: {'; '.join(texts)}."
+    return figure, f"Phases of each rank's step: {'; '.join(texts)}."
 
 
 def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: float) -> None:
@@ -197,7 +200,8 @@ def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: fl
         if not any(widths):
             continue
         bars = axes.barh(
-            *(range(len(times)), widths),
+            range(len(times)),
+            widths,
             left=left,
             height=0.74,
             color=color,

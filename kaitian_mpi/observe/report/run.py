@@ -1,4 +1,4 @@
-"""What is known of a run, as plain values; anything may be missing."""
+"""The content of a run's files, as plain values; anything may be missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PHASES = ("data", "forward", "backward", "compute", "optimizer", "wait")
-"""Parts of a step; `compute` stands for forward, backward and optimizer where these are unknown."""
+"""Parts of a step; `compute` stands for forward, backward and optimizer if these are unknown."""
 _COMPUTING = ("forward", "backward", "compute", "optimizer")
 
 
@@ -43,28 +43,28 @@ class Interval:
     ranks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     phases: Mapping[str, tuple[float | None, ...]]
-    """Mean seconds per step by rank, by phase; None where a rank has none."""
+    """Mean seconds per step by rank, by phase; None if a rank has none."""
     logged: Mapping[str, float]
 
     @property
     def seconds(self) -> float:
-        """The seconds that its steps took."""
+        """The seconds of all its steps."""
         return (self.step_time_sec or 0.0) * self.steps
 
     def busy(self) -> dict[int, float]:
-        """Return how much of its time each rank computed, in percent, where that is known."""
-        found = {}
+        """Return the percentage of its time that each rank computed; unknown ranks are left out."""
+        percent = {}
         for place, rank in enumerate(self.ranks):
             times = [self.phases[name][place] for name in _COMPUTING if name in self.phases]
             known = [seconds for seconds in times if seconds is not None]
             if known and self.step_time_sec:
-                found[rank] = min(100.0, 100 * sum(known) / self.step_time_sec)
-        return found
+                percent[rank] = min(100.0, 100 * sum(known) / self.step_time_sec)
+        return percent
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChange:
-    """Batch sizes from a step on."""
+    """New batch sizes, which apply from a step on."""
 
     step: int
     at_sec: float
@@ -86,7 +86,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that could be read from a run's folder."""
+    """Everything that could be read from a run's folder."""
 
     path: Path
     name: str
@@ -106,7 +106,7 @@ class Run:
     samples_per_sec: float | None
     training_time_sec: float | None
     missing: list[str] = field(default_factory=list)
-    """What could not be read, a sentence each."""
+    """A sentence for each file that could not be read."""
 
     @property
     def results(self) -> Mapping[str, float]:

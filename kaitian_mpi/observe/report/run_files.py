@@ -1,4 +1,4 @@
-"""Reads a run's folder: as much of it as there is, and what is missing."""
+"""Reads the files in a run's folder, and notes which are missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kaitian_mpi.observe.report.run import PHASES, Event, Interval, PlanChange, 
 Value = TypeVar("Value")
 
 MAX_POINTS = 150
-"""About how many readings are shown; of longer runs, neighbors are merged."""
+"""The approximate number of readings shown; longer runs have neighbors merged."""
 _OBJECTS = ("config.json", "topology.json", "benchmark.json", "summary.json")
 _LINES = ("metrics.jsonl", "plan.jsonl", "events.jsonl")
 _WHY = {
@@ -39,7 +39,7 @@ def read_run(path: Path) -> Run:
         return _read(path)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: its files are not as kaitian-mpi writes them ({one_line(error)}); name the "
+            f"{path}: its files were not written by kaitian-mpi ({one_line(error)}); name the "
             "folder of a run"
         ) from error
 
@@ -53,13 +53,13 @@ def _read(path: Path) -> Run:
     if not intervals and not any(reason.startswith("metrics") for reason in missing):
         missing.append("metrics.jsonl has no reading yet")
     # A signal may end a job some steps after its last reading.
-    last = [event.step for event in events[-1:]] + [each.step for each in intervals[-1:]]
+    last = [event.step for event in events[-1:]] + [interval.step for interval in intervals[-1:]]
     steps = max([0, summary.get("steps", 0), *last])
     state = "stopped" if events and events[-1].kind == "stop" else "unfinished"
     at = _clock(intervals, plans, events)
     plans = [replace(plan, at_sec=at(plan.at_sec)) for plan in plans]
     ranks = _read_ranks(topology)
-    trained = {rank for each in intervals for rank in each.ranks}
+    trained = {rank for interval in intervals for rank in interval.ranks}
     for rank in sorted(trained.union(*(plan.batch_sizes for plan in plans))):
         ranks.setdefault(rank, Rank(rank))
     return Run(
@@ -69,7 +69,7 @@ def _read(path: Path) -> Run:
         emulated=_is_emulated(config, *topology.get("ranks", []), benchmark, summary),
         ranks=ranks,
         steps=steps,
-        intervals=tuple(replace(each, at_sec=at(each.at_sec)) for each in intervals),
+        intervals=tuple(replace(reading, at_sec=at(reading.at_sec)) for reading in intervals),
         evaluations=evaluations,
         plans=tuple(plans),
         events=tuple(replace(event, at_sec=at(event.at_sec)) for event in events),
@@ -84,8 +84,8 @@ def _check(path: Path) -> None:
     try:
         names = {entry.name for entry in path.iterdir()}
     except OSError as error:
-        found = {FileNotFoundError: "no such folder", NotADirectoryError: "this is a file"}
-        reason = found.get(type(error), error.strerror)
+        reasons = {FileNotFoundError: "no such folder", NotADirectoryError: "this is a file"}
+        reason = reasons.get(type(error), error.strerror)
         raise UserError(f"{path}: {reason}; name the folder of a run, which can be read") from error
     if not names & {*_OBJECTS, *_LINES}:
         raise UserError(
@@ -95,7 +95,7 @@ def _check(path: Path) -> None:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    """Return a JSON object; NaN and infinities in it are None."""
+    """Parse a JSON object; NaN and infinities in it become None."""
     try:
         parsed = json.loads(content, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
@@ -123,19 +123,20 @@ def _why(path: Path, error: Exception) -> str:
 def _lines(
     path: Path, make: Callable[[dict[str, Any]], Value], missing: list[str]
 ) -> Iterator[Value]:
-    """Yield what is made of each line of a file; note how many cannot be read."""
-    found = total = 0
+    """Yield `make` of each line of a file; note how many lines cannot be read."""
+    total = 0
+    readable = 0
     try:
         with path.open("rb") as file:
             for line in file:
                 total += 1
                 with suppress(ValueError, LookupError, TypeError):  # a crash may have cut it off
                     value = make(_parse(line))
-                    found += 1
+                    readable += 1
                     yield value
     except OSError as error:
         missing.append(_why(path, error))
-    if damaged := total - found:
+    if damaged := total - readable:
         missing.append(f"{path.name}: {damaged:,} of {total:,} lines could not be read")
 
 
@@ -146,12 +147,13 @@ def _read_metrics(
     intervals: list[Interval] = []
     evaluations: dict[int, dict[str, float]] = {}
     most = 4 * MAX_POINTS
-    for each in lines:
-        if not isinstance(each, Interval):
-            evaluations |= [each]
+    for line in lines:
+        if not isinstance(line, Interval):
+            step, results = line
+            evaluations[step] = results
             continue
-        steps = each.step - (intervals[-1].step if intervals else 0)
-        intervals.append(replace(each, steps=max(1, steps)))
+        steps = line.step - (intervals[-1].step if intervals else 0)
+        intervals.append(replace(line, steps=max(1, steps)))
         if len(intervals) >= most:
             intervals = _thin(intervals)
             most = max(most, 2 * len(intervals))
@@ -159,12 +161,12 @@ def _read_metrics(
 
 
 def _measured(line: dict[str, Any]) -> Interval | tuple[int, dict[str, float]]:
-    """Return a line's reading, maybe of the script's own figures alone; or an evaluation's step."""
+    """Return a line's reading, or the step and results of its evaluation."""
     if "validation" in line:
         return int(line["step"]), _known(line["validation"])
     ranks = tuple(line.get("ranks", ()))
     times = {name: tuple(line.get(f"{name}_time_sec") or ()) for name in PHASES}
-    if times["forward"]:  # the compute time is the sum of this one and two others
+    if times["forward"]:  # the compute time is the sum of forward, backward and optimizer
         del times["compute"]
     known = {name: seconds for name, seconds in times.items() if seconds}
     if any(len(ranks) != len(seconds) for seconds in known.values()):
@@ -192,21 +194,22 @@ def _known(figures: dict[str, float | None]) -> dict[str, float]:
 
 def _thin(intervals: Sequence[Interval]) -> list[Interval]:
     """Merge readings that are too short to show, such as those at the end of an epoch."""
-    least = sum(each.seconds for each in intervals) / MAX_POINTS
-    found: list[Interval] = []
-    for place, each in enumerate(intervals):
-        is_last = place == len(intervals) - 1
-        if found and (found[-1].seconds < least or (is_last and each.seconds < least)):
-            found[-1:] = _merge(found[-1], each)
+    shortest = sum(interval.seconds for interval in intervals) / MAX_POINTS
+    merged: list[Interval] = []
+    for place, interval in enumerate(intervals):
+        is_short_end = place == len(intervals) - 1 and interval.seconds < shortest
+        if merged and (merged[-1].seconds < shortest or is_short_end):
+            merged[-1:] = _merge(merged[-1], interval)
         else:
-            found.append(each)
-    return found
+            merged.append(interval)
+    return merged
 
 
 def _merge(first: Interval, second: Interval) -> list[Interval]:
     """Return the means over both, weighted by their steps; both if their plans differ."""
-    plans = [(each.ranks, each.batch_sizes, each.phases.keys()) for each in (first, second)]
-    if plans[0] != plans[1]:
+    if (first.ranks, first.batch_sizes) != (second.ranks, second.batch_sizes):
+        return [first, second]
+    if first.phases.keys() != second.phases.keys():
         return [first, second]
 
     def mean(x: float | None, y: float | None) -> float | None:
@@ -215,14 +218,17 @@ def _merge(first: Interval, second: Interval) -> list[Interval]:
         return (first.steps * x + second.steps * y) / (first.steps + second.steps)
 
     seconds = first.seconds + second.seconds
-    samples = [(each.samples_per_sec or 0.0) * each.seconds for each in (first, second)]
+    samples = [(part.samples_per_sec or 0.0) * part.seconds for part in (first, second)]
     merged = replace(
         second,
         steps=first.steps + second.steps,
         loss=mean(first.loss, second.loss),
         samples_per_sec=sum(samples) / seconds if all(samples) else second.samples_per_sec,
         step_time_sec=mean(first.step_time_sec, second.step_time_sec),
-        phases={n: tuple(map(mean, first.phases[n], times)) for n, times in second.phases.items()},
+        phases={
+            name: tuple(map(mean, first.phases[name], times))
+            for name, times in second.phases.items()
+        },
         logged={**first.logged, **second.logged},
     )
     return [merged]
@@ -250,11 +256,11 @@ def _event(line: dict[str, Any]) -> Event:
 def _clock(
     intervals: Sequence[Interval], plans: Sequence[PlanChange], events: Sequence[Event]
 ) -> Callable[[float], float]:
-    """Return what turns a Unix time into the run's: seconds in which a job ran, from the start."""
+    """Return a function from Unix time to run time: the seconds in which a job was running."""
     known = sorted(
         [plan.at_sec for plan in plans]
         + [event.at_sec for event in events]
-        + [time for each in intervals for time in (each.at_sec - each.seconds, each.at_sec)]
+        + [time for one in intervals for time in (one.at_sec - one.seconds, one.at_sec)]
     )
     starts = {event.at_sec for event in events if event.kind in ("start", "resume")}
     pauses = [(now, now - before) for before, now in itertools.pairwise(known) if now in starts]
@@ -280,12 +286,12 @@ def _read_ranks(topology: dict[str, Any]) -> dict[int, Rank]:
         )
         for info in topology.get("ranks", [])
     ]
-    return {each.rank: each for each in ranks}
+    return {rank.rank: rank for rank in ranks}
 
 
 def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
-    is_asked = config.get("emulate_kinds") or config.get("emulate_slowdown")
-    return bool(is_asked) or any(each.get("emulated") is True for each in others)
+    is_requested = config.get("emulate_kinds") or config.get("emulate_slowdown")
+    return bool(is_requested) or any(content.get("emulated") is True for content in others)
 
 
 def _describe(

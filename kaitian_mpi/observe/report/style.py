@@ -1,4 +1,4 @@
-"""How all figures look: colors, titles, marks of what happened, and their image files.
+"""The look of all figures: colors, titles, marks of events, and image files.
 
 The colors, by Okabe and Ito (2008), differ for color-blind readers too; each comes with a second
 sign: a line, marker or hatch.
@@ -31,7 +31,7 @@ MUTED = "#555555"
 GRID = "#D9D9D9"
 
 Drawn: TypeAlias = "tuple[Figure | None, str]"
-"""A figure, None if there is nothing to show, and what it shows in words."""
+"""A figure, or None if there is nothing to show, and its content in words."""
 
 FILLS = {
     "data": ("#F0E442", "---"),
@@ -104,7 +104,7 @@ def drawing() -> Iterator[None]:
 
 
 def new_figure(run: Run, title: str, height: float) -> Figure:
-    """Return an empty figure; its title says whether what it shows is emulated."""
+    """Return an empty figure, whose title says whether the run is emulated."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")

@@ -1,4 +1,4 @@
-"""What a terminal shows of runs: their rates side by side, and how busy each rank was."""
+"""Shows runs in a terminal: their rates side by side, and the use of each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.run import Run
 
 MAX_ROWS = 16
-"""Ranks that are shown of a run."""
+"""The most ranks shown of a run."""
 _WIDTH = 20
 
 
@@ -49,7 +49,7 @@ def _compare(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _spread(run: Run) -> float:
-    """Return by how much the rates of the middle half of a run's readings differ."""
+    """Return the interquartile range of a run's rates, in samples/s."""
     rates = [interval.samples_per_sec for interval in run.intervals if interval.samples_per_sec]
     if len(rates) < 2:
         return 0.0
@@ -75,7 +75,8 @@ def _describe(run: Run, name: str) -> str:
     head = f"  rank  {'kind':{wide}}  samples per step{'':{_WIDTH - 6}}computing, % of its time"
     lines.append(head)
     for rank in ranks[:MAX_ROWS]:
-        samples, percent = batches.get(rank), busy.get(rank)
+        samples = batches.get(rank)
+        percent = busy.get(rank)
         line = f"  {rank:4}  {run.ranks[rank].kind:{wide}.{wide}}"
         line += f"  {'?' if samples is None else samples:>5} "
         line += _bar(samples / most if samples else 0)

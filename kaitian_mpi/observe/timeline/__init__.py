@@ -1,1 +1,1 @@
-"""Records what a rank does and when, for one timeline of all ranks."""
+"""Records each rank's events for one timeline of all ranks."""

@@ -21,11 +21,11 @@ class RoundTrip(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """What to add to this rank's clock, in seconds."""
+    """The difference of two clocks: seconds to add to this rank's clock."""
 
     seconds: float
     error: float
-    """The largest possible error: half the round trip, as if one way had taken all of its time."""
+    """The largest possible error: half the round trip, as if one direction had taken all of it."""
 
 
 def estimate_offset(trips: Sequence[RoundTrip]) -> Offset:
@@ -67,7 +67,6 @@ class AlignedClock:
         after = bisect_right(self._times, time)
         if after in (0, len(self._times)):
             return time + self._offsets[max(0, after - 1)]
-        (since, until), (first, second) = (
-            values[after - 1 : after + 1] for values in (self._times, self._offsets)
-        )
+        since, until = self._times[after - 1 : after + 1]
+        first, second = self._offsets[after - 1 : after + 1]
         return time + first + (second - first) * (time - since) / (until - since)

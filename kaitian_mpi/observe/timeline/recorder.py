@@ -1,6 +1,6 @@
-"""Records what this rank does and when, in memory, for the timeline.
+"""Records this rank's events in memory, for the timeline.
 
-Without `--timeline`, `current` is None, and code that could record something only checks that.
+Without `--timeline`, `current` is None, and code that records only checks that.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COPY_OUT = "relay: copy out"
 EXCHANGE = "relay: MPI"
 COPY_BACK = "relay: copy back"
 RUN = "run"
-"""The lane of what concerns the whole run; the args are an event of the file, but for its time."""
+"""The lane of events of the whole run; their args are the file's event without its time."""
 LANES = (MAIN, DEVICE, COLLECTIVES, COPY_OUT, EXCHANGE, COPY_BACK)
-"""The lanes of a rank, in the order shown; process groups but the default one add their own."""
+"""The lanes of a rank, in the order shown; each further process group adds a lane."""
 
 
 def is_sampled(step: int, every: int = 0) -> bool:
@@ -60,7 +60,9 @@ class Event(NamedTuple):
 
 
 class _Thread(threading.local):
-    collective: tuple[str, dict[str, Any]] | None = None  # the lane and args of what is recorded
+    collective: tuple[str, dict[str, Any]] | None = (
+        None  # the lane and args of the one being recorded
+    )
 
 
 class Recorder:
@@ -104,12 +106,13 @@ class Recorder:
             self.add(MAIN, name, start, now, {} if ended is None else {"step": ended})
             self._phase = None
         self._phases_since_step = self._phases_since_step + 1 if step is None else 0
-        # Ranks may enter unlike numbers of phases between steps, but record the same collectives.
+        # Ranks may enter different numbers of phases between steps, but record the same
+        # collectives.
         self.is_recording = step is None or is_sampled(step, self._every)
         if self._phases_since_step > _MAX_PHASES_BETWEEN_STEPS:
             self.dropped += 1
         elif self.is_recording:
-            self._phase = phase, now, step
+            self._phase = (phase, now, step)
 
     def add(
         self, lane: str, name: str, start: float, end: float, args: Mapping[str, Any] | None = None
@@ -156,14 +159,14 @@ class Recorder:
 
     @property
     def collective_lane(self) -> str | None:
-        """The lane of the recorded collective that this thread carries out; None without one."""
-        found = self._thread.collective
-        return None if found is None else found[0]
+        """The lane of the recorded collective that this thread carries out, if any."""
+        collective = self._thread.collective
+        return None if collective is None else collective[0]
 
     def annotate(self, **args: Any) -> None:
         """Add to the args of the collective that this thread carries out."""
-        if (found := self._thread.collective) is not None:
-            found[1].update(args)
+        if (collective := self._thread.collective) is not None:
+            collective[1].update(args)
 
     def take(self) -> list[Event]:
         """Remove and return the events recorded since the last call."""
@@ -171,10 +174,10 @@ class Recorder:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def take_device_spans(self, mark: Callable[[], Mark]) -> list[Event]:
-        """Remove and return the device's work that has ended; `mark` makes a mark of the device."""
+        """Remove and return the finished work of the device; `mark` makes a mark of the device."""
         if not self._device_spans:
             return []
-        # Marks only know the time between each other; this one's is known by the host's clock.
+        # Marks give only the time between them; this one's time by the host's clock is known.
         anchor = mark()
         anchor.wait()
         anchor_time = self.now()
@@ -182,7 +185,7 @@ class Recorder:
         while self._device_spans and self._device_spans[0][3].is_reached():
             lane, name, *marks, args = self._device_spans.popleft()
             start, end = (anchor_time - anchor.seconds_since(mark) for mark in marks)
-            if start <= end:  # not so for a phase that this rank skipped in the step
+            if start <= end:  # false for a phase that this rank skipped in the step
                 taken.append(Event(lane, name, start, end, args))
         return taken
 
@@ -192,7 +195,7 @@ current: Recorder | None = None
 
 
 def start_recording(recorder: Recorder) -> None:
-    """Record what this process does from now on, including its main thread's phases."""
+    """Record this process's events from now on, including its main thread's phases."""
     global current
     current = recorder
     on_phase(recorder.enter_phase)
@@ -224,7 +227,7 @@ def recorded(
 ) -> Callable[[], Result]:
     """Wrap a call that carries out a collective so that it is recorded, if this step is sampled.
 
-    The number is the collective's own in the group, the same on every rank.
+    `number` counts the collectives of the group, and is the same on every rank.
     """
     recorder = current
     if recorder is None or not recorder.is_recording:
@@ -241,8 +244,9 @@ def recorded(
 
 def part(name: str, lane: str | None = None, **args: Any) -> AbstractContextManager[None]:
     """Return a context manager that records part of the collective this thread is carrying out."""
-    own = current.collective_lane if current is not None else None
-    return _NOTHING if current is None or own is None else current.span(lane or own, name, args)
+    if current is None or (own_lane := current.collective_lane) is None:
+        return _NOTHING
+    return current.span(lane or own_lane, name, args)
 
 
 _NOTHING = nullcontext()

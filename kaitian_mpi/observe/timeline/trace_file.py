@@ -1,7 +1,7 @@
 """A run's `timeline.json`, in Chrome's Trace Event Format: Perfetto and chrome://tracing open it.
 
-The file is a JSON array with an event and a comma on each line. What ends the array is written
-last; the format makes it optional.
+The file is a JSON array with an event and a comma on each line. The closing bracket, which the
+format makes optional, is written last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ NAME = "timeline.json"
 RUN_PID = 1_000_000
 """The process that stands for the whole run; each rank is the process of its own number."""
 _HEADER = "kaitian_timeline"
-_BEGIN, _SEPARATOR = b"[\n", b",\n"
+_BEGIN = b"[\n"
+_SEPARATOR = b",\n"
 _MAX_LINE = 1 << 20
 _FIRST_EXTRA_LANE = 100
 _FLOW_MARGIN_US = 0.001  # an arrow ends inside the collective, not at its very end
@@ -47,9 +48,9 @@ def _json(event: TraceEvent) -> bytes:
 def _finite(value: Any) -> Any:
     """Return a value with infinities and NaN, which JSON cannot hold, as strings."""
     if isinstance(value, Mapping):
-        return {str(name): _finite(each) for name, each in value.items()}
+        return {str(name): _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -73,28 +74,28 @@ class ChromeLanes:
         self._numbers: dict[str, int] = {}
 
     def trace(self, events: Iterable[recorder.Event], clock: AlignedClock) -> list[TraceEvent]:
-        """Return these events for the file, each new lane named before its first one."""
-        found: list[TraceEvent] = []
+        """Return the file's form of these events; a new lane is named before its first event."""
+        traced: list[TraceEvent] = []
         for event in events:
             start, end = _micros(clock, event.start), _micros(clock, event.end)
             if event.lane == RUN:
-                found.append({"tid": 0, **event.args, "ts": start})
+                traced.append({"tid": 0, **event.args, "ts": start})
                 continue
             if event.lane not in self._numbers:
-                found += self._name_lane(event.lane)
+                traced += self._name_lane(event.lane)
             place = {"pid": self._rank, "tid": self._numbers[event.lane], "name": event.name}
             duration = round(end - start, 3)
-            found.append({**place, "ph": "X", "ts": start, "dur": duration, "args": event.args})
+            traced.append({**place, "ph": "X", "ts": start, "dur": duration, "args": event.args})
             if (identity := event.args.get("collective")) is not None:
-                # An arrow leads from where the group's first rank begins to where another one
-                # ends. That is always later: no rank ends before all have begun.
+                # An arrow leads from the begin on the group's first rank to the end on another
+                # rank, which is always later: no rank ends before all have begun.
                 flow = {**place, "cat": "collective", "id": identity}
                 if event.args.get("rank") == 0:
-                    found.append({**flow, "ph": "s", "ts": start})
+                    traced.append({**flow, "ph": "s", "ts": start})
                 else:
                     before_end = max(start, round(end - _FLOW_MARGIN_US, 3))
-                    found.append({**flow, "ph": "f", "bp": "e", "ts": before_end})
-        return found
+                    traced.append({**flow, "ph": "f", "bp": "e", "ts": before_end})
+        return traced
 
     def _name_lane(self, lane: str) -> list[TraceEvent]:
         known = LANES.index(lane) if lane in LANES else None
@@ -107,16 +108,16 @@ class ChromeLanes:
 
 
 def status_events(rank: int, now: float, clock: AlignedClock, dropped: int) -> list[TraceEvent]:
-    """Return the events that say how accurate a rank's times are, and what is missing."""
+    """Return the events that give a rank's clock error, and the number of missing events."""
     error = round(clock.error * 1e6, 1)
     mark = {"ph": "i", "s": "t", "ts": _micros(clock, now), "pid": rank, "tid": 0}
-    found = [
+    events: list[TraceEvent] = [
         _metadata("process_labels", rank, 0, labels=f"clock error at most {error:g} us"),
         {**mark, "name": "clocks aligned", "args": {"error_us": error}},
     ]
     if dropped:
-        found.append({**mark, "name": f"{dropped} events are missing: too many at once"})
-    return found
+        events.append({**mark, "name": f"{dropped} events are missing: too many at once"})
+    return events
 
 
 def _micros(clock: AlignedClock, time: float) -> float:
@@ -134,7 +135,7 @@ class TimelineSink(MetricsSink):
         self._count(reading.time, RUN_PID, "samples/s", reading.samples_per_sec)
         self._count(reading.time, RUN_PID, "loss", reading.loss)
         for rank, size in zip(reading.ranks, reading.batch_sizes, strict=True):
-            if self._batch_sizes.get(rank) != size:  # with many ranks, all would be many
+            if self._batch_sizes.get(rank) != size:  # only changes, as there may be many ranks
                 self._count(reading.time, rank, "batch size", size)
                 self._batch_sizes[rank] = size
 
@@ -161,7 +162,7 @@ class TimelineSink(MetricsSink):
 class TimelineFile:
     """A timeline on disk, to which one rank at a time appends; it opens after every call.
 
-    What cannot be written, for example to a full disk, is dropped with a warning.
+    Lines that cannot be written, for example to a full disk, are dropped with a warning.
     """
 
     def __init__(self, folder: Path, origin: float) -> None:
@@ -183,7 +184,8 @@ class TimelineFile:
         """
         try:
             with self._path.open("rb+") as file:
-                begin, header = file.readline(_MAX_LINE), file.readline(_MAX_LINE)
+                begin = file.readline(_MAX_LINE)
+                header = file.readline(_MAX_LINE)
                 origin = _origin(header) if begin == _BEGIN else None
                 if origin is not None:
                     size = file.seek(0, os.SEEK_END)
@@ -214,13 +216,16 @@ class TimelineFile:
     def _warn(self, error: OSError) -> None:
         if not self._is_faulty:  # once, not every few seconds
             reason = error.strerror or error
-            text = "%s could not be written: %s; training continues, with gaps in the timeline"
-            _log.warning(text, self._path, reason)
+            _log.warning(
+                "%s could not be written: %s; training continues, with gaps in the timeline",
+                self._path,
+                reason,
+            )
         self._is_faulty = True
 
 
 def _origin(header: bytes) -> float | None:
-    """Return the origin that a file's header gives; None if it is not a timeline's."""
+    """Return the origin in a file's header; None if it is not a timeline's header."""
     try:
         event = json.loads(header.removesuffix(_SEPARATOR))
         return float(event["args"]["origin_unix_sec"]) if event["name"] == _HEADER else None
