@@ -1,8 +1,8 @@
-"""The user's TOML files of what differs between hosts, and the mpirun command made from them.
+"""Reads TOML files of the hosts' environments, and builds the mpirun command from them.
 
-mpirun starts the same path on every host, unless its command has several parts with a colon between
-them; each part has its own hosts and its own program. A host may have several parts: a build of
-torch is for one vendor's GPUs.
+mpirun starts the same path on every host, unless its command has several parts separated by colons,
+each with its own hosts and program. A host may need several parts, because a build of torch
+supports one vendor's GPUs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _COMMANDS = ("kaitian-doctor", "kaitian-plan", "kaitian-run", "kaitian-train")
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment that ranks of a host are started in."""
+    """A Python environment in which ranks of a host are started."""
 
     python: str
     """The full path of its interpreter."""
     devices: tuple[str, ...] = ()
-    """The device of each of its ranks, such as cuda:0; empty for as many ranks as the host takes,
-    whose devices are detected."""
+    """The device of each of its ranks, such as cuda:0. If empty, the number of ranks is that of the
+    host's slots, and their devices are detected."""
 
 
 Environments = Mapping[str, Sequence[Environment]]
-"""The environments of each host that has some of its own, in the order of their ranks."""
+"""The environments of each host in the file, in the order of their ranks."""
 
 _Place = tuple[Host, Environment | None]
 
@@ -62,11 +62,11 @@ def read_environments(path: str) -> dict[str, tuple[Environment, ...]]:
 
 
 def _read_tables(place: str, value: Any) -> tuple[Environment, ...]:
-    found = []
+    environments = []
     tables = value if isinstance(value, list) and value else [value]
     for table in tables:
         python = table.get("python") if isinstance(table, dict) else None
-        # ssh does not read a shell's settings, so a name alone may be found nowhere.
+        # ssh does not read the shell's settings, so a name may not be in its PATH.
         if not isinstance(python, str) or not python.startswith("/"):
             raise UserError(
                 f"{place} must have the full path of its interpreter, such as {_PYTHON}; quote a "
@@ -80,50 +80,50 @@ def _read_tables(place: str, value: Any) -> tuple[Environment, ...]:
                 f"{place} must have a list of devices, one for each rank of {python}, such as "
                 'devices = ["cuda:0", "cuda:1"]'
             )
-        found.append(Environment(python, tuple(devices)))
-    return tuple(found)
+        environments.append(Environment(python, tuple(devices)))
+    return tuple(environments)
 
 
 def _is_device_list(value: Any) -> bool:
-    is_list = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
-    return bool(is_list) and not any("," in each or not each.strip() for each in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(name, str) and name.strip() and "," not in name for name in value)
 
 
 def interpreters_of(environments: Environments, host: str) -> list[str]:
-    """Return the interpreters of a host's environments, each once; none if it has no own ones."""
-    return list(dict.fromkeys(each.python for each in environments.get(host, ())))
+    """Return the distinct interpreters of a host's environments; none if the host is not listed."""
+    return list(dict.fromkeys(one.python for one in environments.get(host, ())))
 
 
 def check_devices(program: str, flags: Sequence[str], environments: Environments) -> None:
-    """Check that a program's own flags do not list devices that the environments list too."""
-    listed = any(each.devices for of_host in environments.values() for each in of_host)
+    """Check that not both the program's flags and the environments list devices."""
+    listed = any(one.devices for of_host in environments.values() for one in of_host)
     if listed and is_given("--devices", flags):
         raise UserError(
-            f"--devices is given to {program}, and the environments list devices too; leave out "
-            "either"
+            f"both --devices of {program} and the environments list devices; remove one of them"
         )
 
 
 def with_devices(hosts: Sequence[Host], environments: Environments) -> list[Host]:
-    """Return the hosts; one whose environments have devices has a slot for each of these."""
-    found = []
+    """Return the hosts, with a slot for each device that their environments list."""
+    with_slots = []
     for host in hosts:
-        taken = sum(len(each.devices) for each in environments.get(host.name, ()))
+        taken = sum(len(one.devices) for one in environments.get(host.name, ()))
         if host.slots is not None and taken > host.slots:
             raise UserError(
                 f"the environments of {host.name} have {taken} devices, but it has only "
                 f"{host.slots} slots; write slots={taken} in the hostfile"
             )
-        found.append(replace(host, slots=taken or host.slots))
-    return found
+        with_slots.append(replace(host, slots=taken or host.slots))
+    return with_slots
 
 
 def expand(
     command: Command, hosts: Sequence[Host], environments: Environments
 ) -> tuple[list[str], list[Host]]:
-    """Return mpirun's command with each host's own environments, and the hosts that get a rank.
+    """Return mpirun's command with the hosts' environments, and the hosts that get a rank.
 
-    Without hosts in the command, they are those of the environments.
+    If the command names no hosts, those of the environments are used.
     """
     hosts = hosts or [Host(name=name) for name in environments]
     places = _places(hosts, environments)
@@ -143,30 +143,31 @@ def expand(
         parts.append(["--host", where, "-np", str(ranks), *program])
     options = command.replaced((*RANKS, *HOST_LISTS), []).parts
     words = [word for part in options for word in part.words] + parts[0]
-    # The first part's options hold for the whole job, and most may be there only once.
-    of_each = [word for part in options if part.name in FOLDERS for word in part.words]
+    # The first part's options apply to the whole job, and most may occur only once.
+    folder_options = [word for part in options if part.name in FOLDERS for word in part.words]
     for part in parts[1:]:
-        words += [":", *of_each, *part]
+        words += [":", *folder_options, *part]
     names = {places[n][0].name for n in used}
     return words, [host for host in hosts if host.name in names]
 
 
 def _places(hosts: Sequence[Host], environments: Environments) -> list[_Place]:
-    """Return each environment of each host, with the ranks it takes as the host's slots."""
+    """Return each environment of each host, with its number of ranks as the host's slots."""
     names = [host.name for host in hosts]
     if unknown := [name for name in environments if name not in names]:
         raise UserError(
             f"the environments name {', '.join(unknown)}, but the hostfile and --host have "
-            f"{', '.join(names)}; correct either"
+            f"{', '.join(names)}; make them agree"
         )
     if not hosts:
         raise UserError("no hosts are known; name them in a hostfile, or in the environments")
     places: list[_Place] = []
     for host in with_devices(hosts, environments):
-        own = environments.get(host.name, ())
-        for each in own:
-            places.append((replace(host, slots=len(each.devices) or host.slots), each))
-        if not own:
+        host_environments = environments.get(host.name, ())
+        for environment in host_environments:
+            slots = len(environment.devices) or host.slots
+            places.append((replace(host, slots=slots), environment))
+        if not host_environments:
             places.append((host, None))
     return places
 
@@ -174,12 +175,12 @@ def _places(hosts: Sequence[Host], environments: Environments) -> list[_Place]:
 def _program(
     program: Sequence[str], environment: Environment | None, of_host: Sequence[Environment]
 ) -> list[str]:
-    """Return a program's command in an environment; without one, the command as it is."""
+    """Return a program's command in an environment; the unchanged command without one."""
     name = PurePath(program[0]).name if program else ""
     if environment is None:
         return list(program)
-    # By local rank, so that each has the devices of all.
-    devices = ",".join(device for each in of_host for device in each.devices)
+    # All devices of the host: each rank takes the one of its local rank.
+    devices = ",".join(device for one in of_host for device in one.devices)
     if name in _COMMANDS:
         module = f"kaitian_mpi.cli.{name.removeprefix('kaitian-')}"
         flags = ["--devices", devices] if devices else []
@@ -194,12 +195,14 @@ def _program(
 
 
 def _check_slots(command: Command, numbered: Sequence[Host], places: Sequence[_Place]) -> int:
-    """Return how many ranks there are, if every place has slots for its own."""
+    """Return the number of ranks, after checking that the slots suffice."""
     slots = total_slots(numbered)
     if slots is None:
         without = ", ".join(host.name for host, _ in places if host.slots is None)
         raise UserError(f"no slots are known for {without}; write slots=N in a hostfile")
     ranks = command.ranks or slots
     if ranks > slots:
-        raise UserError(f"{ranks} ranks have only {slots} slots; start fewer ranks, or add slots")
+        raise UserError(
+            f"there are only {slots} slots for {ranks} ranks; start fewer ranks, or add slots"
+        )
     return ranks

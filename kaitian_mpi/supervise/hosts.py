@@ -1,8 +1,8 @@
 """Parses and edits mpirun's hostfiles and host lists. Pure.
 
-The rules are those of Open MPI 5 (PRRTE): `host slots=4`; a host on n lines without slots has n, on
-one as many as cores. `--host a:2,b` gives b one slot; entries add up, and it selects from the
-hostfile's hosts. `host:4` in a hostfile is MPICH's syntax.
+The rules are those of Open MPI 5 (PRRTE): `host slots=4`. A host on n > 1 lines without slots has n
+slots, and a host on one line as many as cores. `--host a:2,b` gives b one slot; repeated entries
+add up, and the list selects from the hostfile's hosts. `host:4` in a hostfile is MPICH's syntax.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Host:
 
     name: str
     slots: int | None = None
-    """The most ranks that mpirun starts there; None for as many as the host has cores."""
+    """The most ranks that mpirun starts there; None: as many as the host has cores."""
     user: str = ""
     """The user to log in as; empty for ssh's default."""
     port: int = 0
@@ -35,9 +35,13 @@ class Host:
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
-    """Parse a hostfile's content; each host once, in the order of their first lines."""
-    entries = [_read_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1)]
-    return _add_up([entry for entry in entries if entry is not None])
+    """Parse a hostfile's content; return each host once, in the order of their first lines."""
+    entries = []
+    for number, line in enumerate(text.split("\n"), 1):
+        entry = _read_line(line, f"{path}, line {number}")
+        if entry is not None:
+            entries.append(entry)
+    return _add_up(entries)
 
 
 def parse_host_list(text: str) -> tuple[Host, ...]:
@@ -58,13 +62,13 @@ def choose(from_files: Sequence[Host], from_list: Sequence[Host]) -> tuple[Host,
 
 
 def total_slots(hosts: Sequence[Host]) -> int | None:
-    """Return the slots of all hosts; None if a host does not state how many it has."""
+    """Return the slots of all hosts; None if a host does not give its number."""
     known = [host.slots for host in hosts if host.slots is not None]
     return sum(known) if len(known) == len(hosts) else None
 
 
 def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Return each rank's host; if there are more ranks than slots, hosts are filled again."""
+    """Return each rank's host; with more ranks than slots, the hosts are filled again."""
     placed: list[str] = []
     while len(placed) < ranks:
         before = len(placed)
@@ -129,6 +133,7 @@ def _add_up(entries: Iterable[Host]) -> tuple[Host, ...]:
         if known is None:
             hosts[entry.name] = entry
         else:
-            slots = [1 if each.slots is None else each.slots for each in (known, entry)]
-            hosts[entry.name] = replace(known, slots=sum(slots))
+            known_slots = 1 if known.slots is None else known.slots
+            slots = 1 if entry.slots is None else entry.slots
+            hosts[entry.name] = replace(known, slots=known_slots + slots)
     return tuple(hosts.values())

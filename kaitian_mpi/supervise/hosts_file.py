@@ -1,4 +1,4 @@
-"""`--hosts-file`: which hosts a supervised job should have, and when it starts on them."""
+"""Follows `--hosts-file`, the list of hosts that a supervised job should run on."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class HostChanges:
         self._is_warned = False
 
     def lose(self, names: Collection[str], now: float, why: str) -> None:
-        """Hold hosts back that were lost, or that the job could not be started on."""
+        """Exclude hosts for a while that were lost, or on which the job could not be started."""
         for name in sorted(names):
             self._ready.discard(name)
             seconds = self._every_sec * 2.0 ** min(self._losses.get(name, 0), 64)
@@ -197,7 +197,7 @@ class HostChanges:
         self._ready &= names
         for name in self._pending.keys() - names:
             self._pending.pop(name).cancel()
-        for known in (self._ask_at, self._faults):  # one that is added again is asked at once
+        for known in (self._ask_at, self._faults):  # a host that is added again is asked at once
             for name in known.keys() - names:
                 del known[name]
 

@@ -1,4 +1,4 @@
-"""Runs mpirun as a child process, and does what else the supervisor does to hosts and files."""
+"""Runs mpirun as a child process, and the supervisor's other actions on hosts and files."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Machine:
     """Runs commands, waits, probes hosts and logs, for a supervisor.
 
     As a context manager it handles signals: SIGINT and SIGTERM are recorded in `stopped` and
-    forwarded to the running command; if the ranks may have the state in parts, not before they have
-    had time to bring it together, or a second signal comes. SIGUSR1 is forwarded. `hang_sec` is how
-    long mpirun may keep running after its ranks on this machine have ended, if there are none on
-    others; 0 for no limit.
+    forwarded to the running command. If the state may be sharded over the ranks, they first get
+    time to save it, until a second signal. SIGUSR1 is forwarded. `hang_sec` is how long mpirun may
+    keep running after its ranks on this machine have ended, if there are none on others; 0 for no
+    limit.
     """
 
     def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
@@ -78,9 +78,9 @@ class Machine:
     def run(self, words: Sequence[str], watch: Callable[[], None] = lambda: None) -> int:
         """Run a command to its end and return its exit code, 128 + n after signal n.
 
-        It gets its own process group, so that it receives a Ctrl-C only once, from us: on a second
-        one, Open MPI ends at once. It could not read from the terminal there, so its stdin is
-        empty.
+        The command has its own process group, so that it receives a Ctrl-C only once, from this
+        process: after a second one, Open MPI ends at once. It cannot read from the terminal there,
+        so its stdin is empty.
         """
         self._child = child = self._start(words)
         if self._missed:
@@ -100,7 +100,8 @@ class Machine:
                 env={**NOTICE_DEAD_HOSTS, **os.environ, **environment(self.job)},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
-                # So mpirun ends its ranks after a SIGKILL to us. Safe in a process without threads.
+                # After a SIGKILL to this process, mpirun still ends its ranks. Safe without
+                # threads.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM, os.getpid()),
             )
         except OSError as error:
@@ -115,7 +116,8 @@ class Machine:
         have ended, and even after a SIGTERM. This can be detected only if mpirun has ranks on its
         own machine. A job that continues without those is not ended.
         """
-        limit_sec, alive_at = self._hang_sec, None
+        limit_sec = self._hang_sec
+        alive_at = None
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_CHECK_SEC)
@@ -129,7 +131,8 @@ class Machine:
             elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
                 if not self._continues_elsewhere():
                     return self._end_hanging(child)
-                alive_at, limit_sec = time.monotonic(), min(2 * limit_sec, _MAX_HANG_SEC)
+                alive_at = time.monotonic()
+                limit_sec = min(2 * limit_sec, _MAX_HANG_SEC)
 
     def _continues_elsewhere(self) -> bool:
         """Return whether ranks on other hosts continue without those on this machine."""
@@ -159,7 +162,7 @@ class Machine:
         """Write this machine's snapshot to disk if it is newer; return whether the disk has it."""
         if not any(folders.SHM.glob(f"kaitian-{self.job.config.snapshots}-*")):
             return True
-        # It loads torch, for seconds.
+        # Loads torch, which takes seconds.
         from kaitian_mpi.train.checkpoint.files import save_snapshot
 
         try:
@@ -179,9 +182,9 @@ class Machine:
         return frozenset(name for name, code in codes.items() if code == NO_ANSWER)
 
     def remove_stale_snapshots(self, hosts: Sequence[Host]) -> None:
-        """Remove the snapshots that hosts have kept of the job while it went on without them.
+        """Remove hosts' outdated snapshots, from before the job continued without these hosts.
 
-        Only from each one's own folder, in case several hosts share a memory.
+        Only each host's own folder is removed, in case several hosts share /dev/shm.
         """
         words = ["rm", "-rf", f'"{folders.SHM}/kaitian-{self.job.config.snapshots}-$(hostname)"']
         run_on(self._agent, hosts, words, self._probe_sec)
@@ -201,7 +204,7 @@ class Machine:
         return folders.withdraw_request(self.job.folder)
 
     def pause(self, seconds: float) -> None:
-        """Wait, at most until a signal requests a stop."""
+        """Wait for some seconds, or until a signal requests a stop."""
         wait_until(lambda: bool(self.stopped), seconds, _POLL_SEC)
 
     def now(self) -> float:
@@ -224,22 +227,22 @@ class Machine:
         if self._child is None:
             if number in _STOPS:
                 self._missed = number
-        elif is_first_stop and self._is_trained_in_parts():
+        elif is_first_stop and self._is_sharded():
             self._stop_at = time.monotonic() + _SAVE_SEC
             self.report("asking the job to save and end; a second signal ends it at once")
             self.request_restart()
         else:
             self._child.send_signal(number)
 
-    def _is_trained_in_parts(self) -> bool:
+    def _is_sharded(self) -> bool:
         job = self.job
         return job.config.layout != "replicate" and (job.folder / "metrics.jsonl").exists()
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Return the variables that tell a job's ranks on all hosts whose they are.
+    """Return the environment variables that identify the job to its ranks on all hosts.
 
-    Unlike a command line, only the user can read them. The launcher forwards them by their names.
+    Unlike a command line, they can be read by this user only. The launcher forwards them by name.
     """
     folder = os.path.abspath(job.folder)
     return {
@@ -269,5 +272,5 @@ def has_local_ranks(launcher: int) -> bool:
 def _is_rank(process: psutil.Process) -> bool:
     try:
         return not _RANK_VARIABLES.isdisjoint(process.environ())
-    except (psutil.Error, OSError):  # it has exited, or is another user's
+    except (psutil.Error, OSError):  # it has exited, or belongs to another user
         return False

@@ -10,7 +10,8 @@ from pathlib import Path, PurePath
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.hosts import Host, choose, parse_host_list, parse_hostfile
 
-TRAIN, RUN = "kaitian-train", "kaitian-run"
+TRAIN = "kaitian-train"
+RUN = "kaitian-run"
 _MODULES = {"kaitian_mpi.cli.train": TRAIN, "kaitian_mpi.cli.run": RUN}
 _LAUNCHERS = ("mpirun", "mpiexec", "orterun", "prterun")
 
@@ -82,7 +83,7 @@ class Command:
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks in the first such option; None if mpirun decides itself."""
+        """The number of ranks in the command's first option for it; None if mpirun decides."""
         numbers = self.values(RANKS)
         return int(numbers[0]) if numbers and numbers[0].isdecimal() else None
 
@@ -92,7 +93,7 @@ class Command:
         return next((pair[-1] for pair in reversed(pairs) if pair[0] in names), "")
 
     def variable(self, name: str, environ: Mapping[str, str]) -> str:
-        """Return a variable's value on the ranks, as the command sets it or else `environ`."""
+        """Return a variable's value on the ranks: from the command, otherwise from `environ`."""
         value = environ.get(name, "")
         for part in self.parts:
             for word, following in zip(part.words, (*part.words[1:], ""), strict=True):
@@ -103,7 +104,7 @@ class Command:
         return value.strip()
 
     def replaced(self, names: Sequence[str], values: Sequence[str]) -> Command:
-        """Return the command with new values for these options; one without a value is removed."""
+        """Return the command with new values for these options; options without one are removed."""
         left = iter(values)
         parts = []
         for part in self.parts:
@@ -115,7 +116,11 @@ class Command:
 
 
 def parse_command(words: Sequence[str]) -> Command:
-    """Parse a command line, or raise a `UserError`."""
+    """Parse a command line.
+
+    Raises:
+        UserError: the command does not start exactly one kaitian-train or kaitian-run.
+    """
     launcher = parse_launcher(words)
     parts = list(launcher.parts)
     position = len(words) - len(launcher.arguments)
@@ -133,8 +138,8 @@ def parse_command(words: Sequence[str]) -> Command:
     parts += [Part((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
-            "the command has several programs separated by ':'; start all ranks with one: mpirun "
-            f"… {program} …"
+            "the command has several programs separated by ':'; start all ranks with one program: "
+            f"mpirun … {program} …"
         )
     return Command(parts=tuple(parts), arguments=tuple(words[end:]), program=program)
 
@@ -176,7 +181,7 @@ def read_hosts(command: Command) -> tuple[tuple[Host, ...], dict[str, str]]:
 def read_hostfile(path: str) -> str:
     """Return a hostfile's content."""
     if not os.path.isfile(path):
-        raise UserError(f"{path} is not a regular file; name a hostfile that is one")
+        raise UserError(f"{path} is not a regular file; name a hostfile")
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

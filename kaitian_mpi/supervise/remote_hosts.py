@@ -1,8 +1,8 @@
-"""Asks each host, before mpirun does, whether it can be reached and has what is to be started.
+"""Checks before mpirun starts that each host can be reached and has the program.
 
-mpirun waits as long as ssh does if a host does not answer, which may be minutes, and its message
-for a missing command does not say what to do. All hosts are asked at once, by the remote agent that
-mpirun uses.
+If a host does not answer, mpirun waits as long as ssh, possibly minutes, and its message for a
+missing command does not say what to do. All hosts are asked at once, with mpirun's own remote
+agent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kaitian_mpi.supervise.mpirun_command import Command, read_hostfile
 NO_ANSWER = 255
 """The exit code of ssh if it cannot reach a host."""
 SECONDS = 8.0
-"""The time limit for all of it: users are promised an answer within 10 s."""
+"""The time limit of the whole check: users are promised an answer within 10 s."""
 _SHOW_VERSION = 'from importlib.metadata import version; print(version("kaitian-mpi"))'
 _LOGIN = "ssh logs in without a password: ssh -o BatchMode=yes"
 
@@ -50,11 +50,11 @@ class HostAnswer(NamedTuple):
     version: str
     """This package's version there; empty if unknown."""
     fault: str = ""
-    """Why ranks cannot be started there, and what to do; empty if they can."""
+    """The reason why ranks cannot be started there, with advice; empty if they can."""
 
 
 class PendingAnswer:
-    """A host that has been asked for this package's version in each of its interpreters."""
+    """A pending question to a host: the package's version in each of its interpreters."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class PendingAnswer:
             self._asked.append((LimitedProcess(command, seconds), place))
 
     def poll(self) -> HostAnswer | None:
-        """Return the answer, a fault of any interpreter first; None until then. Does not block."""
+        """Return the answer, or a fault of any interpreter; None until it arrives. Never blocks."""
         ended = [(process.poll(), place) for process, place in self._asked]
-        answers = [judge(each, *place) for each, place in ended if each is not None]
+        answers = [judge(end, *place) for end, place in ended if end is not None]
         if len(answers) < len(ended):
             return None
         return next((answer for answer in answers if answer.fault), answers[0])
@@ -99,7 +99,7 @@ def ask_hosts(
     pythons: Mapping[str, Sequence[str]],
     local: Collection[str],
 ) -> dict[tuple[str, str], HostAnswer]:
-    """Ask all hosts whether they answer, and have this package for each of their interpreters."""
+    """Ask all hosts for this package's version in each of their interpreters."""
     places = {
         (host.name, python): (host, python, SECONDS, host.name in local)
         for host in hosts
@@ -111,7 +111,7 @@ def ask_hosts(
 
 
 def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
-    """Return what the end of a host's command means."""
+    """Return the answer that the end of a host's command means."""
     said = (ended.err.strip().splitlines() or [""])[-1].strip()
     login = f"check that it is up and that {_LOGIN} {host} true"
     version = (ended.out.split() or [""])[-1]  # a login script may print something before it
@@ -119,7 +119,7 @@ def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) 
     if ended.code is None:
         fault = f"{host} does not answer within {seconds:g} s; {login}"
     elif ended.code == NO_ANSWER and not is_local:
-        fault = f"{host} cannot be reached ({said or 'ssh says nothing'}); {login}"
+        fault = f"{host} cannot be reached ({said or 'no message from ssh'}); {login}"
     elif ended.code in (NOT_EXECUTABLE, NOT_FOUND):
         fault = (
             f"{host} has no {python}; install the same environment at that path there, or name "
@@ -140,15 +140,15 @@ def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) 
 def examine_hosts(
     hostfile: str, environments: Environments, python: str
 ) -> list[tuple[str, Verdict]]:
-    """Ask the hosts of a hostfile whether mpirun can start ranks there; within about 8 s."""
+    """Check within about 8 s whether mpirun can start ranks on the hosts of a hostfile."""
     hosts = parse_hostfile(read_hostfile(hostfile), hostfile)
     names = [host.name for host in hosts]
     if not hosts:
         raise UserError(f"--hostfile {hostfile} is empty; add a line for each host")
     if unknown := [name for name in environments if name not in names]:
         raise UserError(
-            f"--env names {', '.join(unknown)}, but {hostfile} has {', '.join(names)}; correct "
-            "either"
+            f"--env names {', '.join(unknown)}, but {hostfile} has {', '.join(names)}; make "
+            "them agree"
         )
     pythons = {name: interpreters_of(environments, name) or [python] for name in names}
     agent = find_agent(Command(parts=(), arguments=()), os.environ)
@@ -161,7 +161,7 @@ def examine_hosts(
 
 
 def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
-    """Judge whether mpirun will put ranks on all of these hosts."""
+    """Check whether mpirun will place ranks on all of these hosts."""
     for name in MAPPING_POLICIES:
         if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:
             yield problem(

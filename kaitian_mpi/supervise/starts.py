@@ -151,16 +151,16 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
         own += _adapted_flags(job, ranks)
     if command.program == TRAIN:
         own += [f"--run-dir={job.config.run_dir}"]
-        # A user's --resume says where the job starts, not where it resumes after a failure.
+        # A user's --resume applies to the first start, not to a restart after a failure.
         if trained or not is_given("--resume", command.arguments):
             own += ["--resume=auto"]
         words = command.words + own
-    else:  # a script resumes by itself, and all that follows it is its own
+    else:  # a script resumes by itself; the words after it are its own arguments
         arguments, end = command.arguments, job.own_flags
         words = replace(command, arguments=(*arguments[:end], *own, *arguments[end:])).words
     if job.environments:
         here = {host.name for host in left} or job.environments.keys()
-        of_left = {name: each for name, each in job.environments.items() if name in here}
+        of_left = {name: some for name, some in job.environments.items() if name in here}
         words, _ = expand(parse_launcher(words), left, of_left)
     count = "" if ranks is None else count_text(ranks, "rank")
     names = list_names([host.name for host in left])
@@ -184,8 +184,8 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
 def _adapted_flags(job: Job, ranks: int | None) -> list[str]:
     """Return the flags that depend on the ranks, adapted to the smaller job.
 
-    Its ranks have the first of the emulated devices. Spares replace the lost ranks, as far as there
-    are any.
+    Its ranks take the first emulated devices. Spares replace the lost ranks, as long as there are
+    any.
     """
     if job.ranks is None or ranks is None:
         return []

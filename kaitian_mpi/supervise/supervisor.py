@@ -20,7 +20,7 @@ from kaitian_mpi.train.summary import NAME, Summary
 _QUICK_SEC = 5.0
 _MAX_QUICK = 2
 _PAUSE_SEC = 5.0
-_LOOK_SEC = 1.0
+_CHECK_SEC = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def supervise(
 
     mpirun's exit code is not reliable: it is 0 when a host was lost. Only `finished` in the job's
     `summary.json`, written by this start, counts: a run that has finished before is started once,
-    because the command may ask for more training. Not retried are a mistake in the command line, a
-    job that failed immediately twice, and one whose results cannot be written. Snapshots in the
-    hosts' memory are removed at the end, if the disk has their content. Restarts because the job's
-    hosts have changed do not count.
+    because the command may ask for more training. A job is not restarted after a mistake in the
+    command line, after failing immediately twice, or if its results cannot be written. Snapshots in
+    the hosts' memory are removed at the end, if the disk has their content. Restarts because the
+    job's hosts have changed do not count.
 
     Returns:
         The exit code: 0 if the job has finished, 128 + n after signal n, 2 after a usage error, 74
-        if the results cannot be written, else mpirun's last one, or 1 instead of its 0.
+        if the results cannot be written; otherwise mpirun's last code, with 1 in place of 0.
     """
     code = 1
     supervisor = _Supervisor(job, machine, max_restarts + 1, changes)
@@ -97,9 +97,9 @@ class _Supervisor:
         self._idle = 0  # consecutive starts without progress
         self._quick = 0  # consecutive starts on the same hosts that failed immediately
         self._trained_on: set[str] | None = None  # the hosts of the last start that trained
-        self._joined: set[str] = set()  # those that have been added since
-        self._is_asked = False  # the running job is asked to save and end
-        self._look_at = 0.0
+        self._joined: set[str] = set()  # the hosts added since then
+        self._is_asked = False  # whether the running job was asked to save and end
+        self._check_at = 0.0
 
     def run(self) -> int:
         machine = self._machine
@@ -139,9 +139,11 @@ class _Supervisor:
     def close(self, code: int) -> None:
         """Remove snapshots that are no longer needed from the hosts' memory.
 
-        A run that has finished removes its snapshots itself, as far as it can.
+        A finished run removes its own snapshots, except on hosts that were left out.
         """
-        job, machine, config = self._job, self._machine, self._job.config
+        job = self._job
+        machine = self._machine
+        config = job.config
         if self._changes is not None:
             self._changes.close()
             machine.withdraw_request()
@@ -165,9 +167,10 @@ class _Supervisor:
         """Start the job, wait for its end, and record whether it made progress.
 
         Returns:
-            mpirun's exit code, and whether the job has ended because it was asked to.
+            mpirun's exit code, and whether the job ended on request.
         """
-        machine, changes = self._machine, self._changes
+        machine = self._machine
+        changes = self._changes
         start = self._plan(before, self._job.folder / f"hostfile-start-{number}")
         limit = f" of {self._max_starts}" if changes is None else ""
         machine.report(f"start {number}{limit}: {start.shape}")
@@ -205,14 +208,15 @@ class _Supervisor:
         return start
 
     def _watch(self, before: RunState, changes: HostChanges) -> None:
-        """Ask the running job to save and end if it should be started again on other hosts.
+        """Ask the running job to save and end if it should move to other hosts.
 
-        Not while it starts: it has no step to save yet.
+        A job without steps yet has nothing to save, so it is not asked.
         """
-        machine, now = self._machine, self._machine.now()
-        if now < self._look_at:
+        machine = self._machine
+        now = machine.now()
+        if now < self._check_at:
             return
-        self._look_at = now + _LOOK_SEC
+        self._check_at = now + _CHECK_SEC
         is_due = changes.poll(now) and not self._is_asked
         if is_due and read_state(self._job.folder).is_beyond(before):
             names = list_names([host.name for host in changes.wanted])
@@ -235,7 +239,7 @@ class _Supervisor:
         if changes is None:
             if not self._job.remote:
                 return True
-            # All of them, including lost ones, which may be back.
+            # All remote hosts, including lost ones, which may be back.
             self._left_out = machine.lost(self._job.remote)
             self._lose(self._left_out, "does not answer")
         else:
@@ -254,7 +258,7 @@ class _Supervisor:
             machine.report("no host is left")
             return False
         if changes is not None and self._trained_on is not None:
-            self._trained_on &= names  # those that come back later join
+            self._trained_on &= names  # hosts that come back later join
             self._joined = names - self._trained_on
             machine.remove_stale_snapshots([remote[name] for name in self._joined & remote.keys()])
         return True

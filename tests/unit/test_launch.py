@@ -62,7 +62,7 @@ def test_each_environment_of_each_host_is_a_part_of_a_command_that_can_be_divide
         listed = ",".join(re.findall(r"--host (\S+)", words)).split(",")
         assert {host.name for host in used} == {each.partition(":")[0] for each in listed}
     for line, hosts, environments, message in (
-        ("mpirun -np 7 kaitian-train", HOSTS, {}, "7 ranks have only 6 slots"),
+        ("mpirun -np 7 kaitian-train", HOSTS, {}, "only 6 slots for 7 ranks"),
         ("mpirun kaitian-train", HOSTS, {"z": A}, "name z, but the hostfile and --host have"),
         ("mpirun kaitian-train", (Host(name="a"),), {}, "no slots are known for a; write slots=N"),
         ("mpirun kaitian-train", (), {}, "no hosts are known; name them in a hostfile, or"),
@@ -101,7 +101,7 @@ def test_devices_are_listed_by_a_commands_own_flags_or_by_its_environments(
         ):
             expected = nullcontext()
             if is_twice and listed:
-                expected = pytest.raises(UserError, match=f"--devices is given to {words[3]}, and")
+                expected = pytest.raises(UserError, match=f"both --devices of {words[3]} and")
             with expected:
                 prepare()
 
