@@ -127,7 +127,7 @@ class Run:
 def compare_with_one_process(run, initial, taken, tmp_path):
     data = run.setup.train
     task = Task(**{**vars(run.task), "model": initial})
-    expected, optimizers = alone(task, [data[indices] for indices in taken])
+    expected, optimizers = alone(run.world, task, [data[indices] for indices in taken])
     with run.state.shards.collected(run.world, tmp_path):
         shared = run.state.shared()
     if run.world.rank == 0:
@@ -212,9 +212,8 @@ def test_stages_that_move_while_a_job_trains_continue_as_one_process(
             taken.append(sampler.indices(begin if begin >= 0 else 144, step.samples))
             loops.append(training._session.loop)
     assert len(set(loops)) == 2
-    expected, _ = alone(
-        Task(**{**vars(task), "model": initial}), [task.data[indices] for indices in taken]
-    )
+    task_alone = Task(**{**vars(task), "model": initial})
+    expected, _ = alone(world, task_alone, [task.data[indices] for indices in taken])
     if world.rank == 0:
         saved = torch.load(shared_path / "run/checkpoints/model.pt")
         for name, value in expected.state_dict().items():

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_pipeline import LOSS, STEPS, Run, compare_with_one_process, plan_of
+from test_pipeline import LOSS, Run, compare_with_one_process, plan_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,7 +20,9 @@ from kaitian_mpi.train.task import Task
 if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
-pytestmark = pytest.mark.sizes(2, 3)
+pytestmark = pytest.mark.sizes(3)
+
+SAMPLES, STEPS = 54, 4  # more than an epoch, whose last batch is a small one
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
@@ -49,8 +51,8 @@ def in_float64(model):
 
 def tokens():
     """Return samples of tokens, some of them with padding on the left, and their masks."""
-    ids = torch.randint(3, 50, (150, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(9) >= torch.arange(150).remainder(4)[:, None]
+    ids = torch.randint(3, 50, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) >= torch.arange(SAMPLES).remainder(4)[:, None]
     return TensorDataset(torch.where(mask, ids, 0), mask.long())
 
 
@@ -75,7 +77,7 @@ def make_task(model, loss=loss_of, **parts):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_twenty_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas):
+def test_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas):
     task = make_task(in_float64(make_model(kind, tie_word_embeddings=is_tied)))
     check(world, task, tmp_path, replicas)
 
@@ -109,7 +111,7 @@ def test_the_loss_may_be_the_models_own(world, tmp_path):
     model = make_model("mistral")
     task = make_task(model, its_own_loss, validation=tokens())
     expected = float(its_own_loss(copy.deepcopy(model).eval(), tokens()[:]))
-    run = Run(world, task, plan_of(world, task, 150))
+    run = Run(world, task, plan_of(world, task, SAMPLES))
     found = run.loop.evaluate()
     step, _ = next(run.epoch())
     run.close()

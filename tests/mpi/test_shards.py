@@ -15,6 +15,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.measure.room import find_room
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.sharded_step import use_shards
@@ -104,12 +105,15 @@ def make_task(optimizer, clip_norm=None, loss=compute_loss, model=None):
     )
 
 
-def alone(task, batches):
-    """Train on whole batches in one process."""
+def alone(world, task, batches):
+    """Train on whole batches in one process, rank 0. Collective.
+
+    Return the model, with its weights on all ranks, and rank 0's optimizers.
+    """
     model = copy.deepcopy(task.model)
     optimizers = task.make_optimizers(model)
     schedulers = task.make_schedulers(optimizers, STEPS)
-    for batch in batches:
+    for batch in batches if world.rank == 0 else []:
         for optimizer in optimizers:
             optimizer.zero_grad()
         task.loss(model, batch).backward()
@@ -117,13 +121,17 @@ def alone(task, batches):
             nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
         for each in (*optimizers, *schedulers):
             each.step()
+    sleeping_barrier(world.comm)
+    for value in model.state_dict().values():
+        world.comm.Bcast(value.numpy(), root=0)
     return model, optimizers
 
 
 def check_against_one_process(task, run, initial, taken):
     """Check that a run's weights are those of one process that took these samples in each step."""
     data = run.setup.train
-    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    task_alone = Task(**{**vars(task), "model": initial})
+    expected, _ = alone(run.world, task_alone, [data[each] for each in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
@@ -166,9 +174,8 @@ def test_twenty_steps_are_those_of_one_process(
         run.state.progress.epoch_done(9)
     run.close()
     data = run.setup.train
-    expected, optimizers = alone(
-        Task(**{**vars(task), "model": initial}), [data[indices] for indices in taken]
-    )
+    task_alone = Task(**{**vars(task), "model": initial})
+    expected, optimizers = alone(world, task_alone, [data[indices] for indices in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
     with run.state.shards.collected(world, tmp_path):
@@ -231,7 +238,8 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
             assert gather_values(world.comm, sums) == [sums] * world.size
     run.close()
     data = run.setup.train
-    expected, _ = alone(Task(**{**vars(task), "model": initial}), [data[each] for each in taken])
+    task_alone = Task(**{**vars(task), "model": initial})
+    expected, _ = alone(run.world, task_alone, [data[each] for each in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         assert type(own) is nn.Parameter
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
