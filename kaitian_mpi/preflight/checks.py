@@ -1,6 +1,6 @@
 """The checks of `kaitian-doctor`, in addition to those before every job.
 
-They are pure judgments of facts; there is no verdict if the facts that it needs are missing.
+They are pure functions of facts. A check whose facts are missing gives no verdict.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from kaitian_mpi.preflight.verdict import (
 from kaitian_mpi.runtime.launcher import different_mpi
 from kaitian_mpi.runtime.mpi_libraries import survival_advice
 
-_LOOK = "check that rank's stderr output and its host; raise --timeout if its disk is only slow"
+_CHECK_RANK = "check that rank's stderr and its host; raise --timeout if only its disk is slow"
 _INSTALL = (
     'install one with pip install "kaitian-mpi[mpi]", or load the module of this system\'s MPI and '
     "build mpi4py with it"
 )
 _NETWORK = "choose the network with mpirun --mca btl_tcp_if_include"
 _RAM_PER_RANK = 1 << 30
-_MIN_RAM_PER_RANK = 256 << 20  # what a rank takes before it has a model
-_ROOM = 1 << 30
+_MIN_RAM_PER_RANK = 256 << 20  # used by a rank before it has a model
+_MIN_FREE_BYTES = 1 << 30
 _SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
 
 
 def _judge_presence(job: JobFacts) -> Iterator[Verdict]:
     for reason, ranks in ranks_by(job.missing).items():
-        yield problem(f"{ranks_text(ranks)}: {reason}", _LOOK)
+        yield problem(f"{ranks_text(ranks)}: {reason}", _CHECK_RANK)
 
 
 def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
@@ -91,7 +91,7 @@ def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
         yield problem(f"{fault[0]} ({first.library})", fault[1])
     elif first.launched < first.size:
         yield problem(
-            f"MPI sees {first.size} ranks, but no variable of the launcher says which is which",
+            f"MPI sees {first.size} ranks, but the launcher tells no rank its number",
             "start the job with mpirun; otherwise every rank acts as the first of its host",
         )
     elif others:
@@ -107,19 +107,21 @@ def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
     if not known or job.mpirun is not None:
         return
-    asked = {rank: "on" if mpi.survives_requested else "off" for rank, mpi in known.items()}
-    unreal = [rank for rank, mpi in known.items() if mpi.survives_requested and not mpi.survives]
-    if unreal:
+    requested = {rank: "on" if mpi.survives_requested else "off" for rank, mpi in known.items()}
+    unavailable = [
+        rank for rank, mpi in known.items() if mpi.survives_requested and not mpi.survives
+    ]
+    if unavailable:
         yield problem(
-            f"fault tolerance was asked for, but MPI has none on {ranks_text(unreal)}",
+            f"fault tolerance was requested, but MPI has none on {ranks_text(unavailable)}",
             "use an Open MPI 5 built with ULFM (ompi_info: Fault Tolerance support: yes)",
         )
-    elif differ(asked):
+    elif differ(requested):
         yield problem(
-            f"fault tolerance differs between ranks: {by_value(asked)}",
-            "give mpirun --with-ft ulfm in place of a variable that only some hosts have",
+            f"fault tolerance differs between ranks: {by_value(requested)}",
+            "use mpirun --with-ft ulfm instead of a variable that only some hosts have",
         )
-    elif "on" in asked.values():
+    elif "on" in requested.values():
         yield ok("fault tolerance is on")
     else:
         advice = survival_advice(next(iter(known.values())).library)
@@ -135,11 +137,11 @@ def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
 
 def _judge_cores(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
-        on_cpu = [r for r in ranks if r.devices is None or r.devices.is_host]
+        on_cpu = [rank for rank in ranks if rank.devices is None or rank.devices.is_host]
         cores = job_checks.count_cores(ranks)
         found = f"{count_text(cores, 'core')} for {count_text(len(ranks), 'rank')}"
         if len(ranks) == ranks[0].local_size and len(on_cpu) > cores:
-            yield warning(found, "start fewer ranks there: they train as fast", host)
+            yield warning(found, "start fewer ranks there: more are not faster", host)
         else:
             yield ok(found if job.mpirun is None else count_text(cores, "core"), host)
 
@@ -151,9 +153,10 @@ def _judge_ram(job: JobFacts) -> Iterator[Verdict]:
             continue
         free = min(devices.ram_free_bytes for devices in known)
         found = f"{size_text(free)} of {size_text(known[0].ram_bytes)} free"
-        each, shared = free / len(ranks), f"{found} for {count_text(len(ranks), 'rank')}"
-        if each < _RAM_PER_RANK:
-            is_bad = each < _MIN_RAM_PER_RANK
+        free_per_rank = free / len(ranks)
+        if free_per_rank < _RAM_PER_RANK:
+            is_bad = free_per_rank < _MIN_RAM_PER_RANK
+            shared = f"{found} for {count_text(len(ranks), 'rank')}"
             yield problem_if(is_bad, shared, "free memory, or start fewer ranks", host)
         else:
             yield ok(found, host)
@@ -165,8 +168,8 @@ def _judge_storage(job: JobFacts) -> Iterator[Verdict]:
             found = f"{storage.folder}: {size_text(storage.free_bytes)} free"
             if storage.error:
                 found = f"{storage.folder} cannot be written: {storage.error}"
-            if storage.error or storage.free_bytes < _ROOM:
-                advice = "make room, or give --run-dir another folder"
+            if storage.error or storage.free_bytes < _MIN_FREE_BYTES:
+                advice = "make room, or choose another --run-dir"
                 yield problem_if(bool(storage.error), found, advice, host)
             else:
                 yield ok(found, host)
@@ -199,7 +202,7 @@ def _judge_own_devices(
     host: str, ranks: Sequence[RankFacts], uses_libraries: bool
 ) -> Iterator[Verdict]:
     known = [facts.devices for facts in ranks if facts.devices is not None]
-    # More than there are local ranks: hosts of one name, as containers may have.
+    # A mismatch means several hosts of one name, as containers may have.
     if len(known) != ranks[0].local_size or any(devices.shares for devices in known):
         return
     if known[0].requested == "auto":
@@ -216,7 +219,7 @@ def _judge_own_devices(
         if len(sharing) > 1:
             yield problem(
                 f"{ranks_text(sharing)} share the device {device}, which its library refuses",
-                "start fewer ranks, name other devices with --devices, or give --share-device",
+                "start fewer ranks, choose other devices with --devices, or use --share-device",
                 host,
             )
 
@@ -227,8 +230,8 @@ def _judge_drivers(job: JobFacts) -> Iterator[Verdict]:
         if devices is None:
             continue
         for fault in devices.faults.values():
-            what, _, advice = fault.rpartition("; ")
-            yield warning(what or fault, advice if what else "", host)
+            reason, _, advice = fault.rpartition("; ")
+            yield warning(reason or fault, advice if reason else "", host)
         drivers = ", ".join(f"driver {name} {v}".rstrip() for name, v in devices.drivers.items())
         accelerators = [kind for kind in devices.kinds if kind.count and not kind.is_host]
         if drivers and not (accelerators or devices.faults):
@@ -247,7 +250,7 @@ def _judge_links(job: JobFacts) -> Iterator[Verdict]:
     for link in job.links:
         speed = link.mb_per_sec
         if link.error:
-            advice = f"check that no firewall is between the hosts, and {_NETWORK}"
+            advice = f"check for a firewall between the hosts, and {_NETWORK}"
             yield problem(f"between {_ends(link)}: {link.error}", advice)
         elif between_hosts and speed is not None and speed < _SLOW_MB_PER_SEC:
             found = f"between {_ends(link)}: {speed:,.0f} MB/s"
@@ -261,10 +264,11 @@ def _judge_links(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _ends(link: Link) -> str:
-    (a, b), (first, second) = link.ranks, link.hosts
-    if first == second:
-        return f"ranks {a} and {b}"
-    return f"{first} (rank {a}) and {second} (rank {b})"
+    first, second = link.ranks
+    first_host, second_host = link.hosts
+    if first_host == second_host:
+        return f"ranks {first} and {second}"
+    return f"{first_host} (rank {first}) and {second_host} (rank {second})"
 
 
 def _range(values: list[float]) -> str:

@@ -1,6 +1,6 @@
-"""Examines one process and its host: all that needs no other rank.
+"""Examines one process and its host, without other ranks.
 
-What may hang or crash is examined in a process of its own (`probe.py`), with a time limit.
+Anything that may hang or crash is examined in a separate process (`probe.py`) with a time limit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MAX_MESSAGE = 400
 
 
 class Examination:
-    """The examinations of one rank, which run in the background, by the doctor's `options`."""
+    """The background examinations of one rank, as set by the doctor's `options`."""
 
     def __init__(self, options: Namespace, rank: int) -> None:
         self.first_facts = facts = collect(socket.gethostname(), rank)
-        """The facts that are known at once."""
+        """The facts that are known immediately."""
         self._stages = {
             "devices": start_stage(
                 "devices",
@@ -48,19 +48,20 @@ class Examination:
             self._stages["storage"] = stage
 
     def results(self) -> RankFacts:
-        """Return the facts when every examination has ended or has taken too long."""
-        found, faults = {}, {}
+        """Wait until every examination has ended or timed out; return the facts."""
+        parts = {}
+        faults = {}
         for name, stage in self._stages.items():
             result, fault = result_of(stage)
             if fault:
                 faults[name] = fault
             else:
-                found[name] = part_from_json(name, result)
-        return replace(self.first_facts, **found, faults=faults)
+                parts[name] = part_from_json(name, result)
+        return replace(self.first_facts, **parts, faults=faults)
 
 
 def start_stage(name: str, seconds: float, **arguments: Any) -> LimitedProcess:
-    """Start one of the examinations in `probe.py`; the arguments are such as JSON can hold."""
+    """Start one of the examinations in `probe.py`; JSON must be able to hold the arguments."""
     # With the variables by which MPI finds the launcher, a process whose imports start MPI would
     # join the job as this very rank, and write into the shared memory of the real one.
     outside = {name: text for name, text in os.environ.items() if not name.startswith(_JOINING)}

@@ -113,10 +113,10 @@ class Devices:
     is_host: bool = False
     """Whether it is the CPU, so that nothing is copied to reach host memory."""
     error: str = ""
-    """Why no device could be chosen or used; empty if one was."""
+    """The reason why no device could be chosen or used; empty if one was."""
     ram_bytes: int
     ram_free_bytes: int
-    """Memory that the host, or the container, still has for new processes."""
+    """The memory that the host or the container has left for new processes."""
     drivers: Mapping[str, str]
     """Kernel drivers of accelerators that are loaded, and their versions."""
 
@@ -126,15 +126,15 @@ class Storage:
     """The file system that would hold the run folder."""
 
     folder: str
-    """The run folder, or else the nearest folder above it that exists."""
+    """The run folder, or the nearest existing folder above it."""
     free_bytes: int
     error: str
-    """Why nothing could be written; empty if it could."""
+    """The reason why nothing could be written; empty if it could."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """All that is known of one rank."""
+    """All facts about one rank."""
 
     rank: int
     host: str
@@ -147,16 +147,20 @@ class RankFacts:
     storage: Storage | None = None
     """On the first rank of each host; None on the others."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """The examinations that failed, by name, and why."""
+    """The reason for each failed examination, by its name."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RankFacts:
-        """Return the facts that `asdict` was called on; raise `OtherVersionError` for others."""
-        found = dict(content)
+        """Rebuild facts from `asdict`.
+
+        Raises:
+            OtherVersionError: the facts come from another version of this package.
+        """
+        fields = dict(content)
         try:
-            for name in _PARTS.keys() & found.keys():
-                found[name] = part_from_json(name, found[name])
-            return cls(**found)
+            for name in _PARTS.keys() & fields.keys():
+                fields[name] = part_from_json(name, fields[name])
+            return cls(**fields)
         except (TypeError, KeyError, AttributeError) as error:
             raise OtherVersionError(version_in(content)) from error
 
@@ -166,7 +170,7 @@ class OtherVersionError(Exception):
 
 
 def version_in(content: Mapping[str, Any]) -> str:
-    """Return the version of this package in facts of any version; `unknown` if it is not there."""
+    """Return the package version in facts of any version; `unknown` if it is missing."""
     try:
         return str(content["software"]["packages"]["kaitian-mpi"])
     except (TypeError, KeyError):
@@ -174,7 +178,7 @@ def version_in(content: Mapping[str, Any]) -> str:
 
 
 def part_from_json(name: str, content: Mapping[str, Any] | None) -> Any:
-    """Return a part of `RankFacts`, by its field's name, that `asdict` was called on."""
+    """Rebuild the field `name` of `RankFacts` from `asdict`."""
     return None if content is None else _PARTS[name](**content)
 
 
@@ -194,7 +198,7 @@ _PARTS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Messages between two ranks."""
+    """The measured link between two ranks."""
 
     ranks: tuple[int, int]
     hosts: tuple[str, str]
@@ -207,27 +211,27 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """All that is known of a job, or of a machine."""
+    """All facts about a job, or about a machine."""
 
     ranks: tuple[RankFacts, ...]
     """The ranks that have answered, in order."""
     missing: Mapping[int, str] = field(default_factory=dict)
-    """The others, and what is known of them."""
+    """The other ranks, with what is known about them."""
     links: tuple[Link, ...] = ()
     mpirun: str | None = None
-    """The path of the shell's mpirun, empty if there is none; None if one has started the ranks."""
+    """The path of the shell's mpirun, empty if there is none; None if mpirun started the ranks."""
 
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:
         """The ranks by host, in the order of their first ranks."""
-        found: dict[str, list[RankFacts]] = {}
+        by_host: dict[str, list[RankFacts]] = {}
         for facts in self.ranks:
-            found.setdefault(facts.host, []).append(facts)
-        return found
+            by_host.setdefault(facts.host, []).append(facts)
+        return by_host
 
 
 def collect(host: str, rank: int) -> RankFacts:
-    """Return what is known of this process without MPI, torch and devices."""
+    """Return the facts about this process that need neither MPI, torch nor devices."""
     launch = read_launch(os.environ)
     shm = os.statvfs(SHM) if os.path.isdir(SHM) else None
     return RankFacts(
@@ -251,7 +255,7 @@ def collect(host: str, rank: int) -> RankFacts:
 
 
 def collect_mpi(comm: MPI.Comm) -> Mpi:
-    """Return what is known of MPI, which must be initialized. Not collective."""
+    """Return the facts about MPI, which must be initialized. Not collective."""
     from mpi4py import MPI
 
     survives = True

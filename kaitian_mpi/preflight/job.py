@@ -1,7 +1,7 @@
-"""Examines the ranks of a job: each examines itself, and rank 0 gathers what they find.
+"""Examines the ranks of a job: each examines itself, and rank 0 gathers the facts.
 
-Rank 0 waits for each rank with a limit, so that one that hangs or has died is named. Nothing is
-collective: a collective would hang with the one rank that hangs.
+Rank 0 waits for each rank with a time limit, so that a rank that hangs or has died is named. There
+are no collectives, because a collective would hang with that rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ _EXTRA_SEC = 5.0
 _PROBE_SEC = 10.0
 _ORDERS_SEC = 60.0
 _SETTLE_SEC = 2.0
-_TRIPS, _TRANSFERS = 20, 4
-_SMALL_BYTES, _LARGE_BYTES = 64 << 10, 4 << 20
+_TRIPS = 20
+_TRANSFERS = 4
+_SMALL_BYTES = 64 << 10
+_LARGE_BYTES = 4 << 20
 _QUICK_SEC = 0.02  # for the small transfer: the large one then takes 1.3 s at most
-_MAX_HOSTS, _MAX_LOCAL_RANKS = 8, 4
+_MAX_HOSTS = 8
+_MAX_LOCAL_RANKS = 4
 
 
 class Job:
@@ -50,7 +53,7 @@ class Job:
         return not self._failed and self._post.settle(_SETTLE_SEC)
 
     def examine(self) -> JobFacts:
-        """Return the facts of all ranks. On rank 0 only; the others `serve`."""
+        """Return the facts of all ranks. Call on rank 0 only; the others call `serve`."""
         job = self._gather()
         if not job.missing:
             job = replace(job, links=self._probe_links([facts.host for facts in job.ranks]))
@@ -58,7 +61,7 @@ class Job:
         return job
 
     def end(self, code: int) -> None:
-        """Let the other ranks exit with this code. On rank 0 only."""
+        """Make the other ranks exit with this code. Call on rank 0 only."""
         for rank in range(1, self._comm.size):
             self._post.send(rank, {"code": code})
 
@@ -79,45 +82,46 @@ class Job:
     def _gather(self) -> JobFacts:
         limit = self._timeout + _EXTRA_SEC
         deadline = time.monotonic() + limit
-        found = {0: self._own_facts()}
+        rank_facts = {0: self._own_facts()}
         missing: dict[int, str] = {}
         for rank in range(1, self._comm.size):
             where = "joined MPI"
             try:
-                for _ in range(2):  # what it knows at once, and then all
+                for _ in range(2):  # the facts known immediately, and then all facts
                     left = max(0.0, deadline - time.monotonic())
                     facts = RankFacts.from_json(self._post.receive(rank, left))
                     where = f"started its examination on {facts.host}"
-                found[rank] = facts
+                rank_facts[rank] = facts
             except NoAnswerError as error:
                 late = f"has sent nothing since, within {limit:.0f} s"
                 missing[rank] = f"{where}, and {error if error.__cause__ else late}"
             except OtherVersionError as error:
                 missing[rank] = f"runs kaitian-mpi {error}, and rank 0 {__version__}"
-        return JobFacts(ranks=tuple(found.values()), missing=missing)
+        return JobFacts(ranks=tuple(rank_facts.values()), missing=missing)
 
     def _probe_links(self, hosts: Sequence[str]) -> tuple[Link, ...]:
-        """Have pairs of ranks probe the links between them, up to the first that fails."""
+        """Let pairs of ranks probe their links, until one fails."""
         links: list[Link] = []
         for pairs in choose_pairs(hosts):
             probes = [(pair, rank) for pair in pairs for rank in pair if rank != 0]
             for pair, rank in probes:
                 self._post.send(rank, {"pair": pair})
-            found = {pair: self._probe(*pair) if 0 in pair else {} for pair in pairs}
+            results = {pair: self._probe(*pair) if 0 in pair else {} for pair in pairs}
             for pair, rank in probes:
                 try:
                     answer = self._post.receive(rank, 2 * self._probe_sec + _EXTRA_SEC)
                 except NoAnswerError as error:
                     answer = {"error": f"rank {rank} {error}"}
-                found[pair] = {**answer, **found[pair]}
-            for (a, b), facts in found.items():
-                links.append(Link(ranks=(a, b), hosts=(hosts[a], hosts[b]), **facts))
+                results[pair] = {**answer, **results[pair]}
+            for (first, second), result in results.items():
+                ends = (hosts[first], hosts[second])
+                links.append(Link(ranks=(first, second), hosts=ends, **result))
             if any(link.error for link in links):  # messages may be left over
                 break
         return tuple(links)
 
     def _probe(self, first: int, second: int) -> dict[str, Any]:
-        """Take part in the probe of a link; return what this rank finds: fields of `Link`."""
+        """Take part in the probe of a link; return this rank's results as fields of `Link`."""
         other = second if self._comm.rank == first else first
         try:
             return _time_link(self._post, other) if other == second else _answer(self._post, other)
@@ -126,10 +130,11 @@ class Job:
 
 
 def choose_pairs(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """Return which ranks probe the links between them, in turns, given each rank's host.
+    """Return the pairs of ranks that probe their links, in turns, given each rank's host.
 
-    The first ranks of the hosts: all pairs of up to eight, one after another; else each with the
-    next one, in three turns in which no rank has two links. On one host, its first four ranks.
+    These are the first ranks of the hosts. Up to eight hosts probe all pairs, one after another;
+    more hosts probe each pair of neighbors, in three turns in which no rank has two links. On a
+    single host, the first four ranks probe all pairs.
     """
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(firsts) == 1:
@@ -142,7 +147,8 @@ def choose_pairs(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
 
 def _time_link(post: Post, other: int) -> dict[str, Any]:
     def trips(size: int, number: int) -> list[float]:
-        took, content = [], bytes(size)
+        took = []
+        content = bytes(size)
         for _ in range(number):
             start = time.perf_counter()
             post.push(other, content)
@@ -152,9 +158,11 @@ def _time_link(post: Post, other: int) -> dict[str, Any]:
 
     trips(1, 1)  # may open the connection
     latency = median(trips(1, _TRIPS)) / 2
-    took = min(trips(size := _SMALL_BYTES, 2))
+    size = _SMALL_BYTES
+    took = min(trips(size, 2))
     if took < _QUICK_SEC:
-        took = min(trips(size := _LARGE_BYTES, _TRANSFERS))
+        size = _LARGE_BYTES
+        took = min(trips(size, _TRANSFERS))
     post.push(other, b"")
     speed = size / max(took - latency, took / 10)
     return {"latency_us": 1e6 * latency, "mb_per_sec": speed / 1e6}
@@ -171,9 +179,9 @@ class NoAnswerError(Exception):
 
 
 class Post:
-    """Sends without waiting, values as JSON or bytes; every wait for a rank has a limit.
+    """Sends JSON values or bytes without waiting; every wait for a rank has a time limit.
 
-    One that takes too long raises `NoAnswerError`. Nothing else may use the communicator.
+    A wait that takes too long raises `NoAnswerError`. Nothing else may use the communicator.
     """
 
     def __init__(self, comm: MPI.Comm, limit_sec: float) -> None:
@@ -187,7 +195,7 @@ class Post:
         self.push(target, json.dumps(value).encode())
 
     def receive(self, source: int, limit_sec: float) -> Any:
-        """Return the next value of this rank."""
+        """Return the next value from a rank."""
         return json.loads(self.pull(source, limit_sec))
 
     def push(self, target: int, content: bytes) -> None:
@@ -196,7 +204,7 @@ class Post:
         self._sent.append((request, content))
 
     def pull(self, source: int, limit_sec: float = 0) -> bytearray:
-        """Return the next bytes of this rank."""
+        """Return the next bytes from a rank."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -208,7 +216,7 @@ class Post:
         return content
 
     def settle(self, limit_sec: float) -> bool:
-        """Wait until everything sent has arrived, so that MPI can be finalized; or return False."""
+        """Wait until everything sent has arrived; return whether MPI can be finalized."""
         if self._is_lost:
             return False
         return wait_until(lambda: all(request.Test() for request, _ in self._sent), limit_sec)

@@ -1,4 +1,4 @@
-"""The checks whose facts cost nothing, so that they are made before every job. Pure."""
+"""The checks that run before every job, because their facts cost nothing. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kaitian_mpi.preflight.verdict import (
 )
 
 Check = Callable[[JobFacts], Iterable[Verdict]]
-"""A pure judgment of facts; no verdict if the facts it needs are missing."""
+"""A pure function of facts, without a verdict if its facts are missing."""
 
-_SHM_OF_MPI = 16 << 20  # what Open MPI asks for (btl_sm_segment_size)
+_SHM_OF_MPI = 16 << 20  # requested by Open MPI (btl_sm_segment_size)
 _SHM_TO_SPARE = 256 << 20
 _FILES_PER_RANK = 2
 _OWN_FILES = 256  # libraries, pipes, a dataset's files
@@ -36,36 +36,37 @@ _MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in li
 
 
 def judge_versions(job: JobFacts) -> Iterator[Verdict]:
-    """Check that the ranks have the same kaitian-mpi, messages and MPI."""
-    own = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
+    """Check that the ranks have the same kaitian-mpi, wire protocol and MPI."""
+    versions = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
     compared = {
-        "version": {rank: version for rank, version in own.items() if version},
+        "version": {rank: version for rank, version in versions.items() if version},
         "wire protocol": {facts.rank: str(facts.software.protocol) for facts in job.ranks},
     }
-    for what, values in compared.items():
+    for name, values in compared.items():
         if differ(values):
             yield problem(
-                f"the {what} of kaitian-mpi differs between ranks: {by_value(values)}",
+                f"the {name} of kaitian-mpi differs between ranks: {by_value(values)}",
                 "install the same version on every host",
             )
     libraries = {facts.rank: facts.mpi.library for facts in job.ranks if facts.mpi is not None}
     if differ(libraries):
         yield warning(
             f"the MPI library differs between ranks: {by_value(libraries)}",
-            "install the same one on every host: different releases may be incompatible",
+            "install the same library on every host: different releases may be incompatible",
         )
 
 
 def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
     """Check that shared memory is large enough for MPI and for data-loading processes."""
     for host, ranks in job.hosts.items():
-        free, size = ranks[0].machine.shm_free_bytes, ranks[0].machine.shm_bytes
+        free = ranks[0].machine.shm_free_bytes
+        size = ranks[0].machine.shm_bytes
         if free is None or size is None:
             advice = "mount one: MPI is slower without, and --workers and kaitian-supervise need it"
             yield warning(f"no {SHM}", advice, host)
             continue
         found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
-        # Under a launcher MPI has taken its part already.
+        # Under a launcher, MPI has already allocated its memory.
         if free < _SHM_TO_SPARE:
             is_bad = free < _SHM_OF_MPI and job.mpirun is not None
             yield problem_if(is_bad, found, _MORE_SHM, host)
@@ -79,12 +80,13 @@ def count_cores(ranks: Iterable[RankFacts]) -> int:
 
 
 def judge_binding(job: JobFacts) -> Iterator[Verdict]:
-    """Check that mpirun has not kept cores from its ranks; by default it gives two a core each."""
+    """Check that mpirun lets its ranks use all cores; by default, it binds each of two ranks."""
     for host, ranks in job.hosts.items():
-        cores, most = count_cores(ranks), max(facts.machine.launcher_cores for facts in ranks)
+        cores = count_cores(ranks)
+        most = max(facts.machine.launcher_cores for facts in ranks)
         if cores < most and any(facts.mpi and not facts.mpi.by_srun for facts in ranks):
             found = f"mpirun lets {count_text(len(ranks), 'rank')} use {cores} of {most} cores"
-            yield warning(found, "give it --bind-to none", host)
+            yield warning(found, "add --bind-to none to the command", host)
 
 
 def judge_limits(job: JobFacts) -> Iterator[Verdict]:
@@ -101,7 +103,7 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
 
 
 def judge_libraries(libraries: Iterable[str], declining: Sequence[int]) -> Iterator[Verdict]:
-    """Say that no rank uses a vendor's library if any rank declines them.
+    """Warn that no rank uses a vendor's library because a rank declines it.
 
     Args:
         libraries: those of the ranks' devices; "" for a device without one.
@@ -127,7 +129,7 @@ BEFORE_JOBS: Mapping[str, Check] = {
 def judge(
     job: JobFacts, checks: Mapping[str, Check] = BEFORE_JOBS
 ) -> Iterator[tuple[str, Verdict]]:
-    """Make checks, in their order; return their names and verdicts."""
+    """Yield the name and the verdicts of each check, in order."""
     for name, check in checks.items():
         for verdict in merge_hosts(check(job), len(job.hosts)):
             yield name, verdict

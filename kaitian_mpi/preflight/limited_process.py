@@ -1,4 +1,4 @@
-"""A process with a time limit and its output in memory, so that it never waits for a reader."""
+"""Runs a process with a time limit; its output is in memory, so it never waits for a reader."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import IO, NamedTuple, TypeVar
 
 from kaitian_mpi.runtime.system import anonymous_file
 
-NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of a shell
+NOT_EXECUTABLE = 126  # a shell's exit codes
+NOT_FOUND = 127
 MAX_AT_ONCE = 256
-"""The most processes at once: each has two files open, of perhaps 1,024 (`ulimit -n`)."""
+"""The most processes at once: each has two open files, and the limit may be 1,024."""
 _MAX_BYTES = 1 << 24
 
 Name = TypeVar("Name")
@@ -30,7 +31,7 @@ class Ended(NamedTuple):
 
 
 class LimitedProcess:
-    """A process that is killed, with those that it has started, when it takes too long.
+    """A process that is killed, with its child processes, when it takes too long.
 
     A command that cannot be started ends with a shell's exit code.
     """
@@ -43,7 +44,7 @@ class LimitedProcess:
         self._ended: Ended | None = None
         self._files = [os.fdopen(anonymous_file(name), "w+b") for name in ("out", "err")]
         try:
-            # In its own session: no terminal to prompt on, and one signal ends all of it.
+            # Its own session has no terminal to prompt on, and one signal ends all its processes.
             self._process = subprocess.Popen(  # noqa: S603 (a list of words, no shell)
                 command,
                 env=environ,
@@ -57,7 +58,7 @@ class LimitedProcess:
             self._finish(NOT_FOUND if is_missing else NOT_EXECUTABLE, str(error))
 
     def poll(self) -> Ended | None:
-        """Return how it has ended; None until then, at most for its seconds. Does not block."""
+        """Return the end of the process; None while it runs within its time limit. Never blocks."""
         if self._ended is None:
             code = self._process.poll()
             if code is not None:
@@ -67,7 +68,7 @@ class LimitedProcess:
         return self._ended
 
     def wait(self) -> Ended:
-        """Wait for its end, at most for its seconds."""
+        """Wait for the end of the process, within its time limit."""
         if self._ended is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, self._until - time.monotonic()))
@@ -76,11 +77,13 @@ class LimitedProcess:
         return ended
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process if it is still running."""
         if self._ended is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # nothing ends one that a device blocks
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # a process that a device blocks cannot be killed
                 self._process.wait(1.0)
             self._finish(None)
 
@@ -90,7 +93,7 @@ class LimitedProcess:
 
 
 def run_all(commands: Mapping[Name, Sequence[str]], seconds: float) -> dict[Name, Ended]:
-    """Run named commands, up to 256 at once, each for at most these seconds."""
+    """Run named commands, up to 256 at once, each with this time limit."""
     ended: dict[Name, Ended] = {}
     names = list(commands)
     for first in range(0, len(names), MAX_AT_ONCE):

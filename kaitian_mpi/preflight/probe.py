@@ -1,4 +1,4 @@
-"""One examination in a process of its own, as vendors' code may hang or crash; prints JSON.
+"""Runs one examination in a separate process, as vendors' code may hang or crash; prints JSON.
 
 python -P -m kaitian_mpi.preflight.probe NAME ARGUMENTS
 """
@@ -24,16 +24,22 @@ if TYPE_CHECKING:
     from kaitian_mpi.devices.registry import Kinds
 
 _DRIVERS = (
-    *("nvidia", "amdgpu", "cambricon", "cambricon_drv"),
-    *("drv_devmm_host", "mtgpu", "xe", "i915"),
+    "nvidia",
+    "amdgpu",
+    "cambricon",
+    "cambricon_drv",
+    "drv_devmm_host",
+    "mtgpu",
+    "xe",
+    "i915",
 )
-_WRITTEN_BYTES = 16 << 20  # as a small checkpoint: a single byte fits on a disk that is full
+_WRITTEN_BYTES = 16 << 20  # a small checkpoint; a single byte may fit even on a full disk
 _MODULES = Path("/sys/module")
 _ASCEND_VERSION = Path("/usr/local/Ascend/driver/version.info")
 
 
 def main() -> None:
-    """Make the examination that the command line names."""
+    """Run the examination named on the command line."""
     die_with_parent(signal.SIGKILL)
     result = os.dup(1)
     os.dup2(2, 1)  # vendors' libraries print to stdout
@@ -41,7 +47,7 @@ def main() -> None:
     with open(result, "w") as file:
         json.dump(facts, file)
     sys.stdout.flush()
-    os._exit(0)  # a vendor's library may hang where it is unloaded
+    os._exit(0)  # a vendor's library may hang when it is unloaded
 
 
 def examine_storage(run_dir: str) -> Storage:
@@ -49,12 +55,13 @@ def examine_storage(run_dir: str) -> Storage:
     folder = Path(run_dir).expanduser().absolute()
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
-    error, free = "", 0
+    error = ""
+    free = 0
     try:
         free = shutil.disk_usage(folder).free
         if not folder.is_dir():
             raise NotADirectoryError(0, "not a directory")
-        # It has no name, or loses it at once: nothing stays if this process is killed.
+        # The file has no name, so nothing remains if this process is killed.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_WRITTEN_BYTES))
             file.flush()
@@ -69,7 +76,7 @@ def _examine_devices(
 ) -> dict[str, Any]:
     """Choose this rank's device as training does.
 
-    Training also knows what the other ranks see; whether there are enough devices is judged later.
+    Training also knows the other ranks' devices; a later check compares them.
     """
     import psutil
 
@@ -81,18 +88,18 @@ def _examine_devices(
     known = known_kinds()
     without_library = {
         name: fault
-        for name, each in known.devices.items()
-        if known.counts[name] and (fault := each.missing_library())
+        for name, device in known.devices.items()
+        if known.counts[name] and (fault := device.missing_library())
     }
     facts = Devices(
         kinds=tuple(
             Kind(
                 name=name,
                 count=known.counts[name],
-                is_host=each.is_host,
-                library=each.usable_library(),
+                is_host=device.is_host,
+                library=device.usable_library(),
             )
-            for name, each in known.devices.items()
+            for name, device in known.devices.items()
         ),
         faults={**known.faults, **without_library},
         requested=devices,
@@ -118,13 +125,14 @@ def _with_device(facts: Devices, known: Kinds, rank: int, size: int, host: str) 
 
     request = facts.requested
     if request == "auto" and any(len(ids) < size for ids in facts.seen.values()):
-        rank, size = 0, 1  # each rank may see one device, and that its own
+        rank, size = 0, 1  # each rank may see only its own device
     choice = choose_device(
         request, known.counts, rank, size, host, known.unusable, share=facts.shares
     )
-    device, index = known.devices[choice.kind], choice.index
+    device = known.devices[choice.kind]
+    index = choice.index
     device.select(index)
-    torch.empty(1, device=device.torch_device(index))  # it works
+    torch.empty(1, device=device.torch_device(index))  # fails if the device does not work
     return replace(
         facts,
         chosen=str(device.torch_device(index)),
@@ -139,10 +147,10 @@ def _with_device(facts: Devices, known: Kinds, rank: int, size: int, host: str) 
 def loaded_drivers() -> dict[str, str]:
     """Return the accelerators' kernel drivers that are loaded, and their versions if known."""
     present = [name for name in _DRIVERS if (_MODULES / name).is_dir()]
-    found = {name: _read(_MODULES / name / "version") for name in present}
+    versions = {name: _read(_MODULES / name / "version") for name in present}
     if version := re.search(r"(?im)^\s*version\s*=\s*(\S+)", _read(_ASCEND_VERSION)):
-        found["ascend"] = version[1]
-    return found
+        versions["ascend"] = version[1]
+    return versions
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The report: text of 80 columns, or one JSON document."""
+"""Formats the report as text of 80 columns, or as a JSON document."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from kaitian_mpi.preflight.verdict import Level, Verdict, count_text, size_text
 
 FORMAT = 2
 _WIDTH = 80
-_LEVEL_WIDTH, _NAME_WIDTH = 9, 16
-_MAX_LINES = 32  # of one check and level, and of ranks
+_LEVEL_WIDTH = 9
+_NAME_WIDTH = 16
+_MAX_LINES = 32  # for each check and level, and for the ranks
 
 
 @dataclass(frozen=True)
 class Report:
-    """Verdicts, the facts behind them, and how long it took."""
+    """The verdicts, the facts behind them, and the time taken."""
 
     job: JobFacts
     verdicts: Sequence[tuple[str, Verdict]]
     """The checks' names and verdicts, in the order of the checks."""
     seconds: float
     subject: str = ""
-    """What was examined, if not the ranks."""
+    """The name of what was examined, if not the ranks."""
 
     @property
     def level(self) -> Level:
@@ -52,8 +53,13 @@ def to_json(report: Report, version: str, date: str) -> dict[str, Any]:
         "level": str(report.level),
         "training_would_fail": report.exit_code == 1,
         "checks": [
-            {"check": name, "level": str(each.level), "found": each.found, "advice": each.advice}
-            for name, each in report.verdicts
+            {
+                "check": name,
+                "level": str(verdict.level),
+                "found": verdict.found,
+                "advice": verdict.advice,
+            }
+            for name, verdict in report.verdicts
         ],
         **asdict(report.job),
     }
@@ -64,8 +70,8 @@ def to_text(report: Report, version: str) -> str:
     job = report.job
     ranks = count_text(len(job.ranks) + len(job.missing), "rank")
     of_job = f"{ranks} on {count_text(len(job.hosts), 'host')}"
-    what = report.subject or (of_job if job.mpirun is None else "this machine")
-    lines = [f"{what}, examined in {report.seconds:.1f} s by kaitian-doctor {version}", ""]
+    subject = report.subject or (of_job if job.mpirun is None else "this machine")
+    lines = [f"{subject}, examined in {report.seconds:.1f} s by kaitian-doctor {version}", ""]
     if job.ranks:
         lines += [*_ranks(job.ranks), ""]
     levels = Counter(verdict.level for _, verdict in report.verdicts)

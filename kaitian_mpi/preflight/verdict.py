@@ -1,4 +1,4 @@
-"""A verdict: what facts mean for training, and what to do about it."""
+"""A verdict: a finding about training, with advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NAMES = 4
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a verdict."""
 
     OK = "ok"
     WARNING = "warning"
@@ -31,7 +31,7 @@ class Verdict:
     found: str
     """The finding."""
     advice: str = ""
-    """What to do; empty if all is well."""
+    """The advice; empty if all is well."""
     host: str = ""
     """The host it is about; empty if it is about the job. Hosts with the same finding are named
     together."""
@@ -50,12 +50,12 @@ problem = partial(Verdict, Level.PROBLEM)
 
 
 def problem_if(is_problem: bool, found: str, advice: str, host: str = "") -> Verdict:
-    """Return a problem, or else a warning."""
+    """Return a problem if `is_problem`, otherwise a warning."""
     return (problem if is_problem else warning)(found, advice, host)
 
 
 def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:
-    """Return a problem from an error's message, whose last part may say what to do."""
+    """Return a problem from an error's message, whose last part may be advice."""
     found, _, in_message = error.rpartition("; ")
     return problem(f"{where}{found or in_message}", in_message if found else advice)
 
@@ -92,7 +92,7 @@ def differ(values: Mapping[int, str]) -> bool:
 
 
 def merge_hosts(verdicts: Iterable[Verdict], hosts: int) -> list[Verdict]:
-    """Join verdicts of a check that differ in the host alone; name the hosts if there are more."""
+    """Merge verdicts that differ only in the host; name the hosts if the job has several."""
     places: dict[Verdict, list[str]] = {}
     for verdict in verdicts:
         places.setdefault(replace(verdict, host=""), []).append(verdict.host)
@@ -111,7 +111,7 @@ def _on_hosts(names: Sequence[str], hosts: int) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Join names in one line; of many, only the first few."""
+    """Join names in one line; if there are many, only the first few."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
 
@@ -122,7 +122,7 @@ def count_text(number: int, noun: str) -> str:
 
 
 def size_text(count: float) -> str:
-    """Return bytes in words, such as `512 MiB`."""
+    """Format a number of bytes, such as `512 MiB`."""
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"
     return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
