@@ -20,6 +20,7 @@ from torch import nn
 
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host, values_of
@@ -109,6 +110,7 @@ class ShardReducer(GradientReducer):
         self._overlaps = overlaps and are_plain and not any(map(is_compiled, model.modules()))
         self._sharing: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
         self._arriving = threading.RLock()
+        self._using: set[Any] = set()  # the streams on which functions have used parameters
         self._late: type[nn.Parameter] = type("Late", (Late,), {"arrive": self.arrive})
         if gathering is not None:
             bucket_caps = BUCKET_CAPS[0], bucket_cap(max(p.nbytes for p in model.parameters()))
@@ -248,8 +250,14 @@ class ShardReducer(GradientReducer):
             self._failure = self._failure or CollectiveError(_NOT_ARRIVED)
 
     def arrive(self, parameters: Sequence[nn.Parameter], function: Any = None) -> None:
-        """Wait for the values of what a function uses, at any time. Not collective."""
+        """Wait for the values of what a function uses, at any time. Not collective.
+
+        The current stream does. In the first step each parameter is asked for, so it is known then
+        whether a model uses several: in such, the host waits as well.
+        """
         with self._arriving, torch._C.DisableTorchFunctionSubclass():
+            if (module := device_of(parameters[0].device).streams()) is not None:
+                self._using.add(module.current_stream(parameters[0].device))
             for parameter in parameters:
                 with self.waits("the owners' values") if self._sharing else nullcontext():
                     while type(parameter) is self._late and self._sharing:
@@ -307,6 +315,8 @@ class ShardReducer(GradientReducer):
                     if getattr(self._group or dist.group.WORLD, "is_broken", False):
                         raise CollectiveError(_NOT_ARRIVED)
                     bucket.take(buffer)
+                    if len(self._using) > 1:  # others would use the values before they are here
+                        device_of(buffer.device).mark().wait()
                     self._missing -= 1
                 except Exception as error:
                     self._failure = self._failure or error
@@ -372,12 +382,24 @@ class ShardReducer(GradientReducer):
         if self._weight is not None:
             for index in self._parts[number]:
                 self._used[index] += self._parameters[index].grad is not None
+        if len(self._using) > 1:
+            self._wait_for_gradients(bucket)
         buffer = bucket.fill(self._weight, self._spares)
         adds = self._round > 0
         arriving = torch.empty_like(bucket.padded) if adds else bucket.padded
         work = bucket.start_sum(arriving, buffer, self._group)
         is_last = self._round + 1 == self.rounds
         self._flights.append((bucket, work, arriving, adds, is_last, buffer))
+
+    def _wait_for_gradients(self, bucket: ShardBucket) -> None:
+        """Let the current stream wait for those that use parameters, and so for their backward."""
+        device = bucket.parameters[0].device
+        module: Any = device_of(device).streams()
+        for other in self._using - {module.current_stream(device)}:
+            module.current_stream(device).wait_event(other.record_event())
+        for parameter in bucket.parameters:
+            if parameter.grad is not None:
+                keep_for_current_stream(parameter.grad)
 
     def _is_limited(self, flight: Any) -> bool:
         """Return whether a bucket that is being summed takes memory that nothing has set aside.
