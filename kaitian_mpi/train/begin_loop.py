@@ -32,7 +32,7 @@ from kaitian_mpi.train.step import StepObserver
 
 _NO_CHECKPOINT = (
     "the part of the state that a lost rank had is lost, and there is no checkpoint to continue "
-    "from; start the job again, with a run folder"
+    "from; start the job again"
 )
 
 
@@ -174,7 +174,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
                 step = f"step {state.progress.step} ({found.name})"
                 warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
         elif has_part_lost:
-            raise AgreedError(_NO_CHECKPOINT)
+            raise AgreedError(_NO_CHECKPOINT + ", with a run folder" * (run.setup.path is None))
     state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
