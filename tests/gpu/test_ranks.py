@@ -20,7 +20,7 @@ def found(request, tmp_path_factory):
     start = [] if accelerators > stand_in.COUNT else [PYTHON]
     command = stand_in.command(accelerators, *start, SCRIPT, devices)
     options = {"cwd": tmp_path_factory.mktemp("ranks"), **stand_in.environment()}
-    ended = run_ranks(accelerators + 1, *command, fresh=True, code=None, **options)
+    ended = run_ranks(accelerators + 1, *command, fresh=stand_in.IS_FRESH, code=None, **options)
     lines = dict(line.split(": ", 1) for line in ended.out.splitlines() if ": " in line)
     return lines, ended
 
