@@ -1,4 +1,4 @@
-"""The base class of accelerators: their torch modules have what `torch.cuda` has."""
+"""The base class of accelerators whose torch modules have the functions of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (
     "EI0007",  # HCCL: Allocation_Failure, memory resources are exhausted
     "cnrtErrorNoMem",  # Cambricon's runtime
 )
-"""Phrases in torch's errors by which drivers and libraries report too little memory."""
+"""Phrases in torch's errors that mean that a driver or library is out of memory."""
 
 _OFF = ("0", "n", "no", "f", "false")  # as `getCvarBool` of torch's Utils.hpp reads them
 
@@ -44,7 +44,7 @@ class Accelerator(Device):
 
     moved: frozenset[torch.dtype] = frozenset()
     reduced: frozenset[torch.dtype] = frozenset()
-    """The dtypes that the vendor's library moves, and reduces."""
+    """The dtypes that the vendor's library can move, and those that it can reduce."""
     reductions: frozenset[str] = frozenset()
     refused: frozenset[tuple[str, torch.dtype]] = frozenset()
     """Its reductions, except of these dtypes."""
@@ -68,14 +68,14 @@ class Accelerator(Device):
     def create_vendor_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> Any:
-        """Return a group of the backend that a plug-in registered, or of one of torch's own."""
-        plugin, own = self._backends()
+        """Return a group of the backend registered by a plug-in, or of torch's own backend."""
+        plugin, built_in = self._backends()
         if fault := self.missing_library():
             raise KindError(fault)
         if plugin is None:
-            options = own.Options()
+            options = built_in.Options()
             options._timeout = timeout
-            return own(store, rank, size, options)
+            return built_in(store, rank, size, options)
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, timeout)
         options = dist.distributed_c10d._DistributedBackendOptions()
@@ -86,7 +86,7 @@ class Accelerator(Device):
         return plugin.creator_fn(options, None)
 
     def missing_library(self) -> str:
-        if self.vendor_backend is None or any(each is not None for each in self._backends()):
+        if self.vendor_backend is None or any(backend is not None for backend in self._backends()):
             return ""
         return (
             f"{self.plugin or 'this build of torch'} has no torch.distributed backend "
@@ -95,10 +95,10 @@ class Accelerator(Device):
         )
 
     def _backends(self) -> tuple[Any, Any]:
-        """Return the vendor's backend: that of a plug-in, or torch's own; None without one."""
+        """Return the vendor's backend in a plug-in and in torch itself, None if missing."""
         name = (self.vendor_backend or "").upper()
-        own = getattr(dist.distributed_c10d, f"ProcessGroup{name}", None)
-        return dist.Backend._plugins.get(name), own
+        built_in = getattr(dist.distributed_c10d, f"ProcessGroup{name}", None)
+        return dist.Backend._plugins.get(name), built_in
 
     def leave_losses_to_caller(self) -> list[str]:
         """Turn off what torch's backend does about errors of its own accord.
@@ -156,8 +156,8 @@ class Accelerator(Device):
         return str(getattr(self._properties(index), "name", self.kind))
 
     def physical_id(self, index: int) -> str:
-        """Return the device's PCI address (which NCCL compares) or UUID, or else its index."""
-        names = [self._hardware_id(each) for each in range(self.count())]
+        """Return the device's PCI address (which NCCL compares), its UUID, or else its index."""
+        names = [self._hardware_id(number) for number in range(self.count())]
         name = names[index]
         # Some devices of one board have the same address or UUID.
         return name if name and names.count(name) == 1 else f"{name}#{self._host_index(index)}"
@@ -193,7 +193,7 @@ class Accelerator(Device):
     def is_out_of_memory(self, error: BaseException) -> bool:
         if super().is_out_of_memory(error):
             return True
-        # Other than torch's allocators, drivers and libraries raise errors of no type of their own.
+        # torch's allocators raise a type of their own; drivers and libraries do not.
         return isinstance(error, RuntimeError) and any(map(str(error).__contains__, _OUT_OF_MEMORY))
 
     def streams(self) -> Any | None:
@@ -210,9 +210,9 @@ class Accelerator(Device):
         try:
             tensor.record_stream(stream)
         except NotImplementedError:  # some plug-ins lack it
-            end = stream.record_event()  # of all that uses the tensors kept before
+            end = stream.record_event()  # after all uses of the tensors kept before
             kept = [(t, s, end if e is None and s == stream else e) for t, s, e in self._kept]
-            kept = [each for each in kept if each[2] is None or not each[2].query()]
+            kept = [(t, s, e) for t, s, e in kept if e is None or not e.query()]
             self._kept = (*kept, (tensor, stream, None))
 
     def random_state(self, index: int) -> torch.Tensor | None:
@@ -240,8 +240,9 @@ class Accelerator(Device):
 
     def _properties(self, index: int) -> Any:
         module = self._module()
-        has_them = hasattr(module, "get_device_properties")
-        return module.get_device_properties(index) if has_them else None
+        if not hasattr(module, "get_device_properties"):
+            return None
+        return module.get_device_properties(index)
 
     def _may_have_devices(self, module: Any) -> bool:
         return bool(module.is_available())
@@ -262,14 +263,15 @@ class Accelerator(Device):
 
     def _hardware_id(self, index: int) -> str:
         try:
-            found = self._properties(index)
+            properties = self._properties(index)
         except Exception:  # a faulty device has an index as well
             return ""
-        if hasattr(found, "pci_bus_id"):
-            domain = getattr(found, "pci_domain_id", 0)
-            return f"{domain:04x}:{found.pci_bus_id:02x}:{getattr(found, 'pci_device_id', 0):02x}"
-        uuid = str(getattr(found, "uuid", ""))
-        return uuid if uuid.strip("0-") else ""  # one of zeros is not set
+        if hasattr(properties, "pci_bus_id"):
+            domain = getattr(properties, "pci_domain_id", 0)
+            device = getattr(properties, "pci_device_id", 0)
+            return f"{domain:04x}:{properties.pci_bus_id:02x}:{device:02x}"
+        uuid = str(getattr(properties, "uuid", ""))
+        return uuid if uuid.strip("0-") else ""  # all zeros: not set
 
     def _host_index(self, index: int) -> str:
         """Return the device's index on the host, by the variables that limit what is visible."""
@@ -284,7 +286,7 @@ class Accelerator(Device):
 
 
 class UnlistedAccelerator(Accelerator):
-    """The kind of tensors whose torch device type belongs to no known kind."""
+    """The kind of tensors whose torch device type is that of no known kind."""
 
     def __init__(self, torch_type: str) -> None:
         self.kind = self.torch_type = torch_type

@@ -1,4 +1,4 @@
-"""Chooses each rank's device from what its host has; hides the others from ranks on the CPU."""
+"""Chooses each rank's device on its host; hides accelerators from ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ VISIBILITY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "xpu": ("ZE_AFFINITY_MASK",),
     }
 )
-"""The environment variables that list the devices of a kind that a process sees, read when its
-driver starts; of several, the first that is set counts."""
+"""The environment variables that list the visible devices of a kind, read when its driver starts.
+If a kind has several, the first that is set applies."""
 NO_DEVICE = "-1"
-"""The value of these variables that hides all devices: a list ends at what is no device."""
+"""The value of these variables that hides all devices: a list ends at an invalid device."""
 GROUP = "kaitian_mpi.visibility"
 """The entry point group by which other packages name the variable of a kind: kind = VARIABLE."""
 
@@ -42,7 +42,7 @@ class Choice:
 
 
 Inventory = Mapping[str, Sequence[str]]
-"""The accelerators that a rank sees: physical ids by kind and index, in order of preference."""
+"""A rank's visible accelerators: physical IDs by kind and index, in order of preference."""
 
 
 def choose_device(
@@ -56,14 +56,25 @@ def choose_device(
     inventories: Sequence[Inventory] = (),
     share: bool = False,
 ) -> Choice:
-    """Choose this rank's device by `--devices`, or raise a `UserError`.
+    """Choose this rank's device by `--devices`.
 
-    `counts` are the host's devices by kind, in order of preference; `faults` says why a kind cannot
-    be used; `inventories` is what each of the host's ranks sees, empty for what this one does.
+    Args:
+        request: the value of `--devices`.
+        counts: the host's number of devices of each kind, in order of preference.
+        local_rank: this rank's number on its host.
+        local_size: the number of ranks on the host.
+        host: the host's name, for errors.
+        faults: the reason for each kind that cannot be used.
+        inventories: the visible accelerators of each of the host's ranks; if empty, all see the
+            devices in `counts`.
+        share: whether several ranks may use one device.
+
+    Raises:
+        UserError: there is no such device, or there are too few.
     """
     if request == "auto":
-        own = {kind: [f"{i}" for i in range(n)] for kind, n in counts.items() if kind != "cpu"}
-        choices = assign_devices(inventories or [own] * local_size, host, share)
+        visible = {kind: [f"{i}" for i in range(n)] for kind, n in counts.items() if kind != "cpu"}
+        choices = assign_devices(inventories or [visible] * local_size, host, share)
         return choices[local_rank] or Choice("cpu", local_rank)
     if request == "cpu":
         return Choice("cpu", local_rank)
@@ -78,7 +89,9 @@ def choose_device(
             f"--devices {request!r}: a device is missing beside a comma; write one there, such as "
             "cpu"
         )
-    choice = _parse(entries[local_rank], counts, faults)  # others may be of a kind not known here
+    choice = _parse(
+        entries[local_rank], counts, faults
+    )  # other entries may be of kinds unknown here
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
         raise UserError(
             f"--devices {request}: local rank {local_rank} on {host} asks for "
@@ -90,25 +103,36 @@ def choose_device(
 def assign_devices(
     inventories: Sequence[Inventory], host: str, share: bool = False
 ) -> list[Choice | None]:
-    """Give each rank of a host a device of its own, or share; None to one that sees none."""
-    seen = [[(kind, each) for kind, ids in rank.items() for each in ids] for rank in inventories]
-    choices: list[Choice | None] = [None] * len(seen)
-    users: dict[tuple[str, str], list[int]] = {each: [] for devices in seen for each in devices}
-    # The ranks' own lists may overlap: a device that few ranks see is taken first.
-    viewers = Counter(each for devices in seen for each in devices)
-    for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank])):
-        if seen[rank]:
-            kind, device = given = min(
-                seen[rank], key=lambda each: (len(users[each]), viewers[each])
-            )
-            users[given].append(rank)
-            choices[rank] = Choice(kind, inventories[rank][kind].index(device))
+    """Assign each rank of a host a device of its own, or a shared one; None if it sees none.
+
+    Raises:
+        UserError: ranks would have to share a device, but `share` is False.
+    """
+    visible = [
+        [(kind, physical_id) for kind, ids in inventory.items() for physical_id in ids]
+        for inventory in inventories
+    ]
+    choices: list[Choice | None] = [None] * len(visible)
+    users: dict[tuple[str, str], list[int]] = {
+        device: [] for rank_devices in visible for device in rank_devices
+    }
+    # The ranks may see different devices: a device that few ranks see is taken first.
+    viewers = Counter(device for rank_devices in visible for device in rank_devices)
+    for rank in sorted(range(len(visible)), key=lambda rank: len(visible[rank])):
+        if visible[rank]:
+            chosen = min(visible[rank], key=lambda device: (len(users[device]), viewers[device]))
+            users[chosen].append(rank)
+            kind, physical_id = chosen
+            choices[rank] = Choice(kind, inventories[rank][kind].index(physical_id))
     if not share and any(len(ranks) > 1 for ranks in users.values()):
         owners = [ranks[0] for ranks in users.values() if ranks]
-        named = [each if rank in owners else None for rank, each in enumerate(choices)]
-        example = ",".join(f"{each.kind}:{each.index}" if each else "cpu" for each in named)
+        entries = []
+        for rank, choice in enumerate(choices):
+            entries.append(f"{choice.kind}:{choice.index}" if choice and rank in owners else "cpu")
+        example = ",".join(entries)
+        counts = Counter(kind for kind, _ in users)
         raise UserError(
-            f"{len(seen)} ranks on {host}, but {_inventory(Counter(k for k, _ in users), host)}; "
+            f"{len(visible)} ranks on {host}, but {_inventory(counts, host)}; "
             f"start {len(owners)} ranks there, or name each one's device, such as --devices "
             f"{example}, or let ranks share a device with --share-device"
         )
@@ -130,14 +154,15 @@ def _parse(entry: str, counts: Mapping[str, int], faults: Mapping[str, str]) -> 
 
 
 def _inventory(counts: Mapping[str, int], host: str) -> str:
-    found = [f"{n} {kind}" for kind, n in counts.items() if kind != "cpu" and n]
-    return f"{host} has {', '.join(found) if found else 'no accelerator'}"
+    devices = [f"{n} {kind}" for kind, n in counts.items() if kind != "cpu" and n]
+    return f"{host} has {', '.join(devices) if devices else 'no accelerator'}"
 
 
 def declines_library(vendor_library: bool, environ: Mapping[str, str]) -> bool:
-    """Return whether this rank wants no vendor's library to be used, by its flag or the variable.
+    """Return whether a flag or variable tells this rank not to use a vendor's library.
 
-    Raises a `UserError` if the variable is neither 0 nor 1.
+    Raises:
+        UserError: the variable is neither 0 nor 1.
     """
     given = environ.get(LIBRARY_VARIABLE, "").strip()
     if given not in ("", "0", "1"):
@@ -149,9 +174,9 @@ def declines_library(vendor_library: bool, environ: Mapping[str, str]) -> bool:
 
 
 def hide_accelerators(request: str, local_rank: int, local_size: int) -> dict[str, str]:
-    """Return the variables that hide every accelerator from a rank that is to use the CPU.
+    """Return the variables that hide all accelerators from a rank that uses the CPU.
 
-    Those of other packages' kinds too, without importing these.
+    They include those of other packages' kinds, which are not imported.
     """
     entries = ["cpu"] * local_size if request == "cpu" else request.split(",")
     if local_size > len(entries) or entries[local_rank].strip() != "cpu":

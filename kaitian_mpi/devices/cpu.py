@@ -65,9 +65,9 @@ class CpuDevice(Device):
 
 
 def available_bytes(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the available memory: the host's, or less by a control group's limit (version 2).
+    """Return the available bytes: the host's, or fewer by a control group's limit (version 2).
 
-    Of this process's groups each may have a limit, such as Slurm's of the job and of the step.
+    Each of this process's groups may have a limit, such as Slurm's for the job and for the step.
     """
     free = int(psutil.virtual_memory().available)
     try:
@@ -75,13 +75,13 @@ def available_bytes(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) 
     except OSError:
         lines = []
     names = (line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-    inmost = root / next(names, "")
-    groups = [inmost, *inmost.parents]
-    left = [_left_in(group) for group in groups if group.is_relative_to(root)]
-    return int(min(free, *left))
+    innermost = root / next(names, "")
+    groups = [innermost, *innermost.parents]
+    remaining = [_remaining_bytes(group) for group in groups if group.is_relative_to(root)]
+    return int(min(free, *remaining))
 
 
-def _left_in(group: Path) -> float:
+def _remaining_bytes(group: Path) -> float:
     """Return the bytes that a control group may still allocate."""
     try:
         limit = int((group / "memory.max").read_text())
@@ -94,7 +94,7 @@ def _left_in(group: Path) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory: else each step pages it in (`benchmarks/memory_kept.py`)."""
+    """Make malloc keep freed memory, so that no step pages it in (benchmarks/memory_kept.py)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(M_MMAP_THRESHOLD, _NEVER)

@@ -19,11 +19,11 @@ MEMORY_FLAG, MEMORY_VARIABLE = "--emulate-memory", "KAITIAN_EMULATE_MEMORY"
 KINDS_VARIABLE, SLOWDOWN_VARIABLE = "KAITIAN_EMULATE_KINDS", "KAITIAN_EMULATE_SLOWDOWN"
 """The environment variables that apply if the flags are not given."""
 
-_MAX_FACTOR = 1e6  # so that the longest sleep is one that the operating system can do
+_MAX_FACTOR = 1e6  # so that no sleep is longer than the operating system allows
 
 
 class EmulatedDevice:
-    """A CPU under the name of another kind, or slowed down; all else is the CPU's own."""
+    """A CPU that has the name of another kind, or is slowed down; otherwise unchanged."""
 
     def __init__(self, device: Device, kind: str, pace: Pace, calls: CallPace) -> None:
         self.device = device
@@ -40,20 +40,20 @@ class Emulation:
     """The emulated kinds and slowdowns of a job, by world rank."""
 
     kinds: str = ""
-    """As `--emulate-kinds`; empty if no device kinds are emulated."""
+    """The value of `--emulate-kinds`; empty if no device kinds are emulated."""
     slowdown: str = ""
-    """As `--emulate-slowdown`."""
+    """The value of `--emulate-slowdown`."""
     labels: tuple[str, ...] = ()
     """The emulated device kind of every rank; empty if there are none."""
     schedules: tuple[Schedule, ...] = ()
     """The slowdown of every rank."""
 
     def with_slowdown(self, text: str) -> Emulation:
-        """Return the same with another `--emulate-slowdown`."""
+        """Return a copy with another `--emulate-slowdown`."""
         return replace(self, slowdown=text, schedules=parse_slowdown(text, len(self.schedules)))
 
     def wrap(self, device: Device, rank: int, shown: str, calls: CallPace | None = None) -> Device:
-        """Return a rank's device as the job is to see it: its own if nothing is emulated."""
+        """Return a rank's emulated device, or the device itself if nothing is emulated."""
         if isinstance(device, EmulatedDevice):
             device = device.device
         is_slow = any(map(describe_slowdown, self.schedules))
@@ -64,12 +64,13 @@ class Emulation:
             )
         if not self.labels and not is_slow:
             return device
-        kind, schedule = self.labels[rank] if self.labels else device.kind, self.schedules[rank]
+        kind = self.labels[rank] if self.labels else device.kind
+        schedule = self.schedules[rank]
         calls = calls or CallPace(schedule)
         return cast("Device", EmulatedDevice(device, kind, Pace(schedule), calls))
 
     def describe(self) -> str:
-        """Describe it in a line, e.g. `device kinds gpu, mlu; rank 1 slowed 3x`; "" if nothing."""
+        """Return a line such as `device kinds gpu, mlu; rank 1 slowed 3x`; "" without emulation."""
         parts = []
         if self.labels:
             parts.append(f"device kinds {', '.join(dict.fromkeys(self.labels))}")
@@ -81,7 +82,7 @@ class Emulation:
 
 
 def given_emulation(kinds: str, slowdown: str) -> list[str]:
-    """Return a rank's flags, or else its variables, for `read_emulation`."""
+    """Return a rank's flags, or its variables without flags, for `read_emulation`."""
     return [
         kinds.strip() or os.environ.get(KINDS_VARIABLE, "").strip(),
         slowdown.strip() or os.environ.get(SLOWDOWN_VARIABLE, "").strip(),
@@ -89,7 +90,7 @@ def given_emulation(kinds: str, slowdown: str) -> list[str]:
 
 
 def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
-    """Return what is emulated, from `given_emulation` on every rank, some without any."""
+    """Return the emulation from every rank's `given_emulation`, which may be empty on some."""
     given = zip(*ranks, strict=True)
     try:
         kinds, slowdown = map(_agreed, (KINDS_FLAG, SLOWDOWN_FLAG), given)

@@ -26,28 +26,27 @@ _STACK_BYTES = 1 << 20
 
 
 class LimitedDevice:
-    """A CPU of which this process may allocate so many bytes more than it had at first.
+    """A CPU with a limit on the bytes that this process may allocate beyond those at its start.
 
     The operating system enforces it (RLIMIT_DATA), for torch, Python and MPI alike: torch raises
-    its own error, and Python a MemoryError. All that the process has allocated counts, also what
-    was freed and is kept; what it has mapped of files does not, nor do the stacks of threads. Large
-    blocks are given back when they are freed, as on a device: so what is kept has no gaps that
-    nothing fits in.
+    its own error, and Python a MemoryError. All allocated memory counts, including freed memory
+    that malloc keeps; mapped files and the stacks of threads do not. As on a device, large blocks
+    are returned when they are freed, so that kept memory has no unusable gaps.
     """
 
     _limit = 0  # bytes that this process may allocate
     _at_start = 0  # bytes that this process had allocated before its first limit
-    _resident_at_start = 0  # those of them that were in memory
+    _resident_at_start = 0  # those of them that were resident
 
     def __init__(self, device: Any, limit: int) -> None:
         """Limit this process from now on."""
         self.device = device
         self.limit = limit
         if not LimitedDevice._at_start:
-            import_for_optimizers()  # a program's code is in no device's memory
+            import_for_optimizers()  # code does not count as device memory
             LimitedDevice._at_start = _allocated()
             LimitedDevice._resident_at_start = _resident()
-            threading.stack_size(_STACK_BYTES)  # else each new thread would count with 8 MB
+            threading.stack_size(_STACK_BYTES)  # otherwise each new thread would count 8 MB
             libc = ctypes.CDLL(None)
             if hasattr(libc, "mallopt"):  # glibc
                 libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)
@@ -64,7 +63,7 @@ class LimitedDevice:
         return self.limit
 
     def restart_memory_peak(self, index: int) -> None:
-        with suppress(OSError):  # of a kernel that does not let a process do so
+        with suppress(OSError):  # some kernels do not permit it
             _CLEAR.write_text("5")
         _set_limit()  # there may be more threads
 
@@ -81,18 +80,18 @@ def parse_memory(text: str, world_size: int) -> list[int]:
     """
     limits = [0] * world_size
     for entry in filter(None, map(str.strip, text.split(","))):
-        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)(MB|GB)", entry)
-        if found is None or int(found[1]) >= world_size or not float(found[2]):
+        match = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)(MB|GB)", entry)
+        if match is None or int(match[1]) >= world_size or not float(match[2]):
             raise UserError(
                 f"{MEMORY_FLAG}: {entry!r} is not a limit; write rank:size with a rank from 0 to "
                 f"{world_size - 1} and a size in MB or GB, such as 1:600MB"
             )
-        limits[int(found[1])] = round(float(found[2]) * _UNITS[found[3]])
+        limits[int(match[1])] = round(float(match[2]) * _UNITS[match[3]])
     return limits
 
 
 def limit_memory(device: Any, text: str, rank: int, ranks: int) -> tuple[Any, list[int]]:
-    """Return a rank's device with its limit, and the limits of all of so many `ranks`.
+    """Return a rank's device with its limit, and the limits of all `ranks` ranks.
 
     Raises:
         UserError: the text is malformed, or this rank cannot be limited.
@@ -107,7 +106,7 @@ def limit_memory(device: Any, text: str, rank: int, ranks: int) -> tuple[Any, li
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Map files in the block: what is mapped of them is in no device's memory."""
+    """Lift the limit in the block, to map files: they do not count as device memory."""
     if not LimitedDevice._limit:
         yield
         return
@@ -122,32 +121,32 @@ def unlimited() -> Iterator[None]:
 def _set_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # counting needs memory itself
-    # With the threads that start later, as those that communicate and save.
+    # Includes threads that start later, such as those that communicate and save.
     limit = LimitedDevice._limit + _mapped() + _stacks(max(_sizes()[1] + 1, _USUAL_THREADS))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _allocated() -> int:
-    """Return the bytes that this process has, without files and the stacks of threads."""
+    """Return this process's allocated bytes, without files and the stacks of threads."""
     data, threads = _sizes()
     return data - _mapped() - _stacks(threads)
 
 
 def _sizes() -> tuple[int, int]:
-    """Return the bytes that this process can write to and shares with none, and its threads."""
-    found = re.search(r"^VmData:\s+(\d+) kB.*^Threads:\s+(\d+)", _STATUS.read_text(), _LINES)
-    assert found is not None
-    return int(found[1]) << 10, int(found[2])
+    """Return the bytes of this process's private writable memory, and its number of threads."""
+    match = re.search(r"^VmData:\s+(\d+) kB.*^Threads:\s+(\d+)", _STATUS.read_text(), _LINES)
+    assert match is not None
+    return int(match[1]) << 10, int(match[2])
 
 
 def _stacks(threads: int) -> int:
-    """Return the bytes of the stacks of so many threads, besides the main one."""
+    """Return the bytes of the stacks of all threads but the main one."""
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     return (threads - 1) * (_USUAL_STACK if size == resource.RLIM_INFINITY else size)
 
 
 def _resident() -> int:
-    """Return the most bytes, besides files, that were in memory at once."""
+    """Return the peak of resident bytes, without files."""
     status = _STATUS.read_text()
     peak, *files = (
         int(found[1]) << 10
@@ -158,6 +157,6 @@ def _resident() -> int:
 
 
 def _mapped() -> int:
-    """Return how much of that is mapped of files."""
+    """Return the bytes of it that are mapped files."""
     ranges = re.findall(r"^(\w+)-(\w+) .w.p \S+ \S+ [1-9]", _MAPS.read_text(), re.MULTILINE)
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)

@@ -26,7 +26,7 @@ class KindError(UserError):
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no garbage in the block: importing torch then takes a third less CPU time."""
+    """Disable garbage collection in the block: importing torch then takes a third less CPU time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -38,7 +38,7 @@ def without_collection() -> Iterator[None]:
 
 
 def import_for_optimizers() -> None:
-    """Import what the first step of any optimizer imports, for a second, before it is timed."""
+    """Import in advance what the first step of any optimizer imports, which takes a second."""
     with without_collection():
         importlib.import_module("torch._dynamo")
 
@@ -63,7 +63,7 @@ def import_torch() -> None:
 
 @contextlib.contextmanager
 def _kept_variable() -> Iterator[None]:
-    """Leave `AUTOLOAD` as it was before the block, unless that raises."""
+    """Restore `AUTOLOAD` after the block, unless the block raises."""
     given = os.environ.get(AUTOLOAD)
     yield
     os.environ.pop(AUTOLOAD, None)

@@ -21,7 +21,7 @@ _OUT_OF_HOST_MEMORY = (
 
 
 class Mark:
-    """A point in a device's work; here that of a device whose calls wait for theirs."""
+    """A point in a device's work; this one is for a device whose calls return when done."""
 
     def __init__(self) -> None:
         self._sec = time.perf_counter()
@@ -31,7 +31,7 @@ class Mark:
         return True
 
     def wait(self) -> None:
-        """Block until the device has done it."""
+        """Block until the device has reached the mark."""
 
     def seconds_since(self, earlier: Any) -> float:
         """Return the seconds from an earlier mark to this one; both have been reached."""
@@ -39,10 +39,10 @@ class Mark:
 
 
 def event_to_wait_for(streams: Any, **options: Any) -> Any:
-    """Return an event for which the host sleeps, if the device can do that, instead of spinning."""
+    """Return an event on which the host sleeps instead of spinning, if the device supports it."""
     try:
         return streams.Event(blocking=True, **options)
-    except TypeError:  # such as torch.xpu's
+    except TypeError:  # for example torch.xpu's
         return streams.Event(**options)
 
 
@@ -58,7 +58,7 @@ class Device:
     """The kind's name, as in `--devices cuda:0`: lower-case letters, digits and underscores."""
 
     torch_type: str
-    """The type of its torch devices, such as `cuda`. Several kinds may have the same."""
+    """The type of its torch devices, such as `cuda`; several kinds may share one."""
 
     vendor_backend: str | None = None
     """Its torch.distributed backend, such as `nccl`; None if MPI in host memory is used."""
@@ -82,10 +82,10 @@ class Device:
     """Whether `torch.futures.Future` makes a waiter's stream wait, not the host."""
 
     pace = Pace()
-    """The pace of a `Training`'s steps, if they are to be slower than the device."""
+    """The emulated pace of a `Training`'s steps."""
 
     calls = CallPace()
-    """The same for a script's own loop."""
+    """The emulated pace of a script's own loop."""
 
     run_on_hardware = ""
     """The hardware the kind has been run on, such as `NVIDIA H100, 2026-11-22`; empty if none."""
@@ -115,7 +115,7 @@ class Device:
         return "" if self.missing_library() else self.library or self.vendor_backend or ""
 
     def leave_losses_to_caller(self) -> list[str]:
-        """Have the vendor's backend not end the process when a rank is lost; return warnings."""
+        """Keep the vendor's backend from ending the process if a rank is lost; return warnings."""
         return []
 
     def abort_vendor_group(self, group: Any) -> None:
@@ -143,7 +143,7 @@ class Device:
         return self.kind
 
     def physical_id(self, index: int) -> str:
-        """Return what identifies the physical device on its host, whatever its index.
+        """Return an ID of the physical device that is unique on its host.
 
         Two ranks of a group with a library and one device are refused. Empty for a CPU.
         """
@@ -154,14 +154,14 @@ class Device:
         raise NotImplementedError
 
     def memory_limit_bytes(self, index: int, sharers: int) -> int:
-        """Return how much memory this process may use, if `sharers` share what is free."""
+        """Return the bytes that this process may use, if `sharers` ranks share the free memory."""
         raise NotImplementedError
 
     def restart_memory_peak(self, index: int) -> None:
         """Start a new measurement of the memory peak, if the device supports it."""
 
     def memory_peak_bytes(self, index: int) -> int:
-        """Return the most memory that this process has used at once since `restart_memory_peak`."""
+        """Return the peak of this process's memory since `restart_memory_peak`, in bytes."""
         raise NotImplementedError
 
     def tensor_bytes(self, index: int) -> tuple[int, int]:
@@ -175,10 +175,10 @@ class Device:
         """Release the unused memory that torch's allocator caches."""
 
     def return_freed_memory(self) -> None:
-        """Give the system back what the process has freed, once: what it uses next takes longer."""
+        """Return freed memory to the operating system once; the next allocations are slower."""
 
     def grow_segments(self) -> None:
-        """Let what torch's allocator has taken grow in place, so that no gaps are left between.
+        """Let the segments of torch's allocator grow in place, so that no gaps remain.
 
         Does nothing if the user has set the allocator's options, or it cannot do so.
         """
@@ -193,14 +193,14 @@ class Device:
         return is_torch and any(map(str(error).__contains__, _OUT_OF_HOST_MEMORY))
 
     def streams(self) -> Any | None:
-        """Return a module with streams, as `torch.cuda`; None if calls wait for the work."""
+        """Return a module with streams, such as `torch.cuda`; None if calls return when done."""
         return None
 
     def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep a tensor's memory until a stream has done what it is given up to the next call."""
+        """Keep a tensor's memory until a stream has finished its work up to the next call."""
 
     def mark(self) -> Mark:
-        """Mark this point of the calling thread's current stream."""
+        """Return a mark at this point of the calling thread's current stream."""
         return Mark()
 
     def random_state(self, index: int) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The registry of device kinds: built-in ones, and those of other packages."""
+"""The registry of device kinds: built-in kinds, and those of other packages."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Kinds:
-    """The usable kinds, in order of preference, and why others are not usable."""
+    """The usable kinds, in order of preference, and the reasons why others are unusable."""
 
     devices: Mapping[str, Device]
     counts: Mapping[str, int]
     """The number of devices of each kind that this process sees."""
     faults: Mapping[str, str]
-    """For each kind that is installed but cannot be used: why, and what to do."""
+    """For each installed kind that cannot be used: the reason and advice."""
     unusable: Mapping[str, str]
-    """The same, also for each built-in kind that torch does not have here: what to install."""
+    """The same, and for each built-in kind missing in this torch: what to install."""
 
     def accelerators(self) -> dict[str, tuple[str, ...]]:
-        """Return the physical ids that this process sees, by kind and index; initializes them."""
+        """Initialize the visible devices; return their physical IDs, by kind and index."""
         return {
             kind: tuple(device.physical_id(index) for index in range(self.counts[kind]))
             for kind, device in self.devices.items()
@@ -55,7 +55,7 @@ class Kinds:
 
 @functools.cache
 def known_kinds() -> Kinds:
-    """Load all kinds that torch has, and find their devices, once per process."""
+    """Load all kinds that torch supports, and count their devices, once per process."""
     devices: dict[str, Device] = {}
     counts: dict[str, int] = {}
     faults: dict[str, str] = {}
@@ -85,12 +85,13 @@ def known_kinds() -> Kinds:
 
 
 def _lacks(kind: str) -> str:
-    """Return what a built-in kind needs that is not here; "" if nothing. Imports no kind."""
+    """Return what is missing for a built-in kind; "" if nothing is. Imports no kind."""
     import torch
 
     if kind in PLUGINS:
-        found = is_installed(PLUGINS[kind])
-        return "" if found else f"the package {PLUGINS[kind]} in a release that matches this torch"
+        if is_installed(PLUGINS[kind]):
+            return ""
+        return f"the package {PLUGINS[kind]} in a release that matches this torch"
     builds = {
         "cuda": torch.version.cuda,  # in a build for AMD, its devices have the torch type cuda
         "rocm": torch.version.hip,

@@ -17,8 +17,15 @@ from kaitian_mpi.devices.accelerator import Accelerator, EventMark
 
 REDUCED = frozenset(
     {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     }
 )
 """The dtypes that NCCL, and libraries with its interface, reduce."""
@@ -32,7 +39,8 @@ _SET_ALLOCATOR_OPTIONS = (
     "_accelerator_setAllocatorSettings",  # since torch 2.9
     "_cuda_cudaCachingAllocator_set_allocator_settings",
 )
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor's number, a class of devices
+_NVIDIA = "0x10de"  # PCI vendor
+_DISPLAY = "0x03"  # PCI device class
 
 
 class LikeCuda(Accelerator):
@@ -219,9 +227,10 @@ def is_on_pci(vendor: str, device_class: str, bus: Path = Path("/sys/bus/pci/dev
     """Return whether Linux lists a PCI device of a vendor, such as `0x10de`, and class."""
     for device in bus.glob("*"):
         try:
-            found = (device / "vendor").read_text().strip(), (device / "class").read_text()
+            device_vendor = (device / "vendor").read_text().strip()
+            actual_class = (device / "class").read_text()
         except OSError:
             continue
-        if found[0] == vendor and found[1].startswith(device_class):
+        if device_vendor == vendor and actual_class.startswith(device_class):
             return True
     return False

@@ -23,10 +23,12 @@ _FOLDERS = "", "cifar-10-batches-bin", "cifar-10-batches-py"
 _WHOLE_NUMBERS = {"BININT", "BININT1", "BININT2"}  # opcodes of a pickle
 _TRUTHS = {"NEWTRUE": True, "NEWFALSE": False}
 # Over the 50,000 training images.
-_CIFAR10_MEAN, _CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
+_CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 _SIDE = 28  # of an MNIST image
 # Over the 60,000 training images, after padding.
-_MNIST_MEAN, _MNIST_STD = (0.1000,) * 3, (0.2752,) * 3
+_MNIST_MEAN = (0.1000,) * 3
+_MNIST_STD = (0.2752,) * 3
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class OfficialFiles:
         """Return the folder given by `--data-dir`."""
         if not data_dir:
             raise UserError(
-                f"--dataset {self.name} needs --data-dir, the folder with its official files; "
-                f"get them from {self.url}"
+                f"--dataset {self.name} requires --data-dir, the folder with its official files; "
+                f"download them from {self.url}"
             )
         return Path(data_dir).expanduser()
 

@@ -25,15 +25,15 @@ class DataSource:
     """The data of a run. A batch of n samples is inputs [n, ...] and labels int64 [n]."""
 
     train: Dataset
-    """Augmented."""
+    """The training samples, augmented."""
     validation: Dataset
-    """Never augmented."""
+    """The validation samples, never augmented."""
     num_classes: int
-    """Labels are below this."""
+    """The number of classes: all labels are below it."""
 
 
-# By name: the module here, its function, and what `--augment auto` means. Only the one that is used
-# is imported. All have ten classes.
+# By name: the module in this folder, its function, and the meaning of `--augment auto`. Only the
+# module that is used is imported. All have ten classes.
 _BUILT_IN = {
     "digits": ("images", "load_digits", "crop"),
     "cifar10": ("cifar_mnist", "load_cifar10", "crop-flip"),

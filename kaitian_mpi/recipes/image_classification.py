@@ -22,7 +22,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def make_task(config: TrainConfig) -> Task:
     """Load the data and build the model."""
     enter_phase("loading the dataset (--dataset)")
-    torch.manual_seed(config.seed)  # for data that is drawn at random, the same on every rank
+    torch.manual_seed(config.seed)  # so that random data is the same on every rank
     source = load_data(config)
     torch.manual_seed(config.seed)
     enter_phase("building the model (--model)")
@@ -52,17 +52,17 @@ def cross_entropy(model: nn.Module, batch: Batch, label_smoothing: float) -> tor
 
 
 def count_right(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """Return the sum of the cross-entropies, and how many samples are classified right."""
+    """Return the sum of the cross-entropies, and the number of samples classified correctly."""
     inputs, labels = batch
-    found = logits(model, inputs)
+    outputs = logits(model, inputs)
     return {
-        "loss": functional.cross_entropy(found, labels, reduction="sum"),
-        "accuracy": (found.argmax(1) == labels).sum(),
+        "loss": functional.cross_entropy(outputs, labels, reduction="sum"),
+        "accuracy": (outputs.argmax(1) == labels).sum(),
     }
 
 
 def logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Run the model; returns float32 (float64 stays)."""
+    """Run the model; return its output as float32 (float64 stays)."""
     outputs = model(inputs)
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
@@ -80,7 +80,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimiz
 
 
 class Schedule:
-    """Sets the learning rate by how much of the run is done, 0 to 1.
+    """Sets the learning rate by the fraction of the run that is done.
 
     It rises linearly in the first `config.warmup` of the run, then stays or falls as a half cosine
     to 0 (Loshchilov and Hutter, 2016, arXiv 1608.03983). It has no state of its own, so that a
@@ -102,6 +102,6 @@ class Schedule:
         return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
     def before_step(self, fraction: float) -> None:
-        """Set the rate of the next step."""
+        """Set the learning rate of the next step."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate(fraction)

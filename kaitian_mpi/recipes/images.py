@@ -17,13 +17,15 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.sampler import random_bits
 
 _BRIGHTEST_DIGIT = 16
-_DIGITS_MEAN, _DIGITS_STD = (0.3052,) * 3, (0.3236,) * 3  # over all digits, after resizing
-_SYNTHETIC_SAMPLES, _SYNTHETIC_CLASSES = 2048, 10
+_DIGITS_MEAN = (0.3052,) * 3  # over all digits, after resizing
+_DIGITS_STD = (0.3236,) * 3
+_SYNTHETIC_SAMPLES = 2048
+_SYNTHETIC_CLASSES = 10
 
 
 @dataclass(eq=False)
 class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Labeled images, indexed by a list of sample indices; cropped and flipped at random if wanted.
+    """Labeled images, indexed by a list of sample indices, with optional random crops and flips.
 
     A sample's augmentation depends only on (seed, epoch, sample index), not on the rank, the batch
     or the order, so that a run's images are the same however they are divided among the ranks.
@@ -34,7 +36,7 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     labels: torch.Tensor
     """int64 [N]."""
     mean: tuple[float, ...]
-    """Per channel, for pixels scaled to 0 to 1, as is `std`."""
+    """Per channel, like `std`, for pixels scaled to 0 to 1."""
     std: tuple[float, ...]
     augment: str = "none"
     """One of none, crop and crop-flip."""
@@ -62,7 +64,8 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             images = crop(images, top, left)
             if self.augment == "crop-flip":
                 images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-        mean, std = (torch.tensor(each).view(-1, 1, 1) * 255 for each in (self.mean, self.std))
+        mean = torch.tensor(self.mean).view(-1, 1, 1) * 255
+        std = torch.tensor(self.std).view(-1, 1, 1) * 255
         return (images.float() - mean).div_(std), self.labels[chosen]
 
     def split(self, fraction: float) -> tuple[ImageArrays, ImageArrays]:

@@ -37,7 +37,7 @@ class PixelMean(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Features of images, their mean over the pixels, and a classifier of that."""
+    """Features of images, their mean over the pixels, and a linear classifier."""
 
     def __init__(self, features: list[nn.Module], classifier: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def in_order(self) -> list[nn.Module]:
-        """The modules of which each takes what the one before returns."""
+        """The modules in order: each takes the output of the one before."""
         return [*self.features, self.mean, self.classifier]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 def build_task(
     spec: str, settings: Mapping[str, Any], seed: int, of_training: Collection[str] = ()
 ) -> Task:
-    """Return the task that a user's function makes."""
+    """Return the task built by a user's function."""
     enter_phase("building the task (--task)")
     build = load_factory("--task", spec)
     _check_settings(spec, build, settings, of_training)

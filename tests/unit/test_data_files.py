@@ -93,8 +93,8 @@ def test_cifar10(tmp_path, place, write):
 
 
 def test_missing_files(tmp_path):
-    assert "--dataset cifar10 needs --data-dir" in fails(load_cifar10, "")
-    assert "--dataset mnist needs --data-dir" in fails(load_mnist, "")
+    assert "--dataset cifar10 requires --data-dir" in fails(load_cifar10, "")
+    assert "--dataset mnist requires --data-dir" in fails(load_mnist, "")
     assert "neither data_batch_1.bin nor data_batch_1 is there" in fails(load_cifar10, tmp_path)
     assert f"{TRAIN_IMAGES}.gz: cannot be read (No such file" in fails(load_mnist, tmp_path)
     write_batches(tmp_path, binary)
