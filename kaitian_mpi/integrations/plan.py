@@ -12,8 +12,7 @@ from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.devices import Device
 from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.train.step_clock import StepClock
-from kaitian_mpi.train.step_exchange import ReportExchange
+from kaitian_mpi.train.step_times import ReportExchange, StepClock
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,7 +14,7 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.session import Session
 from kaitian_mpi.train.step import Step
-from kaitian_mpi.train.step_exchange import Call
+from kaitian_mpi.train.step_times import Call
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepInProgress, StepObserver
-from kaitian_mpi.train.step_clock import StepClock
-from kaitian_mpi.train.step_exchange import StepExchange
+from kaitian_mpi.train.step_times import StepClock, StepExchange
 from kaitian_mpi.train.task import Task, aside
 
 if TYPE_CHECKING:

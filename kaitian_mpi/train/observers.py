@@ -22,8 +22,7 @@ from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_clock import StepTimes
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepReports, StepTimes
 
 
 class Events(StepObserver):

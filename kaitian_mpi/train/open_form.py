@@ -13,7 +13,7 @@ from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.lockstep import Epoch, Lockstep
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.session import Session
-from kaitian_mpi.train.step_exchange import Call
+from kaitian_mpi.train.step_times import Call
 from kaitian_mpi.train.task import check_loss
 
 

@@ -21,7 +21,7 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.data.loader import steps_ahead
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepReports
 from kaitian_mpi.train.summary import describe_rank
 
 

@@ -15,11 +15,10 @@ from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.exit_save import ExitSave
 from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.results import Results
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.snapshots import Snapshots
 from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepReports
 
 
 class Saving(StepObserver):
@@ -140,6 +139,8 @@ class Saving(StepObserver):
 
     def write_results(self) -> None:
         """Bring the results to disk, after `close`; without them the run is not finished."""
+        from kaitian_mpi.train.results import Results
+
         results = Results(self._run, self._world, self._metadata)
         enter_phase("writing the last checkpoint", limited=False)
         with self.exit_save.at_signals():

@@ -15,8 +15,7 @@ from kaitian_mpi.distributed.gradients import Fraction
 from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.step_clock import StepClock, StepTimes
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepClock, StepReports, StepTimes
 from kaitian_mpi.train.task import Task
 
 _BATCH_NORM = "the sums of a batch norm"

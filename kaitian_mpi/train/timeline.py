@@ -25,7 +25,7 @@ from kaitian_mpi.runtime.polling import wait_request
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepReports
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -128,7 +128,7 @@ class Training:
                 "iterating over a Training requires Task(loss=...); give it, or iterate over "
                 "training.batches()"
             )
-        yield from self._lockstep.steps()
+        return self._lockstep.steps()
 
     def run(self) -> None:
         """Train to the end, with nothing of the script's between two steps.

@@ -20,7 +20,7 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.divergence import fingerprint, repair_divergence
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step_exchange import Call, StepExchange
+from kaitian_mpi.train.step_times import Call, StepExchange
 
 pytestmark = pytest.mark.sizes(1, 3)
 

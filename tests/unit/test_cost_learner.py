@@ -20,7 +20,7 @@ from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train import rebalancing
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.rebalancing import Balancing
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepReports
 
 SEEDS = range(12)
 NEVER = 1000

@@ -32,7 +32,7 @@ from kaitian_mpi.observe.timeline.recorder import (
 )
 from kaitian_mpi.observe.timeline.trace_file import NAME, TimelineFile, TimelineSink
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.step_clock import StepClock
+from kaitian_mpi.train.step_times import StepClock
 
 GROUP = recorder.GroupLabel("0", "a1b2")
 

@@ -26,7 +26,7 @@ from kaitian_mpi.train.checkpoint.metadata import (
 )
 from kaitian_mpi.train.checkpoint.resume import is_over
 from kaitian_mpi.train.progress import Progress
-from kaitian_mpi.train.step_clock import StepClock
+from kaitian_mpi.train.step_times import StepClock
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task
 

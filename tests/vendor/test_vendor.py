@@ -24,7 +24,7 @@ from kaitian_mpi.distributed.gradients import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES
 from kaitian_mpi.train.step import StepInProgress
-from kaitian_mpi.train.step_clock import StepClock
+from kaitian_mpi.train.step_times import StepClock
 
 # The last four are not supported by the vendor: they are staged through host memory.
 TYPES = (

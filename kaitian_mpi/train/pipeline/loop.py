@@ -26,8 +26,7 @@ from kaitian_mpi.train.pipeline.peers import join_stages
 from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_clock import StepClock
-from kaitian_mpi.train.step_exchange import StepReports
+from kaitian_mpi.train.step_times import StepClock, StepReports
 
 if TYPE_CHECKING:
     from kaitian_mpi.train.run import Run
