@@ -61,7 +61,9 @@ def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> 
     if isinstance(error, UserError):
         is_agreed = isinstance(error, AgreedError)
         if (not is_mpi_running() or (hook and not is_agreed)) and not _speaks_first():
-            time.sleep(_WAIT_FOR_RANK_0_SEC)  # it usually finds the same; its exit ends the job
+            time.sleep(
+                _WAIT_FOR_RANK_0_SEC
+            )  # rank 0 usually has the same error, and its exit ends the job
         if _speaks_first() or not is_agreed:
             print_to_stderr(f"{program}: error: {error}")
         if read_launch(os.environ).world_size > 1 and not is_agreed:
@@ -93,15 +95,15 @@ def report_once() -> Iterator[None]:
 
 @functools.cache
 def install_abort_hook() -> None:
-    """Have an uncaught exception abort the job, for user scripts without `abort_on_error`."""
+    """Make an uncaught exception abort the job, for user scripts without `abort_on_error`."""
     hook = sys.excepthook = _AbortHook(sys.excepthook)
-    # Before what `atexit` calls and before threads are joined: those may wait for other ranks.
+    # Called before `atexit` callbacks and before threads are joined: both may wait for other ranks.
     threading._register_atexit(hook.abort_if_replaced)  # type: ignore[attr-defined]
     die_with_launcher()
 
 
 class _AbortHook:
-    """An exception hook that shows an exception by the hook before it, then aborts the job."""
+    """An exception hook that calls the previous hook, then aborts the job."""
 
     def __init__(self, before: _Hook) -> None:
         self._before = before
@@ -112,7 +114,7 @@ class _AbortHook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._is_called = True
-        is_rank = os.getpid() == self._pid  # a forked process is not and exits alone
+        is_rank = os.getpid() == self._pid  # a forked process is not a rank, and exits alone
         is_alone = read_launch(os.environ).world_size == 1
         if not is_rank or (is_alone and not isinstance(error, UserError)):
             self._before(kind, error, trace)
@@ -120,10 +122,10 @@ class _AbortHook:
         _abort_on(Path(sys.argv[0]).name or "python", error, self._before)
 
     def abort_if_replaced(self) -> None:
-        """Abort the job if this process exits by an exception that the script's own hook took."""
+        """Abort the job if this process exits by an exception that the script's hook handled."""
         error = getattr(sys, "last_value", None)
         trace = getattr(error, "__traceback__", None)
-        # Others set it, too, such as pytest for each test that fails.
+        # Other code sets `last_value` as well, such as pytest for each failed test.
         outermost = "" if trace is None else trace.tb_frame.f_globals.get("__name__")
         if self._is_called or outermost not in ("__main__", "runpy"):
             return
@@ -133,7 +135,7 @@ class _AbortHook:
 
 
 def _show(hook: _Hook, error: BaseException) -> None:
-    """Show an exception: by the script's own hook, or else as a traceback with labeled lines."""
+    """Show an exception with the script's own hook, or as a traceback with labeled lines."""
     text = "".join(traceback.format_exception(error))
     # torch's own hook shows a traceback as well.
     if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch"):
@@ -165,22 +167,22 @@ def write_labeled(text: str) -> None:
     print_to_stderr("\n".join(f"{prefix} {line}" for line in text.splitlines()))
 
 
-def abort_with_traceback(what: str = "") -> None:
-    """Print the current exception's traceback, prefixed with `what`, and abort; does not return."""
-    write_labeled(what + traceback.format_exc())
+def abort_with_traceback(prefix: str = "") -> None:
+    """Print the current exception's traceback, after `prefix`, and abort; does not return."""
+    write_labeled(prefix + traceback.format_exc())
     abort_job(1)
 
 
 def abort_job(code: int) -> None:
     """End every rank of the job with this exit code, or 1 if it would be 0; does not return."""
-    code = code & 255 or 1  # what the system keeps of it: of 256, 0
+    code = code & 255 or 1  # the system keeps the low 8 bits
     _end_other_ranks(code)
     os._exit(code)
 
 
 def _end_other_ranks(code: int) -> None:
-    """End the job; returns where the launcher ends it when this rank exits, before MPI."""
-    # Wait until the launcher has read this process's output: MPICH's ends the job without.
+    """End the job; returns if the launcher will end it when this rank exits, before MPI starts."""
+    # Wait until the launcher has read this process's output, which MPICH's would otherwise drop.
     give_up = time.monotonic() + _READ_OUTPUT_SEC
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(2).st_mode):
@@ -197,12 +199,12 @@ def _end_other_ranks(code: int) -> None:
 
 
 def _speaks_first() -> bool:
-    """Return whether this rank prints what all say: rank 0, or after its loss the next one."""
+    """Return whether this rank prints messages common to all: rank 0, or the lowest living rank."""
     first = ulfm.first_living_rank() if is_mpi_running() else 0
     return read_launch(os.environ).world_rank == first
 
 
 def die_with_launcher() -> None:
-    """Have the kernel send SIGKILL to this process when the launcher exits (Linux)."""
+    """Make the kernel send SIGKILL to this process when the launcher exits (Linux)."""
     if read_launch(os.environ).world_size > 1:
         die_with_parent(signal.SIGKILL)

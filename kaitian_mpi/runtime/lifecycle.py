@@ -30,7 +30,8 @@ START_LIMIT_VARIABLE = "KAITIAN_START_TIMEOUT"
 _START_LIMIT_SEC = 600.0
 
 _start_watch: subprocess.Popen[bytes] | None = None
-_closers: list[tuple[bool, Callable[[], None]]] = []  # whether it ends work; the last comes first
+# Pairs of (ends_work, close), called from the last to the first.
+_closers: list[tuple[bool, Callable[[], None]]] = []
 # A forked child must not close the parent's threads and its connections to other ranks.
 os.register_at_fork(after_in_child=_closers.clear)
 
@@ -63,39 +64,41 @@ def initialize_mpi() -> MPI.Intracomm:
             "leave mpi4py.rc.threads and mpi4py.rc.thread_level at their defaults"
         )
     size = MPI.COMM_WORLD.size
-    library, by_srun = MPI.get_vendor()[0], launcher.is_from_srun(os.environ)
+    library = MPI.get_vendor()[0]
+    by_srun = launcher.is_from_srun(os.environ)
     fault = launcher.different_mpi(launch.world_size, size, library, by_srun)
     if fault or (size == 1 and (fault := launcher.unlaunched(os.environ))):
-        raise AgreedError("; ".join(fault))  # from the environment, which is alike on all ranks
+        raise AgreedError("; ".join(fault))  # the environment is the same on all ranks
     if ulfm.is_enabled() and not ulfm.is_listening():
         register_close(ulfm.start_listening(MPI.COMM_WORLD))
     return MPI.COMM_WORLD
 
 
 def watch_start() -> None:
-    """Have a process end the job if a rank of this host ends before MPI has started (Open MPI)."""
+    """With Open MPI, start a process that ends the job if a local rank ends before MPI starts."""
     global _start_watch
-    launch, parent = launcher.read_launch(os.environ), None
+    launch = launcher.read_launch(os.environ)
+    parent = None
     if launch.world_size > 1 and launched_by(os.environ) is OPEN_MPI and JOB_NAME in os.environ:
         parent = ancestor_named(OPEN_MPI.processes)
     if parent is None or _start_watch is not None or is_mpi_running():
         return
     script = Path(__file__).absolute().with_name("start_watch_process.py")
     prefix = f"[{launch.world_rank}@{socket.gethostname()}]"
-    processes = str(os.getpid()), str(parent)
+    processes = [str(os.getpid()), str(parent)]
     limit = f"{START_LIMIT_VARIABLE}={start_limit(os.environ)}"
-    asked = limit, mpirun_address(os.environ), OPEN_MPI.joining
-    names = JOB_NAME, *OPEN_MPI.rank_variables
+    query = [limit, mpirun_address(os.environ), OPEN_MPI.joining]
+    names = [JOB_NAME, *OPEN_MPI.rank_variables]
     with suppress(OSError):
         _start_watch = subprocess.Popen(  # noqa: S603  # our own file, no shell
-            [sys.executable, "-I", "-S", str(script), prefix, *processes, *asked, *names],
+            [sys.executable, "-I", "-S", str(script), prefix, *processes, *query, *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
 
 
 def start_limit(environ: Mapping[str, str]) -> float:
-    """Return for how long to wait for ranks that nothing is known of, in seconds; 0: forever."""
+    """Return the seconds to wait for ranks of unknown state; 0: forever."""
     given = environ.get(START_LIMIT_VARIABLE, "").strip()
     limit_sec = _START_LIMIT_SEC
     if given:
@@ -112,7 +115,8 @@ def start_limit(environ: Mapping[str, str]) -> float:
 def end_start_watch() -> None:
     """Tell the process of `watch_start` that MPI has started, or is not needed."""
     global _start_watch
-    watch, _start_watch = _start_watch, None
+    watch = _start_watch
+    _start_watch = None
     if watch is not None and watch.stdin is not None:
         with suppress(OSError):
             watch.stdin.write(b"1")
@@ -123,7 +127,7 @@ def end_start_watch() -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end this process while MPI starts under MPICH, which waits."""
+    """Let SIGINT and SIGTERM end this process while MPI starts: MPICH waits for other ranks."""
     library = launched_by(os.environ)
     handlers: dict[signal.Signals, Any] = {}
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -142,12 +146,12 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _take_over_finalize() -> None:
-    """Finalize MPI when this process exits; mpi4py would do so in forked ones, too, and hang."""
+    """Finalize MPI when this process exits; mpi4py would also do it in forks, and hang."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None:
         mpi4py.rc.finalize = False
-        # Registered before everything that uses MPI, and so called after it.
+        # Registered before everything that uses MPI, so it is called last.
         atexit.register(_finalize, os.getpid())
 
 
@@ -175,12 +179,12 @@ def register_close(close: Callable[[], None], *, ends_work: bool = False) -> Non
     atexit.unregister(_close_all)
     atexit.register(_close_all)
     _closers.append((ends_work, close))
-    _closers.sort(key=lambda each: each[0])  # stable
+    _closers.sort(key=lambda entry: entry[0])  # stable
 
 
 def unregister_close(close: Callable[[], None]) -> None:
     """Undo `register_close`: `close` has already been called."""
-    _closers[:] = [each for each in _closers if each[1] != close]
+    _closers[:] = [entry for entry in _closers if entry[1] != close]
 
 
 def _close_all() -> None:
@@ -188,7 +192,7 @@ def _close_all() -> None:
         while _closers:
             _closers.pop()[1]()
     finally:
-        if _closers:  # one has failed
+        if _closers:  # a callback has failed
             _close_all()
 
 
@@ -197,6 +201,6 @@ def exit_after_loss(code: int = 0) -> None:
     if ulfm.has_survived_loss():
         _close_all()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # closed, or on a full disk
+            with suppress(Exception):  # the stream is closed, or its disk is full
                 stream.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""What differs between MPI libraries: only this file names Open MPI's and MPICH's variables."""
+"""The differences between MPI libraries: only this file names Open MPI's and MPICH's variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Library:
     """An MPI library and its launcher, mpirun."""
 
     name: str
-    """As mpi4py and the launcher call it."""
+    """The library's name in mpi4py and its launcher."""
     rank_variables: tuple[str, str, str, str]
     """The variables of a rank's world rank, world size, local rank, and local size."""
     joining: str
@@ -64,7 +64,7 @@ RANKS_OF_OTHER_LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WO
 """Variables with a rank's number, set by launchers that may set none of the others."""
 
 SRUN_FLAGS = {OPEN_MPI.name: "--mpi=pmix", MPICH.name: "--mpi=pmi2", "Intel MPI": "--mpi=pmi2"}
-"""With these, tasks of Slurm's srun find each other by MPI."""
+"""Settings with which tasks of Slurm's srun find each other through MPI."""
 
 FORWARDED_PREFIX = "OMPI_"
 """Open MPI passes variables with such names to the ranks on all hosts; MPICH passes all."""
@@ -88,8 +88,8 @@ NOTICE_DEAD_HOSTS = {
     "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
     "PRTE_MCA_oob_tcp_keepalive_probes": "3",
 }
-"""With these, Open MPI's mpirun probes a silent host after 3 s and considers it lost after 3 s
-more; by default, after 20 min."""
+"""Settings with which Open MPI's mpirun probes a silent host after 3 s and considers it lost after
+3 s more; by default, after 20 min."""
 
 AGENT_PARAMETERS = ("plm_ssh_agent", "plm_rsh_agent")
 """Open MPI's parameter, in release 5 and in 4, with the command that reaches other hosts."""
@@ -146,7 +146,7 @@ def report_to_launcher(environ: Mapping[str, str]) -> None:
 
 
 def end_job_before_mpi(environ: Mapping[str, str], code: int) -> None:
-    """Have MPICH's mpirun end the job with this exit code, where MPI has not been started."""
+    """Make MPICH's mpirun end the job with this exit code, before MPI has started."""
     if launcher := _connection(environ):
         with launcher, suppress(OSError):
             launcher.sendall(b"cmd=abort exitcode=%d\n" % code)
@@ -182,9 +182,9 @@ def survival_requested(environ: Mapping[str, str]) -> bool:
 
 
 def survival_advice(library: str) -> str:
-    """Return how a job survives the loss of a rank, or what there is instead."""
+    """Return advice on how a job can survive the loss of a rank."""
     name, _, release = library.rpartition(" ")
-    since = {each.name: each.survives_since for each in LIBRARIES}.get(name)
+    since = {library.name: library.survives_since for library in LIBRARIES}.get(name)
     if since and tuple(map(int, re.findall(r"\d+", release))) >= since:
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
@@ -193,7 +193,7 @@ def survival_advice(library: str) -> str:
 def settings_for(
     local_size: int, world_size: int, cores: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that MPI should find when it starts.
+    """Return the variables to set before MPI starts.
 
     On one host, no TCP. Fewer than two cores a rank: yield while waiting (48 ms instead of 2,200
     for 9.4 MB of 4 ranks on 2 cores). Between hosts: send longer messages without asking first

@@ -1,4 +1,4 @@
-"""Waits for other ranks by sleeping, instead of spinning on a core that they may need."""
+"""Waits for other ranks by sleeping instead of spinning, as they may need the core."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WakeUp:
         self._request = comm.Irecv(self._buffer, MPI.ANY_SOURCE, tags.WAKE_UP)
 
     def has_arrived(self) -> bool:
-        """Return whether the message has arrived; not to be called again after True."""
+        """Return whether the message has arrived; must not be called again after True."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -85,7 +85,7 @@ def wake_up(comm: MPI.Comm, ranks: Iterable[int], word: bytes = b"") -> None:
 
 
 def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
-    """Wait for an MPI request as `wait_until` does; one that fails is kept, and its buffers."""
+    """Wait for an MPI request as `wait_until` does; a failed request is kept with its buffers."""
     try:
         return wait_until(request.Test, limit_sec)
     except Exception:
@@ -93,9 +93,9 @@ def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
         raise
 
 
-def keep_alive(*kept: object) -> None:
-    """Keep what MPI may still write to alive until this process exits."""
-    _abandoned.append(kept)
+def keep_alive(*buffers: object) -> None:
+    """Keep buffers that MPI may still write to until this process exits."""
+    _abandoned.append(buffers)
 
 
 def sleeping_barrier(comm: MPI.Comm) -> None:

@@ -1,7 +1,7 @@
-"""Signal handling: exit after saving the state, or write a checkpoint, to continue or to end.
+"""Signal handling: save and exit, or write a checkpoint and continue.
 
-On SIGTERM or Ctrl-C, Open MPI's mpirun sends its ranks SIGTERM, and 0.25 s later, or as soon as a
-rank has exited, SIGKILL. What takes longer is done by a process in its own session.
+On SIGTERM or Ctrl-C, Open MPI's mpirun sends its ranks SIGTERM, and SIGKILL 0.25 s later or as soon
+as a rank has exited. Work that takes longer is done by a process in its own session.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Exit(NamedTuple):
     reports: bool | None
 
 
-# Of the blocks that this process is in, the innermost last.
+# The blocks that this process is in, the innermost last.
 _exits: list[_Exit] = []
 _requests: list[Callable[[bool], None]] = []
-_unanswered: deque[bool] = deque()  # requests that no block has been given yet
+_unanswered: deque[bool] = deque()  # requests not yet passed to a block
 
 
 @contextmanager
@@ -56,11 +56,11 @@ def on_exit_signal(
     *,
     reports: bool | None = None,
 ) -> Iterator[None]:
-    """Call `callback` before a signal ends this process inside the block; print what it returns.
+    """Call `callback` before a signal ends this process inside the block; print its result.
 
-    It has 0.25 s, in a thread of its own, while `in_main_thread` runs in the main one. It returns
-    None to print nothing, and "" if another rank may be saving. The rank that `reports` prints that
-    the job ends; None: rank 0.
+    The callback has 0.25 s, in its own thread, while `in_main_thread` runs in the main thread. It
+    returns None to print nothing, and "" if another rank may be saving. The rank with `reports`
+    prints that the job ends; None: rank 0.
     """
     _exits.append(_Exit(callback, in_main_thread, reports))
     try:
@@ -73,8 +73,8 @@ def on_exit_signal(
 def on_checkpoint_request(callback: Callable[[bool], None]) -> Iterator[None]:
     """Call `callback`, in a separate thread, on a SIGUSR1 or SIGUSR2 inside the block.
 
-    It gets whether the job is to end after the checkpoint, which SIGUSR2 asks for. For a signal
-    that has arrived outside any block, it is called as the block begins.
+    Its argument is whether the job should end after the checkpoint, as SIGUSR2 requests. A signal
+    that arrived outside any block is handled when the next block begins.
     """
     _requests.append(callback)
     try:
@@ -85,15 +85,15 @@ def on_checkpoint_request(callback: Callable[[bool], None]) -> Iterator[None]:
 
 
 def handle_signals(program: str) -> None:
-    """Handle the signals that this process does not handle itself; again after the first call.
+    """Install handlers for the signals that the program does not handle; may be called again.
 
-    At SIGINT and SIGTERM, report the signal on rank 0, call the exit callback, and exit; at SIGUSR1
-    and SIGUSR2, call that of a checkpoint request. A SIGINT that the parent has had ignored stays
-    so: a shell's background job is not to end by the Ctrl-C to another program.
+    On SIGINT and SIGTERM, report the signal on rank 0, call the exit callback, and exit; on SIGUSR1
+    and SIGUSR2, call the callback for checkpoint requests. A SIGINT that the parent ignores stays
+    ignored: a shell's background job should not end by a Ctrl-C meant for another program.
 
-    In a thread woken by the wake-up file descriptor, since the main thread may be inside MPI.
-    mpirun forwards SIGUSR1 and SIGUSR2 to all processes of a rank, so all other threads block them:
-    call it before any thread is started. Only the main thread can; elsewhere it does nothing.
+    A thread woken by the wake-up file descriptor acts on signals, since the main thread may be
+    inside MPI. mpirun forwards SIGUSR1 and SIGUSR2 to all processes of a rank, so all other threads
+    block them: call this before any thread is started. Outside the main thread, it does nothing.
     """
     global _program
     if threading.current_thread() is not threading.main_thread():
@@ -114,15 +114,15 @@ def _start_thread() -> None:
     """Start the thread that acts on signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # such as an event loop's
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # e.g. an event loop's
 
     def wait_for_signal() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CHECKPOINT_SIGNALS)
         while True:
             byte = os.read(reader, 1)
-            if other >= 0:
+            if previous >= 0:
                 with suppress(OSError):
-                    os.write(other, byte)
+                    os.write(previous, byte)
             if _is_ours(byte[0]):
                 _act_on(byte[0])
 
@@ -130,7 +130,7 @@ def _start_thread() -> None:
 
 
 def _is_ours(number: int) -> bool:
-    """Return whether a signal is handled here; the program may have set another handler since."""
+    """Return whether a signal is handled here; the program may have replaced the handler."""
     return signal.getsignal(number) is _handle
 
 
@@ -142,8 +142,8 @@ def _act_on(number: int) -> None:
 
 
 def _give_requests() -> None:
-    """Give requests to the innermost block, if there is one; from either thread."""
-    with suppress(IndexError):  # no block, or no request is left
+    """Pass requests to the innermost block, if there is one; called from both threads."""
+    with suppress(IndexError):  # there is no block, or no request left
         while True:
             callback = _requests[-1]
             callback(_unanswered.popleft())
@@ -155,7 +155,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _keep_from_children() -> None:
-    """Restore the default handlers in forked processes, whose signals would reach this one."""
+    """Restore the default handlers in forks: otherwise their signals would reach this process."""
     masks = threading.local()
     ours = os.getpid()
 
@@ -168,11 +168,11 @@ def _keep_from_children() -> None:
 
     def after_in_child() -> None:
         nonlocal ours
-        if ours:  # not again in the child's children: the child may have set its own handlers
+        if ours:  # not in the child's own forks: it may have set other handlers
             ours = 0
             signal.set_wakeup_fd(-1)
             for number in filter(_is_ours, (*_REASONS, *CHECKPOINT_SIGNALS)):
-                is_int = number == signal.SIGINT  # those of checkpoints are still blocked
+                is_int = number == signal.SIGINT  # checkpoint signals are still blocked
                 signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.outside)
 
@@ -182,13 +182,13 @@ def _keep_from_children() -> None:
 
 
 def _exit_by_signal(number: int) -> None:
-    # By a slice: the main thread may leave the block at this moment.
-    own = [_Exit(lambda: None, None, None), *_exits[-1:]][-1]
-    if read_launch(os.environ).world_rank == 0 if own.reports is None else own.reports:
+    # A slice, because the main thread may leave the block at this moment.
+    block = [_Exit(lambda: None, None, None), *_exits[-1:]][-1]
+    if read_launch(os.environ).world_rank == 0 if block.reports is None else block.reports:
         write_to_launcher_stderr(f"{_REASONS[number]}; ending the job")
     try:
-        message = own.callback()
-    except Exception as error:  # whatever it is, this process has to exit
+        message = block.callback()
+    except Exception as error:  # this process has to exit after any error
         message = f"nothing could be saved: {error}"
     if message:
         write_to_launcher_stderr(message)
@@ -219,7 +219,7 @@ def write_to_launcher_stderr(text: str) -> None:
 
 
 def open_launcher_stderr() -> int:
-    """Return a new file descriptor of the launcher's stderr, or of ours without a launcher."""
+    """Return a new file descriptor of the launcher's stderr, or of this process's own."""
     library = launched_by(os.environ)
     if library is not None and library.kills_soon:
         return os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND)

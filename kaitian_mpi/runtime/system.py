@@ -1,4 +1,4 @@
-"""The process's threads and cores, and what Linux has and other systems lack."""
+"""The process's threads and cores, and functions that only Linux has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _default_threads: int | None = None
 
 
 class CommunicationThread(threading.Thread):
-    """A thread that executes collectives or messages; of the script, it runs only callbacks."""
+    """A thread that executes collectives or messages, and no code of the script but callbacks."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ ThreadMaker = Callable[[Callable[[], None], str], CommunicationThread]
 
 
 def usable_cores() -> frozenset[int]:
-    """Return the cores this process may run on (its CPU affinity); all, where there is none."""
+    """Return the cores this process may run on (its CPU affinity); all cores without one."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -71,7 +71,7 @@ def ancestor_named(names: Sequence[str]) -> int | None:
 
 
 def die_with_parent(number: signal.Signals, parent: int = 0) -> None:
-    """Have the kernel send this process a signal when its parent exits (Linux); 0: the present."""
+    """Make the kernel send this process a signal when its parent exits (Linux); 0: this parent."""
     parent = parent or os.getppid()
     prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

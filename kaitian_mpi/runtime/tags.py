@@ -1,8 +1,8 @@
 """The tags of the package's point-to-point messages, grouped by communicator; their version."""
 
 PROTOCOL = 5
-"""The version of what ranks send each other. Raised when the order or the form of the package's own
-messages changes, so that ranks with different builds of it end with one line."""
+"""The version of the messages between ranks. It increases when their order or form changes, so that
+ranks with different builds of the package end with one line."""
 
 COUNT = 32_768
 """The number of tags that every MPI supports, from 0 on."""
@@ -24,5 +24,5 @@ STATE = 7
 AGREEMENT = 8
 NETWORK = range(10, 1_000)
 
-# MPI's own world, on which nothing but kaitian-doctor communicates
+# MPI's own world, used by kaitian-doctor only
 DOCTOR = 1

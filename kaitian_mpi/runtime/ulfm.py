@@ -29,10 +29,12 @@ _POLL_SEC = 0.01
 _LISTEN_SEC = 0.2
 _DELIVERY_SEC = 2.0
 
-# What a rank passes to an agreement, and, as the last, what comes of a damaged value.
-_NO, _YES, _UNREADABLE = 1, 3, 0
+# The values that ranks pass to an agreement, and the outcome of a damaged value.
+_NO = 1
+_YES = 3
+_UNREADABLE = 0
 
-_endings: MPI.Intracomm | None = None  # for the messages by which a rank ends the job
+_endings: MPI.Intracomm | None = None  # for messages with which a rank ends the job
 _tracked: list[MPI.Comm] = []
 _shrunk = False
 
@@ -72,7 +74,7 @@ def may_be_loss(error: BaseException) -> bool:
 
 @contextmanager
 def tolerating_loss() -> Iterator[None]:
-    """Leave the block at an error that may mean that a rank is lost."""
+    """Suppress an error in the block that may mean that a rank is lost."""
     try:
         yield
     except Exception as error:
@@ -81,7 +83,7 @@ def tolerating_loss() -> Iterator[None]:
 
 
 def loss_detected_within(comm: MPI.Intracomm, seconds: float) -> bool:
-    """Return whether a loss is detected so soon; before, a collective may deliver corrupt data."""
+    """Return whether a loss is detected in time; before, collectives may return corrupt data."""
     return is_enabled() and wait_until(lambda: is_loss_detected(comm), seconds, _POLL_SEC)
 
 
@@ -104,11 +106,11 @@ def make_progress() -> None:
 
 
 def agree(comm: MPI.Intracomm, ok: bool) -> bool:
-    """Return whether every rank passed True and none is lost: the same on all. Collective.
+    """Return whether every rank passed True and none is lost, the same on all. Collective.
 
     Raises:
-        RuntimeError: MPI has damaged the outcome on its way to this rank, which cannot go on: the
-            others may have read it.
+        RuntimeError: MPI has damaged the outcome on its way to this rank. The rank cannot
+            continue, because the others may have read it.
     """
     from mpi4py import MPI
 
@@ -121,7 +123,9 @@ def agree(comm: MPI.Intracomm, ok: bool) -> bool:
                 return False
             raise
     if outcome not in (_NO, _YES):
-        raise RuntimeError("MPI has damaged what the ranks have agreed on; start the job again")
+        raise RuntimeError(
+            "MPI has damaged the outcome of an agreement between ranks; start the job again"
+        )
     return outcome == _YES
 
 
@@ -146,7 +150,7 @@ def _agree_once(comm: MPI.Intracomm, value: int) -> int:
 
 
 def _wait_for_others(comm: MPI.Intracomm) -> None:
-    """Wait until all others have entered an agreement; raises if one is, or may be, lost."""
+    """Wait until all others have entered an agreement; raise if one may be lost."""
     for request in [comm.Irecv(bytearray(), rank, tags.AGREEMENT) for rank in range(1, comm.size)]:
         wait_request(request)
 
@@ -178,12 +182,12 @@ def first_living_rank() -> int:
 
 
 def is_listening() -> bool:
-    """Return whether this rank listens for another one that ends the job."""
+    """Return whether this rank listens for a message that ends the job."""
     return _endings is not None
 
 
 def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
-    """Exit as soon as another rank ends the job; return what stops that. Collective."""
+    """Exit as soon as another rank ends the job; return a function that stops this. Collective."""
     global _endings
     from mpi4py import MPI
 
@@ -197,7 +201,7 @@ def start_listening(world: MPI.Intracomm) -> Callable[[], None]:
                 if comm.Iprobe(MPI.ANY_SOURCE, tags.SHUTDOWN):
                     comm.Recv(code, MPI.ANY_SOURCE, tags.SHUTDOWN)
                     os._exit(code[0])
-            except MPI.Exception:  # a rank is lost: the others may still end the job
+            except MPI.Exception:  # a rank is lost, but others may still end the job
                 comm.Ack_failed()
 
     def close() -> None:
@@ -230,7 +234,7 @@ def exit_all_ranks(code: int) -> None:
 
 
 def is_done(request: MPI.Request) -> bool:
-    """Return whether a send is over: its message is received, or its receiver may be dead."""
+    """Return whether a send has ended: the message was received, or its receiver may be dead."""
     with tolerating_loss():
         return request.Test()
     return True

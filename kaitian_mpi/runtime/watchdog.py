@@ -40,7 +40,7 @@ class Phase(NamedTuple):
     name: str
     step: int | None
     since: float
-    """When it began, by `time.monotonic`."""
+    """Its begin, by `time.monotonic`."""
     waits: bool
     allowed_sec: float | None
     """The longest time it may last; None: the watchdog's limit; infinite: no limit."""
@@ -113,7 +113,7 @@ class Watchdog:
             self._report(now)
 
     def renew(self, phase: Phase, allowed_sec: float | None) -> None:
-        """Let a phase begin again now, unless it has ended; from any thread."""
+        """Restart the time of a phase, unless it has ended; from any thread."""
         now = time.monotonic()
         with self._lock:
             if self.phase is phase:
@@ -139,7 +139,9 @@ class Watchdog:
         os.close(writer)
         try:
             self._process.wait(_CLOSE_SEC)
-        except subprocess.TimeoutExpired:  # it is stopped, or a forked worker holds the pipe
+        except (
+            subprocess.TimeoutExpired
+        ):  # the process is stopped, or a forked worker holds the pipe
             self._process.kill()
             self._process.wait()
 
@@ -154,7 +156,7 @@ class Watchdog:
     def _send_heartbeats(self) -> None:
         while self._writer >= 0:
             with self._lock:
-                self._report(time.monotonic())  # also in case the pipe was full when it started
+                self._report(time.monotonic())  # repeats a report that found the pipe full
             self._woken.wait(self.interval_sec)
             self._woken.clear()
 
@@ -165,7 +167,7 @@ def first_step_limit(given_sec: float) -> float:
 
 
 def setup_limit(given_sec: float) -> float:
-    """Return the limit in seconds for a phase before training, from a step's (0: not given)."""
+    """Return the limit in seconds for a phase before training, given that of a step (0: none)."""
     return _STEPS_PER_LIMIT * given_sec or _SETUP_LIMIT_SEC
 
 
@@ -183,7 +185,7 @@ class StepLimit:
         self.limit_sec = first_step_limit(given_sec)
 
     def apply(self) -> None:
-        """Make it the limit of the phases that follow."""
+        """Apply the limit to the phases that follow."""
         set_phase_limit(self.limit_sec)
 
     def observe(self, step_sec: float) -> None:
@@ -204,9 +206,9 @@ _on_phase: Callable[[str, int | None], None] | None = None
 def start_watchdog(limit_sec: float, stopped_sec: float = math.inf) -> Watchdog | None:
     """Start this rank's watchdog; return None if its process cannot be started."""
     global _current
-    alone = read_launch(os.environ).world_size == 1  # may outlive the shell that started it
+    is_alone = read_launch(os.environ).world_size == 1  # may outlive the shell that started it
     with suppress(OSError):
-        _current = Watchdog(rank_prefix(), limit_sec, stopped_sec, follow_launcher=not alone)
+        _current = Watchdog(rank_prefix(), limit_sec, stopped_sec, follow_launcher=not is_alone)
     return _current
 
 
@@ -235,7 +237,7 @@ def enter_phase(
 
 
 def on_phase(listener: Callable[[str, int | None], None] | None) -> None:
-    """Have a function called with each phase that this rank enters and its step; None: no more."""
+    """Call `listener` with the name and step of each phase that this rank enters; None: stop."""
     global _on_phase
     _on_phase = listener
 

@@ -34,7 +34,7 @@ class Report:
 
 
 def newest_report(known: Report | None, lines: list[bytes]) -> Report | None:
-    """Return the newest report after reading more lines; a malformed one is ignored."""
+    """Return the newest report after reading more lines; malformed lines are ignored."""
     try:
         return Report(lines[-1]) if lines else known
     except ValueError:
@@ -48,10 +48,10 @@ def kill_reason(
     state: str = "",
     stopped_limit: float = float("inf"),
 ) -> str | None:
-    """Return why the rank has to be killed, or None.
+    """Return the reason to kill the rank, or None.
 
-    A stopped one does not go on by itself, unlike one that loads or compiles: it may have a limit
-    of its own.
+    A stopped rank does not continue by itself, unlike one that loads or compiles, so it may have
+    a limit of its own.
     """
     silent = now - max(report.beat, restarted)
     lasted = now - max(report.since, restarted)
@@ -65,7 +65,7 @@ def kill_reason(
         how = f" ({_STATES[state]})" if state in _STATES else ""
         limit = seconds(report.allowed)
         return f"{seconds(lasted)} in {report.where}{how}, the limit is {limit} (--step-timeout)"
-    # A rank that hangs is killed by its own watchdog within this time: so nothing will arrive.
+    # Other ranks that hang were killed by their watchdogs before, so nothing will arrive.
     if report.waits and lasted > 2 * report.limit + _WAITING_EXTRA_SEC:
         return (
             f"{seconds(lasted)} waiting for other ranks in {report.where}: a host or link is down"
@@ -98,7 +98,7 @@ class Watch:
         self._rest = b""
         os.set_blocking(pipe, False)
         self._poll = select.poll()
-        # No event requested: only a closed pipe wakes us, not each of a thousand lines a second.
+        # No event requested: a closed pipe wakes this process, not each of 1,000 lines a second.
         self._poll.register(pipe, 0)
 
     def run(self) -> None:
@@ -109,18 +109,19 @@ class Watch:
         checked = restarted = time.monotonic()
         while reason is None:
             self._poll.poll(nap * 1000)
-            # Taken before reading: if this process is stopped here, the rank only seems newer.
+            # Read before the lines: if this process is stopped here, the rank only seems newer.
             now = time.monotonic()
             lines = self._read_lines()
             # A forked worker of the rank may hold the pipe's other end open.
             if lines is None or os.getppid() != self._rank:
                 return
             report = newest_report(report, lines)
-            slept, checked = now - checked, now
+            slept = now - checked
+            checked = now
             if report is None:
                 nap = _MAX_NAP_SEC / _NAPS_PER_LIMIT
                 continue
-            # Stopped itself, as by Ctrl-Z or with its virtual machine.
+            # This process itself was stopped, as by Ctrl-Z or with its virtual machine.
             if slept > 2 * nap + min(1.0, report.limit / 2):
                 restarted = now
             limit = min(report.limit, self._stopped_limit)
@@ -140,7 +141,8 @@ class Watch:
         return None
 
     def _reason_to_kill(self, now: float, report: Report, restarted: float) -> str | None:
-        state, launcher = "", self._launcher
+        state = ""
+        launcher = self._launcher
         try:
             with open(f"/proc/{self._rank}/stat", "rb") as file:
                 state, launcher = parse_stat(file.read())

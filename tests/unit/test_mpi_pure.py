@@ -276,5 +276,5 @@ def test_the_rank_that_decides_an_agreement_is_the_last_to_enter():
 
 def test_an_agreement_that_only_this_rank_cannot_read_ends_the_job():
     comm, _ = agreeing_comm(2, 0x15FBCAF8)
-    with pytest.raises(RuntimeError, match="MPI has damaged what the ranks have agreed on"):
+    with pytest.raises(RuntimeError, match="MPI has damaged the outcome of an agreement"):
         ulfm.agree(comm, True)
