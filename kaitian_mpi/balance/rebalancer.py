@@ -60,7 +60,7 @@ class NewPlan:
     rank: int
     """The rank whose speed has changed most since the previous plan."""
     reason: str
-    """How that rank's speed has changed, and the gain."""
+    """The change of that rank's speed, and the gain."""
 
 
 class Rebalancer:

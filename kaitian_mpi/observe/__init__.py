@@ -1,1 +1,1 @@
-"""What is measured while a run trains, and the sinks that it goes to."""
+"""Records the measurements of a run, and passes them to sinks."""

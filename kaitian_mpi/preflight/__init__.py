@@ -1,1 +1,1 @@
-"""What is known of each rank before a job, and the verdicts on it."""
+"""Examines each rank before a job, and judges the facts."""

@@ -20,10 +20,10 @@ def read_hosts_file(path: str) -> str:
     """Return the file's content."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"--hosts-file {path} is not a regular file; name one")
-            if about.st_uid not in (os.geteuid(), 0) or about.st_mode & stat.S_IWOTH:
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
                 raise UserError(
                     f"--hosts-file {path}: another user can write it, and ranks are started on its "
                     "hosts; make it your own, and chmod o-w"
@@ -37,7 +37,7 @@ def read_hosts_file(path: str) -> str:
 
 
 def parse_hosts(text: str, path: str) -> tuple[Host, ...]:
-    """Parse the file's content: a hostfile of mpirun's with each host's slots."""
+    """Parse the file's content: an mpirun hostfile that gives every host's slots."""
     hosts = parse_hostfile(text, f"--hosts-file {path}")
     for host in hosts:
         if host.slots is None:
@@ -45,10 +45,10 @@ def parse_hosts(text: str, path: str) -> tuple[Host, ...]:
                 f"--hosts-file {path}: {host.name} has no slots; write its number of ranks: "
                 f"{host.name} slots=N"
             )
-    found = tuple(host for host in hosts if host.slots)
-    if not found:
+    usable = tuple(host for host in hosts if host.slots)
+    if not usable:
         raise UserError(f"--hosts-file {path} has no host with slots; add at least one")
-    return found
+    return usable
 
 
 def hostfile_of(hosts: Iterable[Host]) -> str:
@@ -62,9 +62,9 @@ def hostfile_of(hosts: Iterable[Host]) -> str:
 
 
 def in_stable_order(hosts: Sequence[Host], before: Iterable[Host]) -> tuple[Host, ...]:
-    """Return hosts in the order that they had before; new ones come last.
+    """Return hosts in their previous order, with new hosts last.
 
-    So the ranks keep their places, and the first host, which has the run folder, stays the first.
+    This keeps the ranks in place, and the host with the run folder first.
     """
     known = {host.name: number for number, host in enumerate(before)}
     return tuple(sorted(hosts, key=lambda host: known.get(host.name, len(known))))
@@ -80,43 +80,43 @@ class HostsFile:
         self._read = read
         self._report = report
         self.hosts = parse_hosts(read(path), path)
-        """The hosts, in an order in which none changes its place (`in_stable_order`)."""
-        # The hosts, or why the file cannot be used.
+        """The hosts, in a stable order (`in_stable_order`)."""
+        # The hosts, or the reason why the file cannot be used.
         self._seen: tuple[Host, ...] | str = self.hosts
-        self._judged: tuple[Host, ...] | str = self.hosts
+        self._checked: tuple[Host, ...] | str = self.hosts
         self._since = 0.0
 
     def poll(self, now: float) -> None:
         """Read the file again; `now` is in seconds of a clock.
 
-        A file that cannot be used is reported once; until it is corrected, the old hosts count.
+        A file that cannot be used is reported once; until it is corrected, the old hosts stay.
         """
-        found: tuple[Host, ...] | str
+        content: tuple[Host, ...] | str
         try:
-            found = in_stable_order(parse_hosts(self._read(self.path), self.path), self.hosts)
+            content = in_stable_order(parse_hosts(self._read(self.path), self.path), self.hosts)
         except UserError as error:
-            found = str(error)
-        if found != self._seen:
-            self._seen = found
+            content = str(error)
+        if content != self._seen:
+            self._seen = content
             self._since = now
-        if found == self._judged or now - self._since < _SETTLE_SEC:
+        if content == self._checked or now - self._since < _SETTLE_SEC:
             return
-        self._judged = found
-        if isinstance(found, str):
-            self._report(f"{found}; until then, the previous hosts are kept")
-        elif found != self.hosts:
-            self.hosts = found
-            shown = ", ".join(hostfile_of(found).splitlines())
+        self._checked = content
+        if isinstance(content, str):
+            self._report(f"{content}; until then, the previous hosts are kept")
+        elif content != self.hosts:
+            self.hosts = content
+            shown = ", ".join(hostfile_of(content).splitlines())
             self._report(f"{self.path} has changed: {shown}")
 
 
 class HostChanges:
-    """Which hosts of the hosts file the job should be on, and whether it is.
+    """Tracks which hosts of the hosts file the job should run on.
 
-    At first, all. One that is lost comes back once it has answered, not before its back-off has
-    passed, which doubles with each loss, up to an hour; one that is new in the file joins once it
-    has answered. `backoff_sec` is also the time between two questions to a host. Times are in
-    seconds of one clock.
+    At first, these are all hosts. A new host joins once it has answered. A lost host rejoins once
+    it has answered after its back-off time, which doubles with each loss, up to an hour.
+    `backoff_sec` is also the time between two questions to a host. Times are in seconds of one
+    clock.
     """
 
     def __init__(

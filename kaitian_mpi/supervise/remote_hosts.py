@@ -166,7 +166,7 @@ def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Itera
         if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:
             yield problem(
                 f"{name}={environ[name]} puts every rank on {hosts[0].name}",
-                "unset it: with a hostfile, as many slots as ranks are enough",
+                "unset it: a hostfile with a slot for each rank is enough",
             )
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) == len(hosts):
@@ -174,8 +174,8 @@ def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Itera
     elif len(hosts) > 1:
         without = ", ".join(host.name for host in hosts if host.slots is None)
         yield warning(
-            f"no slots for {without}: mpirun takes as many as there are cores, and may fill the "
-            "first host alone",
+            f"no slots for {without}: mpirun assumes one per core, and may place all ranks on "
+            "the first host",
             "write slots=N, one for each device",
         )
 
@@ -219,8 +219,8 @@ def run_on(
 
 def is_own_name(name: str) -> bool:
     """Return whether a name is this machine's, without asking a name server."""
-    own = socket.gethostname()
-    return name in ("localhost", own, own.split(".")[0]) or name.startswith("127.")
+    hostname = socket.gethostname()
+    return name in ("localhost", hostname, hostname.split(".")[0]) or name.startswith("127.")
 
 
 def is_local(name: str) -> bool:
@@ -228,10 +228,10 @@ def is_local(name: str) -> bool:
     if is_own_name(name):
         return True
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_is_own_address(family, address) for family, _, _, _, address in found)
+    return any(_is_own_address(family, address) for family, _, _, _, address in addresses)
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:

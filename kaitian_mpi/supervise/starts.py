@@ -46,8 +46,8 @@ class Job:
     """The content of each hostfile, by the path in the command."""
     config: TrainConfig
     """kaitian-train's settings: with the run folder, the name under which hosts keep snapshots in
-    memory between starts, and what is emulated, by its flags or by environment variables. Of a
-    script, only the run folder is set, and what is emulated."""
+    memory between starts, and the emulation, by its flags or by environment variables. For a
+    script, only the run folder and the emulation are set."""
     own_flags: int = 0
     """The number of `kaitian-run`'s own arguments in the command; a script and its own follow."""
     folder: Path
@@ -57,7 +57,7 @@ class Job:
     hosts_file: str = ""
     """`--hosts-file`, whose hosts may change while the job runs; it has all slots for ranks."""
     environments: Environments = field(default_factory=dict)
-    """The environments of each host that has some of its own (`--env`)."""
+    """The environments of the hosts listed in the file of `--env`."""
 
     @property
     def ranks(self) -> int | None:
@@ -83,12 +83,12 @@ class Job:
         return [host for host in self.hosts if host.name not in self.local]
 
     def with_hosts(self, hosts: Sequence[Host]) -> Job:
-        """Return the job with the present hosts of its hosts file."""
-        # No name server is asked, which might take long while the job runs.
-        own = {host.name for host in hosts if is_own_name(host.name)}
+        """Return the job with the current hosts of its hosts file."""
+        # Asking a name server could take long while the job runs.
+        local = {host.name for host in hosts if is_own_name(host.name)}
         hosts = with_devices(hosts, self.environments)
         hostfiles = {self.hosts_file: hostfile_of(hosts)}
-        return replace(self, hosts=tuple(hosts), local=self.local | own, hostfiles=hostfiles)
+        return replace(self, hosts=tuple(hosts), local=self.local | local, hostfiles=hostfiles)
 
     def left(self, lost: Set[str]) -> list[Host]:
         """Return the hosts that can still run ranks, without the lost ones."""
@@ -118,11 +118,11 @@ def command_on(command: Command, hosts_file: str) -> Command:
                 "file already gives the hosts and one rank per slot; remove one of them"
             )
     at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
-    own = (  # both values are chosen at each start
+    options = (  # both values are chosen at each start
         Part(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
         Part(("-np", "1"), RANKS[0], ("1",)),
     )
-    return replace(command, parts=command.parts[:at] + own + command.parts[at:])
+    return replace(command, parts=command.parts[:at] + options + command.parts[at:])
 
 
 def interpreter_of(command: Command) -> str:
