@@ -36,6 +36,9 @@ class Need(NamedTuple):
     """Each rank's extra bytes if values arrive while the next step computes."""
     freed: int = 0
     """The bytes that each rank frees by sharding its parameters; 0 if they are replicated."""
+    copied: int = 0
+    """What mirrors on all ranks copy of whole parameters, where a library brings the owners' new
+    values: see `ShardReducer`."""
 
 
 def bucket_cap(largest: int) -> int:

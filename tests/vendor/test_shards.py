@@ -15,12 +15,14 @@ from torch import nn
 from uneven import SHARES, loss_of, network
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shard_buckets import ShardBucket
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi.world import keep_ranks
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.measure.layouts import measure_exchange
+from kaitian_mpi.train.measure.room import Room, shard_needs
 from kaitian_mpi.train.shards import Shards
 
 MEMORY = [1, 3, 2, 5]
@@ -293,3 +295,40 @@ def test_backward_does_not_wait_on_the_device_for_a_rank_that_is_behind(world):
     reducer.check_values()
     assert agree(world, torch.cat([p.detach().flatten() for p in model.parameters()]))
     reducer.close()
+
+
+@pytest.mark.sizes(2, 3)
+def test_what_mirrors_copy_until_values_have_arrived_is_planned(world):
+    """Where a library brings them: else MPI says whether they have."""
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(6)]
+    model = nn.Sequential(*layers).to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    shards, memory = Shards(model, [optimizer]), MEMORY[: world.size]
+    pairs = with_mirrors(memory, [str(rank) for rank in range(world.size)])
+    shards.assign(world, pairs)
+    reducer = shards.reducer(model, bucket_caps=(1 << 18, 1 << 18))
+    needs, _ = shard_needs(TrainingConfig(layout="shard"), model, [optimizer])
+    planned = Room({}, needs[0]).copied(pairs, world)[world.rank]
+    for _ in range(2):
+        reducer.arm(1.0)
+        model(torch.ones(3, 256, device=world.device)).square().sum().backward()
+        reducer.finish()
+        optimizer.step()
+        shards.zero_gradients()
+        before = device_bytes(world)
+        reducer.share_values()
+        copied = device_bytes(world) - before
+        reducer.check_values()
+    reducer.close()
+    if len(world.groups) == 1 and world.info.kind != "cpu":
+        assert 0 < copied == pytest.approx(planned, rel=0.05)
+    else:
+        assert planned == 0
+
+
+def device_bytes(world):
+    if world.info.kind == "cpu":
+        return 0
+    module = torch.get_device_module(world.device)
+    module.synchronize()
+    return module.memory_allocated()

@@ -23,6 +23,7 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import can_be_parted
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.topology import are_joined_by_library
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.train.measure.rank_timer import memory_limit
@@ -75,7 +76,7 @@ class Room(NamedTuple):
         if not ulfm.is_enabled():
             return alone, "as fault tolerance is off"
         pairs = with_mirrors(rooms, [info.host for info in world.infos])
-        taken = self.taken(pairs, world.size)
+        taken = self.taken(pairs, world)
         most = [_MOST_ON_HOST if info.is_on_host else _MOST for info in world.infos]
         if any(own > part * room for own, part, room in zip(taken, most, rooms, strict=True)):
             return alone, f"as there is no room for another {needed}"
@@ -84,24 +85,37 @@ class Room(NamedTuple):
     def can_overlap(self, pairs: list[Pair], world: World) -> bool:
         """Return whether there is memory to receive all values at once. Not collective."""
         rooms = [self.by_place[info.place] for info in world.infos]
-        taken = self.taken(pairs, world.size)
+        taken = self.taken(pairs, world)
         return all(
             own + self.need.small <= _MOST * room for own, room in zip(taken, rooms, strict=True)
         )
 
-    def taken(self, pairs: list[Pair], size: int) -> list[float]:
-        """Return the bytes of gradients and optimizer state that each of `size` ranks will have."""
-        taken = [0.0] * size
+    def taken(self, pairs: list[Pair], world: World) -> list[float]:
+        """Return the bytes that each rank will have of what is owned, with its mirrors' copies."""
+        copied = self.copied(pairs, world)
+        return [own + copy for own, copy in zip(self.held(pairs, world), copied, strict=True)]
+
+    def held(self, pairs: list[Pair], world: World) -> list[float]:
+        """Return the bytes of gradients and optimizer state that each rank will have."""
+        held = [0.0] * world.size
         for owner, mirror, fraction in pairs:
             for rank in {owner, mirror} - {NO_MIRROR}:
-                taken[rank] += fraction * self.need.owned
-        return taken
+                held[rank] += fraction * self.need.owned
+        return held
+
+    def copied(self, pairs: list[Pair], world: World) -> list[float]:
+        """Return the bytes that each rank copies of what it mirrors, until a step's backward."""
+        copied = [0.0] * world.size
+        for _, mirror, fraction in pairs if are_joined_by_library(world.infos) else ():
+            if mirror != NO_MIRROR:
+                copied[mirror] += fraction * self.need.copied
+        return copied
 
     def bytes_of_steps(self, config: TrainingConfig, world: World) -> list[float]:
         """Return the bytes that each rank's optimizer allocates while it steps."""
-        taken = self.taken(self.owners(config, world)[0], world.size)
+        held = self.held(self.owners(config, world)[0], world)
         parts = [self.stepping.get(info.place, 0.0) for info in world.infos]
-        return [part * own for part, own in zip(parts, taken, strict=True)]
+        return [part * own for part, own in zip(parts, held, strict=True)]
 
     @property
     def _what(self) -> str:
@@ -159,10 +173,10 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     )
     room = Room(by_place, need, numbers if form else frozenset(), parts)
     pairs, _ = room.owners(config, world)
-    taken = room.taken(pairs, world.size)[world.rank]
+    held, copied = (own(pairs, world)[world.rank] for own in (room.held, room.copied))
     buffers = need.buffers + need.small * room.can_overlap(pairs, world)
     # When ranks are timed, each has its values already.
-    return room, int(taken * (1 - need.freed / need.owned)) + buffers
+    return room, int(held * (1 - need.freed / need.owned) + copied) + buffers
 
 
 def shard_needs(
@@ -176,7 +190,8 @@ def shard_needs(
     trained = [p.nbytes for p in parameters if p.requires_grad]
     bucket = max([1, min(sum(trained), BUCKET_CAPS[1]), *trained])
     small = sum(size for size in trained if size < BUCKET_CAPS[1])
-    needs = [Need(sum(trained) * (1 + states), bucket, _BUFFERS * bucket, small)]
+    owned, copied = sum(trained) * (1 + states), sum(trained)
+    needs = [Need(owned, bucket, _BUFFERS * bucket, small, copied=copied)]
     numbers = frozenset(
         number
         for number, parameter in enumerate(parameters)
@@ -185,8 +200,10 @@ def shard_needs(
     if numbers and not config.spares:
         parted = sum(parameters[number].nbytes for number in numbers)
         largest = max(p.nbytes for p in parameters)
-        bucket, owned = bucket_cap(largest), parted + sum(trained) * (1 + states)
-        needs.append(Need(owned, bucket, _VISITS * max(largest, bucket), freed=parted))
+        whole = [p.nbytes for n, p in enumerate(parameters) if p.requires_grad and n not in numbers]
+        bucket, owned = bucket_cap(largest), owned + parted
+        buffers = _VISITS * max(largest, bucket)
+        needs.append(Need(owned, bucket, buffers, freed=parted, copied=sum(whole)))
     return needs, numbers
 
 
