@@ -39,7 +39,6 @@ from kaitian_mpi.integrations.plan import Plan, StepTimes
 from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches, tensors_in
 from kaitian_mpi.integrations.weighted_gradients import require_gradient, unweight_inputs
 from kaitian_mpi.integrations.weights import Weights
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -69,7 +68,8 @@ class Adaptive:
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
         self._times = StepTimes(self._comm, world.device_kind)
-        self._weights = Weights(Ranks(world, self._comm, self._times.waiting))
+        self._ranks = Ranks(world, self._comm, self._times.waiting)
+        self._weights = Weights(self._ranks)
         self._trains_in_eval_mode = False  # whether a model has
         # A forward's rows for each of the batch's; 0 if its first dimension is others.
         self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
@@ -244,7 +244,7 @@ class Adaptive:
         cut.trains, self._cut = True, cut
         if cut.rows in self._plans:
             return  # such as the loader of another epoch
-        rows = gather_values(self._comm, cut.rows)
+        rows = self._ranks.gather_at("the first batch of a loader", cut.rows)
         if len(set(rows)) > 1:
             raise AgreedError(
                 f"--adaptive divides the ranks' batches itself, which are {rows} rows now; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -27,7 +28,8 @@ class InnerCalls:
     def __init__(self) -> None:
         self._outer: nn.Module | None = None
         self._handle: Any = None
-        self._calls: dict[int, InnerCall] = {}  # by the identity of the loss
+        # By the identity of the loss, which is kept: else another one might get it.
+        self._calls: dict[int, tuple[torch.Tensor, InnerCall]] = {}
         self._returned: InnerCall | None = None
 
     def begin(self, outer: nn.Module) -> None:
@@ -50,6 +52,6 @@ class InnerCalls:
             if loss is None:
                 return
             if module is self._outer:
-                self._returned = self._calls.get(id(loss))
+                _, self._returned = self._calls.get(id(loss), (loss, None))
             else:
-                self._calls[id(loss)] = InnerCall(module, args, kwargs)
+                self._calls[id(loss)] = loss, InnerCall(module, args, kwargs)

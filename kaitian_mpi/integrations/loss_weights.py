@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kaitian_mpi.integrations.taken import Given
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.preflight.verdict import by_value, differ
 from kaitian_mpi.runtime.polling import wait_request
 
 if TYPE_CHECKING:
@@ -49,6 +50,21 @@ class Ranks(NamedTuple):
         with self.waiting():
             wait_request(self.comm.Iallreduce(own, total))
         return int(total[0])
+
+    def gather_at(self, point: str, value: Any) -> list[Any]:
+        """Return every rank's value, which JSON can hold, at a point of the step. Collective.
+
+        Raises:
+            UserError: the ranks are at different points, as they do not compute the same steps.
+        """
+        gathered = gather_values(self.comm, (point, value))
+        names = {rank: name for rank, (name, _) in enumerate(gathered)}
+        if differ(names):
+            raise UserError(
+                f"--adaptive finds the ranks at different points: {by_value(names)}; compute the "
+                "same forwards and backwards on every rank"
+            )
+        return [own for _, own in gathered]
 
 
 class Loss:
@@ -115,7 +131,7 @@ class Loss:
 
     def _agree(self) -> None:
         """Keep the rules that fit the rows of the most ranks. Collective."""
-        gathered = gather_values(self._ranks.comm, self._votes)
+        gathered = self._ranks.gather_at("a backward of a new loss", self._votes)
         votes = [[Rule(*rule) for rule in rules] for rules in gathered]
         self._votes, self.rules = [], agreed_rules(votes, self.rules)
         if UNKNOWN in self.rules:

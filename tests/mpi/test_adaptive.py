@@ -530,3 +530,14 @@ def test_the_first_labels_count_or_not_where_rows_have_as_many_each(dtype, first
     # Half precision rounds to one in 256: what is nearer is so by chance.
     off = {losses.SUM: 3.0, losses.MEAN: 0.0, rule: 2**-8, losses.Rule("others", "mask"): 0.0}
     assert losses._fitting(off, 3.0, 2**-7) == [rule, losses.MEAN]
+
+
+def test_ranks_at_different_points_are_told_so(adaptive, world):
+    """Each gets what another one has sent for something else."""
+    loss = adaptive._weights.new_loss("model")
+    loss.observe({}, lambda: [losses.MEAN])
+    cut = SimpleNamespace(refusal="", rows=3)
+    message = "the first batch of a loader on rank 0, a backward of a new loss on ranks 1, 2"
+    calls = [lambda: adaptive._begin(cut, nn.Linear(1, 1)), loss._agree, loss._agree]
+    with pytest.raises(UserError, match=message):
+        calls[world.rank]()

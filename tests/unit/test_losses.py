@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations import loss_weights
 from kaitian_mpi.integrations.losses import (
     MEAN,
     SHIFTED_TOKENS,
@@ -76,3 +78,12 @@ def test_rows_of_as_many_labels_tell_means_apart_if_some_are_ignored(rows):
     assert rules_of(labels, shifted)[0] == SHIFTED_TOKENS
     assert rules_of(labels, by_row)[0] == MEAN
     assert not {TOKENS, SHIFTED_TOKENS} & set(rules_of(labels, by_row))
+
+
+def test_ranks_at_different_points_are_told_so(monkeypatch):
+    """One that began a loader got another's rules in the place of its rows."""
+    other = "a backward of a new loss", [[*MEAN]]
+    monkeypatch.setattr(loss_weights, "gather_values", lambda comm, own: [own, other])
+    ranks = loss_weights.Ranks(None, None, None)
+    with pytest.raises(UserError, match="the first batch on rank 0, a backward of a new loss on"):
+        ranks.gather_at("the first batch", 8)
