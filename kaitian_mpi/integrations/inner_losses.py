@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from kaitian_mpi.integrations.loss_graphs import Outputs
 from kaitian_mpi.integrations.losses import loss_of
 
 
@@ -31,11 +32,14 @@ class InnerCalls:
         # By the identity of the loss, which is kept: else another one might get it.
         self._calls: dict[int, tuple[torch.Tensor, InnerCall]] = {}
         self._returned: InnerCall | None = None
+        self.outputs = Outputs()
+        """What the modules inside have returned, if that is collected."""
+        self._collects = False
 
-    def begin(self, outer: nn.Module) -> None:
-        """Watch the models that are called in a forward of `outer`."""
+    def begin(self, outer: nn.Module, collects: bool = False) -> None:
+        """Watch the models that are called in a forward of `outer`; perhaps collect `outputs`."""
         self.end()
-        self._outer = outer
+        self._outer, self._collects, self.outputs = outer, collects, Outputs()
         self._handle = register_module_forward_hook(self._note, with_kwargs=True)
 
     def end(self) -> InnerCall | None:
@@ -47,6 +51,8 @@ class InnerCalls:
         return returned
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._collects and module is not self._outer:
+            self.outputs.add(output)
         if isinstance(output, tuple | dict) or module is self._outer:
             loss = loss_of(output)
             if loss is None:

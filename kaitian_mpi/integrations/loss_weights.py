@@ -74,8 +74,18 @@ class Loss:
     labels. Then both remain, until a batch by which they differ.
     """
 
-    def __init__(self, ranks: Ranks, owner: str = "", rules: Sequence[Rule] = ()) -> None:
-        """Know nothing of the loss that `owner` returns, or what is taken for granted: `rules`."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        owner: str = "",
+        rules: Sequence[Rule] = (),
+        fallback: Sequence[Rule] = (),
+    ) -> None:
+        """Know nothing of the loss that `owner` returns, or what is taken for granted: `rules`.
+
+        If the first batch tells nothing on any rank, the `fallback` is, if there is one.
+        """
+        self._fallback = list(fallback)
         self.rules = list(rules)
         """The rules that may hold, the likeliest first; none if nothing is known."""
         self.counts_stand_ins = False
@@ -112,8 +122,11 @@ class Loss:
         Raises:
             AgreedError: the loss is neither a sum nor a mean.
         """
-        if len(self.rules) != 1 and self._ranks.sum(bool(self._votes)):
-            self._agree()
+        if len(self.rules) != 1:
+            if self._ranks.sum(bool(self._votes)):
+                self._agree()
+            elif self._fallback:
+                self.rules, self._owner = self._fallback, ""
         rule = self.rule
         self._say(rule)
         if rule == MEAN:

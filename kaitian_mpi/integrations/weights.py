@@ -9,8 +9,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.inner_losses import InnerCall, InnerCalls
+from kaitian_mpi.integrations.loss_graphs import rules_of_graph
 from kaitian_mpi.integrations.loss_weights import Forward, ForwardWeight, Loss, Ranks
 from kaitian_mpi.integrations.losses import (
     MEAN,
@@ -31,7 +33,7 @@ class Weights:
     If a trainer's loss is known, it is that of all outputs. Else the loss that a model returns is
     compared, and a gradient through any other output is taken for that of a mean over rows. So is
     the loss of Lightning's `training_step`, which has effects, so that it cannot be compared,
-    unless a model inside has returned it.
+    unless a model inside has returned it, or its graph tells that it is none.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -43,6 +45,9 @@ class Weights:
         self._returned: weakref.WeakKeyDictionary[DistributedDataParallel, Loss] = (
             weakref.WeakKeyDictionary()
         )
+        self._of_steps: weakref.WeakKeyDictionary[DistributedDataParallel, Loss] = (
+            weakref.WeakKeyDictionary()
+        )
         self._examined: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -52,6 +57,7 @@ class Weights:
     def watch(self, model: DistributedDataParallel) -> None:
         """Know nothing yet of the loss that a model may return."""
         self._returned[model] = self.new_loss("model")
+        self._of_steps[model] = Loss(self._ranks, "training_step", fallback=[MEAN])
 
     def is_training(self) -> bool:
         """Return whether a model is in training mode."""
@@ -77,7 +83,7 @@ class Weights:
     def begin_forward(self, model: DistributedDataParallel) -> None:
         """Take note that a forward with gradients begins, whose output will be weighted."""
         if is_lightning(model.module):
-            self._inner.begin(model.module)
+            self._inner.begin(model.module, collects=not self._of_steps[model].rules)
 
     def weight_output(
         self,
@@ -103,11 +109,17 @@ class Weights:
         returned, labels = loss_of(output), self._trainer_labels
         of_output = of_loss = self._trainer_loss or self._script_loss
         call: InnerCall | None = InnerCall(model.module, *inputs)
-        if is_lightning(model.module):
+        has_own_loss = is_lightning(model.module)
+        if has_own_loss:
             call = self._inner.end()
-        if self._trainer_loss is None and returned is not None and call is not None:
-            of_loss, labels = self._returned[model], labels_in(call.args, call.kwargs)
-            of_loss.observe(labels, functools.partial(find_rules, *call))
+        if self._trainer_loss is None and returned is not None:
+            if call is not None:
+                of_loss, labels = self._returned[model], labels_in(call.args, call.kwargs)
+                of_loss.observe(labels, functools.partial(find_rules, *call))
+            elif has_own_loss and not model.static_graph:  # its graph is not to be used twice
+                of_loss, rows = self._of_steps[model], first_length(*inputs) or 0
+                outputs = self._inner.outputs
+                of_loss.observe({}, lambda: rules_of_graph(returned, outputs, rows))
         weights = [
             ForwardWeight(forward, loss, labels, backward_done) for loss in (of_loss, of_output)
         ]

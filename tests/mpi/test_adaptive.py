@@ -98,6 +98,29 @@ class LightningModule(nn.Module):
         return self.model(inputs=x, labels=y)["loss"]
 
 
+class OwnLoss(LightningModule):
+    """Computes its loss itself, which cannot be compared."""
+
+    def __init__(self, reduction):
+        super().__init__(network())
+        self._reduction = reduction
+
+    def forward(self, x, y):
+        self.calls += 1
+        return cross_entropy(self.model(x[:, 0]), y[:, 0], reduction=self._reduction)
+
+
+class Pairs(LightningModule):
+    """Has a loss between rows."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4))
+
+    def forward(self, x):
+        scores = self.model(x)
+        return {"loss": cross_entropy(scores @ scores.T, torch.arange(len(x)))}
+
+
 class OnItself(nn.Module):
     """Calls a model on its own output."""
 
@@ -154,6 +177,8 @@ CASES = {
         lambda model, x, y: model(x, y),
         DistributedDataParallel,
     ),
+    "own mean": (lambda: OwnLoss("mean"), lambda model, x, y: model(x, y), DistributedDataParallel),
+    "own sum": (lambda: OwnLoss("sum"), lambda model, x, y: model(x, y), DistributedDataParallel),
 }
 
 
@@ -175,7 +200,7 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
     own, alone = build(), build()
     model = wrap(own)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (own, alone)]
-    world_sum = size if case == "sum" else 1
+    world_sum = size if "sum" in case else 1
     seen, steps = [], 0
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -318,6 +343,11 @@ REFUSED = {
         lambda: wrapped(lambda scores: {"loss": (scores @ scores.T).square().sum()}),
         {"loss_of": lambda output: output["loss"]},
         "neither a mean nor a sum over rows",
+    ),
+    "own pairs": (
+        lambda: DistributedDataParallel(Pairs()),
+        {"loss_of": lambda output: output["loss"]},
+        "the loss that the training_step returns is neither a mean nor a sum over rows",
     ),
     "no tensor": (
         lambda: wrapped(Output),
