@@ -534,10 +534,14 @@ def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str,
     _, begin, end = key
     if rows == (begin, end):
         return dict(state)
-    return {
-        name: value[rows[0] - begin : rows[1] - begin] if _has_rows(value, end - begin) else value
-        for name, value in state.items()
-    }
+    cut = {}
+    for name, value in state.items():
+        if _has_rows(value, end - begin):
+            value = value[rows[0] - begin : rows[1] - begin]
+            if value.stride(0) == 0:  # all rows have the memory of one number: see `PartedModel`
+                value = value.clone(memory_format=torch.contiguous_format)
+        cut[name] = value
+    return cut
 
 
 def _join(
