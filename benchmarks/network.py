@@ -59,7 +59,7 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import kaitian_mpi
-    from kaitian_mpi.distributed.network.link import Choice
+    from kaitian_mpi.distributed.network.link import RouteChoice
 
     world = kaitian_mpi.init(emulate_kinds=options.emulate_kinds)
     gloo = dist.new_group(backend="gloo")
@@ -69,7 +69,7 @@ def work(options: argparse.Namespace) -> None:
     check_sum(world, options.bytes // 4)
     calls: dict[str, Callable[[], object]] = {}
 
-    def over(choice: Choice) -> None:
+    def over(choice: RouteChoice) -> None:
         link.choice = choice
         dist.all_reduce(tensor)
 
@@ -77,7 +77,7 @@ def work(options: argparse.Namespace) -> None:
     if options.all:
         for route in link.routes:
             if route != chosen.route:
-                calls["kaitian: " + str(route)] = partial(over, Choice(route))
+                calls["kaitian: " + str(route)] = partial(over, RouteChoice(route))
     calls["gloo"] = lambda: dist.all_reduce(tensor, group=gloo)
     turns = {name: partial(seconds_of, world, call) for name, call in calls.items()}
     seconds = in_turns(turns, options.rounds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kaitian_mpi.preflight.facts import Devices, Kind, Machine, Mpi, RankFacts, Software, Storage
+from kaitian_mpi.preflight.facts import Devices, HostFacts, Kind, Mpi, RankFacts, Software, Storage
 
 GIB = 1 << 30
 SOFTWARE = Software(
@@ -16,7 +16,7 @@ SOFTWARE = Software(
     },
     protocol=1,
 )  # fmt: skip
-MACHINE = Machine(
+MACHINE = HostFacts(
     cores=[*range(8)], launcher_cores=8, shm_bytes=16 * GIB, shm_free_bytes=15 * GIB,
     open_files=65_536,
 )  # fmt: skip

@@ -45,7 +45,7 @@ class Cohort:
 
 
 @dataclass(frozen=True)
-class Share:
+class CohortShare:
     """The number of samples per step that each of `ranks` ranks of a cohort takes."""
 
     cohort: Cohort
@@ -62,7 +62,7 @@ class Share:
 class Forecast:
     """The predicted performance of a job. Seconds are per step."""
 
-    shares: Sequence[Share]
+    shares: Sequence[CohortShare]
     """In the order of the cohorts, within a cohort the larger share first."""
     exposed_sec: float
     """Communication that is not hidden behind computing."""
@@ -136,7 +136,7 @@ def forecast(
     ranks = np.array([cohort.ranks for cohort in cohorts])
     columns = (column.tolist() for column in split_cohorts(costs, ranks, global_batch_size))
     shares = [
-        Share(cohort, share, count)
+        CohortShare(cohort, share, count)
         for cohort, samples, fewer in zip(cohorts, *columns, strict=True)
         for share, count in ((samples, cohort.ranks - fewer), (samples - 1, fewer))
         if count

@@ -15,7 +15,7 @@ import numpy as np
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, exposed_seconds
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Need
-from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
+from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.shares import split_cohorts
 
@@ -113,7 +113,7 @@ class LayoutJob:
         `world` is the number of ranks of each kind. The cost of reduce-scatter and all-gather is
         scaled by the same factor as that of allreduce.
         """
-        by_kind: dict[str, list[RankFacts]] = {}
+        by_kind: dict[str, list[LayerFacts]] = {}
         for rank in self.chain.ranks:
             by_kind.setdefault(rank.kind, []).append(rank)
         ranks = tuple(

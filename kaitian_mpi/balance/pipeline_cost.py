@@ -56,7 +56,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class LayerFacts:
     """A rank's measured speed and memory."""
 
     kind: str
@@ -85,7 +85,7 @@ class RankFacts:
     node: int = 0
     """The number of its host. Ranks of one host share its link, so they take turns to send."""
 
-    def scaled(self, factor: float) -> RankFacts:
+    def scaled(self, factor: float) -> LayerFacts:
         """Return the facts of a rank that takes `factor` times as long."""
         return replace(
             self,
@@ -110,7 +110,7 @@ class PipelineJob:
     """The layers, ranks and links that a pipeline is planned for."""
 
     layers: tuple[Layer, ...]
-    ranks: tuple[RankFacts, ...]
+    ranks: tuple[LayerFacts, ...]
     global_batch: int
     min_batch: int = 1
     micro_batch: int = 0

@@ -17,7 +17,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import write_output
 from kaitian_mpi.observe.report.figures import FIGURES
 from kaitian_mpi.observe.report.page import make_page
-from kaitian_mpi.observe.report.run import Run
+from kaitian_mpi.observe.report.run import RecordedRun
 from kaitian_mpi.observe.report.run_files import read_run
 from kaitian_mpi.observe.report.style import drawing, to_image
 from kaitian_mpi.observe.report.text import side_by_side
@@ -101,7 +101,7 @@ def make_report(options: argparse.Namespace) -> None:
     print(f"report in {target}{images}", file=stream)
 
 
-def _watch(runs: Sequence[Run], target: Path) -> list[Run]:
+def _watch(runs: Sequence[RecordedRun], target: Path) -> list[RecordedRun]:
     """Write the page again and again, until the runs end or Ctrl-C; return what they are then."""
     os.nice(19)  # beside a training that may need all cores
     print(f"writing {target} every {WATCH_SEC} s, until the run ends or Ctrl-C", flush=True)
@@ -117,7 +117,7 @@ def _write_page(target: Path, page: str) -> None:
     write_output(target, page.encode("utf-8", "replace"), "name another place with -o")
 
 
-def _write_images(runs: Sequence[Run], folder: Path) -> None:
+def _write_images(runs: Sequence[RecordedRun], folder: Path) -> None:
     with suppress(OSError):  # writing the first file tells why it cannot be
         folder.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, 1):

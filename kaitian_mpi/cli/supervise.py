@@ -35,7 +35,7 @@ from kaitian_mpi.supervise.machine import Machine
 from kaitian_mpi.supervise.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
 from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.remote_hosts import PendingAnswer, find_agent, is_local, is_own_name
-from kaitian_mpi.supervise.starts import Job, command_on, interpreter_of
+from kaitian_mpi.supervise.starts import JobCommand, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
 from kaitian_mpi.train.summary import NAME
 
@@ -136,7 +136,7 @@ def make_job(
     words: Sequence[str],
     hosts_file: HostsFile | None = None,
     environments: Environments | None = None,
-) -> Job:
+) -> JobCommand:
     """Read a command line, its hostfiles, and kaitian-train's flags."""
     command = parse_command(words)
     is_script = command.program == RUN
@@ -172,7 +172,7 @@ def make_job(
         of_script = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
         name = of_script if is_script else config.choose_folder()
         run_dir = str(name.with_name(make_new_folder(place / name).name))
-    job = Job(
+    job = JobCommand(
         command=command,
         own_flags=len(flags),
         config=replace(
@@ -193,7 +193,7 @@ def make_job(
     return job if hosts_file is None else job.with_hosts(hosts_file.hosts)
 
 
-def ask_host(agent: Sequence[str], job: Job, host: Host) -> PendingAnswer:
+def ask_host(agent: Sequence[str], job: JobCommand, host: Host) -> PendingAnswer:
     """Start asking a host whether ranks can be started there; this machine is not asked by ssh."""
     pythons = interpreters_of(job.environments, host.name) or [interpreter_of(job.command)]
     is_local = is_own_name(host.name) or shutil.which(agent[0]) is None

@@ -35,7 +35,7 @@ from kaitian_mpi.integrations.batches import Cut, cut_loaders
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
 from kaitian_mpi.integrations.loss_weights import Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
-from kaitian_mpi.integrations.plan import Plan, StepTimes
+from kaitian_mpi.integrations.plan import AdaptivePlan, StepTimer
 from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches, tensors_in
 from kaitian_mpi.integrations.weighted_gradients import require_gradient, unweight_inputs
 from kaitian_mpi.integrations.weights import Weights
@@ -67,7 +67,7 @@ class Adaptive:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
         self.rank, self.size = world.rank, world.size
         self.world, self._comm = world, world.comm.Dup()
-        self._times = StepTimes(self._comm, world.device_kind)
+        self._times = StepTimer(self._comm, world.device_kind)
         self._ranks = Ranks(world, self._comm, self._times.waiting)
         self._weights = Weights(self._ranks)
         self._trains_in_eval_mode = False  # whether a model has
@@ -75,7 +75,8 @@ class Adaptive:
         self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._plans: dict[int, Plan] = {}  # by the rows of a rank's full batch in the script
+        # By the rows of a rank's full batch in the script.
+        self._plans: dict[int, AdaptivePlan] = {}
         self._cut: Cut | None = None  # of the loader that trains
         self._taken = TakenBatches()
         self._in_step: Taken | None = None  # of all forwards in the trainer's step, if it has one
@@ -96,7 +97,7 @@ class Adaptive:
 
     def divide(self, cut: Cut, rows: int) -> list[int]:
         """Return how many rows of a batch each rank takes."""
-        plan = self._plans.get(cut.rows) or Plan(cut.rows, self.world.infos, min_batch=2)
+        plan = self._plans.get(cut.rows) or AdaptivePlan(cut.rows, self.world.infos, min_batch=2)
         return plan.divide(rows)
 
     def is_training(self) -> bool:
@@ -147,7 +148,7 @@ class Adaptive:
 
                 weight_losses(self._weights, self.step_of)
             model.register_forward_pre_hook(_WatchBegin(), with_kwargs=True)
-            model.register_forward_hook(_Watch(), with_kwargs=True)
+            model.register_forward_hook(_ForwardHook(), with_kwargs=True)
 
         def restore() -> None:
             DistributedDataParallel.__init__ = create  # type: ignore[method-assign]
@@ -252,7 +253,7 @@ class Adaptive:
             )
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         own_statistics = any(not isinstance(m, SyncBatchNorm) for m in norms)
-        self._plans[cut.rows] = Plan(cut.rows, self.world.infos, 2 if own_statistics else 1)
+        self._plans[cut.rows] = AdaptivePlan(cut.rows, self.world.infos, 2 if own_statistics else 1)
         print_rank_0(
             self.world,
             f"adaptive: batches of {cut.rows * self.size} rows over {self.size} ranks follow the "
@@ -300,7 +301,7 @@ class _WatchBegin:
 
 
 @not_compiled
-class _Watch:
+class _ForwardHook:
     """A forward hook; without a state of its own, so that a model can be copied and pickled."""
 
     def __call__(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:

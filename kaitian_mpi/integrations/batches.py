@@ -33,7 +33,7 @@ class _Batch(NamedTuple):
     """Those of all ranks."""
 
 
-class Planner(Protocol):
+class Divider(Protocol):
     """What a cut asks of the plan."""
 
     rank: int
@@ -67,7 +67,7 @@ class Cut(BatchSampler):
     refusal = ""
     """Why this loader's batches cannot be cut, and what to do; empty if they can."""
 
-    def __init__(self, own: Any, rows: int, planner: Planner, skipped: int = 0) -> None:
+    def __init__(self, own: Any, rows: int, planner: Divider, skipped: int = 0) -> None:
         """Cut what `own`, this rank's batch sampler, would have given in batches of `rows`."""
         self._own, self.rows = own, rows
         self._planner = planner
@@ -194,7 +194,7 @@ class _Epoch:
 class _CutDistributedSampler(Cut):
     """Cuts batches of torch's `DistributedSampler`; Lightning puts one into each loader."""
 
-    def __init__(self, loader: DataLoader, planner: Planner) -> None:
+    def __init__(self, loader: DataLoader, planner: Divider) -> None:
         assert loader.batch_size is not None
         super().__init__(loader.batch_sampler, loader.batch_size, planner)
         self._sampler: Any = loader.sampler
@@ -216,7 +216,7 @@ class _CutDistributedSampler(Cut):
 class _CutShard(Cut):
     """Cuts batches of Accelerate's `BatchSamplerShard` (data_loader.py), also Hugging Face's."""
 
-    def __init__(self, shard: Any, planner: Planner, skipped: int = 0) -> None:
+    def __init__(self, shard: Any, planner: Divider, skipped: int = 0) -> None:
         super().__init__(shard, shard.batch_size or 1, planner, skipped)
         sampler = type(getattr(shard.batch_sampler, "sampler", None)).__name__
         if shard.split_batches:
@@ -263,7 +263,7 @@ class _Replay(BatchSampler):
         return self._batches
 
 
-def cut_loaders(planner: Planner) -> Callable[[], None]:
+def cut_loaders(planner: Divider) -> Callable[[], None]:
     """Cut the batches of every loader that is created from now on; return what ends that."""
     create, iterate = DataLoader.__init__, DataLoader.__iter__
     restores: dict[str, Callable[[], None]] = {}
@@ -325,7 +325,7 @@ def _extend_outer_loader(loader: Any) -> Callable[[], None]:
     return restore
 
 
-def _cut_of(loader: DataLoader, planner: Planner) -> Cut | None:
+def _cut_of(loader: DataLoader, planner: Divider) -> Cut | None:
     own: Any = loader.batch_sampler
     if not getattr(loader, "in_order", True):
         return None  # its batches come as they are ready

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Plan:
+class AdaptivePlan:
     """How many rows each rank takes of a full batch; equal numbers at first.
 
     The costs of the ranks are learned from their first steps, and followed after that, as by a
@@ -60,7 +60,7 @@ class Plan:
         return [least + more for more in apportion(rest, weights)]
 
 
-class StepTimes:
+class StepTimer:
     """Times each step of this rank, and exchanges the times while the next one begins.
 
     A step begins when the gradients of the one before are summed.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kaitian_mpi.devices.choice import assign_devices
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight import job_checks
-from kaitian_mpi.preflight.facts import PACKAGES, Devices, JobFacts, Link, RankFacts
+from kaitian_mpi.preflight.facts import PACKAGES, Devices, JobFacts, LinkFacts, RankFacts
 from kaitian_mpi.preflight.verdict import (
     Verdict,
     by_value,
@@ -263,7 +263,7 @@ def _judge_links(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"{pairs if len(speeds) > 1 else 'one pair'}: {figures}")
 
 
-def _ends(link: Link) -> str:
+def _ends(link: LinkFacts) -> str:
     first, second = link.ranks
     first_host, second_host = link.hosts
     if first_host == second_host:

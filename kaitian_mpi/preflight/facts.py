@@ -42,7 +42,7 @@ class Software:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class HostFacts:
     """A rank's host, as the rank sees it."""
 
     cores: Sequence[int]
@@ -141,7 +141,7 @@ class RankFacts:
     local_rank: int
     local_size: int
     software: Software
-    machine: Machine
+    machine: HostFacts
     mpi: Mpi | None = None
     devices: Devices | None = None
     storage: Storage | None = None
@@ -189,7 +189,7 @@ def _devices(kinds: Any, seen: Any, **others: Any) -> Devices:
 
 _PARTS: Mapping[str, Callable[..., Any]] = {
     "software": Software,
-    "machine": Machine,
+    "machine": HostFacts,
     "mpi": Mpi,
     "devices": _devices,
     "storage": Storage,
@@ -197,7 +197,7 @@ _PARTS: Mapping[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkFacts:
     """The measured link between two ranks."""
 
     ranks: tuple[int, int]
@@ -217,7 +217,7 @@ class JobFacts:
     """The ranks that have answered, in order."""
     missing: Mapping[int, str] = field(default_factory=dict)
     """The other ranks, with what is known about them."""
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkFacts, ...] = ()
     mpirun: str | None = None
     """The path of the shell's mpirun, empty if there is none; None if mpirun started the ranks."""
 
@@ -244,7 +244,7 @@ def collect(host: str, rank: int) -> RankFacts:
             packages={name: _version(name) for name in PACKAGES},
             protocol=PROTOCOL,
         ),
-        machine=Machine(
+        machine=HostFacts(
             cores=sorted(usable_cores()),
             launcher_cores=len(launcher_cores()),
             shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,

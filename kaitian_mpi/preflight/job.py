@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi import __version__
 from kaitian_mpi.preflight.examination import Examination
-from kaitian_mpi.preflight.facts import JobFacts, Link, OtherVersionError, RankFacts, collect_mpi
+from kaitian_mpi.preflight.facts import (
+    JobFacts,
+    LinkFacts,
+    OtherVersionError,
+    RankFacts,
+    collect_mpi,
+)
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
@@ -99,9 +105,9 @@ class Job:
                 missing[rank] = f"runs kaitian-mpi {error}, and rank 0 {__version__}"
         return JobFacts(ranks=tuple(rank_facts.values()), missing=missing)
 
-    def _probe_links(self, hosts: Sequence[str]) -> tuple[Link, ...]:
+    def _probe_links(self, hosts: Sequence[str]) -> tuple[LinkFacts, ...]:
         """Let pairs of ranks probe their links, until one fails."""
-        links: list[Link] = []
+        links: list[LinkFacts] = []
         for pairs in choose_pairs(hosts):
             probes = [(pair, rank) for pair in pairs for rank in pair if rank != 0]
             for pair, rank in probes:
@@ -115,13 +121,13 @@ class Job:
                 results[pair] = {**answer, **results[pair]}
             for (first, second), result in results.items():
                 ends = (hosts[first], hosts[second])
-                links.append(Link(ranks=(first, second), hosts=ends, **result))
+                links.append(LinkFacts(ranks=(first, second), hosts=ends, **result))
             if any(link.error for link in links):  # messages may be left over
                 break
         return tuple(links)
 
     def _probe(self, first: int, second: int) -> dict[str, Any]:
-        """Take part in the probe of a link; return this rank's results as fields of `Link`."""
+        """Take part in the probe of a link; return this rank's results as fields of `LinkFacts`."""
         other = second if self._comm.rank == first else first
         try:
             return _time_link(self._post, other) if other == second else _answer(self._post, other)

@@ -20,7 +20,7 @@ _STATES = {_STOPPED: "stopped", "t": "stopped by a debugger", "D": "blocked in t
 _OTHER_STATE = "running, but a call holds the GIL"
 
 
-class Report:
+class Heartbeat:
     """One line from the rank: its heartbeat and phase. Times are seconds of CLOCK_MONOTONIC."""
 
     def __init__(self, line: bytes) -> None:
@@ -33,17 +33,17 @@ class Report:
             raise ValueError(f"a limit of {self.limit} s is not positive")
 
 
-def newest_report(known: Report | None, lines: list[bytes]) -> Report | None:
+def newest_report(known: Heartbeat | None, lines: list[bytes]) -> Heartbeat | None:
     """Return the newest report after reading more lines; malformed lines are ignored."""
     try:
-        return Report(lines[-1]) if lines else known
+        return Heartbeat(lines[-1]) if lines else known
     except ValueError:
         return known
 
 
 def kill_reason(
     now: float,
-    report: Report,
+    report: Heartbeat,
     restarted: float,
     state: str = "",
     stopped_limit: float = float("inf"),
@@ -140,7 +140,7 @@ class Watch:
             return lines
         return None
 
-    def _reason_to_kill(self, now: float, report: Report, restarted: float) -> str | None:
+    def _reason_to_kill(self, now: float, report: Heartbeat, restarted: float) -> str | None:
         state = ""
         launcher = self._launcher
         try:

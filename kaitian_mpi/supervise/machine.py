@@ -25,7 +25,7 @@ from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.remote_hosts import NO_ANSWER, run_on
-from kaitian_mpi.supervise.starts import Job
+from kaitian_mpi.supervise.starts import JobCommand
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ class Machine:
     limit.
     """
 
-    def __init__(self, job: Job, agent: Sequence[str], probe_sec: float, hang_sec: float) -> None:
+    def __init__(
+        self, job: JobCommand, agent: Sequence[str], probe_sec: float, hang_sec: float
+    ) -> None:
         self.job = job
         """The job; with a hosts file, the supervisor replaces it by one on other hosts."""
         self.stopped = 0
@@ -239,7 +241,7 @@ class Machine:
         return job.config.layout != "replicate" and (job.folder / "metrics.jsonl").exists()
 
 
-def environment(job: Job) -> dict[str, str]:
+def environment(job: JobCommand) -> dict[str, str]:
     """Return the environment variables that identify the job to its ranks on all hosts.
 
     Unlike a command line, they can be read by this user only. The launcher forwards them by name.
@@ -253,7 +255,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def hosts_with_ranks(
-    agent: Sequence[str], hosts: Sequence[Host], job: Job, seconds: float
+    agent: Sequence[str], hosts: Sequence[Host], job: JobCommand, seconds: float
 ) -> frozenset[str]:
     """Return the names of the hosts that answer and have a rank of the job."""
     words = ["grep", "-qs", f"{SUPERVISED}={job.job_id}", "/proc/[0-9]*/environ"]

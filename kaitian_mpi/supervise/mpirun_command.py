@@ -41,7 +41,7 @@ _TWO_VALUES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class MpirunOption:
     """One option of mpirun with its values, or a word that is not an option."""
 
     words: tuple[str, ...]
@@ -54,18 +54,18 @@ class Part:
         """Whether it is mpirun, or another launcher."""
         return not self.name and PurePath(self.words[0]).name.split(".")[0] in _LAUNCHERS
 
-    def with_value(self, value: str) -> Part:
+    def with_value(self, value: str) -> MpirunOption:
         """Return the option in the same form with another value."""
         flag, equals, _ = self.words[0].partition("=")
         words = (f"{flag}={value}",) if equals else (flag, value)
-        return Part(words, self.name, (value,))
+        return MpirunOption(words, self.name, (value,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A launcher's command line, split into parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MpirunOption, ...]
     """Everything before the arguments of the program, including that program."""
     arguments: tuple[str, ...]
     """The arguments of the program."""
@@ -135,7 +135,7 @@ def parse_command(words: Sequence[str]) -> Command:
             f"the command must start {TRAIN} or {RUN}; write for example: "
             f"kaitian-supervise mpirun -np 4 {TRAIN} --model mobilenetv2"
         )
-    parts += [Part((word,)) for word in words[position:end]]
+    parts += [MpirunOption((word,)) for word in words[position:end]]
     if ":" in words:
         raise UserError(
             "the command has several programs separated by ':'; start all ranks with one program: "
@@ -149,7 +149,7 @@ def parse_launcher(words: Sequence[str]) -> Command:
     # mpirun may come after `nice` or `env`.
     names = [PurePath(word).name.split(".")[0] for word in words]
     begin = next((n for n, name in enumerate(names, 1) if name in _LAUNCHERS), 0)
-    parts = [Part((word,)) for word in words[:begin]]
+    parts = [MpirunOption((word,)) for word in words[:begin]]
     position = begin
     while begin and position < len(words) and words[position].startswith("-"):
         parts.append(_option(words[position:]))
@@ -157,12 +157,12 @@ def parse_launcher(words: Sequence[str]) -> Command:
     return Command(parts=tuple(parts), arguments=tuple(words[position:]))
 
 
-def _option(words: Sequence[str]) -> Part:
+def _option(words: Sequence[str]) -> MpirunOption:
     flag, equals, value = words[0].partition("=")
     name = flag.lstrip("-")
     following = 2 if name in _TWO_VALUES else int(name in _ONE_VALUE)
     taken = tuple(words[: 1 + max(0, following - bool(equals))])
-    return Part(taken, name, ((value,) if equals else ()) + taken[1:] or ("",))
+    return MpirunOption(taken, name, ((value,) if equals else ()) + taken[1:] or ("",))
 
 
 def is_given(flag: str, arguments: Iterable[str]) -> bool:

@@ -21,7 +21,7 @@ from kaitian_mpi.supervise.mpirun_command import (
     RUN,
     TRAIN,
     Command,
-    Part,
+    MpirunOption,
     is_given,
     parse_launcher,
 )
@@ -33,7 +33,7 @@ _NO_SLOWDOWN = "0:1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobCommand:
     """A job as given on the command line."""
 
     command: Command
@@ -82,7 +82,7 @@ class Job:
         """The hosts other than this machine, which can be lost."""
         return [host for host in self.hosts if host.name not in self.local]
 
-    def with_hosts(self, hosts: Sequence[Host]) -> Job:
+    def with_hosts(self, hosts: Sequence[Host]) -> JobCommand:
         """Return the job with the current hosts of its hosts file."""
         # Asking a name server could take long while the job runs.
         local = {host.name for host in hosts if is_own_name(host.name)}
@@ -119,8 +119,8 @@ def command_on(command: Command, hosts_file: str) -> Command:
             )
     at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
     options = (  # both values are chosen at each start
-        Part(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
-        Part(("-np", "1"), RANKS[0], ("1",)),
+        MpirunOption(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
+        MpirunOption(("-np", "1"), RANKS[0], ("1",)),
     )
     return replace(command, parts=command.parts[:at] + options + command.parts[at:])
 
@@ -137,7 +137,7 @@ def interpreter_of(command: Command) -> str:
     return os.path.abspath(python) if "/" in python else python
 
 
-def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
+def plan_start(job: JobCommand, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
     """Plan a start of the job without the lost hosts."""
     command = job.command
     hostfile = ""
@@ -168,7 +168,9 @@ def plan_start(job: Job, lost: Set[str], trained: bool, new_hostfile: str) -> St
     return Start(words=words, hostfile=hostfile, shape=shape)
 
 
-def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> tuple[Command, str]:
+def _without(
+    job: JobCommand, lost: Set[str], new_hostfile: str, ranks: int | None
+) -> tuple[Command, str]:
     """Return the command without some hosts, and the content of the hostfile it needs."""
     command = job.command
     hostfile = "".join(hostfile_without(text, lost) for text in job.hostfiles.values())
@@ -181,7 +183,7 @@ def _without(job: Job, lost: Set[str], new_hostfile: str, ranks: int | None) -> 
     return command, hostfile
 
 
-def _adapted_flags(job: Job, ranks: int | None) -> list[str]:
+def _adapted_flags(job: JobCommand, ranks: int | None) -> list[str]:
     """Return the flags that depend on the ranks, adapted to the smaller job.
 
     Its ranks take the first emulated devices. Spares replace the lost ranks, as long as there are

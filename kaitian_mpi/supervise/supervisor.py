@@ -14,7 +14,7 @@ from kaitian_mpi.observe.folders import SHM
 from kaitian_mpi.preflight.verdict import count_text, list_names
 from kaitian_mpi.supervise.hosts_file import HostChanges
 from kaitian_mpi.supervise.machine import Machine
-from kaitian_mpi.supervise.starts import Job, Start, plan_start
+from kaitian_mpi.supervise.starts import JobCommand, Start, plan_start
 from kaitian_mpi.train.summary import NAME, Summary
 
 _QUICK_SEC = 5.0
@@ -56,7 +56,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def supervise(
-    job: Job, machine: Machine, max_restarts: int, changes: HostChanges | None = None
+    job: JobCommand, machine: Machine, max_restarts: int, changes: HostChanges | None = None
 ) -> int:
     """Run a job to its end.
 
@@ -84,7 +84,7 @@ class _Supervisor:
     """The state between the starts of one job."""
 
     def __init__(
-        self, job: Job, machine: Machine, max_starts: int, changes: HostChanges | None
+        self, job: JobCommand, machine: Machine, max_starts: int, changes: HostChanges | None
     ) -> None:
         self._job = job
         self._machine = machine

@@ -17,7 +17,13 @@ from kaitian_mpi.distributed.network.allreduce import (
     round_elements,
 )
 from kaitian_mpi.distributed.network.crossing import EXCHANGES
-from kaitian_mpi.distributed.network.link import LONG_BYTES, SHORT_BYTES, Choice, Link, links_of
+from kaitian_mpi.distributed.network.link import (
+    LONG_BYTES,
+    SHORT_BYTES,
+    Link,
+    RouteChoice,
+    links_of,
+)
 from kaitian_mpi.mpi import exchange
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.exchange import gather_values
@@ -133,7 +139,7 @@ def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
 def test_an_algorithm_can_be_forced_and_only_ranks_of_several_hosts_have_links(world):
     settings = RelaySettings(network_allreduce="ring")
     link = Link(world.comm, group_by_host(range(world.size)), settings)
-    assert link.choose() == Choice(Route("ring"), SHORT_BYTES, None)
+    assert link.choose() == RouteChoice(Route("ring"), SHORT_BYTES, None)
     comms = dist.group.WORLD.comms
     assert links_of(comms, [3] * world.size, RelaySettings()) == {}
     assert comms.world.py2f() in links_of(comms, range(world.size), RelaySettings())

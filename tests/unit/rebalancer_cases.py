@@ -23,7 +23,7 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
 from kaitian_mpi.balance.shares import apportion, plan_fastest
 from kaitian_mpi.balance.stragglers import StragglerDetector
-from kaitian_mpi.integrations.plan import Plan
+from kaitian_mpi.integrations.plan import AdaptivePlan
 
 STEPS = 300
 
@@ -139,7 +139,7 @@ def follow_learned(job: Job) -> int:
 def follow_adaptive(job: Job) -> int:
     rows = job.batch // job.ranks
     job.batch = rows * job.ranks
-    plan, plans = Plan(rows, [SimpleNamespace()] * job.ranks, job.min_batch), 0
+    plan, plans = AdaptivePlan(rows, [SimpleNamespace()] * job.ranks, job.min_batch), 0
     for _ in range(STEPS):
         job.change_speeds()
         plans += bool(plan.observe(job.report(plan.shares)))

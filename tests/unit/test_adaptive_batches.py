@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from kaitian_mpi.integrations.batches import cut_loaders
-from kaitian_mpi.integrations.plan import Plan
+from kaitian_mpi.integrations.plan import AdaptivePlan
 
 accelerate = pytest.importorskip("accelerate.data_loader")
 RANKS, ROWS = 3, 2
@@ -23,7 +23,7 @@ class Planner:
 
     def __init__(self, rank: int, shares: list[int]) -> None:
         self.rank = rank
-        self.plan = Plan(ROWS, [None] * RANKS)
+        self.plan = AdaptivePlan(ROWS, [None] * RANKS)
         self.plan.shares = shares
         self.in_training = False
         self.changes: dict[int, list[int]] = {}  # by the number of batches given before
@@ -195,6 +195,6 @@ def test_a_partial_batch_is_divided_in_proportion():
         *(([30, 2], 2, 3, [2, 1]), ([30, 2], 1, 1, [1, 0]), ([1, 1], 1, 2, [1, 1])),
         ([3, 3, 2], 1, 4, [2, 1, 1]),
     ):
-        plan = Plan(sum(shares) // len(shares), [None] * len(shares), min_batch)
+        plan = AdaptivePlan(sum(shares) // len(shares), [None] * len(shares), min_batch)
         plan.shares = shares
         assert plan.divide(rows) == expected

@@ -11,7 +11,14 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.console import differing_software
 from kaitian_mpi.preflight import job_checks
 from kaitian_mpi.preflight.checks import CHECKS
-from kaitian_mpi.preflight.facts import JobFacts, Kind, Link, OtherVersionError, RankFacts, collect
+from kaitian_mpi.preflight.facts import (
+    JobFacts,
+    Kind,
+    LinkFacts,
+    OtherVersionError,
+    RankFacts,
+    collect,
+)
 from kaitian_mpi.preflight.verdict import Level, ranks_text
 
 ACME_KIND = Kind(name="acme", count=2, is_host=False, library="ACL")
@@ -49,7 +56,7 @@ def seeing(address):
 
 def link(ranks, speed, error=""):
     hosts = tuple("abcd"[rank] for rank in ranks)
-    return Link(ranks=ranks, hosts=hosts, latency_us=20.0, mb_per_sec=speed, error=error)
+    return LinkFacts(ranks=ranks, hosts=hosts, latency_us=20.0, mb_per_sec=speed, error=error)
 
 
 def with_devices(**devices):

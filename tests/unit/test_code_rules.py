@@ -6,6 +6,7 @@ then say here why it is.
 
 import ast
 import re
+from collections import Counter
 
 import pytest
 from sources import FILES, ROOT, nodes
@@ -73,6 +74,13 @@ def test_a_class_is_small_enough_to_have_one_idea():
                 if len(methods) > 20 or len(attributes_of(node)) > 15:
                     large.add(node.name)
     assert large == LARGE
+
+
+def test_a_class_name_exists_once_in_the_package():
+    names = Counter(
+        node.name for path in FILES for node in nodes(path) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def attributes_of(node):

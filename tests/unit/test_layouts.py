@@ -9,7 +9,7 @@ from kaitian_mpi.balance.communication import AllreduceCost
 from kaitian_mpi.balance.layouts import LayoutJob, choose, predict_layouts
 from kaitian_mpi.balance.ownership import Need
 from kaitian_mpi.balance.pipeline import Hop
-from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
+from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
 from kaitian_mpi.balance.records import rebuild
 
 MB = 10**6
@@ -18,7 +18,7 @@ MB = 10**6
 def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
     """Return a job of ranks that need 1 ms for a sample, with Adam, and links of so many s/byte."""
     facts = tuple(
-        RankFacts("gpu", size, (0.0,) * layers, (1e-3 / layers,) * layers) for size in memory
+        LayerFacts("gpu", size, (0.0,) * layers, (1e-3 / layers,) * layers) for size in memory
     )
     size = parameters // layers
     bucket = max(1, min(size, 8 * MB))

@@ -17,7 +17,7 @@ from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import MODELS, build_model
 from kaitian_mpi.recipes.user_task import build_task
 from kaitian_mpi.train.measure.plan import min_batch_of
-from kaitian_mpi.train.pipeline.chain import Call, chain_of, run
+from kaitian_mpi.train.pipeline.chain import ModelCall, chain_of, run
 from kaitian_mpi.train.task import Computation, Task
 
 COUNTS = {"mobilenetv2": 2_236_682, "resnet18": 11_173_962, "cnn": 24_346}
@@ -32,7 +32,7 @@ def test_every_model_maps_images_to_classes_and_learns(name):
     assert logits.shape == (2, 10)
     layers = chain_of(classify(TrainConfig(), model, DataSource([0], [0], 10)))
     model.eval()
-    assert torch.equal(run(layers, Call((images,), {}), None), model(images))
+    assert torch.equal(run(layers, ModelCall((images,), {}), None), model(images))
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if name == "mobilenetv2":  # keeps the resolution that small images need

@@ -27,9 +27,9 @@ def test_the_fastest_route_between_hosts_is_chosen():
         [link.MPI_ROUTE, RING],
         [link.MPI_ROUTE, RING, lanes],
     )
-    measured = link.Choice(lanes, seconds={link.MPI_ROUTE: 0.0413, lanes: 0.023})
+    measured = link.RouteChoice(lanes, seconds={link.MPI_ROUTE: 0.0413, lanes: 0.023})
     expected = "ring in 8 lanes (measured, 2 MB: mpi 41.3 ms, ring in 8 lanes 23.0 ms)"
-    assert (measured.describe(), link.Choice(RING).describe()) == (expected, "ring")
+    assert (measured.describe(), link.RouteChoice(RING).describe()) == (expected, "ring")
     for short, long, chosen, min_bytes in (
         ((2, 1, 3), (9, 4, 3), RING, link.LONG_BYTES // 2),
         ((2, 1, 1), (9, 4, 3), RING, link.SHORT_BYTES),

@@ -16,7 +16,7 @@ from kaitian_mpi.balance.pipeline import (
     simulate,
     windows,
 )
-from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts, fits, predict
+from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob, fits, predict
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline, replan
 
 MB = 10**6
@@ -34,7 +34,7 @@ def stages_of(*ranks_and_seconds):
 def job_of(ranks, layers=12, **options):
     """Return a job of equal layers: 40 MB of weights and state, 10 ms a sample on a fast rank."""
     made = tuple(
-        RankFacts(kind, memory * MB, (1e-4 * slow,) * layers, (1e-2 * slow,) * layers)
+        LayerFacts(kind, memory * MB, (1e-4 * slow,) * layers, (1e-2 * slow,) * layers)
         for kind, memory, slow in ranks
     )
     layer = Layer(10 * MB, 30 * MB, MB, MB / 10)
@@ -139,7 +139,7 @@ def test_many_ranks_are_planned():
 
 
 def test_replicas_are_few_where_gradients_would_take_long():
-    facts = tuple(RankFacts("cpu", 4000 * MB, (1e-5,) * 8, (1e-5,) * 8) for _ in range(3))
+    facts = tuple(LayerFacts("cpu", 4000 * MB, (1e-5,) * 8, (1e-5,) * 8) for _ in range(3))
     layer, links = Layer(12 * MB, 36 * MB, 1e4, 1e3, 0, 12 * MB), {"cpu cpu": Hop(1e-5, 1e-7)}
     plan = plan_pipeline(PipelineJob((layer,) * 8, facts, 32, links=links))
     assert [len(stage.ranks) for stage in plan.stages] == [1, 1, 1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaitian_mpi.integrations.plan import StepTimes
+from kaitian_mpi.integrations.plan import StepTimer
 
 
 class Clock:
@@ -42,7 +42,7 @@ class OneRank:
 
 def test_waits_for_other_ranks_before_the_gradients_are_computed_are_no_computation():
     clock = Clock()
-    times = StepTimes(OneRank(), clock)
+    times = StepTimer(OneRank(), clock)
     for begin in (0.0, 10.0):
         clock.seconds = begin + 1
         with times.waiting():

@@ -11,7 +11,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.hosts import parse_host_list
 from kaitian_mpi.supervise.mpirun_command import parse_command
-from kaitian_mpi.supervise.starts import Job
+from kaitian_mpi.supervise.starts import JobCommand
 from kaitian_mpi.supervise.supervisor import supervise
 
 
@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 def make_job(folder, hosts="a:2,b,c", flags=""):
     options = f"--host {hosts} -np 4" if hosts else "-np 4"
-    return Job(
+    return JobCommand(
         command=parse_command(f"mpirun {options} kaitian-train {flags}".split()),
         hosts=parse_host_list(hosts) if hosts else (),
         local=frozenset("a"),

@@ -17,7 +17,7 @@ from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.machine import environment, hosts_with_ranks
 from kaitian_mpi.supervise.mpirun_command import parse_command
-from kaitian_mpi.supervise.starts import Job
+from kaitian_mpi.supervise.starts import JobCommand
 
 LONGEST_SEC = 30
 # Records its calls and arguments, then runs the test's script.
@@ -270,7 +270,7 @@ def test_ranks_are_found_by_their_job_id(tmp_path):
     write_script(tmp_path / "agent", '#!/bin/sh\nshift\nexec sh -c "$*"\n')
     common = {"command": parse_command(["kaitian-train"]), "hosts": (), "hostfiles": {}}
     common |= {"folder": tmp_path, "config": TrainConfig(snapshots="a")}
-    job = Job(**common, job_id=os.urandom(8).hex())
+    job = JobCommand(**common, job_id=os.urandom(8).hex())
     ask = partial(hosts_with_ranks, [str(tmp_path / "agent")], [Host(name="here")], job, 20.0)
     assert ask() == frozenset()
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **environment(job)}) as rank:

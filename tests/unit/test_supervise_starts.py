@@ -11,7 +11,7 @@ from kaitian_mpi.supervise.environments import Environment
 from kaitian_mpi.supervise.hosts import Host, choose, parse_host_list, parse_hostfile, place_by_slot
 from kaitian_mpi.supervise.machine import environment
 from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, parse_command
-from kaitian_mpi.supervise.starts import Job, plan_start
+from kaitian_mpi.supervise.starts import JobCommand, plan_start
 
 
 def hosts(**slots):
@@ -55,7 +55,7 @@ def make_job(line, hostfile=HOSTFILE, **settings):
     chosen = parse_host_list(lists) if lists else ()
     hosts = choose(parse_hostfile("\n".join(files.values()), "hf"), chosen)
     config, folder = TrainConfig(run_dir="runs/x", snapshots="beef", **settings), Path("runs/x")
-    return Job(command=command, hosts=hosts, hostfiles=files, folder=folder, config=config)
+    return JobCommand(command=command, hosts=hosts, hostfiles=files, folder=folder, config=config)
 
 
 OWN = " --run-dir=runs/x --resume=auto"

@@ -17,7 +17,7 @@ from kaitian_mpi.runtime import start_watch_process as watching
 from kaitian_mpi.runtime.lifecycle import start_limit
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
-from kaitian_mpi.runtime.watchdog_process import Report, kill_reason, newest_report, parse_stat
+from kaitian_mpi.runtime.watchdog_process import Heartbeat, kill_reason, newest_report, parse_stat
 
 LONGEST_SEC = 30
 
@@ -66,7 +66,7 @@ def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
         (9999.0, report(limit="inf"), 0, "S", None),
         (61.0, report(beat=62, since=62), 0, "S", None),
     ):
-        found = kill_reason(now, Report(line), anew, state)
+        found = kill_reason(now, Heartbeat(line), anew, state)
         assert found == reason if reason is None else reason in found
     for now, line, state, reason in (  # a stopped one may have a limit of its own
         (3.0, report(), "T", None),
@@ -76,7 +76,7 @@ def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
         (4.0, report(), "R", None),
         (3.0, report(limit=2), "T", "no heartbeat for 3.0 s (stopped)"),
     ):
-        found = kill_reason(now, Report(line), 0, state, stopped_limit=3)
+        found = kill_reason(now, Heartbeat(line), 0, state, stopped_limit=3)
         assert found == reason if reason is None else reason in found
     known = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
     assert (known.where, known.beat) == ("backward of step 12", 2)

@@ -39,7 +39,7 @@ _MPI_FACTOR = 0.85
 Seconds = Mapping[Route, float]
 
 
-class Choice(NamedTuple):
+class RouteChoice(NamedTuple):
     """How tensors are reduced between hosts."""
 
     route: Route
@@ -62,7 +62,7 @@ def routes(algorithms: Sequence[str], lanes: int) -> list[Route]:
     return [MPI_ROUTE, *[Route(name, count) for name in algorithms for count in counts]]
 
 
-def choose(short: Seconds, long: Seconds) -> Choice:
+def choose(short: Seconds, long: Seconds) -> RouteChoice:
     """Return the fastest route for long tensors, and from which length on.
 
     MPI's own allreduce is chosen only if it is clearly faster than the others.
@@ -71,7 +71,7 @@ def choose(short: Seconds, long: Seconds) -> Choice:
     if long[MPI_ROUTE] < _MPI_FACTOR * long[best]:
         best = MPI_ROUTE
     is_for_short = short[best] <= short[MPI_ROUTE]
-    return Choice(best, SHORT_BYTES if is_for_short else LONG_BYTES // 2, long)
+    return RouteChoice(best, SHORT_BYTES if is_for_short else LONG_BYTES // 2, long)
 
 
 class Link:
@@ -79,7 +79,7 @@ class Link:
 
     def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings) -> None:
         """Measure nothing yet, unless the settings force an exchange. Not collective."""
-        self.choice: Choice | None = None
+        self.choice: RouteChoice | None = None
         """How tensors are reduced, the same on every rank; None if not known yet."""
         self.routes = routes(list(EXCHANGES), min(map(len, hosts)))
         """The routes to choose from."""
@@ -117,12 +117,12 @@ class Link:
 
         return add_up
 
-    def choose(self) -> Choice:
+    def choose(self) -> RouteChoice:
         """Return how tensors are reduced; it is chosen in the first call."""
         if self.choice is None:
             forced = self._settings.network_allreduce
             check_same(self._comm, {"--network-allreduce": forced}, "give every rank the same")
-            self.choice = self._measure() if forced == "auto" else Choice(Route(forced))
+            self.choice = self._measure() if forced == "auto" else RouteChoice(Route(forced))
             if self._comm.rank == 0:
                 where = f"{self._comm.size} ranks on {len(self._hosts)} hosts"
                 _log.info("allreduce among %s: %s", where, self.choice.describe())
@@ -134,7 +134,7 @@ class Link:
         choice = self.choose()
         return choice.route if tensor.nbytes >= choice.min_bytes else MPI_ROUTE
 
-    def _measure(self) -> Choice:
+    def _measure(self) -> RouteChoice:
         sizes = SHORT_BYTES, LONG_BYTES
         works = {
             (size, route): partial(self._reduce, tensor, SUM, route)

@@ -12,7 +12,7 @@ from kaitian_mpi.observe.report.rank_figures import (
     draw_step_times,
     draw_utilization,
 )
-from kaitian_mpi.observe.report.run import Event, Run
+from kaitian_mpi.observe.report.run import RecordedEvent, RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ _EVENT_ROWS = {
 }
 
 
-def draw_learning(run: Run, title: str) -> style.Drawn:
+def draw_learning(run: RecordedRun, title: str) -> style.Drawn:
     """Draw the losses, and the metrics and the script's own figures in a panel each."""
     measured = [name for results in run.evaluations.values() for name in results if name != "loss"]
     logged = [name for interval in run.intervals for name in interval.logged]
@@ -74,7 +74,7 @@ def _plot(
         axes.plot(xs, ys, **look, label=label, markevery=max(1, len(xs) // 30))
 
 
-def draw_rate(run: Run, title: str) -> style.Drawn:
+def draw_rate(run: RecordedRun, title: str) -> style.Drawn:
     """Draw the samples per second over time."""
     points = [(i.at_sec, i.samples_per_sec) for i in run.intervals if i.samples_per_sec]
     if not points:
@@ -92,7 +92,7 @@ def draw_rate(run: Run, title: str) -> style.Drawn:
     )
 
 
-def draw_events(run: Run, title: str) -> style.Drawn:
+def draw_events(run: RecordedRun, title: str) -> style.Drawn:
     """Draw the events on a time line, with a row for each type."""
     all_rows = {
         name: [event for event in run.events if event.kind in kinds]
@@ -120,7 +120,7 @@ def draw_events(run: Run, title: str) -> style.Drawn:
     return figure, f"{title}, by number: {counts}." + "".join(f" {text}." for text in losses)
 
 
-def _slow_period(run: Run, slow: Event) -> tuple[float, float]:
+def _slow_period(run: RecordedRun, slow: RecordedEvent) -> tuple[float, float]:
     """Return when a rank began to be slow, and when it was named again or lost."""
     later = [event for event in run.events if event.at_sec > slow.at_sec]
     kinds = ("slow", "slow_end", "loss")
@@ -138,9 +138,9 @@ class FigureSpec:
     title: str
     explanation: str
     """A sentence on how to read it."""
-    _draw: Callable[[Run, str], style.Drawn]
+    _draw: Callable[[RecordedRun, str], style.Drawn]
 
-    def draw(self, run: Run) -> style.Drawn:
+    def draw(self, run: RecordedRun) -> style.Drawn:
         """Return the figure, or None if there is nothing to show, and its main numbers in words.
 
         Raises:

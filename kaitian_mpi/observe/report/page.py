@@ -11,7 +11,7 @@ from string import Template
 
 from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
-from kaitian_mpi.observe.report.run import Run
+from kaitian_mpi.observe.report.run import RecordedRun
 from kaitian_mpi.observe.report.style import to_image
 
 _MAX_ROWS = 200
@@ -23,7 +23,7 @@ _STATES = {
 }
 
 
-def make_page(runs: Sequence[Run], reload_sec: int = 0) -> str:
+def make_page(runs: Sequence[RecordedRun], reload_sec: int = 0) -> str:
     """Return the report on one or more runs as an HTML page.
 
     Args:
@@ -45,7 +45,7 @@ def make_page(runs: Sequence[Run], reload_sec: int = 0) -> str:
     return template.substitute(parts, sections="".join(sections))
 
 
-def _links(runs: Sequence[Run]) -> str:
+def _links(runs: Sequence[RecordedRun]) -> str:
     if len(runs) == 1:
         links = [("run1", "Summary"), *((f"run1-{spec.name}", spec.title) for spec in FIGURES)]
     else:
@@ -54,7 +54,7 @@ def _links(runs: Sequence[Run]) -> str:
     return "".join(f'<li><a href="#{place}">{_text(title)}</a></li>' for place, title in links)
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _comparison(runs: Sequence[RecordedRun]) -> str:
     first = runs[0].rate
     names = sorted({name for run in runs for name in run.results})
     columns = ["run", "state", "samples/s", "times the first", "training time"]
@@ -81,7 +81,7 @@ def _number(value: float | None) -> str:
     return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
-def _run_section(run: Run, number: int) -> str:
+def _run_section(run: RecordedRun, number: int) -> str:
     figures = "".join(_figure(run, spec, f"run{number}-{spec.name}") for spec in FIGURES)
     heading = (
         f'<section aria-labelledby="run{number}">\n<h2 id="run{number}">Run {_text(run.name)}</h2>'
@@ -89,7 +89,7 @@ def _run_section(run: Run, number: int) -> str:
     return "\n".join([heading, _summary(run), _rank_table(run), figures, "</section>\n"])
 
 
-def _summary(run: Run) -> str:
+def _summary(run: RecordedRun) -> str:
     parts = [f"<p>{_STATES[run.state]}</p>"]
     if run.emulated:
         parts.append(
@@ -108,7 +108,7 @@ def _summary(run: Run) -> str:
     return "\n".join(parts)
 
 
-def _figure(run: Run, spec: FigureSpec, place: str) -> str:
+def _figure(run: RecordedRun, spec: FigureSpec, place: str) -> str:
     figure, words = spec.draw(run)
     alt = _text(words)
     if figure is None:
@@ -124,7 +124,7 @@ def _figure(run: Run, spec: FigureSpec, place: str) -> str:
     return f'<h3 id="{place}">{_text(spec.title)}</h3>\n{shown}\n{below}'
 
 
-def _rank_table(run: Run) -> str:
+def _rank_table(run: RecordedRun) -> str:
     lost = {rank for event in run.events if event.kind == "loss" for rank in event.ranks}
     rows = []
     for rank in run.ranks.values():
@@ -136,7 +136,7 @@ def _rank_table(run: Run) -> str:
     return _details(f"All ranks ({len(rows):,})", columns, rows)
 
 
-def _plan_table(run: Run) -> str:
+def _plan_table(run: RecordedRun) -> str:
     rows = [
         (str(number or "first"), f"{plan.step:,}", _batches(plan.batch_sizes), plan.reason)
         for number, plan in enumerate(run.plans)
@@ -145,7 +145,7 @@ def _plan_table(run: Run) -> str:
     return _details(f"All plans ({len(rows):,})", columns, rows)
 
 
-def _event_table(run: Run) -> str:
+def _event_table(run: RecordedRun) -> str:
     rows = [
         (f"{event.step:,}", duration(event.at_sec), event.kind.replace("_", " "), event.text)
         for event in run.events

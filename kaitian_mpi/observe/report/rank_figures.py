@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kaitian_mpi.observe.report import style
-from kaitian_mpi.observe.report.run import PHASES, Interval, Run
+from kaitian_mpi.observe.report.run import PHASES, Interval, RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 """Points by rank or kind."""
 
 
-def _labels(run: Run, ranks: Collection[int], most: int) -> dict[int, str]:
+def _labels(run: RecordedRun, ranks: Collection[int], most: int) -> dict[int, str]:
     """Return each rank's label: the rank itself or, if there are many ranks, its kind."""
     if len(ranks) <= most:
         return {rank: str(run.ranks[rank]) for rank in ranks}
@@ -37,7 +37,7 @@ def _means(values: Mapping[int, float], labels: Mapping[int, str]) -> dict[str, 
     return {label: fmean(label_values) for label, label_values in by_label.items()}
 
 
-def utilization(run: Run) -> Series:
+def utilization(run: RecordedRun) -> Series:
     """Return the shares of time spent computing, as (seconds since the start, percent)."""
     series: dict[str, list[tuple[float, float]]] = {}
     labels = _labels(run, run.ranks, _MAX_LINES)
@@ -47,7 +47,7 @@ def utilization(run: Run) -> Series:
     return series
 
 
-def batch_series(run: Run) -> Series:
+def batch_series(run: RecordedRun) -> Series:
     """Return the ranks' batch sizes, as (first step, samples), with a last point."""
     series: dict[str, list[tuple[float, float]]] = {}
     labels = _labels(run, run.ranks, _MAX_LINES)
@@ -65,7 +65,7 @@ def batch_series(run: Run) -> Series:
     return series
 
 
-def draw_utilization(run: Run, title: str) -> style.Drawn:
+def draw_utilization(run: RecordedRun, title: str) -> style.Drawn:
     """Draw each rank's utilization over time."""
     series = utilization(run)
     if not series:
@@ -75,7 +75,7 @@ def draw_utilization(run: Run, title: str) -> style.Drawn:
     return figure, f"{title} over time, mean: {_list(means, '{:.0f}%')}."
 
 
-def draw_batch_sizes(run: Run, title: str) -> style.Drawn:
+def draw_batch_sizes(run: RecordedRun, title: str) -> style.Drawn:
     """Draw each rank's batch size over the steps."""
     if not run.plans:
         return None, "No batch sizes are known."
@@ -95,7 +95,7 @@ def _list(values: Mapping[str, float], form: str) -> str:
     return ", ".join(f"{label} {form.format(value)}" for label, value in values.items())
 
 
-def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
+def _draw(run: RecordedRun, series: Series, title: str, *, is_batch: bool) -> Figure:
     figure = style.new_figure(run, title, height=3.9)
     axes = figure.subplots()
     labels = _labels(run, run.ranks, _MAX_LINES)
@@ -123,7 +123,9 @@ def _draw(run: Run, series: Series, title: str, *, is_batch: bool) -> Figure:
     return figure
 
 
-def step_times(run: Run, first: int = 0, last: float = math.inf) -> dict[str, dict[str, float]]:
+def step_times(
+    run: RecordedRun, first: int = 0, last: float = math.inf
+) -> dict[str, dict[str, float]]:
     """Return the mean seconds of each phase in some steps, by rank or, for many ranks, by kind."""
     intervals = [i for i in run.intervals if i.seconds and i.phases]
     intervals = [i for i in intervals if first < i.step - i.steps / 2 <= last]
@@ -150,7 +152,7 @@ def _add(sums: dict[str, float], interval: Interval, place: int) -> None:
         sums[name] = sums.get(name, 0.0) + seconds * interval.steps
 
 
-def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
+def _periods(run: RecordedRun) -> dict[str, dict[str, dict[str, float]]]:
     """Return the step times with the first and the last plan, by title."""
     if len(run.plans) < 2:
         times = step_times(run)
@@ -165,7 +167,7 @@ def _periods(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     return {title: periods[title] for title in titles[:1] + titles[-1:]}
 
 
-def draw_step_times(run: Run, title: str) -> style.Drawn:
+def draw_step_times(run: RecordedRun, title: str) -> style.Drawn:
     """Draw the phases of each rank's step, with the first and the last plan."""
     periods = _periods(run)
     if not periods:

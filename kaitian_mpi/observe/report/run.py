@@ -74,7 +74,7 @@ class PlanChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class RecordedEvent:
     """A line of events.jsonl: a loss, a slow rank, a checkpoint."""
 
     kind: str
@@ -85,7 +85,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
     """Everything that could be read from a run's folder."""
 
     path: Path
@@ -100,7 +100,7 @@ class Run:
     evaluations: Mapping[int, Mapping[str, float]]
     """Held-out results by step."""
     plans: tuple[PlanChange, ...]
-    events: tuple[Event, ...]
+    events: tuple[RecordedEvent, ...]
     facts: Mapping[str, str]
     """Facts about the whole run from its files, ready to show, by name."""
     samples_per_sec: float | None

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.reading import duration
-from kaitian_mpi.observe.report.run import PHASES, Event, Interval, PlanChange, Rank, Run
+from kaitian_mpi.observe.report.run import (
+    PHASES,
+    Interval,
+    PlanChange,
+    Rank,
+    RecordedEvent,
+    RecordedRun,
+)
 
 Value = TypeVar("Value")
 
@@ -28,7 +35,7 @@ _WHY = {
 }
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Read a run's folder; nothing is written there.
 
     Raises:
@@ -44,7 +51,7 @@ def read_run(path: Path) -> Run:
         ) from error
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> RecordedRun:
     missing: list[str] = []
     config, topology, benchmark, summary = (_object(path / name, missing) for name in _OBJECTS)
     intervals, evaluations = _read_metrics(_lines(path / _LINES[0], _measured, missing))
@@ -62,7 +69,7 @@ def _read(path: Path) -> Run:
     trained = {rank for interval in intervals for rank in interval.ranks}
     for rank in sorted(trained.union(*(plan.batch_sizes for plan in plans))):
         ranks.setdefault(rank, Rank(rank))
-    return Run(
+    return RecordedRun(
         path=path,
         name=path.resolve().name or "run",
         state="finished" if summary.get("finished") is True else state,
@@ -243,8 +250,8 @@ def _plan(line: dict[str, Any]) -> PlanChange:
     )
 
 
-def _event(line: dict[str, Any]) -> Event:
-    return Event(
+def _event(line: dict[str, Any]) -> RecordedEvent:
+    return RecordedEvent(
         kind=str(line["kind"]),
         step=int(line["step"]),
         at_sec=float(line["time"]),
@@ -254,7 +261,7 @@ def _event(line: dict[str, Any]) -> Event:
 
 
 def _clock(
-    intervals: Sequence[Interval], plans: Sequence[PlanChange], events: Sequence[Event]
+    intervals: Sequence[Interval], plans: Sequence[PlanChange], events: Sequence[RecordedEvent]
 ) -> Callable[[float], float]:
     """Return a function from Unix time to run time: the seconds in which a job was running."""
     known = sorted(

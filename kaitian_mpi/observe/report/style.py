@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.report.run import Event, PlanChange, Run
+from kaitian_mpi.observe.report.run import PlanChange, RecordedEvent, RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +103,7 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def new_figure(run: Run, title: str, height: float) -> Figure:
+def new_figure(run: RecordedRun, title: str, height: float) -> Figure:
     """Return an empty figure, whose title says whether the run is emulated."""
     from matplotlib.figure import Figure
 
@@ -126,7 +126,7 @@ def finish_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def mark_changes(
-    panels: Sequence[Axes], run: Run, at: Callable[[PlanChange | Event], float]
+    panels: Sequence[Axes], run: RecordedRun, at: Callable[[PlanChange | RecordedEvent], float]
 ) -> None:
     """Draw a vertical line at each new plan and each loss, named above the first panel.
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import quantiles
 
 from kaitian_mpi.observe.reading import duration
-from kaitian_mpi.observe.report.run import Run
+from kaitian_mpi.observe.report.run import RecordedRun
 
 MAX_ROWS = 16
 """The most ranks shown of a run."""
 _WIDTH = 20
 
 
-def side_by_side(runs: Sequence[Run]) -> str:
+def side_by_side(runs: Sequence[RecordedRun]) -> str:
     """Return some lines of at most 80 columns about runs, the first one being the reference."""
     names = [run.name if len(run.name) <= 16 else f"…{run.name[-15:]}" for run in runs]
     parts = [_compare(runs, names)] if len(runs) > 1 else []
@@ -21,7 +21,7 @@ def side_by_side(runs: Sequence[Run]) -> str:
     return "\n\n".join(parts)
 
 
-def _compare(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _compare(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     rates = [run.rate or 0.0 for run in runs]
     wide = max(map(len, names))
     common = [name for name in runs[0].results if all(name in run.results for run in runs)]
@@ -48,7 +48,7 @@ def _compare(runs: Sequence[Run], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _spread(run: Run) -> float:
+def _spread(run: RecordedRun) -> float:
     """Return the interquartile range of a run's rates, in samples/s."""
     rates = [interval.samples_per_sec for interval in run.intervals if interval.samples_per_sec]
     if len(rates) < 2:
@@ -57,7 +57,7 @@ def _spread(run: Run) -> float:
     return high - low
 
 
-def _describe(run: Run, name: str) -> str:
+def _describe(run: RecordedRun, name: str) -> str:
     lines = [f"{name}: {run.state}" + (", emulated devices" if run.emulated else "")]
     if run.intervals:
         parts = [f"{run.rate:,.4g} samples/s"] if run.rate else []
@@ -87,7 +87,7 @@ def _describe(run: Run, name: str) -> str:
     return "\n".join(lines)
 
 
-def _busy(run: Run) -> dict[int, float]:
+def _busy(run: RecordedRun) -> dict[int, float]:
     computed: dict[int, float] = {}
     passed: dict[int, float] = {}
     for interval in run.intervals:

@@ -49,7 +49,7 @@ def is_sampled(step: int, every: int = 0) -> bool:
     return step <= 10 or step % (10 << doublings) == 0
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """Something that happened on this rank; times are those of its own clock, in seconds."""
 
     lane: str
@@ -91,7 +91,7 @@ class Recorder:
         """The number of events that were not kept because there were too many."""
         self._every = every
         self._capacity = capacity
-        self._events: deque[Event] = deque()
+        self._events: deque[TimelineEvent] = deque()
         self._device_spans: deque[tuple[str, str, Mark, Mark, Mapping[str, Any]]] = deque()
         self._phase: tuple[str, float, int | None] | None = None
         self._phases_since_step = 0
@@ -118,7 +118,7 @@ class Recorder:
         self, lane: str, name: str, start: float, end: float, args: Mapping[str, Any] | None = None
     ) -> None:
         """Record an event in a lane; its times are by `now`."""
-        self._keep(self._events, Event(lane, name, start, end, args or {}))
+        self._keep(self._events, TimelineEvent(lane, name, start, end, args or {}))
 
     def add_device_span(
         self, lane: str, name: str, start: Mark, end: Mark, args: Mapping[str, Any] | None = None
@@ -168,12 +168,12 @@ class Recorder:
         if (collective := self._thread.collective) is not None:
             collective[1].update(args)
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[TimelineEvent]:
         """Remove and return the events recorded since the last call."""
         # Other threads may append meanwhile.
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def take_device_spans(self, mark: Callable[[], Mark]) -> list[Event]:
+    def take_device_spans(self, mark: Callable[[], Mark]) -> list[TimelineEvent]:
         """Remove and return the finished work of the device; `mark` makes a mark of the device."""
         if not self._device_spans:
             return []
@@ -186,7 +186,7 @@ class Recorder:
             lane, name, *marks, args = self._device_spans.popleft()
             start, end = (anchor_time - anchor.seconds_since(mark) for mark in marks)
             if start <= end:  # false for a phase that this rank skipped in the step
-                taken.append(Event(lane, name, start, end, args))
+                taken.append(TimelineEvent(lane, name, start, end, args))
         return taken
 
 

@@ -73,7 +73,9 @@ class ChromeLanes:
         self._rank = rank
         self._numbers: dict[str, int] = {}
 
-    def trace(self, events: Iterable[recorder.Event], clock: AlignedClock) -> list[TraceEvent]:
+    def trace(
+        self, events: Iterable[recorder.TimelineEvent], clock: AlignedClock
+    ) -> list[TraceEvent]:
         """Return the file's form of these events; a new lane is named before its first event."""
         traced: list[TraceEvent] = []
         for event in events:

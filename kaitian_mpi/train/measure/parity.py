@@ -44,7 +44,7 @@ _MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ParityResult:
     """The result of a forward and backward: flat float64 tensors in host memory."""
 
     loss: float
@@ -122,7 +122,7 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
 def _make_reference(
     task: Task, batch: Any, computation: Computation, seed: int, unit: float
 ) -> tuple[str, dict[str, Any], dict[str, float]]:
-    """Return a precision, its `Outcome` as a dict and what may differ.
+    """Return a precision, its `ParityResult` as a dict and what may differ.
 
     It is computed on the host in float64, or else as this rank trains: a large model takes too long
     there, and a model's code may be for one device or dtype only.
@@ -144,7 +144,7 @@ def _compare(
     world: World, precision: str, own: Any, known: Any, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
-    reference, expected, allowed = known[0], Outcome(**known[1]), known[2]
+    reference, expected, allowed = known[0], ParityResult(**known[1]), known[2]
     if own.is_random or expected.is_random:
         return "the loss draws random numbers"
     if not math.isfinite(expected.loss):
@@ -211,7 +211,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 def compute_outcome(
     task: Task, batch: Any, computation: Computation, seed: int, change: float = 0.0
-) -> Outcome:
+) -> ParityResult:
     """Return what the task's model makes of a batch, without dropout. Not collective.
 
     The model itself, its buffers and torch's random numbers stay as they are. In float64, all
@@ -249,7 +249,7 @@ def _changed(tensor: torch.Tensor, dtype: torch.dtype | None, part: float) -> to
     return tensor * (1 + part * (2 * torch.rand(tensor.shape) - 1)).to(tensor)
 
 
-def _outcome(before: nn.Module, after: nn.Module, loss: torch.Tensor, scale: float) -> Outcome:
+def _outcome(before: nn.Module, after: nn.Module, loss: torch.Tensor, scale: float) -> ParityResult:
     stride = -(-sum(p.numel() for p in after.parameters()) // _MAX_NUMBERS)
     gradients = {
         name: numbers_of(torch.zeros_like(p) if p.grad is None else p.grad, stride) / scale
@@ -261,7 +261,7 @@ def _outcome(before: nn.Module, after: nn.Module, loss: torch.Tensor, scale: flo
         for name, own in before.named_buffers()
         if own.is_floating_point() and name in now and now[name].shape == own.shape
     ]
-    return Outcome(loss.item(), gradients, torch.cat([torch.zeros(2, 1), *buffers], dim=1))
+    return ParityResult(loss.item(), gradients, torch.cat([torch.zeros(2, 1), *buffers], dim=1))
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
@@ -269,7 +269,7 @@ def _random_state(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state() if state is None else state
 
 
-def distances(own: Outcome, reference: Outcome, unit: float) -> dict[str, float]:
+def distances(own: ParityResult, reference: ParityResult, unit: float) -> dict[str, float]:
     """Return how much an outcome differs from the reference, by quantity; NaN where it is NaN."""
     names = list(reference.gradients)
     mine, other = (torch.cat([each.gradients[n] for n in names]) for each in (own, reference))

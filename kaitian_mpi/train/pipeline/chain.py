@@ -16,7 +16,7 @@ _PLAIN = (int, float, bool, str, type(None))
 _Place = tuple[nn.Module, str]  # a module's parent, and its name there
 
 
-class Call(NamedTuple):
+class ModelCall(NamedTuple):
     """How a loss calls the model."""
 
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class StoppedError(BaseException):  # no handler of the user's, or the model's, 
 class _StandIn:
     """What the user's function gets in place of the model, of which no rank has all layers."""
 
-    def __init__(self, model: nn.Module, answer: Callable[[Call], Any]) -> None:
+    def __init__(self, model: nn.Module, answer: Callable[[ModelCall], Any]) -> None:
         self._model, self._answer, self._calls = model, answer, 0
         self.training = model.training
 
@@ -41,7 +41,7 @@ class _StandIn:
                 "--layout pipeline: the loss, or metrics, calls the model more than once; it must "
                 "call it once for a batch"
             )
-        return self._answer(Call(args, kwargs))
+        return self._answer(ModelCall(args, kwargs))
 
     def __getitem__(self, key: Any) -> Any:
         raise self._used(f"model[{key!r}]")
@@ -65,10 +65,10 @@ class _StandIn:
         )
 
 
-def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Call:
+def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> ModelCall:
     """Return how a user's function calls the model for a batch."""
 
-    def stop(call: Call) -> None:
+    def stop(call: ModelCall) -> None:
         raise StoppedError(call)
 
     # As a loss may take entries out of its batch, and is called for it once more.
@@ -207,7 +207,7 @@ def _pieces_of(model: nn.Module) -> list[nn.Module]:
     return [Piece(model, places, number, others) for number in range(len(places))]
 
 
-def run(layers: Sequence[nn.Module], call: Call | None, carried: Any) -> Any:
+def run(layers: Sequence[nn.Module], call: ModelCall | None, carried: Any) -> Any:
     """Return what consecutive layers make of what the layer before returned, or of a call."""
     first, *others = layers
     if isinstance(first, Piece):

@@ -16,7 +16,7 @@ from torch import nn
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.train.pipeline.chain import (
-    Call,
+    ModelCall,
     all_need_call,
     captured,
     put_together,
@@ -68,7 +68,7 @@ def check_chain(task: Task, chain: Sequence[nn.Module], batches: Sequence[Any]) 
         _check_shared_buffers(chain, _call_of(task, batches[0]))
 
 
-def _call_of(task: Task, batch: Any) -> Call:
+def _call_of(task: Task, batch: Any) -> ModelCall:
     """Return how the loss calls the model; check that it leaves the batch as it is."""
     assert task.loss is not None
     before = [tensor.clone() for tensor in tensors_in(batch)]
@@ -81,7 +81,7 @@ def _call_of(task: Task, batch: Any) -> Call:
     return call
 
 
-def _whole(model: nn.Module, call: Call) -> list[torch.Tensor]:
+def _whole(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
     """Return what the model makes of a call; check that it leaves the batch as it is."""
     before = [tensor.clone() for tensor in tensors_in([*call])]
     with equal_draws(0, _HOST):
@@ -95,7 +95,7 @@ def _whole(model: nn.Module, call: Call) -> list[torch.Tensor]:
 
 
 def _compare(
-    whole: Sequence[list[torch.Tensor]], chain: Sequence[nn.Module], calls: Sequence[Call]
+    whole: Sequence[list[torch.Tensor]], chain: Sequence[nn.Module], calls: Sequence[ModelCall]
 ) -> None:
     chained, fault = list[list[torch.Tensor]](), ""
     try:
@@ -110,7 +110,7 @@ def _compare(
         raise UserError(f"Task: called one after the other, the layers {fault}; {_ADVICE}")
 
 
-def _chained(chain: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
+def _chained(chain: Sequence[nn.Module], calls: Sequence[ModelCall]) -> list[Any]:
     """Return what the layers make of calls.
 
     Each layer computes all calls before the next one does, and gets copies. So what layers pass on
@@ -131,7 +131,7 @@ def _sent(output: Any) -> Any:
     return put_together(spec.form, [tensor.clone() for tensor in tensors])
 
 
-def _check_shared_buffers(chain: Sequence[nn.Module], call: Call) -> None:
+def _check_shared_buffers(chain: Sequence[nn.Module], call: ModelCall) -> None:
     """Check that no two layers share a buffer that training changes: each rank would have its own.
 
     Pieces of one model may: each stage changes them alike.

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from kaitian_mpi.balance.pipeline_cost import Layer, RankFacts
+from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import LayerTooLargeError
 from kaitian_mpi.mpi.world import World
@@ -25,7 +25,7 @@ from kaitian_mpi.train.measure.plan import profile_unmeasured
 from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
 from kaitian_mpi.train.measure.room import steps_at_once, usual_states
 from kaitian_mpi.train.pipeline.chain import (
-    Call,
+    ModelCall,
     all_need_call,
     answered,
     captured,
@@ -88,7 +88,7 @@ class LayerTimer:
         self._repeats = 1 if world.device_kind.is_host else _REPEATS
         self._at_work = 0
 
-    def measure(self, optimizers: Sequence[Optimizer]) -> tuple[RankFacts, list[Layer]]:
+    def measure(self, optimizers: Sequence[Optimizer]) -> tuple[LayerFacts, list[Layer]]:
         """Return what this rank takes for each layer, and what these are."""
         device, index = self._world.device_kind, self._world.device_index
         model = self._task.model
@@ -116,7 +116,7 @@ class LayerTimer:
         ]
         fixed = [max(0.0, b - large * own) for own, (_, b) in zip(sample, whole, strict=True)]
         forward = sum(a for a, _ in times[large]) / sum(b for _, b in whole)
-        facts = RankFacts(
+        facts = LayerFacts(
             self._world.info.kind,
             memory_limit(self._world),
             tuple(fixed),
@@ -200,7 +200,7 @@ class LayerTimer:
             "model in smaller layers; see docs/large-models.md"
         )
 
-    def _through(self, layer: nn.Module, call: Call | None, carried: Any, batch: Any) -> Any:
+    def _through(self, layer: nn.Module, call: ModelCall | None, carried: Any, batch: Any) -> Any:
         """Return what a layer makes of its inputs, and what backward begins with."""
         loss: Any = self._task.loss
         if self._is_whole:
@@ -406,7 +406,7 @@ _Given = tuple[Any, Any, Any]
 """How the model is called, what the layer before returned, and the batch; None if not needed."""
 
 
-def _fresh(call: Call | None, carried: Any, batch: Any) -> _Given:
+def _fresh(call: ModelCall | None, carried: Any, batch: Any) -> _Given:
     """Return what a layer is given as from another rank, for it may change it in place."""
 
     def copied(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan
-from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob, RankFacts
+from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.records import rebuild
 from kaitian_mpi.balance.shares import split_micro_batches
@@ -39,7 +39,7 @@ class PipelineFacts:
     """What the stages are planned from; the same on every rank."""
 
     layers: tuple[Layer, ...]
-    by_place: Mapping[str, RankFacts]
+    by_place: Mapping[str, LayerFacts]
     links: Mapping[str, Hop]
 
     def plan(self, config: TrainingConfig, world: World, min_batch: int) -> Plan:
@@ -117,7 +117,7 @@ def find_facts(
     own = asdict(facts), [asdict(layer) for layer in layers]
     gathered = gather_values(world.comm, own)
     by_place = {
-        info.place: rebuild(RankFacts, found)
+        info.place: rebuild(LayerFacts, found)
         for info, (found, _) in zip(world.infos, gathered, strict=True)
     }
     known = _together([rebuild(tuple[Layer, ...], layers) for _, layers in gathered])
@@ -188,7 +188,7 @@ def _one_way(world: World, size: int, ranks: tuple[int, int], peers: PeerGroups)
     return min(seconds) / 2
 
 
-def _unmeasured(facts: RankFacts, layers: Sequence[Layer]) -> RankFacts:
+def _unmeasured(facts: LayerFacts, layers: Sequence[Layer]) -> LayerFacts:
     """Return facts as if each rank took the same, in proportion to a layer's parameters."""
     seconds = tuple(1e-9 * (layer.weight_bytes + layer.output_bytes + 1) for layer in layers)
     fixed = tuple(_UNMEASURED_FIXED * each for each in seconds)
