@@ -99,7 +99,8 @@ class CollectiveCalls(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         options = c10d.AllreduceOptions()
         if opts is not None:
-            options.reduceOp, options.asyncOp = opts.reduceOp, opts.asyncOp
+            options.reduceOp = opts.reduceOp
+            options.asyncOp = opts.asyncOp
         return self.allreduce(tensors, options)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:

@@ -200,7 +200,9 @@ class _CountedSum(WeightedSum):
             self._start_sum()
         assert self._sum is not None
         self.weight = self._sum.value()
-        self._samples, self._samples_in_eval, self._sum = 0, None, None
+        self._samples = 0
+        self._samples_in_eval = None
+        self._sum = None
 
     def _start_sum(self) -> None:
         # A second forward before the backward replaces the sum of the first.

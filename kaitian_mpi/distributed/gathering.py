@@ -52,8 +52,11 @@ class Gathering:
             waits: the context of waiting for values.
         """
         self.numbers = model.numbers
-        self._model, self._targets, self._exchange = model, targets, exchange
-        self._group, self._waits = group, waits
+        self._model = model
+        self._targets = targets
+        self._exchange = exchange
+        self._group = group
+        self._waits = waits
         self._of: dict[int, list[Part]] = {}
         for part in sorted(parts):
             if part.parameter in model.numbers:
@@ -113,7 +116,8 @@ class Gathering:
 
     def reset(self) -> None:
         """Forget a round that was not completed. Not collective."""
-        self._recorded, self._place = [], 0
+        self._recorded = []
+        self._place = 0
 
     def bring_any(self, number: int) -> torch.Tensor:
         """Return a parameter, while the other ranks bring any, or are at `end_any`."""

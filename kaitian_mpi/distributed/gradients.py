@@ -209,7 +209,8 @@ class Fraction:
     def __init__(
         self, own: float, total: float | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._own, self._total = own, total
+        self._own = own
+        self._total = total
         if total is None:
             self._sum = torch.tensor(own, dtype=torch.float64)
             self._work = sum_on_host(self._sum, group)

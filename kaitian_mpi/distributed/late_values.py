@@ -176,7 +176,8 @@ class PartedModel:
                 "not support sharded parameters; remove it"
             )
         parameters = list(model.named_parameters())
-        self.numbers, self._model = frozenset(numbers), model
+        self.numbers = frozenset(numbers)
+        self._model = model
         self._parameters = {number: parameters[number][1] for number in numbers}
         self._number_of = {parameters[number][1]: number for number in numbers}
         self._away: type[Late] = type("Away", (Late,), {"arrive": self._bring_used})
@@ -217,7 +218,8 @@ class PartedModel:
         Values that have changed since are given to `keep`.
         """
         if self._source is None:
-            self._source, self._keep = source, keep
+            self._source = source
+            self._keep = keep
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
@@ -227,9 +229,12 @@ class PartedModel:
         If not `keeps`, what has changed of those that are here is dropped.
         """
         if self._source is not None:
-            self._source, hooks, self._hooks = None, self._hooks, None
+            self._source = None
+            hooks = self._hooks
+            self._hooks = None
             hooks.__exit__()
-            keep, self._keep = self._keep if keeps else None, None
+            keep = self._keep if keeps else None
+            self._keep = None
             left = [(number, self._leave(number)) for number in [*self._here]]
             for number, changed in left:
                 if keep is not None and changed is not None:

@@ -117,7 +117,8 @@ class LongMessage(Message):
     ) -> None:
         """Prepare to send a tensor, or to receive into it."""
         super().__init__(tensor, peer, tag, is_receive=is_receive)
-        self._comm, self._pool = comm, pool
+        self._comm = comm
+        self._pool = pool
         self._dense = contiguous(tensor)
         if is_receive:  # its user may drop it as soon as the last copy is queued
             pool.copies(self._dense.device).keep(self._dense)

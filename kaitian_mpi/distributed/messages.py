@@ -41,7 +41,9 @@ class Message(Queued):
     def __init__(self, tensor: torch.Tensor, peer: int, tag: int, *, is_receive: bool) -> None:
         # A message is sent from a copy, so that its end is no matter of the device's streams.
         super().__init__([tensor] if is_receive else [])
-        self.peer, self.tag, self.is_receive = peer, tag, is_receive
+        self.peer = peer
+        self.tag = tag
+        self.is_receive = is_receive
         self._tensor = tensor
         self._source = -1
         self.awaited_since = float("inf")
@@ -134,8 +136,10 @@ class ShortMessage(Message):
         from mpi4py import MPI
 
         super().__init__(tensor, peer, tag, is_receive=is_receive)
-        self._buffer, self._streams = buffer, streams
-        self._start, self._filled = start, filled
+        self._buffer = buffer
+        self._streams = streams
+        self._start = start
+        self._filled = filled
         self._request: MPI.Request | None = None
         self._status = MPI.Status()
         self._is_transferred = False

@@ -55,10 +55,14 @@ class Mailbox:
 
         `has_accelerators` is the same on all ranks: whether one has a device that is not the host.
         """
-        self._comm, self._arrivals, self._on_failure = comm, arrivals, on_failure
+        self._comm = comm
+        self._arrivals = arrivals
+        self._on_failure = on_failure
         # Apart, so that what arrives does not wait for the computation of what is sent.
-        self._streams, self._outgoing = staging.SideStreams(), staging.SideStreams()
-        self._has_accelerators, self._buffers = has_accelerators, RingPool()
+        self._streams = staging.SideStreams()
+        self._outgoing = staging.SideStreams()
+        self._has_accelerators = has_accelerators
+        self._buffers = RingPool()
         self.set_timeout(timeout)
         self._broken = ""
         self._pending: list[Message] = []
@@ -195,7 +199,8 @@ class Mailbox:
         ulfm.revoke_all()
         lost = RankLostError(f"a message: a rank is lost ({error})")
         with self._changed:
-            items, self._pending = self._pending, []
+            items = self._pending
+            self._pending = []
         self._broken = f"this process group failed before: {lost}"
         self._on_failure(lost)
         for item in items:

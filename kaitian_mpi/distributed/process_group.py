@@ -67,12 +67,15 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         every rank. `infos` are of the group's ranks.
         """
         super().__init__(comms.world.rank, comms.world.size)  # type: ignore[call-arg]
-        self.comms, self.links = comms, links
+        self.comms = comms
+        self.links = links
         self.has_one_group = len(comms.groups) == 1
         """Whether all ranks are in one group, so that there is no relay."""
         self.torch_versions = tuple(info.torch_version for info in infos)
         """The release of torch of each rank."""
-        self._name, self._timeout, self._closed = str(options.group_id), options.timeout, False
+        self._name = str(options.group_id)
+        self._timeout = options.timeout
+        self._closed = False
         store = world.store.view(f"group {unique}", options.timeout)
         self._arrivals = ArrivalTracker(comms.world, store, options.timeout)
         has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])

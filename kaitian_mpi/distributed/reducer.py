@@ -80,7 +80,8 @@ class GradientReducer:
                 f"the model has {len(named)} parameters, none of which requires gradients; "
                 "set requires_grad=True for those to be trained"
             )
-        self._group, self._on_bucket = group, on_bucket
+        self._group = group
+        self._on_bucket = on_bucket
         self._lock = threading.RLock()  # devices have a thread each in backward
         self._weight: float | Callable[[], float | None] | None = 1.0
         self._number: torch.Tensor | None = None
@@ -163,8 +164,12 @@ class GradientReducer:
         for left, part in zip(self._left, self._parts, strict=True):
             left.clear()
             left.update(part)
-        self._weight, self._number, self._filled, self._sums = weight, number, 0, []
-        self._is_armed, self._is_backward_done = True, False
+        self._weight = weight
+        self._number = number
+        self._filled = 0
+        self._sums = []
+        self._is_armed = True
+        self._is_backward_done = False
 
     def finish(self) -> None:
         """Complete the sums of the armed backward; `grad` of each parameter then holds its sum.
@@ -197,7 +202,9 @@ class GradientReducer:
         """
         for left in self._left:
             left.add(_UNARMED)
-        self._is_armed, self._weight, self._number = False, 0.0, None
+        self._is_armed = False
+        self._weight = 0.0
+        self._number = None
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity.
@@ -238,7 +245,11 @@ class GradientReducer:
         self._remove_hooks()
         self._is_closed = True
         self._on_bucket = _nothing
-        self._parameters, self._frozen, self._buckets, self._parts, self._left = [], {}, [], [], []
+        self._parameters = []
+        self._frozen = {}
+        self._buckets = []
+        self._parts = []
+        self._left = []
         self._carrier = None
         self._works = []
 
@@ -246,7 +257,8 @@ class GradientReducer:
         return partition(self._parameters, caps)
 
     def _build(self) -> None:
-        self._works, self._buckets = [], []
+        self._works = []
+        self._buckets = []
         self._residuals.clear()
         for part in self._parts:
             bucket = Bucket({index: self._parameters[index] for index in part})

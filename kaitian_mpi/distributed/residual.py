@@ -26,14 +26,16 @@ class Residual:
     """
 
     def __init__(self, wire: WireFormat, count: int) -> None:
-        self.wire, self.count = wire, count
+        self.wire = wire
+        self.count = count
         self.value: torch.Tensor | None = None
         """The kept residual, [count] in float32 on the host; None if this rank has none."""
         self._next: torch.Tensor | None = None
 
     def restore(self, value: torch.Tensor | None) -> None:
         """Keep this instead of what there is, and of what was noted."""
-        self.value, self._next = value, None
+        self.value = value
+        self._next = None
 
     def add_to(self, values: torch.Tensor, start: int) -> None:
         """Add the kept residual to the gradients from `start` on, in place."""
@@ -65,7 +67,8 @@ class Residuals:
 
     def clear(self) -> None:
         """Forget the buffers, but not their parameters' residuals."""
-        self._waiting, self._parts = self.state_dict(), []
+        self._waiting = self.state_dict()
+        self._parts = []
 
     def add(self, buffer: torch.Tensor, places: Mapping[str, slice]) -> Residual | None:
         """Return the residual of a buffer; None if its values cross as they are."""

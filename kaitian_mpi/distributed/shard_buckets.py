@@ -79,8 +79,10 @@ class ShardBucket:
         rows = [torch.empty_like(_rows(*pair), device="meta") for pair in pairs]
         rows = [each.contiguous() if is_parted else each for each in rows]
         sizes = [each.numel() for each in rows]
-        self.counts, self.rank = [0] * size, rank
-        self.mirrors, self.mirrored = [0] * size, [0] * size
+        self.counts = [0] * size
+        self.rank = rank
+        self.mirrors = [0] * size
+        self.mirrored = [0] * size
         """Elements of this rank's parts by mirror, and of those that it mirrors by owner."""
         for part, count in zip(self.parts, sizes, strict=True):
             self.counts[part.owner] += count

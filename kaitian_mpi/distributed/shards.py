@@ -92,10 +92,13 @@ class ShardReducer(GradientReducer):
         self._of: dict[int, list[Part]] = {}
         for part in parts:
             self._of.setdefault(part.parameter, []).append(part)
-        self._targets, self.waits, self.gathering = targets, waits, gathering
+        self._targets = targets
+        self.waits = waits
+        self.gathering = gathering
         self._flights: deque[Any] = deque()  # bucket, work, sum, whether it adds, ends; buffer
         self._mirroring: list[Any] = []
-        self.rounds, self._round = 1, 0
+        self.rounds = 1
+        self._round = 0
         self.squared_norm = 0.0
         self._missing = 0  # buckets of which the owners' new values are not here
         self._own_numbers: list[tuple[torch.Tensor, float]] = []
@@ -168,7 +171,8 @@ class ShardReducer(GradientReducer):
             if self._is_armed:
                 self.end_round()
             while self._round < self.rounds:
-                self._filled, self._weight = 0, None
+                self._filled = 0
+                self._weight = None
                 self.end_round()
             self._land(0)
             for work in self._mirroring:
@@ -271,7 +275,10 @@ class ShardReducer(GradientReducer):
         self._late = nn.Parameter  # else it would refer to this
         super().close()
         # The loop may outlive its end, but not the memory of the parts.
-        self._targets, self._spares, self.gathering, self._failure = {}, Spares(0), None, None
+        self._targets = {}
+        self._spares = Spares(0)
+        self.gathering = None
+        self._failure = None
 
     def _has_views(self) -> bool:
         """Return whether something else has a parameter's memory, and would not wait for values.
@@ -378,7 +385,8 @@ class ShardReducer(GradientReducer):
         if callable(self._weight):
             self._weight = self._weight()
         if self._round == 0 and number == 0:
-            self._used, self._own_numbers = [0.0] * len(self._parameters), []
+            self._used = [0.0] * len(self._parameters)
+            self._own_numbers = []
         if self._weight is not None:
             for index in self._parts[number]:
                 self._used[index] += self._parameters[index].grad is not None
@@ -444,7 +452,8 @@ class ShardReducer(GradientReducer):
         if self._number is not None and self._weight:
             self._own_numbers.append((self._number, float(self._weight)))  # type: ignore[arg-type]
         self._round += 1
-        self._is_armed, self._number = False, None
+        self._is_armed = False
+        self._number = None
 
     def _settle(self) -> None:
         """Exchange what all ranks must know, and give the owned gradients to the optimizers."""

@@ -196,7 +196,10 @@ class _Synchronized(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
         shift = None if bias is None else bias.detach().to(mean.dtype)
         ctx.save_for_backward(input, scale, mean, variance, count)
-        ctx.eps, ctx.group, ctx.takes_part, ctx.counts = norm.eps, group, takes_part, counts
+        ctx.eps = norm.eps
+        ctx.group = group
+        ctx.takes_part = takes_part
+        ctx.counts = counts
         ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, norm.eps)
 

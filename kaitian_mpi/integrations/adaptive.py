@@ -65,8 +65,10 @@ class Adaptive:
 
     def __init__(self, world: World) -> None:
         """Extend DataLoader, DistributedDataParallel and the optimizers' step. Collective."""
-        self.rank, self.size = world.rank, world.size
-        self.world, self._comm = world, world.comm.Dup()
+        self.rank = world.rank
+        self.size = world.size
+        self.world = world
+        self._comm = world.comm.Dup()
         self._times = StepTimer(self._comm, world.device_kind)
         self._ranks = Ranks(world, self._comm, self._times.waiting)
         self._weights = Weights(self._ranks)
@@ -242,7 +244,8 @@ class Adaptive:
         """Let the plan follow the speed of the ranks on this loader's batches. Collective."""
         if cut.refusal:
             raise AgreedError(cut.refusal)
-        cut.trains, self._cut = True, cut
+        cut.trains = True
+        self._cut = cut
         if cut.rows in self._plans:
             return  # such as the loader of another epoch
         rows = self._ranks.gather_at("the first batch of a loader", cut.rows)

@@ -69,7 +69,8 @@ class Cut(BatchSampler):
 
     def __init__(self, own: Any, rows: int, planner: Divider, skipped: int = 0) -> None:
         """Cut what `own`, this rank's batch sampler, would have given in batches of `rows`."""
-        self._own, self.rows = own, rows
+        self._own = own
+        self.rows = rows
         self._planner = planner
         self._skipped = skipped
         self.trains = False
@@ -117,7 +118,8 @@ class Cut(BatchSampler):
             while True:
                 is_new = self.trains and self._planner.has_new_plan()
                 if inner is None or is_new or trained != self.trains:
-                    self._epoch, trained = epoch, self.trains
+                    self._epoch = epoch
+                    trained = self.trains
                     if inner is None:
                         inner = iterate(loader)
                     else:
@@ -201,7 +203,8 @@ class _CutDistributedSampler(Cut):
 
     def _all_batches(self) -> Iterator[_Batch]:
         whole: Any = copy.copy(self._sampler)
-        whole.num_replicas, whole.rank = 1, 0
+        whole.num_replicas = 1
+        whole.rank = 0
         # Without `drop_last`, which leaves out the rest of a division by the ranks, it would repeat
         # rows for one.
         count = self._sampler.total_size if whole.drop_last else len(whole.dataset)
@@ -251,7 +254,8 @@ class _Replay(BatchSampler):
     """A batch sampler, with batches that have been drawn from it already."""
 
     def __init__(self, sampler: Any, batches: Iterator[list[int]]) -> None:
-        self._sampler, self._batches = sampler, batches
+        self._sampler = sampler
+        self._batches = batches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_sampler"], name)
@@ -287,7 +291,8 @@ def cut_loaders(planner: Divider) -> Callable[[], None]:
     def restore() -> None:
         while restores:
             restores.popitem()[1]()
-        DataLoader.__init__, DataLoader.__iter__ = create, iterate  # type: ignore[method-assign]
+        DataLoader.__init__ = create  # type: ignore[method-assign]
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
     DataLoader.__init__ = create_and_cut  # type: ignore[method-assign]
     DataLoader.__iter__ = iterate_over_cut  # type: ignore[assignment, method-assign]

@@ -39,7 +39,9 @@ class InnerCalls:
     def begin(self, outer: nn.Module, collects: bool = False) -> None:
         """Watch the models that are called in a forward of `outer`; perhaps collect `outputs`."""
         self.end()
-        self._outer, self._collects, self.outputs = outer, collects, Outputs()
+        self._outer = outer
+        self._collects = collects
+        self.outputs = Outputs()
         self._handle = register_module_forward_hook(self._note, with_kwargs=True)
 
     def end(self) -> InnerCall | None:
@@ -47,7 +49,9 @@ class InnerCalls:
         if self._handle is not None:
             self._handle.remove()
         returned = self._returned
-        self._handle, self._returned, self._calls = None, None, {}
+        self._handle = None
+        self._returned = None
+        self._calls = {}
         return returned
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -42,4 +42,5 @@ def _extend(metric: Any, counts: Callable[[], bool]) -> None:
         update(self, value, 0 if is_stand_in else batch_size)
 
     vars(create_exact)["counts_exactly"] = True
-    metric.__init__, metric.update = create_exact, update_counted
+    metric.__init__ = create_exact
+    metric.update = update_counted

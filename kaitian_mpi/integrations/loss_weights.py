@@ -90,7 +90,8 @@ class Loss:
         """The rules that may hold, the likeliest first; none if nothing is known."""
         self.counts_stand_ins = False
         """Whether it is divided by the labels of all ranks, those of stand-in rows included."""
-        self._ranks, self._owner = ranks, owner
+        self._ranks = ranks
+        self._owner = owner
         self._votes: list[Rule] = []  # what this rank's rows have told since the ranks agreed
         self._compared = 0
         self._said = ""
@@ -126,7 +127,8 @@ class Loss:
             if self._ranks.sum(bool(self._votes)):
                 self._agree()
             elif self._fallback:
-                self.rules, self._owner = self._fallback, ""
+                self.rules = self._fallback
+                self._owner = ""
         rule = self.rule
         self._say(rule)
         if rule == MEAN:
@@ -146,7 +148,8 @@ class Loss:
         """Keep the rules that fit the rows of the most ranks. Collective."""
         gathered = self._ranks.gather_at("a backward of a new loss", self._votes)
         votes = [[Rule(*rule) for rule in rules] for rules in gathered]
-        self._votes, self.rules = [], agreed_rules(votes, self.rules)
+        self._votes = []
+        self.rules = agreed_rules(votes, self.rules)
         if UNKNOWN in self.rules:
             raise AgreedError(
                 f"--adaptive cannot weight the ranks' gradients: the loss that the {self._owner} "
@@ -176,7 +179,8 @@ class Forward:
                 rows, or 0 if that varies.
             rows: the length of the model's inputs.
         """
-        self._take, self._rows = take, rows
+        self._take = take
+        self._rows = rows
         self._batch: tuple[Given, int] | None = None
 
     def batch(self) -> tuple[Given, int]:
@@ -205,7 +209,9 @@ class ForwardWeight:
         """Weight by the rows of `forward`, or by its `labels`, as the loss demands."""
         self.backward_done = backward_done
         """Called when all gradients are computed, before DDP waits for other ranks."""
-        self._forward, self._loss, self._labels = forward, loss, labels
+        self._forward = forward
+        self._loss = loss
+        self._labels = labels
 
     @functools.cached_property
     def factor(self) -> float:

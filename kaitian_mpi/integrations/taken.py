@@ -90,7 +90,8 @@ class Taken:
     def __init__(
         self, iteration: Iteration, given: Given, number: int, in_training: bool, batch: Any
     ) -> None:
-        self.iteration, self.given = iteration, given
+        self.iteration = iteration
+        self.given = given
         self.number = number
         """How many batches were taken before, from any loader."""
         self.in_training = in_training

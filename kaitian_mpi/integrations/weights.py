@@ -38,7 +38,8 @@ class Weights:
 
     def __init__(self, ranks: Ranks) -> None:
         """Watch no model yet."""
-        self.world, self._ranks = ranks.world, ranks
+        self.world = ranks.world
+        self._ranks = ranks
         self._script_loss = Loss(ranks, rules=[MEAN])
         self._trainer_loss: Loss | None = None
         self._trainer_labels: Labels = {}
@@ -69,7 +70,8 @@ class Weights:
 
     def set_trainer_loss(self, loss: Loss | None, labels: Labels) -> None:
         """Weight the coming forwards by the loss that a trainer computes; None: not known."""
-        self._trainer_loss, self._trainer_labels = loss, labels
+        self._trainer_loss = loss
+        self._trainer_labels = labels
 
     @property
     def counts_stand_ins(self) -> bool:

@@ -150,7 +150,8 @@ class MPIStore(dist.Store):
 
     def _start(self, comm: MPI.Intracomm) -> None:
         self.link = StoreLink(comm)
-        self._sessions, self._session = 0, self
+        self._sessions = 0
+        self._session = self
         register_close(self.close)
 
     def restart(self, comm: MPI.Intracomm) -> None:

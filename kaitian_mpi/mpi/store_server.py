@@ -16,7 +16,10 @@ from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 from kaitian_mpi.runtime.tags import STORE_REQUEST
 
-OK, TIMED_OUT, REJECTED, LOST = b"ok", b"timed out", b"rejected", b"lost"
+OK = b"ok"
+TIMED_OUT = b"timed out"
+REJECTED = b"rejected"
+LOST = b"lost"
 NO_REPLY = -1  # in place of the tag of a reply
 DEPARTED = b"\0departed/"  # the keys, hidden from users, that ranks set as they disconnect
 

@@ -126,8 +126,10 @@ class RelaySettings:
     """Whether vendors' libraries are used, as `--vendor-library`; fixed in the same way."""
 
     def adopt(self, config: TrainingConfig) -> None:
-        self.memory_mb, self.dtype = config.relay_memory_mb, config.relay_dtype
-        self.network_allreduce, self.wire = config.network_allreduce, config.wire
+        self.memory_mb = config.relay_memory_mb
+        self.dtype = config.relay_dtype
+        self.network_allreduce = config.network_allreduce
+        self.wire = config.wire
 
     def describe(self) -> dict[str, Any]:
         """Return an entry of `summary.json` on what is between device kinds."""

@@ -28,10 +28,16 @@ from ctypes import (
 )
 
 # Keys and types of pmix_common.h; a release that changes them has another name of the library.
-_SERVER, _TABLE, _OF_JOB = b"pmix.srvr.uri", b"pmix.qry.ptable", b"pmix.nspace"
+_SERVER = b"pmix.srvr.uri"
+_TABLE = b"pmix.qry.ptable"
+_OF_JOB = b"pmix.nspace"
 _LIBRARY = "/libpmix.so.2"
-_STRING, _PROC_INFO, _DATA_ARRAY = 3, 38, 39
-_UNDEFINED, _CONNECTED, _TERMINATED = 0, 6, 20
+_STRING = 3
+_PROC_INFO = 38
+_DATA_ARRAY = 39
+_UNDEFINED = 0
+_CONNECTED = 6
+_TERMINATED = 20
 
 
 class Proc(Structure):
@@ -88,7 +94,8 @@ class ProcInfo(Structure):
 def text_info(key: bytes, text: str) -> Info:
     """Return an entry whose value is a text."""
     info = Info(key=key)
-    info.value.type, info.value.data.string = _STRING, text.encode()
+    info.value.type = _STRING
+    info.value.data.string = text.encode()
     return info
 
 

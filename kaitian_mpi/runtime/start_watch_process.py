@@ -137,7 +137,8 @@ class OtherHosts:
         """
         script = Path(__file__).absolute().with_name("rank_states_process.py")
         self._command = [sys.executable, "-I", "-S", str(script), *asked]
-        self._prefix, self._can_ask = prefix, bool(asked)
+        self._prefix = prefix
+        self._can_ask = bool(asked)
         self._variable, _, seconds = limit.partition("=")
         self._limit_sec = float(seconds)
         self._began = self._asked = time.monotonic()

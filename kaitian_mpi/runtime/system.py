@@ -31,7 +31,8 @@ class CommunicationThread(threading.Thread):
         a context, of about 0.5 GB.
         """
         super().__init__(name=name, daemon=True)
-        self._work, self._select_device = target, select_device
+        self._work = target
+        self._select_device = select_device
 
     def run(self) -> None:
         """Select the device, then work; `start` calls it in the new thread."""

@@ -41,7 +41,8 @@ class RunningStatistics:
         self.fractions: list[float] | None = None
         self._fractions_before: list[float] = []
         self._step_momenta: list[float] = []
-        self._taken, self._samples = 0, 0
+        self._taken = 0
+        self._samples = 0
 
     def lag(self, step_in_epoch: int) -> bool:
         """Return whether the statistics may lag behind the weights after so many steps of an epoch.
@@ -66,7 +67,8 @@ class RunningStatistics:
         self._step_momenta = [
             max(momentum or 0.0, 1.0 / (step_in_epoch + 1)) for momentum in self._momenta
         ]
-        self._taken, self._samples = 0, samples
+        self._taken = 0
+        self._samples = samples
         self.fractions = self._current_fractions()
         for norm, step_momentum in zip(self.norms, self._step_momenta, strict=True):
             if norm.momentum is not None and _is_synchronized(norm):

@@ -67,7 +67,9 @@ def _make_loop(run: Run, world: World, plan: Plan, commit: Callable[[bool], None
 
 def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
     """Yield what follows each step, in this order, besides saving. Collective."""
-    config, world, state = run.config, loop.world, run.state
+    config = run.config
+    world = loop.world
+    state = run.state
     yield (balancing := Balancing(config, loop, run.setup.folder, run.sinks))
     yield Metrics(run, loop, balancing, logged)
     yield Events(run, loop)
@@ -102,7 +104,9 @@ def _assign_files(run: Run, world: World) -> None:
 
 def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     """Yield what receives the metrics, on the rank that writes the files."""
-    config, folder, emulated = run.config, run.setup.folder, bool(run.summary.emulated)
+    config = run.config
+    folder = run.setup.folder
+    emulated = bool(run.summary.emulated)
     path = "" if isinstance(folder, NoFolder) else str(folder.path)
     title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
     yield RunFolderSink(folder)
@@ -152,7 +156,9 @@ def _plan(run: Run, world: World) -> Plan:
 
 def _restore_state(run: Run, world: World, plan: Plan) -> None:
     """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
-    state, has_lost, lacks_values = run.state, bool(run.membership.losses), False
+    state = run.state
+    has_lost = bool(run.membership.losses)
+    lacks_values = False
     if state.shards is not None:
         if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
             state.shards.drop()  # what it has is of the start
@@ -244,7 +250,8 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         world.device_kind.release_cached_memory()
         world.device_kind.return_freed_memory()  # of measurements: else it would count as used
         world.device_kind.restart_memory_peak(world.device_index)
-        run.planned_bytes, run.peak_bytes = _planned_memory(run, world, plan), 0
+        run.planned_bytes = _planned_memory(run, world, plan)
+        run.peak_bytes = 0
     groups: dict[str, list[int]] = {}
     for info in world.infos:
         groups.setdefault(info.kind, []).append(info.world_rank)

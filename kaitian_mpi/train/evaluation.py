@@ -101,7 +101,8 @@ class Reader:
     """
 
     def __init__(self, data: Any) -> None:
-        self._data, self._samples = data, 1  # per piece
+        self._data = data
+        self._samples = 1  # per piece
 
     def read(self, indices: list[int]) -> Any:
         if not isinstance(self._data, Batches):  # batches in memory

@@ -63,11 +63,19 @@ class Loop:
         it; it raises if some rank has not.
         """
         self.exchange = StepExchange(world.comm)
-        self.world, self.state, self.plan = world, state, plan
-        self._config, self._setup, self._task = config, setup, setup.task
-        self._computation, self._pace = state.computation, world.device_kind.pace
-        self._commit, self._loader, self.workers = commit, loader, loader.workers
-        self._rank, self._ranks = world.rank, world.size
+        self.world = world
+        self.state = state
+        self.plan = plan
+        self._config = config
+        self._setup = setup
+        self._task = setup.task
+        self._computation = state.computation
+        self._pace = world.device_kind.pace
+        self._commit = commit
+        self._loader = loader
+        self.workers = loader.workers
+        self._rank = world.rank
+        self._ranks = world.size
         # Whether a share is split: in the open form, only for a script that asks for its parts;
         # with `--sync-bn`, the ranks have to compute equally often.
         self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
@@ -116,7 +124,9 @@ class Loop:
         """Sum gradients to their owners, who apply them."""
         from kaitian_mpi.train.sharded_step import apply_step as apply_to_shards
 
-        step, state, world = self._step, self.state, self.world
+        step = self._step
+        state = self.state
+        world = self.world
 
         def make_reducer() -> GradientReducer:  # does not refer to this loop, whose end frees all
             options: dict[str, Any] = {"on_bucket": step.bucket_ready, "waits": step.waits}
@@ -236,7 +246,8 @@ class Loop:
 
     def _end_steps(self) -> None:
         enter_phase("the end of the epoch", waits=True)
-        self._is_in_epoch, self.progress.evaluated = False, None
+        self._is_in_epoch = False
+        self.progress.evaluated = None
         for observer in self.observers:
             observer.epoch_ends()
 
@@ -285,7 +296,8 @@ class Loop:
     def split_shares(self, is_wanted: bool) -> None:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
         if self.has_micro_batches != is_wanted and not self._config.sync_bn:
-            self.has_micro_batches, self._loading = is_wanted, None
+            self.has_micro_batches = is_wanted
+            self._loading = None
 
     def begin(self, parts: Sequence[MicroBatch]) -> list[int]:
         """Begin a step with this rank's share; return in which order to take its micro-batches."""
@@ -442,7 +454,9 @@ class Loop:
         """Yield the results of this rank's part of the validation data, for `evaluate`."""
         from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 
-        task, data, computation = self._task, self._setup.validation, self._computation
+        task = self._task
+        data = self._setup.validation
+        computation = self._computation
         size, shares = self.plan.micro_batch_size or MAX_BATCH, self.sampler.batch_sizes
         function, reader = task.metrics or task.loss, Reader(data)
         assert function is not None

@@ -288,7 +288,9 @@ class Membership:
                 if not may_pass or self._false_alarms > _MAX_FALSE_ALARMS:
                     raise noticed_as  # unless an earlier loss may have caused it
             standby = replace_lost(self._standby, alive.infos, lost)
-            active, is_released, ok = None, False, True
+            active = None
+            is_released = False
+            ok = True
             try:
                 is_released = any(gather_values(alive.comm, self._is_released))
                 active = _activate(alive, Standby() if is_released else standby)
@@ -299,7 +301,9 @@ class Membership:
                 ulfm.revoke_all()
             if ulfm.agree(alive.comm, ok):
                 break
-        self.all_ranks, self.active, self._standby = alive, active, standby
+        self.all_ranks = alive
+        self.active = active
+        self._standby = standby
         self._is_released = is_released
         if lost:
             self.losses.append(RankLoss(lost, at, noticed))

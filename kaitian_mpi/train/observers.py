@@ -29,7 +29,9 @@ class Events(StepObserver):
     """Reports skipped steps and the ends of the start-up and of recoveries; compares weights."""
 
     def __init__(self, run: Run, loop: Loop) -> None:
-        self._run, self._loop, self._world = run, loop, loop.world
+        self._run = run
+        self._loop = loop
+        self._world = loop.world
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         run = self._run
@@ -72,7 +74,8 @@ class Events(StepObserver):
         losses = self._run.membership.losses
         recovered = [loss for loss in losses if loss.recovery_sec and not loss.is_logged]
         for loss in recovered:
-            loss.is_logged, seconds = True, loss.recovery_sec
+            loss.is_logged = True
+            seconds = loss.recovery_sec
             text = f"step {step.number} is done, {seconds:.2f} s after the loss was noticed"
             print_rank_0(self._world, text)
             ranks = [info.world_rank for info in loss.lost]
@@ -91,8 +94,11 @@ class Metrics(StepObserver):
     def __init__(
         self, run: Run, loop: Loop, balancing: Balancing, logged: dict[str, float]
     ) -> None:
-        self._run, self._loop, self._world = run, loop, loop.world
-        self._balancing, self._logged = balancing, logged
+        self._run = run
+        self._loop = loop
+        self._world = loop.world
+        self._balancing = balancing
+        self._logged = logged
         self._compute_sec = [0.0] * self._world.size
         self._wait_sec = [0.0] * self._world.size
         self._all_steps = 0  # in these sums; both restart at 0 after a recovery
@@ -103,7 +109,8 @@ class Metrics(StepObserver):
     def _reset(self) -> None:
         # Summed on the losses' device, so that a step does not wait for it.
         self._loss_sum = torch.zeros((), device=self._world.device)
-        self._times, self._data_sec = StepTimes(), 0.0
+        self._times = StepTimes()
+        self._data_sec = 0.0
         self._samples = self._steps = self._loss_samples = 0
         self._since = time.perf_counter()
 
@@ -234,7 +241,9 @@ class Presence(StepObserver):
     """
 
     def __init__(self, world: World, watchdog: Watchdog, patience_sec: float) -> None:
-        self._comm, self._watchdog, self._patience_sec = world.comm, watchdog, patience_sec
+        self._comm = world.comm
+        self._watchdog = watchdog
+        self._patience_sec = patience_sec
         self._others = [rank for rank in range(world.size) if rank != world.rank]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kaitian-presence", daemon=True)

@@ -58,7 +58,8 @@ class OpenStep:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of the current micro-batch; of the last one, sum over the ranks."""
         assert self._current is not None
-        index, self._current = self._current, None
+        index = self._current
+        self._current = None
         if not self._has_begun:  # else the others would wait for a rank that leaves the step out
             self._has_begun = True
             self.loop.exchange.announce(Call.SUM, self.loop.progress.step)

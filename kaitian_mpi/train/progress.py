@@ -115,7 +115,8 @@ class Schedules:
     """
 
     def __init__(self, task: Task, optimizers: Sequence[Optimizer], total_steps: int) -> None:
-        self._task, self._optimizers = task, list(optimizers)
+        self._task = task
+        self._optimizers = list(optimizers)
         self._own_settings = self.settings()
         self._make(total_steps)
 

@@ -220,7 +220,9 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
 
 def _choose_ranks(run: Run) -> None:
     """Find out what each rank can do, choose those that train, and make the state. Collective."""
-    config, setup, membership = run.config, run.setup, run.membership
+    config = run.config
+    setup = run.setup
+    membership = run.membership
     on_all, world = membership.attempt, membership.all_ranks
     if config.resume and run.earlier.metadata is None:
         on_all(start_from_file, config, setup.task.model)
@@ -335,7 +337,10 @@ def buckets_to_measure(run: Run) -> list[int]:
 
 def make_state(run: Run, world: World) -> State:
     """Create the training state, on later spares too, because creating the first takes a second."""
-    config, setup, profiles, done = run.config, run.setup, run.profiles, run.earlier.progress
+    config = run.config
+    setup = run.setup
+    profiles = run.profiles
+    done = run.earlier.progress
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
     batch = sum(run.plan(world).batch_sizes)

@@ -170,8 +170,12 @@ class Saving(StepObserver):
 
     def _is_missing(self) -> bool:
         """Return whether there is no checkpoint yet that a loss needs, or was due at one."""
-        writer, progress, run = self._checkpoints.on_disk, self._progress, self._run
-        every, step, shards = run.config.checkpoint_every, progress.step, run.state.shards
+        writer = self._checkpoints.on_disk
+        progress = self._progress
+        run = self._run
+        every = run.config.checkpoint_every
+        step = progress.step
+        shards = run.state.shards
         is_due = progress.position == 0 or (every > 0 and step % every == 0)
         # At the start it is due if the loss of a rank would take along what no other has.
         may_lose = shards is not None and self._world.size > 1 and not shards.has_copies

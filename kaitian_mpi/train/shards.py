@@ -80,7 +80,8 @@ class Shards:
             owned: the parameters of which an owner alone has the values; None: none.
             values: those that this rank has, to be kept or given away.
         """
-        self._model, self._optimizers = model, optimizers
+        self._model = model
+        self._optimizers = optimizers
         self._place = None if owned is None else owned.place
         self._parameters = list(model.parameters())
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
@@ -129,14 +130,16 @@ class Shards:
     def drop(self) -> None:
         """Forget all state, as it is incomplete. Not collective."""
         self._loose = {}
-        self._values, self._loaded = dict[Key, torch.Tensor](), dict[Key, torch.Tensor]()
+        self._values = dict[Key, torch.Tensor]()
+        self._loaded = dict[Key, torch.Tensor]()
         self.zero_gradients()
         self._reducer = None
         for optimizer in self._optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups if self.targets else ():
                 group["params"] = []  # until there are new parts
-        self.parts, self.targets = [], {}
+        self.parts = []
+        self.targets = {}
 
     def settings(self) -> list[dict[str, Any]]:
         """Return the optimizers' `state_dict` as if they had all parameters, without any state.
@@ -239,7 +242,9 @@ class Shards:
         values = self._move_values(world.comm, wanted)
         held.clear()
         self.parts = parts
-        self._loose, self._values, self._loaded = {}, values, {}
+        self._loose = {}
+        self._values = values
+        self._loaded = {}
         self.targets = {
             part: self._target(part, world.rank)
             for part in parts
@@ -379,7 +384,8 @@ class Shards:
         try:
             yield spool.fault
         finally:
-            self._collected, self._collected_values = None, {}
+            self._collected = None
+            self._collected_values = {}
 
     def _held(self) -> dict[Key, dict[str, Any]]:
         """Return this rank's part of the state, by what it is of."""

@@ -88,7 +88,8 @@ class StepInProgress(Participation):
     def __init__(self, device: Device) -> None:
         super().__init__(lambda: self.own_weight)
         self.clock = StepClock(device)
-        self._mark, self._pace = device.mark, device.pace
+        self._mark = device.mark
+        self._pace = device.pace
         self.ready: Mark | None = None
         """Where the gradients of the bucket that was ready last were computed."""
         self.data_sec = 0.0
@@ -117,9 +118,15 @@ class StepInProgress(Participation):
 
     def begin_own(self, number: int, batch_sizes: list[int], own_samples: int) -> None:
         """Begin a step, counted from 1, whose weights are not this rank's matter."""
-        self.number, self.ready, self._losses, self._outputs = number, None, [], []
-        self.batch_sizes, self.samples = batch_sizes, sum(batch_sizes)
-        self.own_samples, self.weights, self.own_weight = own_samples, (), float(own_samples)
+        self.number = number
+        self.ready = None
+        self._losses = []
+        self._outputs = []
+        self.batch_sizes = batch_sizes
+        self.samples = sum(batch_sizes)
+        self.own_samples = own_samples
+        self.weights = ()
+        self.own_weight = float(own_samples)
 
     def bucket_ready(self, is_last: bool) -> None:
         """Mark on the device that the gradients of a bucket are ready."""
@@ -192,6 +199,7 @@ class StepInProgress(Participation):
 
     def take_part_in_backward(self) -> None:
         """Join the other ranks' backward, if this rank's loss has no gradient. Collective."""
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         if outputs:
             torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])

@@ -54,7 +54,9 @@ class StepClock:
     Per step, call `start`, `enter` with each phase that follows, `gradients_summed` and `stop`.
     """
 
-    FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "the optimizer"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "the optimizer"
     """The phases of computing; all others are waiting."""
     _SUM = "the sum of gradients"
 

@@ -326,7 +326,8 @@ def borrowed(model: nn.Module, parted: PartedModel | None = None) -> Iterator[nn
 
 
 def _free(parameter: torch.Tensor) -> None:
-    gradient, parameter.grad = parameter.grad, None
+    gradient = parameter.grad
+    parameter.grad = None
     check_dense([gradient])
 
 

@@ -46,7 +46,9 @@ class Timeline(StepObserver):
 
     def __init__(self, world: World, folder: Path | None, recorder: Recorder, state: State) -> None:
         """Open the file on rank 0 and align the clocks. Collective."""
-        self._world, self._recorder, self._state = world, recorder, state
+        self._world = world
+        self._recorder = recorder
+        self._state = state
         self._nodes = [info.node for info in world.infos]
         self._lanes = ChromeLanes(world.info.world_rank)
         name = f"{world.info}, emulated" if world.info.emulated else str(world.info)
@@ -94,8 +96,10 @@ class Timeline(StepObserver):
     def _lines(self) -> bytes:
         """Return this rank's events as lines of the file."""
         rank, recorder = self._world.info.world_rank, self._recorder
-        dropped, recorder.dropped = recorder.dropped, 0
-        naming, self._naming = self._naming, []
+        dropped = recorder.dropped
+        recorder.dropped = 0
+        naming = self._naming
+        self._naming = []
         events = recorder.take() + recorder.take_device_spans(self._world.device_kind.mark)
         return encode(
             [
@@ -112,7 +116,8 @@ class Timeline(StepObserver):
         elapsed, cost = (max(values) for values in zip(*figures, strict=True))
         interval = max(_MIN_INTERVAL_SEC, _INTERVAL_PER_COST * cost)
         steps = interval * (step - self._last_step) / max(elapsed, 1e-6)
-        self._last_step, self._next_step = step, step + max(1, round(steps))
+        self._last_step = step
+        self._next_step = step + max(1, round(steps))
         self._shared_at = now
 
 

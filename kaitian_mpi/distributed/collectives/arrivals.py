@@ -44,9 +44,11 @@ class ArrivalTracker:
 
     def __init__(self, comm: MPI.Comm, store: MPIStore, timeout: timedelta) -> None:
         """Track the ranks of `comm`, by the group's own `store`."""
-        self._comm, self._store = comm, store
+        self._comm = comm
+        self._store = store
         self.set_timeout(timeout)
-        self._calls, self._operation = 0, "a collective"
+        self._calls = 0
+        self._operation = "a collective"
         self._arrived_at = self._met_at = time.monotonic()
 
     def begins(self, operation: str) -> None:
@@ -179,10 +181,14 @@ class LibraryWatch:
         `on_failure` is called once, in the thread, if one of `ranks` (the library's, among those of
         `comm`) is lost or does not come. `store` is for these ranks' calls of the library alone.
         """
-        self._comm, self._ranks, self._store = comm, ranks, store
+        self._comm = comm
+        self._ranks = ranks
+        self._store = store
         self._on_failure = on_failure
         self.set_timeout(timeout)
-        self._calls, self._name, self._called_at = 0, "", time.monotonic()
+        self._calls = 0
+        self._name = ""
+        self._called_at = time.monotonic()
         self._recorded = self._compared = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="kaitian-library", daemon=True)
@@ -192,7 +198,8 @@ class LibraryWatch:
         self._timeout_sec, self._record_after_sec = _limits(timeout)
 
     def called(self, name: str) -> None:
-        self._name, self._called_at = name, time.monotonic()
+        self._name = name
+        self._called_at = time.monotonic()
         self._calls += 1
 
     def close(self) -> None:
@@ -220,7 +227,9 @@ class LibraryWatch:
 
     def _late(self) -> CollectiveError | None:
         """Return an error if a rank has not made this rank's last call within the timeout."""
-        calls, name, waited = self._calls, self._name, time.monotonic() - self._called_at
+        calls = self._calls
+        name = self._name
+        waited = time.monotonic() - self._called_at
         if self._recorded < calls and waited > self._record_after_sec:
             self._store.set(str(self._comm.rank), str(calls))
             self._recorded = calls

@@ -63,8 +63,11 @@ class HostOperations:
         relay: Relay | None = None,
     ) -> None:
         """Store the communicator, its links between hosts, and the relay; None: not needed."""
-        self.rank, self.size = comm.rank, comm.size
-        self._comm, self._links, self._relay = comm, links, relay
+        self.rank = comm.rank
+        self.size = comm.size
+        self._comm = comm
+        self._links = links
+        self._relay = relay
         self.barrier = self._arrive = arrivals.arrive
         self._complete = arrivals.complete
 

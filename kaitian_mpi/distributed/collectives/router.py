@@ -69,7 +69,8 @@ class Router:
         A library works on copies of the caller's tensors on `streams`; `check_devices` is given the
         tensors of each call.
         """
-        self._library, self._host = library, host
+        self._library = library
+        self._host = host
         self._worker = worker
         self._streams = streams
         self._label = label

@@ -102,7 +102,8 @@ class StreamEnd:
         """Record an event on the stream; `module` has the device's streams, like `torch.cuda`."""
         self.is_handled_by_futures = device_of(device).futures_handle_streams
         """Whether a future makes its reader's stream wait for it."""
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._event = event_to_wait_for(module)
         self._event.record(module.current_stream(device))
 

@@ -60,9 +60,13 @@ class VendorLibrary:
         `on_failure` is called, maybe from another thread, when a rank is lost; before anything that
         waits in the library goes on.
         """
-        self.rank, self.size = comms.group.rank, comms.group.size
-        self._kind, self._device, self._comms = kind, device, comms
-        self._store, self._group_store = store, group_store
+        self.rank = comms.group.rank
+        self.size = comms.group.size
+        self._kind = kind
+        self._device = device
+        self._comms = comms
+        self._store = store
+        self._group_store = group_store
         self._timeout = timeout
         self._on_failure = on_failure
         self._failure: CollectiveError | None = None
@@ -102,7 +106,8 @@ class VendorLibrary:
             store, limit = dist.PrefixStore(prefix, self._store), self._timeout + _LIBRARY_MARGIN
             backend = self._kind.create_vendor_group(store, self.rank, self.size, limit)
         with self._lock:
-            self._backend, self._is_joined = backend, True
+            self._backend = backend
+            self._is_joined = True
         if self._failure is not None:
             self._abort()
             raise self._failure
@@ -267,7 +272,8 @@ def _asking_for_a_work(options: Any) -> Iterator[None]:
     copy of the result may be made on another stream than the kernel's caller has, so that the work
     is needed.
     """
-    asked, options.asyncOp = options.asyncOp, True
+    asked = options.asyncOp
+    options.asyncOp = True
     try:
         yield
     finally:

@@ -58,9 +58,12 @@ class Worker:
         """Why no more tasks can be executed; None if they can."""
         self.records_losses = False
         """Whether the caller checks `broken` before using a future's value."""
-        self._name, self._streams, self._make_thread = name, streams, make_thread
+        self._name = name
+        self._streams = streams
+        self._make_thread = make_thread
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self._turn, self._count_lock = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()
+        self._count_lock = threading.Lock()
         self._waiting = 0
         # DDP's join keeps only the C++ half of the work of its one-element all_reduce, which still
         # needs the Python half.
@@ -132,8 +135,11 @@ class Worker:
         if self._thread is not None:
             self._put(_Task(self._begin_closing, NO_STREAMS))
             self._thread.join()
-            self._thread, self._thread_id, self._is_closing = None, 0, False
-        failed, self._failed = self._failed, None
+            self._thread = None
+            self._thread_id = 0
+            self._is_closing = False
+        failed = self._failed
+        self._failed = None
         if failed is not None and not failed.is_error_seen:
             write_labeled(f"a collective failed, and no caller waited for it: {failed.exception()}")
 
@@ -190,7 +196,8 @@ class Worker:
             abort_with_traceback("collectives failed:\n")
 
     def _run_task(self, task: _Task) -> None:
-        outer, self._in_callback = self._in_callback, task.is_callback
+        outer = self._in_callback
+        self._in_callback = task.is_callback
         try:
             with task.streams:
                 task.run()

@@ -63,7 +63,8 @@ class HostAllreduce:
     """The allreduce among the ranks of one communicator, which are on several hosts."""
 
     def __init__(self, comm: MPI.Comm, hosts: Hosts) -> None:
-        self._comm, self._hosts = comm, hosts
+        self._comm = comm
+        self._hosts = hosts
         self._here = next(ranks for ranks in hosts if comm.rank in ranks)
         self._unused: list[torch.Tensor] = []
 

@@ -28,8 +28,11 @@ class Crossing:
         self, comm: MPI.Comm, lane: Sequence[int], tag: int, op: Reduction, scratch: torch.Tensor
     ) -> None:
         """Store the round's: `lane` has a rank of each host, `scratch` room for all parts."""
-        self._comm, self._lane, self._tag = comm, lane, tag
-        self._op, self._scratch = op, scratch
+        self._comm = comm
+        self._lane = lane
+        self._tag = tag
+        self._op = op
+        self._scratch = scratch
         self.host = lane.index(comm.rank)
         """The number of this rank's host."""
         self.size = len(lane)

@@ -83,7 +83,9 @@ class Link:
         """How tensors are reduced, the same on every rank; None if not known yet."""
         self.routes = routes(list(EXCHANGES), min(map(len, hosts)))
         """The routes to choose from."""
-        self._comm, self._hosts, self._settings = comm, hosts, settings
+        self._comm = comm
+        self._hosts = hosts
+        self._settings = settings
         self._allreduce = HostAllreduce(comm, hosts)
 
     def reduce_to_all(self, tensor: torch.Tensor, op: Reduction) -> None:

@@ -70,8 +70,10 @@ class StreamCopies(Copies):
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._device = module, device
-        self.out, self.back = module.Stream(device), module.Stream(device)
+        self._module = module
+        self._device = device
+        self.out = module.Stream(device)
+        self.back = module.Stream(device)
         self._last: Any = None
 
     def keep(self, tensor: torch.Tensor) -> None:

@@ -191,8 +191,10 @@ class Relay:
 
         If no rank of the group has an accelerator, tensors are cut as suits MPI alone.
         """
-        self.settings, self.has_accelerators = settings, has_accelerators
-        self._device, self._links = device, links
+        self.settings = settings
+        self.has_accelerators = has_accelerators
+        self._device = device
+        self._links = links
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
         self._paces: dict[tuple[int, int], ChunkLengths] = {}
 

@@ -78,7 +78,9 @@ class CheckpointFiles:
     """The checkpoints of one run, in a folder to which one process writes at a time."""
 
     def __init__(self, folder: Path, keep: int, private: bool = False) -> None:
-        self.folder, self.keep, self._private = folder, keep, private
+        self.folder = folder
+        self.keep = keep
+        self._private = private
 
     def write(
         self, state: dict[str, Any], description: dict[str, Any], only_new: bool = False

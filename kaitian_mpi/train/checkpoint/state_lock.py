@@ -53,7 +53,9 @@ class StateLock:
             after_fork: called first in the child, which has none of this process's other threads.
             after_change: called after each change of the state, with the lock held.
         """
-        self._save, self._prepare, self._after_fork = save, prepare, after_fork
+        self._save = save
+        self._prepare = prepare
+        self._after_fork = after_fork
         self._after_change = after_change
 
     def __enter__(self) -> None:

@@ -182,7 +182,8 @@ class BackgroundWriter:
                 )
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
-        self._submitted, self._description = state, description
+        self._submitted = state
+        self._description = description
         self.last_submitted = step
         self._pending.append(self._pool.submit(self._work, state, description))
 
@@ -208,12 +209,14 @@ class BackgroundWriter:
 
     def take_spare(self) -> dict[str, Any] | None:
         """Return a state whose memory can be reused for the next copy; None if there is none."""
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         return spare
 
     def newly_written(self) -> int | None:
         """Return the step of the checkpoint written since the last call; None if none was."""
-        step, self._newly_written = self._newly_written, None
+        step = self._newly_written
+        self._newly_written = None
         return step
 
     def wait(self) -> None:
@@ -237,7 +240,8 @@ class BackgroundWriter:
         try:
             self.wait()
         finally:
-            self._submitted, self._spare = {}, None
+            self._submitted = {}
+            self._spare = None
 
     def _work(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         try:

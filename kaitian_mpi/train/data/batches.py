@@ -38,7 +38,8 @@ class Stream:
     def __getitem__(self, index: int) -> Any:
         """Return the sample at a position, after reading those before it."""
         if self._left is None or index < self._position:
-            self._left, self._position = iter(self.data), 0
+            self._left = iter(self.data)
+            self._position = 0
         try:
             while self._position < index:
                 next(self._left)

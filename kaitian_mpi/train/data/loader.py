@@ -28,7 +28,8 @@ class ShareLoader:
     """
 
     def __init__(self, batches: Any, workers: int, pin_memory: bool) -> None:
-        self.batches, self.data = batches, StepBatches(batches)
+        self.batches = batches
+        self.data = StepBatches(batches)
         # Of a stream, each process would read all.
         is_stream = isinstance(getattr(batches, "data", None), Stream)
         self.workers = min(workers, 1) if is_stream else workers

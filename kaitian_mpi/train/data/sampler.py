@@ -144,7 +144,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         if self._ran_to_end:
             self.position = 0
             self._ran_to_end = False
-        order, self._plans = self._permutation(), [(self.position, self._batch_sizes)]
+        order = self._permutation()
+        self._plans = [(self.position, self._batch_sizes)]
         while self.position < len(order):
             own, self.position = self._share_at(order, self.position)
             yield own

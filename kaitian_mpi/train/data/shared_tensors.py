@@ -27,7 +27,8 @@ class SharedTensors:
     """
 
     def __init__(self, value: Any) -> None:
-        self._value, self._region = value, _Region()
+        self._value = value
+        self._region = _Region()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the value; its tensors are copied once, whatever the number of receivers."""
@@ -103,7 +104,8 @@ class SharedTensorDataset(Dataset[Any]):
     """Wraps a dataset so that it is sent to workers, and its batches back, as a `SharedTensors`."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._shared = dataset, SharedTensors(dataset)
+        self._dataset = dataset
+        self._shared = SharedTensors(dataset)
 
     def __getitem__(self, indices: list[int]) -> Any:
         return SharedTensors(self._dataset[indices])

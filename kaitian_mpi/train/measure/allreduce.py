@@ -120,7 +120,9 @@ def measure_allreduce(
     """Measure the cost of an allreduce among some of the ranks. Collective over all ranks."""
     if len(ranks) == 1 or not buckets:
         return FREE
-    is_world, device, wire = len(ranks) == world.size, world.device, world.relay.wire
+    is_world = len(ranks) == world.size
+    device = world.device
+    wire = world.relay.wire
     group = cast("Any", dist.group.WORLD if is_world else dist.new_group(list(ranks)))
     sizes = sorted({*_SIZES, max(buckets)})
     seconds = None

@@ -144,7 +144,9 @@ def _compare(
     world: World, precision: str, own: Any, known: Any, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
-    reference, expected, allowed = known[0], ParityResult(**known[1]), known[2]
+    reference = known[0]
+    expected = ParityResult(**known[1])
+    allowed = known[2]
     if own.is_random or expected.is_random:
         return "the loss draws random numbers"
     if not math.isfinite(expected.loss):

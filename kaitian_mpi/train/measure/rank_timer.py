@@ -25,7 +25,9 @@ from kaitian_mpi.train.task import MEMORY_FORMATS, Computation, borrowed
 
 # The first batch size that is timed, and how fast it grows: on a host even a few samples keep a
 # core busy. An accelerator takes a second to prepare its kernels for each size: there are few.
-_FIRST_ON_HOST, _FIRST_ON_ACCELERATOR, _PART_ON_ACCELERATOR = 2, 8, 0.25
+_FIRST_ON_HOST = 2
+_FIRST_ON_ACCELERATOR = 8
+_PART_ON_ACCELERATOR = 0.25
 _GROWTH_ON_HOST, _GROWTH_ON_ACCELERATOR = 2, 4
 _MIN_TIMED_SEC = 0.1
 _LONG_STEP_SEC = 0.5  # on a host, larger batches cost too much time
@@ -79,8 +81,12 @@ class RankTimer:
         reserved: int = 0,
     ) -> None:
         """Prepare to time; `reserved` are bytes that the training takes besides. Not collective."""
-        self._config, self._world, self._device = config, world, world.device_kind
-        self._task, self._data, self._parted = setup.task, setup.train, setup.parted
+        self._config = config
+        self._world = world
+        self._device = world.device_kind
+        self._task = setup.task
+        self._data = setup.train
+        self._parted = setup.parted
         # In the order of training, so that samples of different sizes come as they do there.
         sampler = LoadAdaptiveSampler(
             setup.train, [1], 0, shuffle=self._task.shuffles, seed=config.seed
@@ -96,7 +102,8 @@ class RankTimer:
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
         self._smallest = min_batch
-        self._reserved, self._end = reserved, ExitStack()
+        self._reserved = reserved
+        self._end = ExitStack()
         self.close = self._end.close
 
     def measure(self) -> RankMeasurement:
@@ -134,7 +141,8 @@ class RankTimer:
 
     def _repeat(self, times: dict[int, list[float]]) -> None:
         """Time the ends of the line again, until the predicted step is settled."""
-        self._smallest, largest = min(times), max(times)
+        self._smallest = min(times)
+        largest = max(times)
         ends = {batch: times[batch] for batch in (self._smallest, largest)}
         share, round_sec = max(self._equal_share, self._smallest), 0.0
         for _ in range(_MAX_ROUNDS):
@@ -305,7 +313,8 @@ class MemoryGauge:
 
     def __init__(self, world: World, reserved: int = 0) -> None:
         """Read this rank's fair share of the free memory, without what is `reserved`, in bytes."""
-        self._device, self._index = world.device_kind, world.device_index
+        self._device = world.device_kind
+        self._index = world.device_index
         self._limit = memory_limit(world) - reserved
         self._peaks: dict[int, int] = {}
         self._too_large: int | None = None

@@ -31,7 +31,9 @@ class _StandIn:
     """What the user's function gets in place of the model, of which no rank has all layers."""
 
     def __init__(self, model: nn.Module, answer: Callable[[ModelCall], Any]) -> None:
-        self._model, self._answer, self._calls = model, answer, 0
+        self._model = model
+        self._answer = answer
+        self._calls = 0
         self.training = model.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,12 +146,15 @@ class Piece(nn.Module):
         super().__init__()
         own: Any = [parent._modules[name] for parent, name in places[number]]
         self.parts = nn.ModuleList([*own, *others])
-        self.number, self.places = number, places
+        self.number = number
+        self.places = places
         self.__dict__["model"] = model  # not a part
 
     def run(self, end: int, args: Sequence[Any], kwargs: Mapping[str, Any], carried: Any) -> Any:
         """Compute this piece and those before number `end`, with what the one before returned."""
-        begin, places, model = self.number, self.places, self.__dict__["model"]
+        begin = self.number
+        places = self.places
+        model = self.__dict__["model"]
         if getattr(model.config, "use_cache", False):  # of keys and values, for generation
             kwargs = {"use_cache": False, **kwargs}
         roles = {place: "before" for piece in places[:begin] for place in piece}

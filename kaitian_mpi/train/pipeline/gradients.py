@@ -45,7 +45,10 @@ class StageGradients:
         `targets` are all parameters of this rank: a script may unfreeze some between two steps, and
         the norm counts also those that no optimizer has.
         """
-        self._targets, self._owners, self._rank, self.waits = targets, owners, rank, waits
+        self._targets = targets
+        self._owners = owners
+        self._rank = rank
+        self.waits = waits
         self._groups: list[tuple[Any, list[int]]] = []
         shared: dict[tuple[int, ...], list[int]] = {}
         for number, ranks in enumerate(owners):
@@ -55,11 +58,14 @@ class StageGradients:
             group = dist.new_group([*ranks])
             if rank in ranks:
                 self._groups.append((group, numbers))
-        self.squared_norm, self.factor, self._is_finite = 0.0, 1.0, True
+        self.squared_norm = 0.0
+        self.factor = 1.0
+        self._is_finite = True
         self.number = torch.zeros((), dtype=torch.float64)
         self.losses: list[torch.Tensor] = []
         """This rank's losses in the step, each times its weight over `samples`."""
-        self.weight, self.samples = 0.0, 1
+        self.weight = 0.0
+        self.samples = 1
 
     def arm(self, *_: Any) -> None:
         raise UserError("--layout pipeline requires Task(loss=...)")
@@ -86,7 +92,8 @@ class StageGradients:
         self.factor = self.samples / weight if weight else 1.0
         self.number = torch.tensor(loss * self.factor, dtype=torch.float64)
         self.squared_norm *= self.factor**2
-        self.losses, self.weight = [], 0.0
+        self.losses = []
+        self.weight = 0.0
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity."""
@@ -99,7 +106,8 @@ class StageGradients:
         """Do nothing: no values are under way."""
 
     def reset(self) -> None:
-        self.losses, self.weight = [], 0.0
+        self.losses = []
+        self.weight = 0.0
 
     def close(self) -> None:
         """End the groups. Not collective."""

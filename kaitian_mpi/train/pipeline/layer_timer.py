@@ -77,11 +77,15 @@ class LayerTimer:
     ) -> None:
         profile = profile_unmeasured(config, world.info)
         computation = Computation(world.device, profile.precision, profile.memory_format)
-        self._computation, self._world, self._is_whole = computation, world, chain is None
-        self._task, self._data = setup.task, setup.train
+        self._computation = computation
+        self._world = world
+        self._is_whole = chain is None
+        self._task = setup.task
+        self._data = setup.train
         self._chain = chain = chain or [setup.task.model]
         share = equal_share(config, world.size)
-        self._smallest, self._most = min_batch, max(min_batch, min(len(setup.train), share))
+        self._smallest = min_batch
+        self._most = max(min_batch, min(len(setup.train), share))
         self._times: dict[int, list[list[tuple[float, float]]]] = {}
         self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
         self._bytes = [LayerBytes() for _ in chain]

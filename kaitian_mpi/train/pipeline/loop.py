@@ -167,7 +167,9 @@ class Restaging(StepObserver):
     """Finds out, when epochs end and checkpoints are due, whether other stages are worth a move."""
 
     def __init__(self, run: Run, loop: Loop) -> None:
-        self._run, self._loop, self._plan = run, loop, cast("PipelinePlan", loop.plan.pipeline)
+        self._run = run
+        self._loop = loop
+        self._plan = cast("PipelinePlan", loop.plan.pipeline)
         self._samples = len(self._plan.stages) * run.config.global_batch_size
         self._seconds: deque[np.ndarray] = deque(maxlen=_WINDOW)
 
@@ -184,7 +186,9 @@ class Restaging(StepObserver):
         run, loop, progress = self._run, self._loop, self._run.state.progress
         if len(self._seconds) < _LEAST_STEPS or run.facts is None:
             return
-        world, facts, found = loop.world, run.facts, None
+        world = loop.world
+        facts = run.facts
+        found = None
         if world.rank == 0:
             job = facts.job(run.config, world, loop.plan.min_batch)
             work, left = np.median(self._seconds, axis=0), progress.total_steps - progress.step

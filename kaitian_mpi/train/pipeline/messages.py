@@ -46,7 +46,10 @@ class _Incoming:
 
     def __init__(self, peers: PeerGroups, source: int, header: torch.Tensor, tags: _Tags) -> None:
         """Post the receive of the header, into this tensor."""
-        self._peers, self._source, self._header, self._tags = peers, source, header, tags
+        self._peers = peers
+        self._source = source
+        self._header = header
+        self._tags = tags
         self._tensors: list[torch.Tensor] = []
         self._works: list[Any] = []
         self._is_posted = threading.Event()
@@ -155,7 +158,8 @@ class Outbox:
     """What this rank sends, until it has arrived."""
 
     def __init__(self, waits: Waits, peers: PeerGroups) -> None:
-        self._waits, self._peers = waits, peers
+        self._waits = waits
+        self._peers = peers
         self._pending: list[Any] = []
 
     def send_activations(self, value: Any, target: int, micro_batch: int) -> list[torch.Tensor]:

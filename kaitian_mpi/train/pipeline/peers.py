@@ -26,7 +26,8 @@ class LibraryMessage:
 
     def __init__(self, tensor: torch.Tensor, source: int, group: Any) -> None:
         """Start it, on both ranks, after the work queued on the current stream."""
-        self._tensor, self._group = tensor, group
+        self._tensor = tensor
+        self._group = group
         self._work: Any = dist.broadcast(tensor, source, group=group, async_op=True)
 
     def is_completed(self) -> bool:
@@ -50,7 +51,8 @@ class HostMessage:
 
     def __init__(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         """Post the receive; on a device, the copy in comes after the current stream's work."""
-        self._tensor, self._work = tensor, cast("Work", dist.irecv(tensor, source, tag=tag))
+        self._tensor = tensor
+        self._work = cast("Work", dist.irecv(tensor, source, tag=tag))
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -79,7 +81,9 @@ class PeerGroups:
         groups: Mapping[tuple[int, int], Any] = MappingProxyType({}),
     ) -> None:
         """Take this rank's groups, by sender and receiver; MPI carries all else."""
-        self._rank, self._device, self._groups = rank, device, dict(groups)
+        self._rank = rank
+        self._device = device
+        self._groups = dict(groups)
         self._module = device_of(device).streams()
         self._stream = None if self._module is None else self._module.Stream(device)
 
@@ -115,7 +119,8 @@ class PeerGroups:
 
     def close(self) -> None:
         """End the groups. Not collective."""
-        groups, self._groups = self._groups, {}
+        groups = self._groups
+        self._groups = {}
         for group in groups.values():
             if dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -54,13 +54,19 @@ class Runner:
         Without `peers`, MPI carries all messages.
         `is_mixed` says whether stages are on devices of several kinds.
         """
-        self._task, self._computation, self._stages, self._rank = task, computation, stages, rank
-        self._waits, self._begins, self._ends = waits, begins, ends
+        self._task = task
+        self._computation = computation
+        self._stages = stages
+        self._rank = rank
+        self._waits = waits
+        self._begins = begins
+        self._ends = ends
         self._is_mixed = is_mixed
         self.number = next((n for n, stage in enumerate(stages) if rank in stage.ranks), None)
         number = self.number if self.number is not None else 0
         stage, limits = stages[number], windows(stages, ahead)
-        self._layers, self._window = layers[stage.begin : stage.end], limits[number]
+        self._layers = layers[stage.begin : stage.end]
+        self._window = limits[number]
         self.is_first = self.number == 0
         self.is_last = self.number == len(stages) - 1
         self.needs_call = self.is_first or all_need_call(layers)
@@ -139,8 +145,11 @@ class _Step:
         batches: Mapping[int, Any],
         seeds: Sequence[int],
     ) -> None:
-        self._runner, self._function, self.batches = runner, function, batches
-        self.own, self._seeds = runner.own(count), seeds
+        self._runner = runner
+        self._function = function
+        self.batches = batches
+        self.own = runner.own(count)
+        self._seeds = seeds
         stages, number = runner._stages, runner.number or 0
         self._sources = stages[number - 1].micro_batch_ranks(count) if number else []
         is_inner = not runner.is_last and runner.number is not None
@@ -153,7 +162,9 @@ class _Step:
 
     def forward(self, number: int) -> Any:
         """Compute a micro-batch; send it on, or return the function's result in the last stage."""
-        runner, call, carried = self._runner, None, None
+        runner = self._runner
+        call = None
+        carried = None
         task, leaves = runner._task, list[torch.Tensor]()
         if runner.needs_call:
             with self._draws(number, runner._is_mixed):

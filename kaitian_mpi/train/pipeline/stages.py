@@ -43,7 +43,8 @@ class Stages(Shards):
         layers: Sequence[nn.Module],
         device: torch.device,
     ) -> None:
-        self.layers, self._device = layers, device
+        self.layers = layers
+        self._device = device
         self.stages: Sequence[Stage] = ()
         self.owners: list[list[int]] = []
         """The ranks that have a parameter, by its number; empty before `assign_stages`."""
@@ -74,7 +75,9 @@ class Stages(Shards):
 
     def drop(self) -> None:
         super().drop()
-        self.owners, self._new, self._present = [], {}, set()
+        self.owners = []
+        self._new = {}
+        self._present = set()
 
     @property
     def has_copies(self) -> bool:
@@ -104,7 +107,9 @@ class Stages(Shards):
                 states.pop(number, None)
         for number in states:
             self._settle(number)
-        self.stages, self.owners, self._loose = stages, owners, {}
+        self.stages = stages
+        self.owners = owners
+        self._loose = {}
         for stage in stages:
             if world.rank in stage.ranks:
                 for layer in self.layers[stage.begin : stage.end]:
@@ -156,11 +161,13 @@ class Stages(Shards):
             for content, groups in zip(collected, self._groups, strict=True):
                 order = [number for group in groups for number in group]
                 content["state"] = {p: states[n] for p, n in enumerate(order) if states[n]}
-            self._collected, self._collected_values = collected, whole
+            self._collected = collected
+            self._collected_values = whole
         try:
             yield spool.fault
         finally:
-            self._collected, self._collected_values = None, {}
+            self._collected = None
+            self._collected_values = {}
 
     def _owners(self, stages: Sequence[Stage]) -> list[list[int]]:
         owners: list[list[int]] = [[] for _ in self._parameters]
