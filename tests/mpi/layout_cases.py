@@ -265,6 +265,8 @@ def make_model(case: Case) -> nn.Sequential:
     first: nn.Module = Pools(width) if case.is_text else nn.Linear(_FEATURES, width)
     layers = [first]
     for number, kind in enumerate(case.blocks):
+        if kind == "sometimes" and "parts" in case.layouts:
+            kind = "unused"  # the order of use would depend on a rank's samples: it alone refuses
         if kind == "linear":
             layers.append(nn.Linear(width, width, bias=number % 2 == 0))
         elif kind == "act":
