@@ -122,6 +122,8 @@ def agree(comm: MPI.Intracomm, ok: bool) -> bool:
             if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
                 return False
             raise
+    if not ok:
+        return False  # whatever the others have passed
     if outcome not in (_NO, _YES):
         raise RuntimeError(
             "MPI has damaged the outcome of an agreement between ranks; start the job again"
@@ -138,8 +140,7 @@ def _agree_once(comm: MPI.Intracomm, value: int) -> int:
     outcome is not damaged on its way back: rank 0, which decides it, is the last to enter.
     """
     if comm.rank == 0:
-        with tolerating_loss():
-            _wait_for_others(comm)
+        _wait_for_others(comm)
     outcome = array("i", [value])
     request = comm.Iagree(outcome)
     if comm.rank != 0:
@@ -150,9 +151,14 @@ def _agree_once(comm: MPI.Intracomm, value: int) -> int:
 
 
 def _wait_for_others(comm: MPI.Intracomm) -> None:
-    """Wait until all others have entered an agreement; raise if one may be lost."""
-    for request in [comm.Irecv(bytearray(), rank, tags.AGREEMENT) for rank in range(1, comm.size)]:
-        wait_request(request)
+    """Wait until all others that are left have entered an agreement."""
+    requests = []
+    for rank in range(1, comm.size):
+        with tolerating_loss():
+            requests.append(comm.Irecv(bytearray(), rank, tags.AGREEMENT))
+    for request in requests:
+        with tolerating_loss():
+            wait_request(request)
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -178,7 +178,7 @@ def test_paper_batch_policy_with_a_slow_rank_bf16_and_a_forced_algorithm(mpirun,
     assert summary["global_batch_size"] == sum(summary["batch_sizes"])
     assert summary["batch_sizes"] == [max(1, round(40 * score)) for score in summary["scores"]]
     assert summary["allreduce"] == "striped"
-    auto = {"network_allreduce": "auto", "group_by": "auto"}
+    auto = {"network_allreduce": "auto", "group_by": "auto", "vendor_library": True}
     assert summary["relay"] == {"memory_mb": 8, "dtype": "bf16", **auto}
     assert summary["steps"] == 5
     assert math.isfinite(summary["val_loss"])
