@@ -104,11 +104,13 @@ class DeviceMemory:
                 self._use_again(block)
 
     def _process_events(self) -> None:
-        for item in list(self._pending):
-            block, events = item
+        # Looking at an event, or the collector, may free more tensors, which comes here again.
+        pending, self._pending = self._pending, []
+        for block, events in pending:
             if all(event.query() for event in events):
-                self._pending.remove(item)
                 self._use_again(block)
+            else:
+                self._pending.append((block, events))
 
     def _use_again(self, block: Block) -> None:
         address, nbytes = block.address, block.wanted_bytes
