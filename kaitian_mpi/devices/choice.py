@@ -89,9 +89,8 @@ def choose_device(
             f"--devices {request!r}: a device is missing beside a comma; write one there, such as "
             "cpu"
         )
-    choice = _parse(
-        entries[local_rank], counts, faults
-    )  # other entries may be of kinds unknown here
+    # Other entries may be of kinds unknown here.
+    choice = _parse(entries[local_rank], counts, faults)
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
         raise UserError(
             f"--devices {request}: local rank {local_rank} on {host} asks for "

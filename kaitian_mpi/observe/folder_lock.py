@@ -78,10 +78,9 @@ class _Lock:
         self._descriptor = -1
         if descriptor >= 0:
             if _is_at(descriptor, self._path):
+                # Before the lock ends, so that no waiting process locks this file.
                 with suppress(OSError):
-                    os.remove(
-                        self._path
-                    )  # before the lock ends, so that no waiting process locks this file
+                    os.remove(self._path)
             os.close(descriptor)
 
 

@@ -124,9 +124,8 @@ class Outcome(MetricsSink):
         step_sec = reading.step_time_sec
         self._samples += reading.samples_per_sec * step_sec * steps
         self._seconds += step_sec * steps
-        exchange = min(
-            reading.wait_time_sec
-        )  # the last rank to arrive waits for communication alone
+        # The last rank to arrive waits for communication alone.
+        exchange = min(reading.wait_time_sec)
         batches: Sequence[float] = reading.batch_sizes
         if self._in_stages:  # each rank's fraction of the work, in samples
             total_sec = sum(reading.compute_time_sec) or 1.0

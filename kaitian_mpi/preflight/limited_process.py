@@ -81,9 +81,8 @@ class LimitedProcess:
         if self._ended is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # a process that a device blocks cannot be killed
+            # A process that a device blocks cannot be killed.
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._finish(None)
 

@@ -61,9 +61,8 @@ def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> 
     if isinstance(error, UserError):
         is_agreed = isinstance(error, AgreedError)
         if (not is_mpi_running() or (hook and not is_agreed)) and not _speaks_first():
-            time.sleep(
-                _WAIT_FOR_RANK_0_SEC
-            )  # rank 0 usually has the same error, and its exit ends the job
+            # Rank 0 usually has the same error, and its exit ends the job.
+            time.sleep(_WAIT_FOR_RANK_0_SEC)
         if _speaks_first() or not is_agreed:
             print_to_stderr(f"{program}: error: {error}")
         if read_launch(os.environ).world_size > 1 and not is_agreed:

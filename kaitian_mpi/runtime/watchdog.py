@@ -139,9 +139,8 @@ class Watchdog:
         os.close(writer)
         try:
             self._process.wait(_CLOSE_SEC)
-        except (
-            subprocess.TimeoutExpired
-        ):  # the process is stopped, or a forked worker holds the pipe
+        except subprocess.TimeoutExpired:
+            # The process is stopped, or a forked worker holds the pipe.
             self._process.kill()
             self._process.wait()
 
