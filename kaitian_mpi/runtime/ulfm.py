@@ -141,24 +141,44 @@ def _agree_once(comm: MPI.Intracomm, value: int) -> int:
     """
     if comm.rank == 0:
         _wait_for_others(comm)
+        outcome = array("i", [value])
+        wait_request(comm.Iagree(outcome))
+        return outcome[0]
     outcome = array("i", [value])
     request = comm.Iagree(outcome)
-    if comm.rank != 0:
-        with tolerating_loss():
-            comm.Isend(b"", 0, tags.AGREEMENT).Free()  # it has no buffer to keep
+    _wait_for_others(comm)
+    with tolerating_loss():
+        comm.Isend(b"", _parent(comm.rank), tags.AGREEMENT).Free()  # it has no buffer to keep
     wait_request(request)
     return outcome[0]
 
 
 def _wait_for_others(comm: MPI.Intracomm) -> None:
-    """Wait until all others that are left have entered an agreement."""
+    """Wait until all below this rank that are left have entered an agreement.
+
+    The ranks are a binomial tree, as in MPI's own collectives: a thousand of them send rank 0 ten
+    messages. What a dead rank should have passed on is not waited for.
+    """
     requests = []
-    for rank in range(1, comm.size):
+    for rank in _children(comm.rank, comm.size):
         with tolerating_loss():
             requests.append(comm.Irecv(bytearray(), rank, tags.AGREEMENT))
     for request in requests:
         with tolerating_loss():
             wait_request(request)
+
+
+def _parent(rank: int) -> int:
+    """Return the rank without its lowest bit."""
+    return rank & (rank - 1)
+
+
+def _children(rank: int, size: int) -> Iterator[int]:
+    """Yield the ranks of which this one is the parent."""
+    step = 1
+    while rank + step < size and not rank & step:
+        yield rank + step
+        step *= 2
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -271,7 +271,21 @@ def test_ranks_agree_again_on_values_that_mpi_has_damaged(ok, outcomes, expected
 def test_the_rank_that_decides_an_agreement_is_the_last_to_enter():
     comm, asked = agreeing_comm(0, 3)
     assert ulfm.agree(comm, True)
-    assert asked == [("received", 1), ("received", 2), ("received", 3), ("agree", 3)]
+    assert asked == [("received", 1), ("received", 2), ("agree", 3)]
+
+
+def test_a_rank_passes_on_that_those_below_it_have_entered_an_agreement():
+    comm, asked = agreeing_comm(2, 3)
+    assert ulfm.agree(comm, True)
+    assert asked == [("agree", 3), ("received", 3), ("send", 0)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 1000])
+def test_every_rank_but_the_first_has_one_parent_in_an_agreement(size):
+    children = {rank: list(ulfm._children(rank, size)) for rank in range(size)}
+    assert sorted(rank for below in children.values() for rank in below) == list(range(1, size))
+    assert all(ulfm._parent(child) == rank for rank in children for child in children[rank])
+    assert max(map(len, children.values())) <= 10
 
 
 def test_an_agreement_that_only_this_rank_cannot_read_ends_the_job():
