@@ -60,7 +60,7 @@ def _make_loop(run: Run, world: World, plan: Plan, commit: Callable[[bool], None
     own = run.config, world, run.setup, run.state, plan, run.loader, commit
     if plan.pipeline is None:
         return Loop(*own)
-    from kaitian_mpi.train.pipeline.loop import PipelineLoop
+    from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop
 
     return PipelineLoop(*own)
 
@@ -74,7 +74,7 @@ def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepO
     yield Metrics(run, loop, balancing, logged)
     yield Events(run, loop)
     if loop.plan.pipeline is not None and config.balance == "adaptive":
-        from kaitian_mpi.train.pipeline.loop import Restaging
+        from kaitian_mpi.train.layouts.pipeline.loop import Restaging
 
         yield Restaging(run, loop)
     if recorder.current is not None:
@@ -186,7 +186,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         run.setup.folder.cut_after(state.progress.step or -1)
     if state.shards is not None:
         if plan.pipeline is not None:
-            from kaitian_mpi.train.pipeline.stages import Stages
+            from kaitian_mpi.train.layouts.pipeline.stages import Stages
 
             assert isinstance(state.shards, Stages)
             state.shards.assign_stages(world, plan.pipeline.stages)
@@ -224,7 +224,7 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     for loss in losses:
         loss.step = step + 1
     if plan.pipeline is not None:
-        from kaitian_mpi.train.pipeline.loop import show_plan
+        from kaitian_mpi.train.layouts.pipeline.loop import show_plan
 
         show_plan(world, plan.pipeline)
     is_first = not run.has_started

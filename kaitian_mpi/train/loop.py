@@ -33,7 +33,7 @@ from kaitian_mpi.train.task import Task, aside
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.gathering import Gathering
     from kaitian_mpi.distributed.late_values import PartedModel
-    from kaitian_mpi.train.shards import Shards
+    from kaitian_mpi.train.layouts.shard.shards import Shards
 
 _SAMPLES_OF_STATISTICS = 256
 _WARM_UP_STEPS = 3
@@ -122,7 +122,7 @@ class Loop:
 
     def _use_shards(self, shards: Shards) -> None:
         """Sum gradients to their owners, who apply them."""
-        from kaitian_mpi.train.sharded_step import apply_step as apply_to_shards
+        from kaitian_mpi.train.layouts.sharded_step import apply_step as apply_to_shards
 
         step = self._step
         state = self.state

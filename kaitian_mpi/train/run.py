@@ -46,8 +46,8 @@ from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.task import Computation
 
 if TYPE_CHECKING:
-    from kaitian_mpi.train.measure.room import Room
-    from kaitian_mpi.train.pipeline.measure import PipelineFacts
+    from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts
+    from kaitian_mpi.train.layouts.shard.room import Room
 
 _SMALL_SUM_BYTES = 4096
 
@@ -232,12 +232,12 @@ def _choose_ranks(run: Run) -> None:
     if config.layout != "replicate":
         world.device_kind.grow_segments()  # as memory may be tight
     if config.layout == "auto":
-        from kaitian_mpi.train.measure.layouts import choose_layout
+        from kaitian_mpi.train.layouts.choose import choose_layout
 
         layout, run.facts = on_all(partial(choose_layout, config, setup))
         config = run.config = replace(config, layout=layout)
     if config.layout == "shard":
-        from kaitian_mpi.train.measure.room import find_room
+        from kaitian_mpi.train.layouts.shard.room import find_room
 
         run.room, reserved = on_all(find_room, setup, config)
         if run.room.parted:
@@ -245,7 +245,7 @@ def _choose_ranks(run: Run) -> None:
         else:
             setup.task.model.to(world.device)
     elif config.layout == "pipeline" and run.facts is None:
-        from kaitian_mpi.train.pipeline.measure import find_facts
+        from kaitian_mpi.train.layouts.pipeline.measure import find_facts
 
         run.facts = on_all(find_facts, config, setup)
     run.profiles = on_all(lambda world: find_profiles(config, world, setup, known, reserved))
@@ -273,7 +273,7 @@ def _choose_ranks(run: Run) -> None:
 def _part(run: Run, world: World) -> Setup:
     """Keep a part of the parameters, as this rank will own; return the setup with it."""
     from kaitian_mpi.distributed.late_values import PartedModel
-    from kaitian_mpi.train.shards import divide_parameters, steps_by_element
+    from kaitian_mpi.train.layouts.shard.shards import divide_parameters, steps_by_element
 
     setup, room = run.setup, run.room
     assert room is not None
@@ -355,11 +355,11 @@ def make_state(run: Run, world: World) -> State:
             state = State(setup.task, computation, total_steps, config.wire, moves=moves)
         state.parted = setup.parted
         if is_pipeline:
-            from kaitian_mpi.train.pipeline.stages import use_stages
+            from kaitian_mpi.train.layouts.pipeline.stages import use_stages
 
             use_stages(state, setup.task)
         elif config.layout == "shard":
-            from kaitian_mpi.train.sharded_step import use_shards
+            from kaitian_mpi.train.layouts.sharded_step import use_shards
 
             use_shards(state, setup.task, run.values)
             run.values = {}

@@ -33,7 +33,7 @@ from kaitian_mpi.train.task import Computation, Task
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.late_values import PartedModel
-    from kaitian_mpi.train.shards import Shards
+    from kaitian_mpi.train.layouts.shard.shards import Shards
 
 _PARTS = {
     "model": "the model",

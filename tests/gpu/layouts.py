@@ -55,12 +55,12 @@ from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.late_values import Late
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train.layouts.choose import measure_exchange
+from kaitian_mpi.train.layouts.pipeline.measure import find_facts, measure_links
+from kaitian_mpi.train.layouts.pipeline.runner import Runner
+from kaitian_mpi.train.layouts.shard.shards import Shards
 from kaitian_mpi.train.measure import room
-from kaitian_mpi.train.measure.layouts import measure_exchange
-from kaitian_mpi.train.pipeline.measure import find_facts, measure_links
-from kaitian_mpi.train.pipeline.runner import Runner
 from kaitian_mpi.train.setup import prepare_without_folder
-from kaitian_mpi.train.shards import Shards
 from kaitian_mpi.train.task import Computation
 
 IS_STAND_IN = stand_in.KIND == stand_in.STAND_IN

@@ -47,9 +47,9 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.ulfm import is_revoked
 from kaitian_mpi.train import shards
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts
 from kaitian_mpi.train.measure import room
 from kaitian_mpi.train.measure.plan import Plan, Profiles
-from kaitian_mpi.train.pipeline.measure import PipelineFacts
 
 LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
 TOLERANCE = 1e-9

@@ -16,11 +16,11 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.layouts.shard.shards import Shards
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.shards import Shards
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation
 

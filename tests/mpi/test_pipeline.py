@@ -24,15 +24,15 @@ from kaitian_mpi.observe import tensor_files
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.measure.layouts import choose_layout, measure_layouts
+from kaitian_mpi.train.layouts.choose import choose_layout, measure_layouts
+from kaitian_mpi.train.layouts.pipeline import loop
+from kaitian_mpi.train.layouts.pipeline.chain import chain_of
+from kaitian_mpi.train.layouts.pipeline.layer_timer import CastMode
+from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop
+from kaitian_mpi.train.layouts.pipeline.measure import find_facts
+from kaitian_mpi.train.layouts.pipeline.runner import Runner
+from kaitian_mpi.train.layouts.pipeline.stages import Stages
 from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.pipeline import loop
-from kaitian_mpi.train.pipeline.chain import chain_of
-from kaitian_mpi.train.pipeline.layer_timer import CastMode
-from kaitian_mpi.train.pipeline.loop import PipelineLoop
-from kaitian_mpi.train.pipeline.measure import find_facts
-from kaitian_mpi.train.pipeline.runner import Runner
-from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.run_folder import NoFolder
-from kaitian_mpi.train.pipeline.measure import find_facts
+from kaitian_mpi.train.layouts.pipeline.measure import find_facts
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from kaitian_mpi import Task
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.pipeline.chain import Spec, captured, chain_of, received, take_apart
-from kaitian_mpi.train.pipeline.chain_check import check_chain
-from kaitian_mpi.train.pipeline.draws import equal_draws
+from kaitian_mpi.train.layouts.pipeline.chain import Spec, captured, chain_of, received, take_apart
+from kaitian_mpi.train.layouts.pipeline.chain_check import check_chain
+from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
 
 BATCHES = torch.ones(2, 4), torch.arange(8.0).view(2, 4)
 

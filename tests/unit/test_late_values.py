@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kaitian_mpi.distributed.late_values import PartedModel, explained_for
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.shards import _cut, _join, _kept, steps_by_element
+from kaitian_mpi.train.layouts.shard.shards import _cut, _join, _kept, steps_by_element
 
 
 class Owner:

@@ -16,8 +16,8 @@ from kaitian_mpi.recipes.datasets import DataSource, batches_of_pairs
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import MODELS, build_model
 from kaitian_mpi.recipes.user_task import build_task
+from kaitian_mpi.train.layouts.pipeline.chain import ModelCall, chain_of, run
 from kaitian_mpi.train.measure.plan import min_batch_of
-from kaitian_mpi.train.pipeline.chain import ModelCall, chain_of, run
 from kaitian_mpi.train.task import Computation, Task
 
 COUNTS = {"mobilenetv2": 2_236_682, "resnet18": 11_173_962, "cnn": 24_346}

@@ -21,9 +21,9 @@ from kaitian_mpi.distributed.shard_buckets import ShardBucket
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi.world import keep_ranks
 from kaitian_mpi.runtime.polling import wait_until
-from kaitian_mpi.train.measure.layouts import measure_exchange
-from kaitian_mpi.train.measure.room import Room, shard_needs
-from kaitian_mpi.train.shards import Shards
+from kaitian_mpi.train.layouts.choose import measure_exchange
+from kaitian_mpi.train.layouts.shard.room import Room, shard_needs
+from kaitian_mpi.train.layouts.shard.shards import Shards
 
 MEMORY = [1, 3, 2, 5]
 

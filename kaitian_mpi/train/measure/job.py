@@ -10,12 +10,12 @@ from kaitian_mpi.balance.forecast import MeasuredRank, Measurements, plan_job, s
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World, slowed_as
 from kaitian_mpi.observe.console import show_topology
+from kaitian_mpi.train.layouts.choose import measure_layouts
 from kaitian_mpi.train.measure.allreduce import (
     choose_allreduce,
     gradient_buckets,
     measure_allreduce,
 )
-from kaitian_mpi.train.measure.layouts import measure_layouts
 from kaitian_mpi.train.measure.plan import find_min_batch
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, is_emulated, show_benchmark
 from kaitian_mpi.train.measure.rank_timer import equal_share

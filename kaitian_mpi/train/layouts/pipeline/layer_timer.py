@@ -21,10 +21,7 @@ from kaitian_mpi.errors import LayerTooLargeError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.measure.plan import profile_unmeasured
-from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
-from kaitian_mpi.train.measure.room import steps_at_once, usual_states
-from kaitian_mpi.train.pipeline.chain import (
+from kaitian_mpi.train.layouts.pipeline.chain import (
     ModelCall,
     all_need_call,
     answered,
@@ -35,6 +32,9 @@ from kaitian_mpi.train.pipeline.chain import (
     set_data,
     take_apart,
 )
+from kaitian_mpi.train.layouts.shard.room import steps_at_once, usual_states
+from kaitian_mpi.train.measure.plan import profile_unmeasured
+from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, borrowed, check_loss
 

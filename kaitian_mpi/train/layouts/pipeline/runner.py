@@ -16,16 +16,16 @@ from torch import nn
 
 from kaitian_mpi.balance.pipeline import Stage, schedule, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
-from kaitian_mpi.train.pipeline.chain import (
+from kaitian_mpi.train.layouts.pipeline.chain import (
     all_need_call,
     answered,
     captured,
     has_custom_function,
     run,
 )
-from kaitian_mpi.train.pipeline.draws import equal_draws
-from kaitian_mpi.train.pipeline.messages import Activations, Gradients, Outbox, Waits
-from kaitian_mpi.train.pipeline.peers import PeerGroups
+from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
+from kaitian_mpi.train.layouts.pipeline.messages import Activations, Gradients, Outbox, Waits
+from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
 _AHEAD = 2  # micro-batches whose messages are received while an earlier one is computed

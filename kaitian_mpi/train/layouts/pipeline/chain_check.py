@@ -15,7 +15,7 @@ from torch import nn
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.tensor_files import tensors_in
-from kaitian_mpi.train.pipeline.chain import (
+from kaitian_mpi.train.layouts.pipeline.chain import (
     ModelCall,
     all_need_call,
     captured,
@@ -23,7 +23,7 @@ from kaitian_mpi.train.pipeline.chain import (
     run,
     take_apart,
 )
-from kaitian_mpi.train.pipeline.draws import equal_draws
+from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
 from kaitian_mpi.train.task import Task, borrowed
 
 _log = logging.getLogger(__name__)

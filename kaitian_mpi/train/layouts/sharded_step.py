@@ -8,8 +8,8 @@ import torch
 
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.pipeline.gradients import StageGradients
-from kaitian_mpi.train.shards import Key, Shards
+from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
+from kaitian_mpi.train.layouts.shard.shards import Key, Shards
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 

@@ -20,17 +20,17 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
 from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
+from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
+from kaitian_mpi.train.layouts.pipeline.peers import join_stages
+from kaitian_mpi.train.layouts.pipeline.runner import Runner
+from kaitian_mpi.train.layouts.pipeline.stages import Stages
 from kaitian_mpi.train.loop import Loop, set_learning_rates
-from kaitian_mpi.train.pipeline.gradients import StageGradients
-from kaitian_mpi.train.pipeline.peers import join_stages
-from kaitian_mpi.train.pipeline.runner import Runner
-from kaitian_mpi.train.pipeline.stages import Stages
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepClock, StepReports
 
 if TYPE_CHECKING:
+    from kaitian_mpi.train.layouts.shard.shards import Shards
     from kaitian_mpi.train.run import Run
-    from kaitian_mpi.train.shards import Shards
 
 _WINDOW, _LEAST_STEPS = 10, 4
 
@@ -63,7 +63,7 @@ class PipelineLoop(Loop):
         )
 
     def _use_shards(self, shards: Shards) -> None:
-        from kaitian_mpi.train.sharded_step import apply_step
+        from kaitian_mpi.train.layouts.sharded_step import apply_step
 
         assert isinstance(shards, Stages)
         plan, rank = self._pipeline, self.world.rank

@@ -35,17 +35,17 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rou
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table
 from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
+from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
+from kaitian_mpi.train.layouts.shard.room import shard_needs
+from kaitian_mpi.train.layouts.sharded_step import check_parts
 from kaitian_mpi.train.measure.allreduce import (
     choose_algorithm,
     gradient_buckets,
     measure_allreduce,
 )
 from kaitian_mpi.train.measure.plan import min_batch_by_layers
-from kaitian_mpi.train.measure.room import shard_needs
-from kaitian_mpi.train.pipeline.layer_timer import LayerBytes, layer_of
-from kaitian_mpi.train.pipeline.measure import PipelineFacts, find_facts
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.sharded_step import check_parts
 from kaitian_mpi.train.task import Task
 
 if TYPE_CHECKING:

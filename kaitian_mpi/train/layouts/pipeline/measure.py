@@ -20,13 +20,13 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, join_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.layouts.pipeline.chain import chain_of
+from kaitian_mpi.train.layouts.pipeline.chain_check import check_chain
+from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerTimer
+from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups, join_peers
+from kaitian_mpi.train.layouts.sharded_step import check_parts
 from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
-from kaitian_mpi.train.pipeline.chain import chain_of
-from kaitian_mpi.train.pipeline.chain_check import check_chain
-from kaitian_mpi.train.pipeline.layer_timer import LayerTimer
-from kaitian_mpi.train.pipeline.peers import PeerGroups, join_peers
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.sharded_step import check_parts
 from kaitian_mpi.train.task import aside
 
 _ROUNDS = 3

@@ -17,8 +17,8 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
-from kaitian_mpi.train.pipeline.chain import chain_of, move, set_data
-from kaitian_mpi.train.shards import Shards
+from kaitian_mpi.train.layouts.pipeline.chain import chain_of, move, set_data
+from kaitian_mpi.train.layouts.shard.shards import Shards
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
 
 if TYPE_CHECKING:

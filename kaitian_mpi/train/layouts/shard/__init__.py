@@ -1,0 +1,1 @@
+"""Layout shard: gradients and optimizer state, and parameters if need be, in parts."""
