@@ -167,8 +167,13 @@ class LongMessage(Message):
         else:
             for request, *_ in self._at_mpi:
                 request.Cancel()
-            keep_alive(self)
+            keep_alive(*self.in_use())
             self.fault = "only a part of it has come"
+
+    def in_use(self) -> list[object]:
+        at_mpi = [(request, host) for request, host, *_ in self._at_mpi]
+        copied = [host for host, *_ in self._copied]  # by the device
+        return [self._header.request, self._header.memory, at_mpi, copied]
 
     def finish(self) -> None:
         ring, device = self._buffers(), self._dense.device

@@ -75,6 +75,10 @@ class Message(Queued):
         """Cancel what no message has matched of a receive."""
         raise NotImplementedError
 
+    def in_use(self) -> list[object]:
+        """Return what MPI may still access, and no more: errors refer to all that led to them."""
+        raise NotImplementedError
+
     def holds_back(self, later: Message) -> bool:
         """Return whether MPI must not be given a later message before all of this one.
 
@@ -170,6 +174,9 @@ class ShortMessage(Message):
             self._request.Cancel()
         else:
             self._is_transferred = self.is_canceled = True
+
+    def in_use(self) -> list[object]:
+        return [self._request, self._buffer]
 
     def finish(self) -> None:
         self._source = self._status.Get_source()

@@ -106,7 +106,7 @@ class Mailbox:
             self._changed.notify()
         self._thread.join()
         for item in self._pending:
-            keep_alive(item)
+            keep_alive(*item.in_use())
             self._fail_at_end(item)
         return not self._pending
 
@@ -204,7 +204,7 @@ class Mailbox:
         self._broken = f"this process group failed before: {lost}"
         self._on_failure(lost)
         for item in items:
-            keep_alive(item)
+            keep_alive(*item.in_use())
             item.fail(lost)
 
     def _finish(self, done: list[Message]) -> None:
@@ -262,7 +262,7 @@ class Mailbox:
                 self._finish([item])
                 return
         else:
-            keep_alive(item)
+            keep_alive(*item.in_use())
         with self._changed:
             self._pending.remove(item)
         self._break(item, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -170,6 +171,7 @@ class Session:
             raise
         finally:
             del failure  # its traceback refers to this frame, and to all that the step has made
+        gc.collect()  # which refers to itself, by the errors of its messages
         return None
 
     def end_standby(self, is_active: bool) -> None:

@@ -122,7 +122,7 @@ def test_accelerators_survive_the_only_cpu_rank_and_one_of_their_own(tmp_path, d
     ("flags", "text"),
     [
         ("--layout shard", "; mirrors 33.3%, 33.3%, 33.3%"),
-        ("--layout pipeline --set device_mb=17", "|     3 | "),
+        ("--layout pipeline --set device_mb=15", "|     3 | "),
     ],
 )
 def test_a_kill_among_accelerators_leaves_the_weights_of_an_undisturbed_run(tmp_path, flags, text):

@@ -1,8 +1,10 @@
 """Every wait ends: errors name the missing rank, and destroying a group needs no other rank."""
 
+import gc
 import os
 import socket
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -148,6 +150,25 @@ def test_an_unmatched_message_times_out(world, last, one_second_group, call, len
         failed_before = "this process group failed before: timed"
         fails(lambda: dist.send(torch.zeros(3), 0, group=group), f"^send: {failed_before}")
         fails(lambda: add(group), f"^all_reduce: {failed_before}")
+    assert add() == world.size
+
+
+def test_a_message_that_failed_keeps_only_what_mpi_may_access(world, last, one_second_group):
+    """Its error refers to the frames that waited for it, and so to a step's activations."""
+
+    class Activations:
+        """What a frame that waits has."""
+
+    def wait():
+        activations = Activations()
+        work = dist.isend(torch.zeros(2_000_000), 0, group=one_second_group)
+        fails(work.wait, "^timed out")
+        return weakref.ref(activations)
+
+    if world.rank == last:
+        activations = wait()
+        gc.collect()
+        assert activations() is None
     assert add() == world.size
 
 

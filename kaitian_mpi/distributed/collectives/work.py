@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -97,13 +97,26 @@ class Failure:
     """
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self._error = _without_frames(error)
+
+    def raise_error(self) -> NoReturn:
+        """Raise the error."""
+        raise _without_frames(self._error)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self.error
+        self.raise_error()
 
     def __str__(self) -> str:
-        raise self.error
+        self.raise_error()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error that ranks survive without its traceback.
+
+    A future has its error in C++, where the collector does not look: a frame that has the future,
+    and is in the traceback, would stay for good, with the activations of its step.
+    """
+    return type(error)(str(error)) if isinstance(error, CollectiveError) else error
 
 
 def _block_for_streams(tensors: list[torch.Tensor]) -> None:
@@ -115,7 +128,7 @@ def _block_for_streams(tensors: list[torch.Tensor]) -> None:
 
 def _raise(value: Any) -> None:
     if isinstance(value, Failure):
-        raise value.error
+        value.raise_error()
 
 
 @not_compiled
