@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kaitian_mpi.balance.forecast import plan_job, read_measurements
+from kaitian_mpi.balance.measurements import plan_job, read_measurements
 
 SETTLED = 15  # earlier steps are warm-up, and the plan may still change in them
 

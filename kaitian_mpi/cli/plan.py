@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kaitian_mpi.balance.communication import guessed_kinds
-from kaitian_mpi.balance.forecast import (
+from kaitian_mpi.balance.forecast import SubsetForecasts
+from kaitian_mpi.balance.layouts import prediction_table
+from kaitian_mpi.balance.measurements import (
     Measurements,
-    SubsetForecasts,
     plan_job,
     predict_world,
     read_measurements,
 )
-from kaitian_mpi.balance.layouts import prediction_table
 from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name

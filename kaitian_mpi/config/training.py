@@ -290,6 +290,11 @@ class TrainingConfig:
                 "has statistics of its own; remove one of them"
             )
 
+    @property
+    def may_divide_state(self) -> bool:
+        """Whether it may be that no rank has the whole state, and its memory is planned."""
+        return self.layout != "replicate"
+
     def choose_folder(self) -> Path | None:
         """Return the folder for results; None if nothing is to be written."""
         return Path(self.run_dir) if self.run_dir else None

@@ -238,7 +238,7 @@ class Machine:
 
     def _is_sharded(self) -> bool:
         job = self.job
-        return job.config.layout != "replicate" and (job.folder / "metrics.jsonl").exists()
+        return job.config.may_divide_state and (job.folder / "metrics.jsonl").exists()
 
 
 def environment(job: JobCommand) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     plan = _plan(run, world)
     _restore_state(run, world, plan)
     commit = run.membership.commit if run.membership.survives else None
-    loop = _make_loop(run, world, plan, commit)
+    loop = run.layout.make_loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
     try:
         _report_start(run, loop, plan)
         loop.observers += _observers(run, loop, logged)
@@ -56,27 +56,16 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     return loop, saving
 
 
-def _make_loop(run: Run, world: World, plan: Plan, commit: Callable[[bool], None] | None) -> Loop:
-    own = run.config, world, run.setup, run.state, plan, run.loader, commit
-    if plan.pipeline is None:
-        return Loop(*own)
-    from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop
-
-    return PipelineLoop(*own)
-
-
 def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
     """Yield what follows each step, in this order, besides saving. Collective."""
     config = run.config
     world = loop.world
     state = run.state
-    yield (balancing := Balancing(config, loop, run.setup.folder, run.sinks))
+    balancing = Balancing(config, loop, run.setup.folder, run.sinks, run.layout.divides_samples)
+    yield balancing
     yield Metrics(run, loop, balancing, logged)
     yield Events(run, loop)
-    if loop.plan.pipeline is not None and config.balance == "adaptive":
-        from kaitian_mpi.train.layouts.pipeline.loop import Restaging
-
-        yield Restaging(run, loop)
+    yield from run.layout.observers(config, loop)
     if recorder.current is not None:
         from kaitian_mpi.train.timeline import Timeline
 
@@ -112,7 +101,7 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     yield RunFolderSink(folder)
     # The live view ends before the outcome is printed.
     yield open_progress(config, run.membership.all_ranks.infos, title)
-    yield Outcome(path, emulated, run.config.layout == "pipeline", config.word)
+    yield Outcome(path, emulated, not run.layout.divides_samples, config.word)
     if recorder.current is not None:
         from kaitian_mpi.observe.timeline.trace_file import TimelineSink
 
@@ -146,7 +135,7 @@ def _plan(run: Run, world: World) -> Plan:
     run.profiles = run.profiles.learn(world, run.costs)
     plan = run.plan(world)
     metadata = run.earlier.remembered(Invalidated.PLAN)
-    if metadata is None or run.membership.losses or plan.pipeline is not None:
+    if metadata is None or run.membership.losses or not run.layout.divides_samples:
         return plan
     is_same = metadata.active_places == [info.place for info in world.infos]
     if is_same and min(metadata.batch_sizes) >= plan.min_batch:
@@ -184,21 +173,10 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
-    if state.shards is not None:
-        if plan.pipeline is not None:
-            from kaitian_mpi.train.layouts.pipeline.stages import Stages
-
-            assert isinstance(state.shards, Stages)
-            state.shards.assign_stages(world, plan.pipeline.stages)
-        else:
-            assert run.room is not None
-            pairs, why = run.room.owners(run.config, world)
-            state.shards.overlaps = run.room.can_overlap(pairs, world)
-            state.shards.assign(world, pairs)
-            print_rank_0(world, run.room.describe(*state.shards.held(world.size), why))
+    run.layout.assign(run.config, world, state, plan)
     if has_lost:
         run.membership.share_history(world)
-    if has_lost and plan.pipeline is None:
+    if has_lost and run.layout.compares_weights:
         from kaitian_mpi.train.divergence import repair_divergence
 
         repair_divergence(world, state, run.sinks)
@@ -223,10 +201,6 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     losses = [loss for loss in run.membership.losses if loss.step is None]
     for loss in losses:
         loss.step = step + 1
-    if plan.pipeline is not None:
-        from kaitian_mpi.train.layouts.pipeline.loop import show_plan
-
-        show_plan(world, plan.pipeline)
     is_first = not run.has_started
     if is_first and not run.is_joining:
         _report_first_start(run, world)
@@ -234,23 +208,23 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     if losses:
         reason = _report_losses(run, world, losses)
     elif step:
-        reason = "as resumed" if is_first else "of the first stage"
+        reason = "as resumed" if is_first else run.layout.equal_shares
     elif run.profiles.measured:
         reason = FROM_BENCHMARK
         results = [run.profiles.measured[info.place] for info in world.infos]
         show_benchmark(world, results, plan.scores, plan.batch_sizes)
     else:
-        reason = "equal shares" if plan.pipeline is None else "of the first stage"
+        reason = run.layout.equal_shares
     text = f"samples per step and rank {plan.batch_sizes} ({reason})"
     if reason != FROM_BENCHMARK:  # whose table shows it
         print_rank_0(world, text)
     what = {"batch_sizes": plan.batch_sizes, "reason": reason}
     record_plan(world, run.setup.folder, run.sinks, step, text, what)
-    if run.config.layout != "replicate":
+    if run.layout.divides_state:
         world.device_kind.release_cached_memory()
         world.device_kind.return_freed_memory()  # of measurements: else it would count as used
         world.device_kind.restart_memory_peak(world.device_index)
-        run.planned_bytes = _planned_memory(run, world, plan)
+        run.planned_bytes = run.layout.planned_bytes(run.config, world, plan, run.profiles)
         run.peak_bytes = 0
     groups: dict[str, list[int]] = {}
     for info in world.infos:
@@ -272,25 +246,6 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         parameters=sum(p.numel() for p in run.state.model.parameters()),
         torch_version=world.info.torch_version,
     )
-
-
-def _planned_memory(run: Run, world: World, plan: Plan) -> list[int | None]:
-    """Return how many bytes each rank is to use at most; None if that was not measured."""
-    if plan.pipeline is not None:
-        return [*plan.pipeline.bytes_by_rank]
-    planned: list[int | None] = []
-    of_steps = (
-        [0.0] * world.size if run.room is None else run.room.bytes_of_steps(run.config, world)
-    )
-    for info, share, stepping in zip(world.infos, plan.batch_sizes, of_steps, strict=True):
-        result = run.profiles.measured.get(info.place)
-        if result is None:
-            planned.append(None)
-            continue
-        batch = min(share, result.largest_micro_batch or share)
-        activations = result.memory_bytes_per_sample * batch
-        planned.append(int(result.memory_bytes + max(activations, stepping)))
-    return planned
 
 
 def _report_first_start(run: Run, world: World) -> None:

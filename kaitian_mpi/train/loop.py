@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.late_values import PartedModel
     from kaitian_mpi.train.layouts.shard.shards import Shards
 
+Commit = Callable[[bool], None]
+"""Lets a step or an evaluation take effect, which this rank has done or not; raises otherwise."""
+
 _SAMPLES_OF_STATISTICS = 256
 _WARM_UP_STEPS = 3
 
@@ -47,6 +50,9 @@ class Loop:
     the loop. Every method is collective, unless stated otherwise.
     """
 
+    computes_whole_model: ClassVar[bool] = True
+    """Whether each rank does; else it computes some of the layers."""
+
     def __init__(
         self,
         config: TrainingConfig,
@@ -55,7 +61,7 @@ class Loop:
         state: State,
         plan: Plan,
         loader: ShareLoader,
-        commit: Callable[[bool], None] | None = None,
+        commit: Commit | None = None,
     ) -> None:
         """Prepare to train on `world`, the ranks of the default process group.
 
@@ -435,7 +441,7 @@ class Loop:
         in which only the script knows how to compute a batch.
         """
         self.state.save()
-        can_compute = self._task.loss is not None and self.plan.pipeline is None
+        can_compute = self._task.loss is not None and self.computes_whole_model
         if can_compute and self.state.statistics.lag(self.progress.step_in_epoch):
             self._recompute_statistics()
         self._pool_statistics()

@@ -41,8 +41,7 @@ class Events(StepObserver):
             self._report_skipped(step)
         self._report_recovered(step)
         every = run.config.check_every
-        # In a pipeline only replicas of a stage have the same weights, and those are of one kind.
-        if self._loop.plan.pipeline is None and every and step.number % every == 0:
+        if run.layout.compares_weights and every and step.number % every == 0:
             from kaitian_mpi.train.divergence import repair_divergence
 
             repair_divergence(self._world, run.state, run.sinks)

@@ -28,7 +28,14 @@ from kaitian_mpi.train.summary import describe_rank
 class Balancing(StepObserver):
     """Tracks every rank's speed; all ranks reach the same decisions from the same reports."""
 
-    def __init__(self, config: TrainingConfig, loop: Loop, folder: RunFolder, sinks: Sinks) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        loop: Loop,
+        folder: RunFolder,
+        sinks: Sinks,
+        follows_speeds: bool = True,
+    ) -> None:
         """Start with the loop's plan. Collective.
 
         All ranks apply a new one at the same step, when every rank has trained the batches that its
@@ -46,10 +53,10 @@ class Balancing(StepObserver):
         self._set_plan = loop.sampler.set_plan
         self._steps_ahead = steps_ahead(max(workers))
         self._delay = self._steps_ahead - steps_ahead(workers[world.rank])
-        self._is_pipeline = plan.pipeline is not None
+        self._follows_speeds = follows_speeds
         self._stragglers = StragglerDetector(world.size, plan.costs or ())
         self._planner: Planner | None = None
-        if config.balance == "adaptive" and (plan.costs or not self._is_pipeline):
+        if config.balance == "adaptive" and (plan.costs or follows_speeds):
             self._planner = Planner(
                 plan.batch_sizes,
                 world.infos,
@@ -61,7 +68,9 @@ class Balancing(StepObserver):
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         # The stages of a pipeline take unlike times, and wait for each other.
-        plan = None if reports is None or self._is_pipeline else self.observe(step.number, reports)
+        plan = None
+        if reports is not None and self._follows_speeds:
+            plan = self.observe(step.number, reports)
         if plan is not None:
             self._waiting.append((step.number + self._delay, plan))
         self._apply_plans(step.number)

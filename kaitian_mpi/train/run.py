@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.config import TrainingConfig
@@ -28,8 +28,10 @@ from kaitian_mpi.runtime.watchdog import first_step_limit, set_phase_limit
 from kaitian_mpi.train.checkpoint.metadata import EarlierJob, Invalidated, RunMetadata
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.layouts import find_layout
+from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.measure.allreduce import choose_allreduce, gradient_buckets
-from kaitian_mpi.train.measure.plan import Plan, Profiles, excluded_line, find_profiles
+from kaitian_mpi.train.measure.plan import Plan, Profiles, excluded_line
 from kaitian_mpi.train.measure.rank_benchmark import is_emulated, record_allreduce
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.progress import Progress, count_steps
@@ -44,10 +46,6 @@ from kaitian_mpi.train.setup import (
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.summary import NAME, Summary, describe_losses
 from kaitian_mpi.train.task import Computation
-
-if TYPE_CHECKING:
-    from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts
-    from kaitian_mpi.train.layouts.shard.room import Room
 
 _SMALL_SUM_BYTES = 4096
 
@@ -78,6 +76,7 @@ class Run:
     membership: Membership
     setup: Setup
     earlier: EarlierJob
+    layout: Layout = field(init=False)
     state: State = field(init=False)
     profiles: Profiles = field(default_factory=lambda: Profiles({}))
     allreduce_algorithm: str = ""
@@ -89,12 +88,6 @@ class Run:
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
-    room: Room | None = None
-    """The memory for what ranks own; None without `--layout shard`."""
-    values: dict[tuple[int, int, int], Any] = field(default_factory=dict)
-    """Of the parameters in parts, those that this rank has before it trains: see `Shards`."""
-    facts: PipelineFacts | None = None
-    """What stages are planned from; None without `--layout pipeline`."""
     planned_bytes: Sequence[int | None] = ()
     """The most memory that each rank's device is to use; None if unknown; empty if whole."""
     peak_bytes: int = 0
@@ -116,9 +109,7 @@ class Run:
 
     def plan(self, world: World) -> Plan:
         """Plan for these ranks. Collective."""
-        if self.facts is not None:
-            return self.facts.plan(self.config, world, self.profiles.min_batch)
-        return self.profiles.plan(self.config, world)
+        return self.layout.plan(self.config, world, self.profiles)
 
     @property
     def owns_files(self) -> bool:
@@ -228,27 +219,12 @@ def _choose_ranks(run: Run) -> None:
         on_all(start_from_file, config, setup.task.model)
     remembered = run.earlier.remembered(Invalidated.COSTS)
     known = {} if remembered is None else remembered.profiles
-    reserved = 0
-    if config.layout != "replicate":
+    if config.may_divide_state:
         world.device_kind.grow_segments()  # as memory may be tight
-    if config.layout == "auto":
-        from kaitian_mpi.train.layouts.choose import choose_layout
-
-        layout, run.facts = on_all(partial(choose_layout, config, setup))
-        config = run.config = replace(config, layout=layout)
-    if config.layout == "shard":
-        from kaitian_mpi.train.layouts.shard.room import find_room
-
-        run.room, reserved = on_all(find_room, setup, config)
-        if run.room.parted:
-            setup = run.setup = _part(run, membership.all_ranks)
-        else:
-            setup.task.model.to(world.device)
-    elif config.layout == "pipeline" and run.facts is None:
-        from kaitian_mpi.train.layouts.pipeline.measure import find_facts
-
-        run.facts = on_all(find_facts, config, setup)
-    run.profiles = on_all(lambda world: find_profiles(config, world, setup, known, reserved))
+    run.layout = on_all(partial(find_layout, config, setup))
+    config = run.config = replace(config, layout=run.layout.name)
+    setup = run.setup = run.layout.place(config, setup, membership.all_ranks)
+    run.profiles = on_all(lambda world: run.layout.find_profiles(config, world, setup, known))
     run.allreduce_algorithm, excluded = on_all(select_ranks, run)
     run.excluded_places = [info.place for info in excluded]
     ranks = [info.world_rank for info in excluded]
@@ -270,27 +246,11 @@ def _choose_ranks(run: Run) -> None:
     )
 
 
-def _part(run: Run, world: World) -> Setup:
-    """Keep a part of the parameters, as this rank will own; return the setup with it."""
-    from kaitian_mpi.distributed.late_values import PartedModel
-    from kaitian_mpi.train.layouts.shard.shards import divide_parameters, steps_by_element
-
-    setup, room = run.setup, run.room
-    assert room is not None
-    parted = PartedModel(setup.task.model, room.parted, world.device)
-    parameters, (pairs, _) = list(setup.task.model.parameters()), room.owners(run.config, world)
-    by_rows = steps_by_element(setup.task.make_optimizers(setup.task.model))
-    parts = divide_parameters(parameters, range(len(parameters)), room.parted, pairs, by_rows)
-    own = [part for part in parts if world.rank in (part.owner, part.mirror)]
-    run.values = parted.keep([(part.parameter, part.begin, part.end) for part in own])
-    return replace(setup, parted=parted)
-
-
 def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | None:
     """Return whether the device kinds that train compute alike; None if that is not compared."""
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    # In other layouts a rank may have no memory for what is compared: all gradients and copies.
-    if not run.config.parity or len(kinds) < 2 or run.config.layout != "replicate":
+    # A rank may have no memory for what is compared, all gradients and copies, where it has a part.
+    if not run.config.parity or len(kinds) < 2 or run.layout.divides_state:
         return None
     from kaitian_mpi.train.measure.parity import check_parity
 
@@ -310,7 +270,7 @@ def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
     metadata = run.earlier.remembered(Invalidated.EXCLUSION)
     costs = profiles.costs(world.infos)
     wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
-    wanted = wanted and config.layout == "replicate"  # in others a slow rank's memory counts
+    wanted = wanted and not run.layout.divides_state  # then a slow rank's memory counts
     excluded: dict[int, str] = {}
     # It was compared with the ranks that trained, so all of those must be present again.
     is_known = metadata is not None and {*places}.issuperset(metadata.active_places)
@@ -330,7 +290,7 @@ def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
 
 def buckets_to_measure(run: Run) -> list[int]:
     """Return the bytes of what an allreduce sums in a step, by which its algorithm is chosen."""
-    if run.config.layout != "replicate":
+    if run.layout.divides_state:
         return [_SMALL_SUM_BYTES]
     return gradient_buckets(run.setup.task.model)
 
@@ -348,21 +308,7 @@ def make_state(run: Run, world: World) -> State:
     total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, progress)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
-        is_pipeline = config.layout == "pipeline"
-        moves = not is_pipeline and setup.parted is None
-        making = nullcontext() if setup.parted is None else setup.parted.making_optimizers()
-        with making:
-            state = State(setup.task, computation, total_steps, config.wire, moves=moves)
-        state.parted = setup.parted
-        if is_pipeline:
-            from kaitian_mpi.train.layouts.pipeline.stages import use_stages
-
-            use_stages(state, setup.task)
-        elif config.layout == "shard":
-            from kaitian_mpi.train.layouts.sharded_step import use_shards
-
-            use_shards(state, setup.task, run.values)
-            run.values = {}
+        state = run.layout.make_state(config, setup, computation, total_steps)
         state.check_restorable()
     advice = "give every rank the same code and settings"
     check_same(world.comm, {"the optimizer": describe_optimizers(state.optimizers)}, advice)

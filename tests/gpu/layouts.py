@@ -58,8 +58,8 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.layouts.choose import measure_exchange
 from kaitian_mpi.train.layouts.pipeline.measure import find_facts, measure_links
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
+from kaitian_mpi.train.layouts.shard import room
 from kaitian_mpi.train.layouts.shard.shards import Shards
-from kaitian_mpi.train.measure import room
 from kaitian_mpi.train.setup import prepare_without_folder
 from kaitian_mpi.train.task import Computation
 

@@ -45,10 +45,9 @@ from kaitian_mpi.distributed import shards as shard_sums
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.ulfm import is_revoked
-from kaitian_mpi.train import shards
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts
-from kaitian_mpi.train.measure import room
+from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan
+from kaitian_mpi.train.layouts.shard import room, shard_layout, shards
 from kaitian_mpi.train.measure.plan import Plan, Profiles
 
 LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
@@ -523,11 +522,18 @@ def in_layout(layout: str, case: Case, size: int, rng: random.Random) -> Iterato
         planned = plan_of(*args)
         return replace(planned, batch_sizes=shares(rng, case.batch, size))
 
-    def plan_stages(facts: PipelineFacts, config: Any, world: Any, min_batch: int) -> Plan:
+    def plan_stages(facts: PipelineFacts, config: Any, world: Any, min_batch: int) -> StagesPlan:
         planned = random_stages(rng, len(facts.layers), size, case.batch)
         sizes = split_micro_batches(case.batch, planned.micro_batch, min_batch)
         by_rank = planned.first_samples(sizes, size)
-        return Plan(by_rank, [1.0] * size, None, planned.micro_batch, min_batch, planned)
+        return StagesPlan(
+            batch_sizes=by_rank,
+            scores=[1.0] * size,
+            costs=None,
+            micro_batch_size=planned.micro_batch,
+            min_batch=min_batch,
+            pipeline=planned,
+        )
 
     def room_in_parts(setup: Any, config: Any, world: Any) -> Any:
         _, reserved = find_room(setup, config, world)
@@ -546,7 +552,7 @@ def in_layout(layout: str, case: Case, size: int, rng: random.Random) -> Iterato
     with (
         mock.patch.object(Profiles, "plan", plan),
         mock.patch.object(PipelineFacts, "plan", plan_stages),
-        mock.patch.object(room, "find_room", room_in_parts),
+        mock.patch.object(shard_layout, "find_room", room_in_parts),
     ):
         yield
 

@@ -25,14 +25,13 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.layouts.choose import choose_layout, measure_layouts
-from kaitian_mpi.train.layouts.pipeline import loop
+from kaitian_mpi.train.layouts.pipeline import pipeline_layout
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
 from kaitian_mpi.train.layouts.pipeline.layer_timer import CastMode
 from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop
-from kaitian_mpi.train.layouts.pipeline.measure import find_facts
+from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan, find_facts
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
-from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
@@ -106,7 +105,13 @@ class Run:
         self.state.shards.assign_stages(world, pipeline.stages)
         sizes = split_micro_batches(BATCH, pipeline.micro_batch)
         batch_sizes = pipeline.first_samples(sizes, world.size)
-        plan = Plan(batch_sizes, [1.0] * world.size, None, None, pipeline=pipeline)
+        plan = StagesPlan(
+            batch_sizes=batch_sizes,
+            scores=[1.0] * world.size,
+            costs=None,
+            micro_batch_size=None,
+            pipeline=pipeline,
+        )
         own = self.setup, self.state, plan, self.loader
         self.loop = PipelineLoop(self.config, world, *own)
 
@@ -201,7 +206,7 @@ def test_stages_that_move_while_a_job_trains_continue_as_one_process(
 ):
     """After the first epoch, the first rank seems to be slow."""
     found = [([50.0] + [1.0] * (world.size - 1), "new stages")]
-    monkeypatch.setattr(loop, "replan", lambda *_: found.pop() if found else None)
+    monkeypatch.setattr(pipeline_layout, "replan", lambda *_: found.pop() if found else None)
     task, taken, loops = make_task(is_tied=True), [], []
     initial = copy.deepcopy(task.model)
     settings = {**QUIET, "balance": "adaptive", "benchmark_seconds": 0.5, "layout": "pipeline"}
@@ -502,7 +507,7 @@ def test_auto_does_not_choose_what_the_task_or_a_setting_rules_out(world):
         job, _ = measure_layouts(config, setup, world)
         assert sorted(job.refused) == expected, settings
         assert all(len(why) < 110 and ";" not in why for why in job.refused.values())
-        assert choose_layout(config, setup, world)[0] not in expected
+        assert choose_layout(config, setup, world).name not in expected
     with pytest.raises(UserError, match="auto require Task"):
         choose_layout(TrainConfig(layout="auto"), Setup(make_task(loss=None), NoFolder()), world)
 
@@ -593,13 +598,13 @@ def test_a_layer_that_is_too_large_to_be_timed_leaves_layout_shard(world, capfd)
     layers[0].most = 4 if world.rank else 10**6
     assert len(find_facts(config, setup, world).layers) == 3
     layers[0].most = 0 if world.rank else 10**6
-    assert choose_layout(config, setup, world) == ("shard", None)
+    assert choose_layout(config, setup, world).name == "shard"
     if world.rank == 0:
         assert "layout shard: the others are not possible (rank 1: cpu" in capfd.readouterr().out
     with pytest.raises(AgreedError, match=r"a sample through layer 1 of 3 \(Large\); give"):
         find_facts(TrainConfig(**settings, layout="pipeline"), setup, world)
     whole = Task(**{**vars(task), "layers": None, "model": Hidden(task.model)})
-    assert choose_layout(config, Setup(whole, NoFolder()), world) == ("shard", None)
+    assert choose_layout(config, Setup(whole, NoFolder()), world).name == "shard"
 
 
 class Hidden(nn.Module):

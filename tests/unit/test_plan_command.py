@@ -13,7 +13,7 @@ from unit.report_runs import make_run
 
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.forecast import MeasuredRank, Measurements, plan_job, read_measurements
+from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, plan_job, read_measurements
 from kaitian_mpi.cli import plan, report, supervise
 from kaitian_mpi.errors import UserError
 

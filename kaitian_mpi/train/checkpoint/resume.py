@@ -133,7 +133,8 @@ def resume(
 def load_finished(config: TrainingConfig, setup: Setup, earlier: EarlierJob, world: World) -> State:
     """Give every rank's model a finished run's weights; export them if asked to. Collective."""
     computation = Computation(world.device, "fp32", "contiguous")
-    moves = config.layout != "pipeline"  # a device may have no memory for the whole
+    # Else a device may have no memory for the whole.
+    moves = not config.may_divide_state
     state = State(setup.task, computation, earlier.progress["step"], moves=moves)
     restore(world, state, earlier, config.seed, world.infos)
     with agree_on_errors(world.comm):

@@ -52,9 +52,8 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         if run_folder is not None:
             self.on_disk = BackgroundWriter(run_files(run_folder, config.keep_checkpoints))
-        # No rank has a whole state in other layouts.
         name = snapshots_name(config.snapshots, os.environ)
-        if name and config.layout == "replicate":
+        if name and not config.may_divide_state:
             self.in_memory = BackgroundWriter(snapshot_files(name))
         self.writers = [each for each in (self.on_disk, self.in_memory) if each is not None]
 

@@ -35,9 +35,13 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rou
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table
 from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
+from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
+from kaitian_mpi.train.layouts.replicate import ReplicateLayout
 from kaitian_mpi.train.layouts.shard.room import shard_needs
+from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.layouts.sharded_step import check_parts
 from kaitian_mpi.train.measure.allreduce import (
     choose_algorithm,
@@ -56,12 +60,8 @@ _LARGEST, _PART_OF_MEMORY = 8 << 20, 0.01  # of what is exchanged, in bytes
 _ROUNDS, _MAX_SEC = 6, 1.0
 
 
-def choose_layout(
-    config: TrainingConfig, setup: Setup, world: World
-) -> tuple[str, PipelineFacts | None]:
-    """Return the fastest layout of those that fit the ranks' memory, and facts of the layers.
-
-    Collective. The facts are there if it is a pipeline.
+def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
+    """Return the fastest layout of those that fit the ranks' memory. Collective.
 
     Prints all with their steps and memory, and writes them to layouts.json.
 
@@ -71,7 +71,8 @@ def choose_layout(
     try:
         job, facts = measure_layouts(config, setup, world)
     except LayerTooLargeError as error:
-        return _without_timings(config, setup, world, error), None
+        _require_shards(config, setup, world, error)
+        return ShardLayout.find(config, setup, world)
     predictions = predict_layouts(job)
     # Other ranks may round otherwise.
     own = [asdict(each) for each in predictions]
@@ -86,8 +87,12 @@ def choose_layout(
             "a smaller model or an optimizer with less state; see docs/large-models.md"
         )
     print_rank_0(world, f"layout {chosen.layout}: the fastest that fits (--layout sets another)")
-    is_measured = chosen.layout == PIPELINE and config.balance != "off"  # then all count alike
-    return chosen.layout, facts if is_measured else None
+    if chosen.layout == SHARD:
+        return ShardLayout.find(config, setup, world)
+    if chosen.layout == PIPELINE:
+        takes_alike = config.balance == "off"
+        return PipelineLayout.find(config, setup, world) if takes_alike else PipelineLayout(facts)
+    return ReplicateLayout()
 
 
 def measure_layouts(
@@ -132,10 +137,14 @@ def measure_layouts(
     return job, facts
 
 
-def _without_timings(
+def _require_shards(
     config: TrainingConfig, setup: Setup, world: World, error: LayerTooLargeError
-) -> str:
-    """Return the layout of a model that fits no rank so that it can be timed: shard."""
+) -> None:
+    """Report that only shard is left for a model that fits no rank so that it can be timed.
+
+    Raises:
+        AgreedError: that is not possible either.
+    """
     why, advice = str(error).split("; ", 1)
     if fault := _refused(config, setup.task).get(SHARD):
         raise AgreedError(f"{why}, and layout shard cannot divide it: {fault}; {advice}")
@@ -145,7 +154,6 @@ def _without_timings(
     ]
     setup.folder.write(FILE, {"layouts": predictions, "chosen": SHARD})
     print_rank_0(world, f"layout {SHARD}: the others are not possible ({why})")
-    return SHARD
 
 
 def _whole(model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]) -> Layer:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kaitian_mpi.balance.communication import MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import scores
-from kaitian_mpi.balance.forecast import MeasuredRank, Measurements, plan_job, subsets
+from kaitian_mpi.balance.forecast import subsets
+from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, plan_job
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World, slowed_as
 from kaitian_mpi.observe.console import show_topology

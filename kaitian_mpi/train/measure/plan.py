@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kaitian_mpi.balance.cost_model import RankCost, scores
-from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import PartedModel
@@ -43,8 +42,6 @@ class Plan:
     """The most samples that this rank computes at once; None: no limit."""
     min_batch: int = 1
     """The fewest samples that a rank computes at once in training."""
-    pipeline: PipelinePlan | None = None
-    """The stages; None in other layouts."""
 
 
 @dataclass(frozen=True)
@@ -104,35 +101,80 @@ class Profiles:
             profiles = [self.by_place[info.place] for info in world.infos]
             return make_plan(config, world, profiles, self.min_batch)
 
+    def planned_bytes(
+        self, infos: Sequence[RankInfo], shares: Sequence[int], stepping: Sequence[float] = ()
+    ) -> list[int | None]:
+        """Return how many bytes each rank is to use at most; None if that was not measured.
+
+        Args:
+            infos: of the ranks.
+            shares: their batch sizes.
+            stepping: the bytes that their optimizers allocate while they step; empty: none.
+        """
+        planned: list[int | None] = []
+        for info, share, step_bytes in zip(
+            infos, shares, stepping or [0.0] * len(infos), strict=True
+        ):
+            result = self.measured.get(info.place)
+            if result is None:
+                planned.append(None)
+                continue
+            batch = min(share, result.largest_micro_batch or share)
+            activations = result.memory_bytes_per_sample * batch
+            planned.append(int(result.memory_bytes + max(activations, step_bytes)))
+        return planned
+
 
 def find_profiles(
     config: TrainingConfig,
     world: World,
     setup: Setup,
     known: Mapping[str, Profile],
-    reserved: int = 0,
+    reserved: int | None = None,
 ) -> Profiles:
     """Return the ranks' profiles: an earlier job's, benchmarked, or unmeasured. Collective.
 
     Without a loss there is nothing to benchmark: then training itself shows what a step costs.
-    `reserved` are the bytes of this rank that the training takes besides a step.
+
+    Args:
+        config: the run's.
+        world: the ranks.
+        setup: of the task.
+        known: an earlier job's profiles, by place.
+        reserved: the bytes of this rank that the training takes besides a step, if the model
+            itself is timed; None: a copy of it is, with an optimizer of its own.
     """
-    min_batch = find_min_batch(config, world, setup)
-    places = [info.place for info in world.infos]
-    # The profiles of an earlier job with `--balance off` have no costs.
-    if all(p in known and (known[p].cost or config.balance == "off") for p in places):
-        return Profiles(known, min_batch, are_remembered=True)
-    if config.balance == "off" or setup.task.loss is None or config.layout == "pipeline":
-        unmeasured = {info.place: profile_unmeasured(config, info) for info in world.infos}
-        return Profiles(unmeasured, min_batch)
+    min_batch = find_min_batch(config, world, setup, copies=reserved is None)
+    remembered = remembered_profiles(config, world, known, min_batch)
+    if remembered is not None:
+        return remembered
+    if config.balance == "off" or setup.task.loss is None:
+        return unmeasured_profiles(config, world, min_batch)
     results = benchmark_ranks(config, world, setup, min_batch, reserved)
     write_benchmark(world, setup, results)
-    measured = dict(zip(places, results, strict=True))
+    measured = {info.place: result for info, result in zip(world.infos, results, strict=True)}
     profiles = {
         place: Profile(result.cost, result.memory_format, result.precision)
         for place, result in measured.items()
     }
     return Profiles(profiles, min_batch, measured=measured)
+
+
+def remembered_profiles(
+    config: TrainingConfig, world: World, known: Mapping[str, Profile], min_batch: int
+) -> Profiles | None:
+    """Return an earlier job's profiles, if it had all of these ranks. Not collective."""
+    places = [info.place for info in world.infos]
+    # The profiles of an earlier job with `--balance off` have no costs.
+    if all(p in known and (known[p].cost or config.balance == "off") for p in places):
+        return Profiles(known, min_batch, are_remembered=True)
+    return None
+
+
+def unmeasured_profiles(config: TrainingConfig, world: World, min_batch: int) -> Profiles:
+    """Return the profiles of ranks that were not measured. Not collective."""
+    unmeasured = {info.place: profile_unmeasured(config, info) for info in world.infos}
+    return Profiles(unmeasured, min_batch)
 
 
 def make_plan(
@@ -164,19 +206,16 @@ def excluded_line(info: RankInfo, reason: str) -> str:
     return f"{info} is excluded: {reason}; --keep-all keeps it"
 
 
-def find_min_batch(config: TrainingConfig, world: World, setup: Setup) -> int:
+def find_min_batch(config: TrainingConfig, world: World, setup: Setup, copies: bool = True) -> int:
     """Return the fewest samples that every rank can train the model on, 1 or 2. Collective.
 
     Batch norm over a single value per sample and channel raises for one sample, and similar layers
-    return NaN. This is tested with the loss of a copy of the model; if the task has no loss, a
-    model with batch norm is taken for such.
+    return NaN. This is tested with the loss of the model, or if it `copies`, of a copy; if the task
+    has no loss, a model with batch norm is taken for such.
     """
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
-    if config.layout == "pipeline":  # no rank may have the memory for a step
-        return min_batch_by_layers(setup.task.model)
-    copies = config.layout == "replicate"
     own = min_batch_of(setup.task, setup.train, computation, copies, setup.parted)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))

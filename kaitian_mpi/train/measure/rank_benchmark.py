@@ -33,7 +33,11 @@ _FILE = "benchmark.json"
 
 
 def benchmark_ranks(
-    config: TrainingConfig, world: World, setup: Setup, min_batch: int = 1, reserved: int = 0
+    config: TrainingConfig,
+    world: World,
+    setup: Setup,
+    min_batch: int = 1,
+    reserved: int | None = None,
 ) -> list[RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
@@ -132,7 +136,7 @@ class BenchmarkCache:
     """
 
     def __init__(
-        self, config: TrainingConfig, world: World, setup: Setup, reserved: int = 0
+        self, config: TrainingConfig, world: World, setup: Setup, reserved: int | None = None
     ) -> None:
         task = setup.task
         self._key = {
@@ -146,7 +150,7 @@ class BenchmarkCache:
             "sample": digest_samples(setup.train, 1)[0][0],
             "precision": config.precision,
             "memory_format": config.memory_format,
-            **({} if config.layout == "replicate" else {"reserved": reserved}),
+            **({} if reserved is None else {"reserved": reserved}),
             "batches": [max_share(config), config.micro_batch_size],
             "versions": [torch.__version__, version("kaitian-mpi")],
         }

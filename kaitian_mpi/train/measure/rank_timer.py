@@ -78,9 +78,12 @@ class RankTimer:
         world: World,
         setup: Setup,
         min_batch: int = 1,
-        reserved: int = 0,
+        reserved: int | None = None,
     ) -> None:
-        """Prepare to time; `reserved` are bytes that the training takes besides. Not collective."""
+        """Prepare to time a copy of the model, or else the model itself. Not collective.
+
+        That is if the bytes are given that the training takes besides, which are `reserved`.
+        """
         self._config = config
         self._world = world
         self._device = world.device_kind
@@ -102,7 +105,8 @@ class RankTimer:
         self._first_batch = min(self._max_batch, max(min_batch, first))
         self._batches: dict[int, Any] = {}
         self._smallest = min_batch
-        self._reserved = reserved
+        self._copies = reserved is None  # else there may be no memory for a copy
+        self._reserved = reserved or 0
         self._end = ExitStack()
         self.close = self._end.close
 
@@ -114,10 +118,7 @@ class RankTimer:
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world, self._reserved)
-        if self._config.layout == "shard":  # there may be no memory for a copy
-            self._copy = self._end.enter_context(borrowed(self._task.model, self._parted))
-            self._optimizers = []
-        else:
+        if self._copies:
             try:
                 self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
                 self._optimizers = self._task.make_optimizers(self._copy)
@@ -125,6 +126,9 @@ class RankTimer:
                 if not self._device.is_out_of_memory(error):
                     raise
                 raise self._too_small("a copy of the model") from error
+        else:
+            self._copy = self._end.enter_context(borrowed(self._task.model, self._parted))
+            self._optimizers = []
         self._computation = self._fastest(self._first_batch)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
         self._repeat(times)

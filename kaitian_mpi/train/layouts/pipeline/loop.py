@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.pipeline import PipelinePlan
-from kaitian_mpi.balance.pipeline_plan import replan
 from kaitian_mpi.balance.shares import split_micro_batches
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import print_rank_0, show_table, size_text
+from kaitian_mpi.observe.console import show_table, size_text
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, Share
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
 from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
+from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan
 from kaitian_mpi.train.layouts.pipeline.peers import join_stages
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
 from kaitian_mpi.train.loop import Loop, set_learning_rates
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_times import StepClock, StepReports
+from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.step_times import StepClock
 
 if TYPE_CHECKING:
     from kaitian_mpi.train.layouts.shard.shards import Shards
-    from kaitian_mpi.train.run import Run
-
-_WINDOW, _LEAST_STEPS = 10, 4
 
 
 class GlobalSampler(LoadAdaptiveSampler):
@@ -50,6 +42,7 @@ class GlobalSampler(LoadAdaptiveSampler):
 class PipelineLoop(Loop):
     """Trains on one set of ranks, each of which computes consecutive layers."""
 
+    computes_whole_model = False
     _gradients: Any
     _make_reducer: Any
 
@@ -66,7 +59,7 @@ class PipelineLoop(Loop):
         from kaitian_mpi.train.layouts.sharded_step import apply_step
 
         assert isinstance(shards, Stages)
-        plan, rank = self._pipeline, self.world.rank
+        plan, rank = self.stages_plan, self.world.rank
         waits = self._step.waits
         targets: Any = shards.targets
         self._make_reducer = lambda: StageGradients(targets, shards.owners, rank, waits)
@@ -82,8 +75,9 @@ class PipelineLoop(Loop):
         self._peers.close()
 
     @property
-    def _pipeline(self) -> PipelinePlan:
-        assert self.plan.pipeline is not None
+    def stages_plan(self) -> PipelinePlan:
+        """Which ranks compute which layers, and how."""
+        assert isinstance(self.plan, StagesPlan)
         return self.plan.pipeline
 
     def _begins(self, is_forward: bool) -> None:
@@ -97,7 +91,7 @@ class PipelineLoop(Loop):
         samples = sum(self.sampler.shares_at(self.progress.position))
         sizes = self._sizes(samples)
         own = runner.own(len(sizes))
-        by_rank = self._pipeline.first_samples(sizes, self._ranks)
+        by_rank = self.stages_plan.first_samples(sizes, self._ranks)
         step.begin_own(number, by_rank, sum(sizes[each] for each in own))
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         self.state.save()
@@ -121,7 +115,7 @@ class PipelineLoop(Loop):
 
     def _sizes(self, samples: int) -> list[int]:
         """Return the samples of each micro-batch of a step."""
-        return split_micro_batches(samples, self._pipeline.micro_batch, self.sampler.min_batch)
+        return split_micro_batches(samples, self.stages_plan.micro_batch, self.sampler.min_batch)
 
     def _share(self, indices: list[int]) -> Share:
         sizes = self._sizes(len(indices))
@@ -137,7 +131,7 @@ class PipelineLoop(Loop):
         shards.share_buffers(self.world)
 
     def describe(self) -> dict[str, Any]:
-        plan, ranks = self._pipeline, [info.world_rank for info in self.world.infos]
+        plan, ranks = self.stages_plan, [info.world_rank for info in self.world.infos]
         return {
             "stages": [
                 {"layers": [s.begin + 1, s.end], "ranks": [ranks[rank] for rank in s.ranks]}
@@ -149,7 +143,7 @@ class PipelineLoop(Loop):
 
     def _results(self) -> Iterator[tuple[Any, Any, int]]:
         """Yield what the last stage finds of its micro-batches of the validation data."""
-        data, size = self._setup.validation, min(MAX_BATCH, self._pipeline.micro_batch)
+        data, size = self._setup.validation, min(MAX_BATCH, self.stages_plan.micro_batch)
         batches, reader = evaluation_indices(len(data), 0, [1], size), Reader(data)
         on_host: Any = None
 
@@ -161,49 +155,6 @@ class PipelineLoop(Loop):
         function = self._task.metrics or self._task.loss
         for number, found in self._runner.evaluate(function, len(batches), read):  # type: ignore[arg-type]
             yield found, on_host, len(batches[number])
-
-
-class Restaging(StepObserver):
-    """Finds out, when epochs end and checkpoints are due, whether other stages are worth a move."""
-
-    def __init__(self, run: Run, loop: Loop) -> None:
-        self._run = run
-        self._loop = loop
-        self._plan = cast("PipelinePlan", loop.plan.pipeline)
-        self._samples = len(self._plan.stages) * run.config.global_batch_size
-        self._seconds: deque[np.ndarray] = deque(maxlen=_WINDOW)
-
-    def step_done(self, step: Step, reports: StepReports | None) -> None:
-        if reports is None:
-            return
-        times, every = reports.times, self._run.config.checkpoint_every
-        if times.samples.sum() == self._samples and (times.steps > 0).all():
-            self._seconds.append(times.work_sec)
-        if reports.wants_checkpoint.any() or (every and step.number % every == 0):
-            self.epoch_ends()
-
-    def epoch_ends(self) -> None:
-        run, loop, progress = self._run, self._loop, self._run.state.progress
-        if len(self._seconds) < _LEAST_STEPS or run.facts is None:
-            return
-        world = loop.world
-        facts = run.facts
-        found = None
-        if world.rank == 0:
-            job = facts.job(run.config, world, loop.plan.min_batch)
-            work, left = np.median(self._seconds, axis=0), progress.total_steps - progress.step
-            found = replan(job, self._plan, work.tolist(), left)
-        self._seconds.clear()
-        if (found := gather_values(world.comm, found)[0]) is None:
-            return
-        factors, text = found
-        places = [info.place for info in world.infos]
-        scaled = {p: facts.by_place[p].scaled(f) for p, f in zip(places, factors, strict=True)}
-        run.facts = replace(facts, by_place={**facts.by_place, **scaled})
-        speeds = ", ".join(f"{factor:.2f}" for factor in factors)
-        text = f"ranks take {speeds} times what was planned: {text}"
-        print_rank_0(world, f"step {progress.step}: {text}")
-        loop.is_outdated = True
 
 
 def show_plan(world: World, plan: PipelinePlan) -> None:

@@ -34,6 +34,13 @@ _TRIAL_BYTES = 1 << 20
 _UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagesPlan(Plan):
+    """The stages of the ranks; their batch sizes are what those of the first stage read."""
+
+    pipeline: PipelinePlan
+
+
 @dataclass(frozen=True)
 class PipelineFacts:
     """What the stages are planned from; the same on every rank."""
@@ -42,7 +49,7 @@ class PipelineFacts:
     by_place: Mapping[str, LayerFacts]
     links: Mapping[str, Hop]
 
-    def plan(self, config: TrainingConfig, world: World, min_batch: int) -> Plan:
+    def plan(self, config: TrainingConfig, world: World, min_batch: int) -> StagesPlan:
         """Plan the stages of these ranks. Collective."""
         own = None
         if world.rank == 0:  # others may round otherwise
@@ -55,7 +62,19 @@ class PipelineFacts:
         pipeline: PipelinePlan = rebuild(PipelinePlan, own)
         sizes = split_micro_batches(config.global_batch_size, pipeline.micro_batch, min_batch)
         shares = pipeline.first_samples(sizes, world.size)
-        return Plan(shares, [1.0] * world.size, None, pipeline.micro_batch, min_batch, pipeline)
+        return StagesPlan(
+            batch_sizes=shares,
+            scores=[1.0] * world.size,
+            costs=None,
+            micro_batch_size=pipeline.micro_batch,
+            min_batch=min_batch,
+            pipeline=pipeline,
+        )
+
+    def scaled(self, factors: Mapping[str, float]) -> PipelineFacts:
+        """Return the facts of ranks that take so many times as long, by place."""
+        scaled = {place: self.by_place[place].scaled(each) for place, each in factors.items()}
+        return replace(self, by_place={**self.by_place, **scaled})
 
     def job(self, config: TrainingConfig, world: World, min_batch: int) -> PipelineJob:
         """Return what the stages of these ranks are planned from."""
@@ -75,11 +94,16 @@ class PipelineFacts:
 
 
 def find_facts(
-    config: TrainingConfig, setup: Setup, world: World, is_whole: bool = False
+    config: TrainingConfig,
+    setup: Setup,
+    world: World,
+    is_whole: bool = False,
+    takes_alike: bool = False,
 ) -> PipelineFacts:
     """Measure each layer on each rank, one at a time. Collective.
 
-    The model stays on the host, and is not changed. If `is_whole`, it is the only layer.
+    The model stays on the host, and is not changed. If `is_whole`, it is the only layer. If it
+    `takes_alike`, the ranks count as equally fast, and a layer by its size.
 
     Raises:
         LayerTooLargeError: a rank has too little memory for a layer.
@@ -121,7 +145,7 @@ def find_facts(
         for info, (found, _) in zip(world.infos, gathered, strict=True)
     }
     known = _together([rebuild(tuple[Layer, ...], layers) for _, layers in gathered])
-    if config.balance == "off" and config.layout == "pipeline":
+    if takes_alike:
         by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
     return PipelineFacts(known, by_place, measure_links(world))
 

@@ -1,0 +1,94 @@
+"""What a layout is, as the rest of the training sees it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.loop import Commit, Loop
+from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.step import StepObserver
+from kaitian_mpi.train.task import Computation
+
+
+class Layout(ABC):
+    """How a run's model and its optimizers are laid out over the ranks.
+
+    A run has one, found before its first step, with what it was measured by: see `LAYOUTS`. It is
+    asked `place`, `find_profiles` and `make_state` once; then, each time that some ranks begin to
+    train, `plan`, `assign`, `planned_bytes`, `make_loop` and `observers`.
+    """
+
+    name: ClassVar[str]
+    """As `--layout` has it."""
+    divides_state: ClassVar[bool] = True
+    """Whether no rank has all of the model, its gradients and its optimizers' state. Then the
+    memory of each rank is planned, a slow one is not excluded, as its memory counts, and no rank
+    can save by itself."""
+    compares_weights: ClassVar[bool] = True
+    """Whether all ranks have the same weights, which can be compared and repaired."""
+    equal_shares: ClassVar[str] = "equal shares"
+    """What the first batch sizes are called, without a benchmark."""
+    divides_samples: ClassVar[bool] = True
+    """Whether each rank computes a share of the samples, which follows its speed; else all compute
+    a part of each sample."""
+
+    def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
+        """Bring the model to where it is to be trained; return the setup with it. Not collective.
+
+        What is not done here is done by `make_state`.
+        """
+        return setup
+
+    @abstractmethod
+    def find_profiles(
+        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+    ) -> Profiles:
+        """Return the ranks' profiles: those `known`, benchmarked, or unmeasured. Collective."""
+
+    @abstractmethod
+    def make_state(
+        self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
+    ) -> State:
+        """Create the training state. Not collective.
+
+        Raises:
+            UserError: the task cannot be trained so.
+        """
+
+    def plan(self, config: TrainingConfig, world: World, profiles: Profiles) -> Plan:
+        """Plan the batch sizes of these ranks. Collective."""
+        return profiles.plan(config, world)
+
+    @abstractmethod
+    def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
+        """Give each rank its part of the state; print which it is. Collective."""
+
+    def planned_bytes(
+        self, config: TrainingConfig, world: World, plan: Plan, profiles: Profiles
+    ) -> list[int | None]:
+        """Return how many bytes each rank's device is to use at most; None if unknown."""
+        return profiles.planned_bytes(world.infos, plan.batch_sizes)
+
+    def make_loop(
+        self,
+        config: TrainingConfig,
+        world: World,
+        setup: Setup,
+        state: State,
+        plan: Plan,
+        loader: ShareLoader,
+        commit: Commit | None,
+    ) -> Loop:
+        """Return what trains on these ranks by this plan. Collective."""
+        return Loop(config, world, setup, state, plan, loader, commit)
+
+    def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
+        """Return what follows the steps of a loop in this layout only. Collective."""
+        return ()

@@ -1,0 +1,88 @@
+"""How layout shard divides a model: the room that ranks have for it, and who owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.train.layouts.layout import Layout
+from kaitian_mpi.train.layouts.shard.room import Room, find_room
+from kaitian_mpi.train.layouts.shard.shards import Key, divide_parameters, steps_by_element
+from kaitian_mpi.train.layouts.sharded_step import use_shards
+from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, find_profiles
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import State
+from kaitian_mpi.train.task import Computation
+
+
+class ShardLayout(Layout):
+    """Gradients and optimizer state, and parameters if they fit no rank whole, are in parts."""
+
+    name = "shard"
+
+    def __init__(self, room: Room, reserved: int) -> None:
+        """Divide a model by the ranks' room; `reserved` bytes of it are this rank's."""
+        self._room = room
+        self._reserved = reserved
+        # Of the parameters in parts, what this rank has before there are owners.
+        self._values: dict[Key, torch.Tensor] = {}
+
+    @classmethod
+    def find(cls, config: TrainingConfig, setup: Setup, world: World) -> ShardLayout:
+        """Return the layout for a task, by the ranks' memory. Collective.
+
+        Raises:
+            AgreedError: it does not fit.
+        """
+        return cls(*find_room(setup, config, world))
+
+    def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
+        room, model = self._room, setup.task.model
+        if not room.parted:
+            model.to(world.device)
+            return setup
+        parted = PartedModel(model, room.parted, world.device)
+        parameters = list(model.parameters())
+        pairs, _ = room.owners(config, world)
+        by_rows = steps_by_element(setup.task.make_optimizers(model))
+        parts = divide_parameters(parameters, range(len(parameters)), room.parted, pairs, by_rows)
+        own = [part for part in parts if world.rank in (part.owner, part.mirror)]
+        self._values = parted.keep([(part.parameter, part.begin, part.end) for part in own])
+        return replace(setup, parted=parted)
+
+    def find_profiles(
+        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+    ) -> Profiles:
+        return find_profiles(config, world, setup, known, self._reserved)
+
+    def make_state(
+        self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
+    ) -> State:
+        parted = setup.parted
+        with nullcontext() if parted is None else parted.making_optimizers():
+            state = State(setup.task, computation, total_steps, config.wire, moves=parted is None)
+        state.parted = parted
+        use_shards(state, setup.task, self._values)
+        return state
+
+    def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
+        room, shards = self._room, state.shards
+        assert shards is not None
+        pairs, why = room.owners(config, world)
+        shards.overlaps = room.can_overlap(pairs, world)
+        shards.assign(world, pairs)
+        self._values = {}
+        print_rank_0(world, room.describe(*shards.held(world.size), why))
+
+    def planned_bytes(
+        self, config: TrainingConfig, world: World, plan: Plan, profiles: Profiles
+    ) -> list[int | None]:
+        stepping = self._room.bytes_of_steps(config, world)
+        return profiles.planned_bytes(world.infos, plan.batch_sizes, stepping)
