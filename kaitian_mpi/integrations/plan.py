@@ -10,7 +10,6 @@ from kaitian_mpi.balance.planner import Planner
 from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.devices import Device
-from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.train.step_times import ReportExchange, StepClock
 
@@ -73,8 +72,6 @@ class StepTimer:
         self.batches = 0
         """The batches since the last step, several if they are accumulated."""
         self._clock = StepClock(device)
-        self._mark = device.mark
-        self._ready: Mark | None = None  # where this step's gradients were computed
         self._reports = ReportExchange(comm, fields=4)
 
     @contextmanager
@@ -87,7 +84,7 @@ class StepTimer:
 
     def computed(self) -> None:
         """Take note that this rank's gradients of the step are computed."""
-        self._ready = self._mark()
+        self._clock.gradients_ready()
 
     def summed(self, rows: int) -> None:
         """Start to exchange the times of a step whose gradients are summed. Collective.
@@ -99,9 +96,8 @@ class StepTimer:
         batches = max(self.batches, 1)
         self.batches = 0
         if self.steps > 1:  # the first step's begin is not known
-            self._clock.gradients_summed(self._ready)
+            self._clock.gradients_summed()
             self._clock.stop()
-            self._ready = None
             times = self._clock.take()
             per_batch = 1 / (max(times.steps, 1) * batches)
             self.receive()

@@ -411,7 +411,7 @@ class Loop:
         if step.own_samples == 0:
             self.state.restore_buffers(besides=self.state.statistics.synchronized_buffers())
         self._commit_unit()
-        self.clock.gradients_summed(step.ready)
+        self.clock.gradients_summed()
         self._pace.start()
         epoch = self.progress.epoch
         enter_phase("the optimizer", step=self.progress.step + 1)

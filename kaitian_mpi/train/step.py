@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.devices import Device
-from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.distributed.gradients import Fraction
 from kaitian_mpi.distributed.sync_batch_norm import Participation
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -88,10 +87,7 @@ class StepInProgress(Participation):
     def __init__(self, device: Device) -> None:
         super().__init__(lambda: self.own_weight)
         self.clock = StepClock(device)
-        self._mark = device.mark
         self._pace = device.pace
-        self.ready: Mark | None = None
-        """Where the gradients of the bucket that was ready last were computed."""
         self.data_sec = 0.0
         self.number = 0
         self.batch_sizes: list[int] = []
@@ -119,7 +115,6 @@ class StepInProgress(Participation):
     def begin_own(self, number: int, batch_sizes: list[int], own_samples: int) -> None:
         """Begin a step, counted from 1, whose weights are not this rank's matter."""
         self.number = number
-        self.ready = None
         self._losses = []
         self._outputs = []
         self.batch_sizes = batch_sizes
@@ -131,7 +126,7 @@ class StepInProgress(Participation):
     def bucket_ready(self, is_last: bool) -> None:
         """Mark on the device that the gradients of a bucket are ready."""
         self._pace.catch_up()
-        self.ready = self._mark()
+        self.clock.gradients_ready()
         if is_last:
             enter_phase("the sum of gradients", step=self.number, waits=True)
 

@@ -51,7 +51,8 @@ class StepTimes(NamedTuple):
 class StepClock:
     """Splits steps into computing and waiting for communication, by timestamps of the device.
 
-    Per step, call `start`, `enter` with each phase that follows, `gradients_summed` and `stop`.
+    Per step, call `start`, `enter` with each phase that follows, `gradients_ready` for each bucket,
+    `gradients_summed` and `stop`.
     """
 
     FORWARD = "forward"
@@ -64,10 +65,13 @@ class StepClock:
         self._device = device
         self._steps: deque[list[tuple[str, Mark]]] = deque()
         self._phases: list[tuple[str, Mark]] = []  # of the current step, with their beginnings
+        # How many phases had begun where the last bucket was computed, and the mark there.
+        self._ready: tuple[int, Mark] | None = None
 
     def start(self) -> None:
         """Mark the start of a step, with a forward."""
         self._phases = [(self.FORWARD, self._device.mark())]
+        self._ready = None
 
     def enter(self, phase: str) -> str:
         """Mark the start of a phase, if there is a step; return the phase before."""
@@ -77,15 +81,18 @@ class StepClock:
             self._phases.append((phase, self._device.mark()))
         return before
 
-    def gradients_summed(self, ready: Mark | None = None) -> None:
-        """Mark the sum of the gradients; `ready` marks where their last bucket was computed.
+    def gradients_ready(self) -> None:
+        """Mark that the gradients of a bucket are computed."""
+        self._ready = len(self._phases), self._device.mark()
 
-        From there on nothing is left to compute. If no bucket was, all until now is waiting.
+    def gradients_summed(self) -> None:
+        """Mark the sum of the gradients, which began where their last bucket was computed.
+
+        From there on nothing is left to compute: what the rank has waited for since is part of the
+        sum. If no bucket was computed, all until now is waiting.
         """
-        if ready is None:
-            self._phases = [(self._SUM, self._phases[0][1])]
-        else:
-            self._phases.append((self._SUM, ready))
+        begun, ready = self._ready or (0, self._phases[0][1])
+        self._phases[begun:] = [(self._SUM, ready)]
         self.enter(self.OPTIMIZER)
 
     def stop(self) -> None:

@@ -154,8 +154,9 @@ def test_forward_and_backward_of_an_accelerator_are_recorded_by_its_marks():
             clock.start()
             for phase in (clock.BACKWARD, clock.FORWARD, clock.BACKWARD):
                 clock.enter(phase)
-            mark()  # as of a bucket
-            clock.gradients_summed(mark())
+            for _ in range(2):
+                clock.gradients_ready()
+            clock.gradients_summed()
             clock.stop()
     events = made.take_device_spans(lambda: DeviceMark(8.0))
     assert [(event.name, event.start, event.end) for event in events] == [

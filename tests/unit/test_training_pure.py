@@ -68,6 +68,15 @@ FORWARD, BACKWARD, WAIT = StepClock.FORWARD, StepClock.BACKWARD, "waiting for so
              *(WAIT, 0.5, BACKWARD, 4.0, BUCKET, 8.0, SUMMED, 16.0)),
             (2.0, 6.5, 16.0, 8.75),
         ),
+        (  # what a rank waits for after its last bucket
+            (1.0, BACKWARD, 2.0, BUCKET, 0.5, WAIT, 4.0, BACKWARD, 0.25, SUMMED, 8.0),
+            (1.0, 2.0, 8.0, 4.75),
+        ),
+        (  # buckets of two micro-batches, and a wait between them
+            (*(1.0, BACKWARD, 2.0, BUCKET, 0.25, WAIT, 4.0, BACKWARD, 0.25),
+             *(FORWARD, 0.5, BACKWARD, 8.0, BUCKET, WAIT, 16.0, BACKWARD, SUMMED, 0.5)),
+            (1.5, 10.5, 0.5, 20.0),
+        ),
     ],
 )  # fmt: skip
 def test_the_step_clock_tells_phases_from_waiting(monkeypatch, parts, expected):
@@ -76,15 +85,15 @@ def test_the_step_clock_tells_phases_from_waiting(monkeypatch, parts, expected):
     clock = StepClock(device)
     assert clock.enter(WAIT) == ""  # a script calls the model before the first step
     for _ in range(2):
-        ready, phase = None, FORWARD
+        phase = FORWARD
         clock.start()
         for part in parts:
             if isinstance(part, float):
                 at += part
             elif part == BUCKET:
-                ready = device.mark()
+                clock.gradients_ready()
             elif part == SUMMED:
-                clock.gradients_summed(ready)
+                clock.gradients_summed()
             else:
                 assert clock.enter(part) == phase
                 phase = part

@@ -450,9 +450,9 @@ def test_a_steps_times_are_those_at_which_the_device_gets_there(world):
     with Held():
         clock.start()
         current_stream().give(lambda: time.sleep(0.06))  # computing, after which nothing is left
-        ready = world.device_kind.mark()
+        clock.gradients_ready()
         current_stream().give(lambda: time.sleep(0.03))  # the sum
-        clock.gradients_summed(ready)
+        clock.gradients_summed()
         clock.stop()
         assert clock.take().steps == 0
         begun_sec = time.perf_counter()  # the device has not even come to the first mark
