@@ -127,11 +127,14 @@ class Adaptive:
         self._taken.take_uncut(self.is_training(), is_stream)
 
     @contextlib.contextmanager
-    def step_of(self, inputs: Any) -> Iterator[None]:
-        """Let all forwards have the batch of these inputs, the next that its trainer has taken."""
+    def step_of(self, inputs: Any) -> Iterator[Given | None]:
+        """Let all forwards have the batch of these inputs, the next that its trainer has taken.
+
+        The context gives the rows of that batch, or None if it is not known.
+        """
         self._in_step = self._taken.train(inputs, in_order=True)
         try:
-            yield
+            yield self._in_step.given if self._in_step is not None else None
         finally:
             self._in_step = None
 

@@ -25,6 +25,8 @@ from kaitian_mpi.integrations.losses import (
     evaluating,
     labels_in,
 )
+from kaitian_mpi.integrations.rank_means import means_over_rows
+from kaitian_mpi.integrations.taken import Given
 from kaitian_mpi.integrations.weights import Weights
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
@@ -41,13 +43,19 @@ class _Training:
         """Of the losses of its steps, weighted as their gradients are."""
 
 
-def weight_losses(weights: Weights, step_of: Callable[[Any], AbstractContextManager[None]]) -> None:
+def weight_losses(
+    weights: Weights, step_of: Callable[[Any], AbstractContextManager[Given | None]]
+) -> None:
     """Make the Trainer's gradients and what it logs means over the rows of all ranks.
 
     Its own loss decides, not the model's: a subclass, such as TRL's, may compute another one. The
     Trainer averages the ranks' losses (trainer.py, `_maybe_log_save_evaluate`); so a rank's
     loss is weighted as its gradient is. The `train_loss` at its end is rank 0's since the last
     logged step; it is replaced by the mean of the ranks.
+
+    Args:
+        weights: of the gradients.
+        step_of: returns the context of a step on a batch, which gives the rows of its batch.
     """
     if hasattr(Trainer.training_step, "weighted"):
         return
@@ -70,7 +78,7 @@ def weight_losses(weights: Weights, step_of: Callable[[Any], AbstractContextMana
             training.loss.counts_stand_ins = items is not None
             find_rules = functools.partial(_find_rules, trainer, inputs, items)
             training.loss.observe(labels, find_rules, together=True)
-        with step_of(inputs):
+        with step_of(inputs) as given, means_over_rows(given):
             mean = compute(trainer, model, inputs, *args, **kwargs) * weights.latest()
         if is_first and training.loss is not None and training.loss.rule != SUM:
             _note_multiplied(weights.world, trainer, items)

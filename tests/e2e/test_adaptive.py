@@ -137,6 +137,20 @@ def test_preferences_by_trl(mpirun):
     assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-5)
 
 
+@needs_trl
+@pytest.mark.usefixtures("preloaded")
+def test_rewards_by_trl_are_logged_over_the_rows_of_all_ranks(mpirun):
+    found, _ = train(mpirun, "trl_reward.py", difference=1e-6)
+    begin = 0
+    for step, margin, accuracy in found["logged"]:
+        means = [
+            sum(found[name][begin:step]) / (step - begin) for name in ("margins", "accuracies")
+        ]
+        assert (margin, accuracy) == pytest.approx(means, rel=1e-5)
+        begin = step
+    assert begin == found["steps"]
+
+
 @needs_lightning
 def test_a_lightning_module(mpirun):
     found, out = train(mpirun, "resumed.py", "lightning", "-1", "object")
