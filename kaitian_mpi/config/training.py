@@ -22,6 +22,11 @@ from kaitian_mpi.config.values import (
 )
 from kaitian_mpi.errors import UserError
 
+_FLAG = (
+    r"(?<![\w/.-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
+    r"(?: (?P<value>auto|paper|pipeline|replicate|shard)\b)?"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -356,8 +361,18 @@ def check_given(settings: Mapping[str, Any]) -> None:
 
 
 def _with_setting_names(text: str) -> str:
-    """Return a message with settings in the place of flags."""
-    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), text)
+    """Return a message with settings, as a script gives them, in the place of flags."""
+    names = {field.name for field in dataclasses.fields(TrainingConfig)}
+
+    def spell(flag: re.Match[str]) -> str:
+        name = flag["name"].replace("-", "_")
+        value = f'="{flag["value"]}"' if flag["value"] else ""
+        if name.startswith("no_") and name not in names:
+            name = name.removeprefix("no_")
+            value = "=False"
+        return name + value if name in names else flag[0]
+
+    return re.sub(_FLAG, spell, text)
 
 
 def _text(value: object, is_path: bool) -> str:

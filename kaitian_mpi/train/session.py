@@ -85,7 +85,8 @@ class Session:
             try:
                 self._prepare_process()
                 self.run = start(self._make_task, self._config, self.membership)
-            except BaseException:
+            except BaseException as error:
+                self._word(error)
                 self.end()
                 raise
             self.run.own_sinks = self._sinks
@@ -167,12 +168,18 @@ class Session:
                 # Ranks on standby raise it as well: they would wait forever.
                 self.run.fault = self.run.fault or failure
                 self.until_done(self.end_standby, False)
+            self._word(failure)
             self.end(failure)
             raise
         finally:
             del failure  # its traceback refers to this frame, and to all that the step has made
         gc.collect()  # which refers to itself, by the errors of its messages
         return None
+
+    def _word(self, error: BaseException) -> None:
+        """Let the message of a user's mistake name settings as this user gives them."""
+        if isinstance(error, UserError):
+            error.args = (self._config.word(str(error)),)
 
     def end_standby(self, is_active: bool) -> None:
         """End the job's work, with that of the ranks on standby. Collective over all ranks."""

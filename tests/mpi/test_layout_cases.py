@@ -40,4 +40,4 @@ def test_weight_decay_leaves_alone_what_no_loss_depends_on(world, layout):
 @pytest.mark.sizes(3)
 def test_an_open_loop_is_refused_in_stages(world):
     verdict = run_in_folder(make_case(OPEN_PIPELINE), world)
-    assert verdict.startswith("refused: --layout pipeline and auto require Task(loss=...)")
+    assert verdict.startswith('refused: layout="pipeline" and auto require Task(loss=...)')

@@ -139,7 +139,7 @@ CASES = {
     ),
     "Training has no setting 'globalbatch'; it has allreduce, ba": lambda: train(globalbatch=4),
     "epochs must be a whole number, at least 1 and at most": lambda: train(epochs=0),
-    "batch_size has an effect with batch_policy paper only; give glo": lambda: train(batch_size=8),
+    'batch_size has an effect with batch_policy="paper" only; give g': lambda: train(batch_size=8),
     "config is a dict and must be a": lambda: train(config={}),
     "this Training is closed; make a new one": after_the_end,
     "call training.backward(loss) for each micro-batch": lambda: with_micro_batches(list),
@@ -161,6 +161,7 @@ def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, 
     with pytest.raises(AgreedError, match="another job is training in it") as caught:
         train(run_dir=str(shared_path), resume="auto")
     assert "\n" not in str(caught.value)
+    assert "--" not in str(caught.value), "a script has no flags"
     assert list(shared_path.iterdir()) == [shared_path / ".job"], "nothing is begun"
     sleeping_barrier(world.comm)
     if claim is not None:
