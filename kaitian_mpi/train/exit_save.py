@@ -82,9 +82,8 @@ class ExitSave:
             # A checkpoint of this step, with its score, may still be being written.
             writer.files.write(content, describe(state), only_new=step == writer.last_submitted)
         except (OSError, UserError) as error:
-            text = f"step {step} could not be saved: {getattr(error, 'strerror', None) or error}"
-            kept = writer.files.newest_step()
-            return text if kept is None else f"{text}; the checkpoint of step {kept} is kept"
+            reason = getattr(error, "strerror", None) or error
+            return f"step {step} could not be saved: {reason}; {writer.describe_kept()}"
         resume = self._run.config.spell(resume="auto")
         return f"step {step} is saved: {resume} resumes from it"
 
@@ -114,9 +113,8 @@ class ExitSave:
         writer = self._writer
         with suppress(OSError, UserError):  # what is then kept is said
             writer.complete_in_child()
-        kept = writer.files.newest_step()
-        last = "no checkpoint yet" if kept is None else f"the checkpoint of step {kept} is kept"
         return self._run.config.word(
-            f"step {self._run.state.progress.step} is not saved, as {why}; {last}; SIGUSR2 to "
-            "mpirun ends a job between two steps, once all is saved"
+            f"step {self._run.state.progress.step} is not saved, as {why}; "
+            f"{writer.describe_kept()}; SIGUSR2 to mpirun ends a job between two steps, once all "
+            "is saved"
         )

@@ -186,7 +186,7 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     (small_disk / "checkpoints" / "model.pt").write_bytes(bytes(2_400_000))
     command = "kaitian-train --model planted:wide --epochs 3 --checkpoint-every 4".split()
     ended = jobs.run_alone(*command, *jobs.EVEN, cwd=tmp_path)
-    said = "could not be written: No space left on device; training continues, there is none yet"
+    said = "could not be written: No space left on device; training continues; there is no"
     assert said in ended.err
     # One that is queued behind another may be replaced by the next.
     fault = r"checkpoint of step (\d+)(?: could not be written|: an earlier one)"

@@ -444,14 +444,14 @@ def test_what_cannot_be_written_is_logged_each_time_and_training_continues(
 ):
     full, key = "No space left on device", "a key of state['extra'] is a numpy.int64"
     for step, size, value, line, kept in (
-        (80, 0, 1, full, "there is none yet"),
+        (80, 0, 1, full, "there is no checkpoint yet"),
         (100, None, 1, "", ""),
-        (120, 1000, 1, full, "the one of step 100 is kept"),
-        (140, 1000, 1, full, "the one of step 100 is kept"),
-        (160, None, {3}, "state['extra'] is a set", "the one of step 100 is kept"),
+        (120, 1000, 1, full, "the checkpoint of step 100 is kept"),
+        (140, 1000, 1, full, "the checkpoint of step 100 is kept"),
+        (160, None, {3}, "state['extra'] is a set", "the checkpoint of step 100 is kept"),
         (180, None, 1, "", ""),
-        (200, None, {numpy.int64(3): 1}, key, "the one of step 180 is kept"),
-        (220, None, {"a": [object()]}, "state['extra']['a'][0] is a object", "the one of step 180"),
+        (200, None, {numpy.int64(3): 1}, key, "the checkpoint of step 180 is kept"),
+        (220, None, {"a": [object()]}, "state['extra']['a'][0] is a object", "the checkpoint of"),
     ):
         caplog.clear()
         with monkeypatch.context() as context:
@@ -462,7 +462,7 @@ def test_what_cannot_be_written_is_logged_each_time_and_training_continues(
         assert bool(writer.fault) == bool(line) == len(caplog.messages)
         for message in caplog.messages:
             assert message.startswith(f"checkpoint of step {step} could not be written: {line}")
-            assert f"training continues, {kept}" in message
+            assert f"training continues; {kept}" in message
     assert writer.last_written == 180
 
 

@@ -192,17 +192,22 @@ class BackgroundWriter:
         self.close()
         self._write(state, description)
 
+    def describe_kept(self) -> str:
+        """Return which checkpoint a later job would resume from, as a part of a message."""
+        kept = self.files.newest_step()  # maybe of an earlier job
+        if kept is None:  # the disk is faulty
+            kept = self.last_written
+        if kept is None:
+            return "there is no checkpoint yet"
+        return f"the checkpoint of step {kept} is kept"
+
     def fail(self, step: int, error: Exception) -> None:
         """Report that a step's checkpoint is not written."""
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, OSError) or reason != self.fault:
-            kept = self.last_written
-            if kept is None:  # an earlier job may have written one
-                kept = self.files.newest_step()
-            text = "there is none yet" if kept is None else f"the one of step {kept} is kept"
             _log.warning(
-                "checkpoint of step %d could not be written: %s; training continues, %s",
-                *(step, reason, text),
+                "checkpoint of step %d could not be written: %s; training continues; %s",
+                *(step, reason, self.describe_kept()),
             )
         self.fault = reason
 
