@@ -13,6 +13,7 @@ from kaitian_mpi.runtime.mpi_libraries import (
     launched_by,
     settings_for,
 )
+from kaitian_mpi.runtime.system import CHOSEN_THREADS_VARIABLE, THREADS_VARIABLE
 
 # srun's are tried last: inside an allocation mpirun's ranks see those of their daemon. MPI may or
 # may not find the other tasks.
@@ -105,6 +106,8 @@ def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
 def prepare_environment(environ: MutableMapping[str, str], launch: Launch, cores: int) -> None:
     """Set the variables that MPI and OpenMP read at start-up, unless the user has set them."""
     settings = settings_for(launch.local_size, launch.world_size, cores, environ)
-    settings["OMP_NUM_THREADS"] = str(max(1, cores // launch.local_size))
+    if THREADS_VARIABLE not in environ:
+        threads = str(max(1, cores // launch.local_size))
+        environ[THREADS_VARIABLE] = environ[CHOSEN_THREADS_VARIABLE] = threads
     for name, value in settings.items():
         environ.setdefault(name, value)

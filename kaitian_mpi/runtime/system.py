@@ -15,6 +15,10 @@ _PR_SET_PDEATHSIG = 1
 
 _default_threads: int | None = None
 
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+CHOSEN_THREADS_VARIABLE = "KAITIAN_OMP_NUM_THREADS"
+"""Holds what this package has set `OMP_NUM_THREADS` to, which is no choice of the user's."""
+
 
 class CommunicationThread(threading.Thread):
     """A thread that executes collectives or messages, and no code of the script but callbacks."""
@@ -103,10 +107,14 @@ def record_default_threads() -> None:
 
 
 def set_default_threads(threads: int) -> int:
-    """Set torch's number of threads, unless the script has; return the number it computes with."""
+    """Set torch's number of threads, unless the user or script has; return what it computes with.
+
+    The user does by OMP_NUM_THREADS, the script by `torch.set_num_threads`.
+    """
     import torch
 
-    if _default_threads in (None, torch.get_num_threads()):
+    is_given = os.environ.get(THREADS_VARIABLE) != os.environ.get(CHOSEN_THREADS_VARIABLE)
+    if not is_given and _default_threads in (None, torch.get_num_threads()):
         torch.set_num_threads(threads)
         record_default_threads()
     return torch.get_num_threads()

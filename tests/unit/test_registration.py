@@ -9,7 +9,7 @@ import sys
 # What is there after `import torch`; the number of threads after each of several calls, minus
 # torch's own; and what is there after all public names are imported.
 SEEN = """
-import json, sys
+import json, os, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
@@ -22,9 +22,15 @@ seen = {
 }
 from kaitian_mpi.runtime.system import set_default_threads
 given = torch.get_num_threads()
+os.environ.pop("OMP_NUM_THREADS", None)
 used = [set_default_threads(given + 1), torch.get_num_threads(), set_default_threads(given + 2)]
 torch.set_num_threads(given + 5)
 used += [set_default_threads(given), torch.get_num_threads()]
+torch.set_num_threads(given + 2)  # as our own default
+os.environ["OMP_NUM_THREADS"] = str(given + 2)  # as the user has set it before
+used.append(set_default_threads(given + 1))
+os.environ["KAITIAN_OMP_NUM_THREADS"] = str(given + 2)  # as this package has
+used.append(set_default_threads(given + 1))
 seen["threads"] = [threads - given for threads in used]
 import kaitian_mpi
 from kaitian_mpi import *
@@ -52,7 +58,8 @@ def test_importing_torch_registers_the_backend_and_loads_nothing_else():
     backend, runtime = "kaitian_mpi.distributed", "kaitian_mpi.runtime"
     names = [backend, f"{backend}.registration", runtime, f"{runtime}.system"]
     assert seen["ours"] == ["kaitian_mpi", *names]
-    assert seen["threads"] == [1, 1, 2, 5, 5]  # a number set by the script is kept
+    # A number set by the script is kept, and one set by the user.
+    assert seen["threads"] == [1, 1, 2, 5, 5, 2, 1]
     # MPI starts in `init` or `Training`, once its settings are made and its end is taken over.
     assert seen["public"] == ["Training", False]
 
