@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 import re
 import sys
 
@@ -120,7 +121,8 @@ def load(name, **settings):
     return load_data(TrainConfig(dataset=f"my_data:{name}", **settings))
 
 
-def test_factories():
+def test_factories(caplog):
+    caplog.set_level(logging.INFO)
     for name, settings, train, validation, classes in (
         ("one", {}, 8, 2, 4), ("one", {"augment": "none"}, 8, 2, 4), ("two", {}, 10, 6, 5),
         ("named", {}, 8, 2, 9), ("with_classes", {}, 8, 2, 6), ("with_targets", {}, 8, 2, 7),
@@ -131,6 +133,10 @@ def test_factories():
         source = load(name, **settings)
         found = len(source.train), len(source.validation), source.num_classes
         assert found == (train, validation, classes)
+        # All samples are read for it, which may take long, unless the dataset has them by a name.
+        told = "counting the classes of the dataset by reading its" in caplog.text
+        assert told == (name not in ("named", "with_classes", "with_targets"))
+        caplog.clear()
         inputs, labels = source.train[[0, 1]]
         assert len(inputs) == len(labels) == 2
         assert labels.dtype == torch.int64
