@@ -56,15 +56,14 @@ class Lockstep:
 
     Attributes:
         last_step: the last step that is done; None before the first.
-        is_unattended: whether nothing of the script's runs between two steps.
         has_micro_batches: whether the script asks for its shares in micro-batches.
     """
 
     def __init__(self, session: Session) -> None:
         self.last_step: Step | None = None
-        self.is_unattended = False
         self.has_micro_batches = False
         self._session = session
+        self._is_unattended = False
         self._epoch: Epoch | None = None
         # Since the loop began, or its ranks have met.
         self._meets = False
@@ -125,8 +124,7 @@ class Lockstep:
         if loop is None:
             return None
         self._meet(loop, Call.EVALUATE)
-        self._session.evaluated = loop.evaluate()
-        return self._session.evaluated
+        return self._session.evaluate()
 
     def stop(self) -> None:
         """Save the run as it stands, for another job; finish it if its last step is done."""
@@ -140,6 +138,10 @@ class Lockstep:
                 self._end_loop(loop)
         else:
             session.end_standby(is_active)
+
+    def expect_no_script(self) -> None:
+        """Take note that nothing of the script's runs between two steps. Not collective."""
+        self._is_unattended = True
 
     def enter_script(self) -> None:
         """Begin the phase of the script's own code, which may last. Not collective."""
@@ -158,11 +160,10 @@ class Lockstep:
         loop = self._ready_loop()
         if loop is None or self._meet(loop, Call.TRAIN) == Call.STOP:
             return None
-        session.saving.save_due(script_has_run=not self.is_unattended)
+        session.saving.save_due(script_has_run=not self._is_unattended)
         is_saved = session.saving.save_to_end()
         if loop.is_outdated and not is_saved:
-            loop.close()
-            session.loop = None
+            session.end_loop()
             return None
         share = None if is_saved else loop.next_share(crosses_epochs)
         if is_saved or loop.progress.is_done:
@@ -173,7 +174,8 @@ class Lockstep:
         """Return the loop of the active ranks; None if the work was done without this rank."""
         session = self._session
         if session.loop is None and session.begin_loop():
-            session.current_loop.is_unattended = self.is_unattended
+            if self._is_unattended:
+                session.current_loop.expect_no_script()
             self._meets = bool(session.membership.losses)
             self._script_has_run = False
             if self.has_micro_batches:

@@ -112,8 +112,7 @@ class Loop:
         self.observers: list[StepObserver] = []
         self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
         self.is_outdated = False  # whether another loop is to go on, with another plan
-        self.is_unattended = False
-        """Whether no script runs between two steps."""
+        self._is_unattended = False
         self._is_in_epoch = False
 
     def _make_sampler(self) -> LoadAdaptiveSampler:
@@ -210,9 +209,13 @@ class Loop:
         steps = steps_per_epoch(left, batch, self.sampler.min_batch)
         return min(steps, progress.total_steps - progress.step)
 
+    def expect_no_script(self) -> None:
+        """Take note that nothing of the script's runs between two steps. Not collective."""
+        self._is_unattended = True
+
     def step_done(self, step: Step) -> None:
         """Let the observers follow a step, after which the script may use the weights."""
-        if self._commit is not None and not self.is_unattended:
+        if self._commit is not None and not self._is_unattended:
             self._gradients.check_values()  # else they would be wrong if a rank is lost
         reports = self.exchange.swap(step.report(self.wants_checkpoint()))
         for observer in self.observers:

@@ -134,6 +134,16 @@ class Session:
         self.loop, self.saving = begin_loop(self.prepared, world, self.logged)
         return True
 
+    def end_loop(self) -> None:
+        """Close the loop, so that the next step begins another. Collective over active ranks."""
+        self.current_loop.close()
+        self.loop = None
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loop's means over the validation data. Collective over active ranks."""
+        self.evaluated = self.current_loop.evaluate()
+        return self.evaluated
+
     def drop_loop(self) -> None:
         """Close the loop, if there is one, without waiting for a rank. Not collective."""
         loop = self.loop

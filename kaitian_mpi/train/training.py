@@ -139,7 +139,7 @@ class Training:
         Raises:
             UserError: as iterating does.
         """
-        self._lockstep.is_unattended = True
+        self._lockstep.expect_no_script()
         for _ in self:
             pass
 
