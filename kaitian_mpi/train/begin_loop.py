@@ -148,19 +148,19 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     state = run.state
     has_lost = bool(run.membership.losses)
     lacks_values = False
-    if state.shards is not None:
-        if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
-            state.shards.drop()  # what it has is of the start
-        if not state.shards.is_complete(world.comm):
-            lacks_values = bool(state.shards.owned)  # those of the start are lost, too
-            state.forget()
+    partition = state.partition
+    if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
+        partition.drop()  # what it has is of the start
+    if not partition.is_complete(world.comm):
+        lacks_values = bool(partition.owned)  # those of the start are lost, too
+        state.forget()
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
         # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
         from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 
         # Before the first step, the parameters are all there is; where whole, they are here.
         steps = max(gather_values(world.comm, state.progress.step if run.has_started else 0))
-        has_part_lost = state.shards is not None and (steps > 0 or lacks_values)
+        has_part_lost = not partition.is_whole and (steps > 0 or lacks_values)
         found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
         if found.metadata is not None:
             restore(world, state, found, run.config.seed, world.infos)

@@ -31,7 +31,7 @@ class ExitSave:
     """
 
     def __init__(self, run: Run, world: World, make_metadata: Callable[[], RunMetadata]) -> None:
-        is_marked = run.owns_files and run.state.shards is None
+        is_marked = run.owns_files and run.state.partition.is_whole
         self.mark = Fingerprint(run.state.model.parameters() if is_marked else ())
         self._run = run
         self._world = world
@@ -66,7 +66,7 @@ class ExitSave:
         state = self._run.state
         step = state.progress.step
         writer = self._writer
-        if state.shards is not None:  # no rank has all of it, and the others cannot be asked
+        if not state.partition.is_whole:  # no rank has all of it, and the others cannot be asked
             return self._not_saved("the ranks have it in parts (--layout)")
         if step == 0:
             return "no step has completed yet; nothing was saved"
@@ -96,7 +96,7 @@ class ExitSave:
     def _copy_to_host(self) -> None:
         """Copy the state to the host, for a forked process, which cannot use the device."""
         state = self._run.state
-        if state.shards is None and self.mark.matches():
+        if state.partition.is_whole and self.mark.matches():
             self._copy = copy_state(state.shared(), self._writer.take_spare())
 
     def _save(self) -> str:

@@ -94,7 +94,7 @@ class Lockstep:
         if step is not None:
             self.last_step = step
             session.guarded(session.current_loop.step_done, step)
-            if session.loop is None and session.prepared.state.shards is not None:
+            if session.loop is None and not session.prepared.state.partition.is_whole:
                 session.until_done(self._ready_loop)  # the script may use the weights
         return step
 

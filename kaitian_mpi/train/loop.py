@@ -98,8 +98,8 @@ class Loop:
         )
         self._apply: Callable[[Task, State, bool, int], None] = apply_step
         self._micro_batches: list[int | None] | None = None
-        if state.shards is not None:
-            self._use_shards(state.shards)
+        if not state.partition.is_whole:
+            self._use_shards(cast("Shards", state.partition))
         self._gradients = self._make_reducer()
         # Its type is not imported here: that would start MPI, also in data loading workers, which
         # import the module of their dataset.

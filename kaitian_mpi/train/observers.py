@@ -21,6 +21,7 @@ from kaitian_mpi.runtime.watchdog import Watchdog
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.state import weights
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepReports, StepTimes
 
@@ -185,10 +186,11 @@ class Metrics(StepObserver):
         print_rank_0(self._world, result_line(*where, means))
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
-        whole = run.state.whole_weights(self._world, run.setup.path)
-        with run.saving(self._world), whole as fault:
-            own = run.state.weights() if run.owns_files and fault is None else {}
+        with run.saving(self._world):
+            model, fault = run.state.collect_model(self._world, run.setup.path)
+            own = weights(model) if run.owns_files and fault is None else {}
             run.setup.folder.save_model(own, fault)
+            del model, own  # which may be mapped files
         memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(

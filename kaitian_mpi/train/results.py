@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from kaitian_mpi.errors import AgreedError, StorageError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -15,6 +16,7 @@ from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.run import Run
+from kaitian_mpi.train.state import weights
 from kaitian_mpi.train.summary import NAME
 
 _MODEL = "checkpoints/model.pt"
@@ -33,17 +35,18 @@ class Results:
         run = self._run
         world = self._world
         fault = ""
-        with run.state.whole_weights(world, run.setup.path) as why:
-            if world.rank == 0:
-                try:
-                    self._write(why)
-                except StorageError as error:
-                    fault = f"training is done, but {error}; {self._keep()}"
-            fault = gather_values(world.comm, fault)[0]
-            if fault:
-                run.fault = AgreedError(fault, StorageError.exit_code)
-            else:
-                run.checkpoints.close()
+        model, why = run.state.collect_model(world, run.setup.path)
+        if world.rank == 0:
+            try:
+                self._write(model, why)
+            except StorageError as error:
+                fault = f"training is done, but {error}; {self._keep()}"
+        del model  # which may be mapped files
+        fault = gather_values(world.comm, fault)[0]
+        if fault:
+            run.fault = AgreedError(fault, StorageError.exit_code)
+        else:
+            run.checkpoints.close()
         return not fault
 
     def report(self) -> None:
@@ -60,7 +63,7 @@ class Results:
         if run.config.export:
             print_rank_0(self._world, f"exported the weights to {run.config.export}")
 
-    def _write(self, why: OSError | None) -> None:
+    def _write(self, model: dict[str, Any], why: OSError | None) -> None:
         """Write the weights, unless they are on disk already, and then the summary as finished.
 
         Existing files are kept. A checkpoint that did not fit is no error; `why` is one of weights.
@@ -69,14 +72,14 @@ class Results:
         folder = run.setup.folder
         run.checkpoints.wait()  # one that is still being written needs space
         if not folder.has(_MODEL):  # the disk may have been full only temporarily
-            folder.save_model(run.state.weights() if why is None else {}, why)
+            folder.save_model(weights(model) if why is None else {}, why)
         folder.require(_MODEL)
         if run.config.export:
             if why is not None:
                 raise StorageError(f"{run.config.export} could not be written: {why.strerror}")
             from kaitian_mpi.train.weight_files import export_weights
 
-            export_weights(run.config.export, run.state.model, run.state.model_state())
+            export_weights(run.config.export, run.state.model, model)
         folder.write(NAME, run.current_summary(finished=True).to_json())
         folder.require(NAME)
 
@@ -88,11 +91,11 @@ class Results:
         again = f"run the same command with --run-dir {run.setup.path or 'FOLDER'} --resume auto"
         if checkpoints.on_disk is not None and checkpoints.on_disk.last_written == step:
             return f"step {step} is in its checkpoint: make room, and {again}"
-        if run.state.shards is not None:
+        if not run.state.partition.is_whole:
             return f"make room, and {again} to continue from the last checkpoint"
         name = snapshots_name(run.config.snapshots, os.environ) or secrets.token_hex(8)
         writer = checkpoints.in_memory or BackgroundWriter(snapshot_files(name))
-        checkpoints.write(writer, run.state, self._make_metadata())
+        checkpoints.write(writer, run.state, run.state.shared(), self._make_metadata())
         writer.wait()
         if writer.last_written == step:
             return (

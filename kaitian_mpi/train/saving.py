@@ -175,10 +175,9 @@ class Saving(StepObserver):
         run = self._run
         every = run.config.checkpoint_every
         step = progress.step
-        shards = run.state.shards
         is_due = progress.position == 0 or (every > 0 and step % every == 0)
         # At the start it is due if the loss of a rank would take along what no other has.
-        may_lose = shards is not None and self._world.size > 1 and not shards.has_copies
+        may_lose = self._world.size > 1 and not run.state.partition.has_copies
         is_due &= bool(run.membership.losses) if step else run.membership.survives and may_lose
         if not is_due or not self._checkpoints.writers:
             return False

@@ -40,7 +40,9 @@ class Snapshots:
         hosts = [info.host for info in self._world.infos]
         is_first_of_host = hosts.index(self._world.info.host) == self._world.rank
         if is_first_of_host and is_wanted:
-            has_waited = run.checkpoints.write(writer, run.state, self._make_metadata())
+            has_waited = run.checkpoints.write(
+                writer, run.state, run.state.shared(), self._make_metadata()
+            )
             self._saved_at = time.monotonic()
             self._waited_sec = (self._saved_at - begin) * has_waited
         run.checkpoints.wait_if_large(self._world, run.state)

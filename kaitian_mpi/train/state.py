@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.checkpoint.state_lock import StateLock
+from kaitian_mpi.train.partition import Partition
 from kaitian_mpi.train.progress import Progress, Schedules
 from kaitian_mpi.train.state_transfer import (
     broadcast_state,
@@ -33,7 +33,6 @@ from kaitian_mpi.train.task import Computation, Task
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.late_values import PartedModel
-    from kaitian_mpi.train.layouts.shard.shards import Shards
 
 _PARTS = {
     "model": "the model",
@@ -67,8 +66,8 @@ class State:
         self.model: nn.Module = task.model.to(computation.device) if moves else task.model
         self.optimizers = task.make_optimizers(self.model)
         self._schedules = Schedules(task, self.optimizers, total_steps)
-        self.shards: Shards | None = None
-        """This rank's part of the optimizers' state; None if it has all of it."""
+        self.partition = Partition(self.model, self.optimizers)
+        """This rank's part of the model's and the optimizers' state."""
         self.parted: PartedModel | None = None
         """The model as one whose parameters are in parts; None if they are whole."""
         self.extra = task.extra_objects()
@@ -128,43 +127,37 @@ class State:
         """Make this no state of the run, as a part of it is lost: a checkpoint has to be loaded."""
         self.is_begun = False
         self.zero_gradients()
-        if self.shards is not None:
-            self.shards.drop()
+        self.partition.drop()
 
     def zero_gradients(self) -> None:
         """Free the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        if self.shards is not None:
-            self.shards.zero_gradients()
+        self.partition.zero_gradients()
 
-    @contextmanager
-    def whole(self, world: World, folder: Path | None) -> Iterator[OSError | None]:
-        """Have rank 0 return the whole state in the block; yield why not, if so. Collective."""
-        with nullcontext() if self.shards is None else self.shards.collected(world, folder) as why:
-            yield why
+    def collect(self, world: World, folder: Path | None) -> tuple[dict[str, Any], OSError | None]:
+        """Return on rank 0 the whole state as `shared` does, or why it is not whole. Collective.
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights and buffers, contiguous in host memory."""
-        return {
-            name: value.detach().cpu().contiguous()
-            for name, value in self.model_state().items()
-            if isinstance(value, torch.Tensor)  # not a module's extra state
-        }
+        What rank 0 does not have itself takes no memory, but space in `folder`.
+        """
+        model, optimizers, fault = self.partition.collect(world, folder)
+        return self._shared(model, optimizers), fault
 
-    @contextmanager
-    def whole_weights(self, world: World, folder: Path | None) -> Iterator[OSError | None]:
-        """Have rank 0 return the whole model's state in the block, as `whole`. Collective."""
-        shards = self.shards if self.shards is not None and self.shards.owned else None
-        with nullcontext() if shards is None else shards.collected(world, folder, True) as why:
-            yield why
+    def collect_model(
+        self, world: World, folder: Path | None
+    ) -> tuple[dict[str, Any], OSError | None]:
+        """Return the whole model's `state_dict` as `collect` does. Collective."""
+        if not self.partition.owned:
+            return self.model_state(), None
+        collected = self.partition.collect(world, folder, only_values=True)
+        return collected.model, collected.fault
 
     def replicas(self) -> list[torch.Tensor]:
         """Return the tensors that only steps change: the weights and the optimizers' state."""
-        owned = frozenset[int]() if self.shards is None else self.shards.owned
+        owned = self.partition.owned
         whole = (p for number, p in enumerate(self.model.parameters()) if number not in owned)
         tensors = [parameter.detach() for parameter in whole]
-        for optimizer in self.optimizers if self.shards is None else ():
+        for optimizer in self.optimizers if self.partition.is_whole else ():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     values = dict(sorted(optimizer.state.get(parameter, {}).items())).values()
@@ -173,9 +166,14 @@ class State:
 
     def shared(self) -> dict[str, Any]:
         """Return the part of the state that is the same on every rank, by reference."""
+        return self._shared(self.model_state(), self.partition.optimizer_states())
+
+    def _shared(
+        self, model: dict[str, Any], optimizers: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
         return {
-            "model": self.model_state(),
-            "optimizers": [plain(state) for state in self._optimizer_states()],
+            "model": model,
+            "optimizers": [plain(state) for state in optimizers],
             "optimizer_types": self._optimizer_types(),
             "schedulers": self._schedules.states(),
             "begun_with": self._schedules.begun_with,
@@ -207,14 +205,7 @@ class State:
         with self.lock:
             settings = self._schedules.settings()
             try:
-                if self.shards is not None:
-                    self.shards.load_model(state["model"])
-                    self.shards.load_settings(state["optimizers"])
-                else:
-                    self.model.load_state_dict(state["model"])
-                    pairs = zip(self.optimizers, state["optimizers"], strict=True)
-                    for optimizer, content in pairs:
-                        optimizer.load_state_dict(content)
+                self.partition.load(state["model"], state["optimizers"])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
                     "cannot resume: the checkpoint is of another model or optimizer "
@@ -251,11 +242,8 @@ class State:
         """Load a result of `shared` from a file. Training must not have begun."""
         with self.lock:
             content = self._with_own_names(file.content)
-            if self.shards is not None:
-                model, values = self.shards.without_values(content["model"])
-                self.shards.load(content["optimizers"], values)
-                states = _without_state(content["optimizers"])
-                content = content | {"model": model, "optimizers": states}
+            model, optimizers = self.partition.take(content["model"], content["optimizers"])
+            content = content | {"model": model, "optimizers": optimizers}
             if file.is_mapped:
                 content = copy_state(content, self.shared(), is_mapped=True)
             self.load_shared(content)
@@ -275,20 +263,11 @@ class State:
         self.is_begun = False
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's `state_dict`; of what only owners have, while that is collected.
+        """Return the model's `state_dict`, with empty tensors for what other ranks own.
 
         Not collective; but it waits for values that other ranks have sent.
         """
-        if self.shards is not None:
-            self.shards.wait_for_values()
-        with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
-            state = plain(self.model.state_dict())
-        return state if self.shards is None else self.shards.with_values(state)
-
-    def _optimizer_states(self) -> list[dict[str, Any]]:
-        if self.shards is not None:
-            return self.shards.settings()
-        return [optimizer.state_dict() for optimizer in self.optimizers]
+        return self.partition.model_state()
 
     def _optimizer_types(self) -> list[str]:
         return [type(optimizer).__name__ for optimizer in self.optimizers]
@@ -335,8 +314,8 @@ class State:
         steps = gather_values(world.comm, own)
         source = steps.index(max(steps))
         if len(set(steps)) > 1:
-            if own < max(steps) and self.shards is not None and not self.shards.parts:
-                self.shards.drop()  # what it has is of the start
+            if own < max(steps):
+                self.partition.drop_start()
             behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
             self.copy_from(world, source, behind)
         self.is_begun = True
@@ -355,8 +334,13 @@ class State:
             self.load_shared(content)
 
 
-def _without_state(optimizers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**content, "state": {}} for content in optimizers]
+def weights(model_state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers of a `state_dict`, contiguous in host memory."""
+    return {
+        name: value.detach().cpu().contiguous()
+        for name, value in model_state.items()
+        if isinstance(value, torch.Tensor)  # not a module's extra state
+    }
 
 
 @torch.no_grad()

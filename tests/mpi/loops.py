@@ -86,10 +86,10 @@ class Run:
                 rows = [(n, 0, len(p)) for n, p in enumerate(self.state.model.parameters())]
                 values = self.state.parted.keep(rows if world.rank == 0 else [])
             own = self.state.model, self.state.optimizers, self.state.parted, values
-            self.state.shards = Shards(*own)
+            self.state.partition = Shards(*own)
             hosts = [str(rank) for rank in range(world.size)]
             pairs = with_mirrors(memory, hosts) if mirrors else without_mirrors(memory)
-            self.state.shards.assign(world, pairs)
+            self.state.partition.assign(world, pairs)
         self.loader = ShareLoader(self.setup.train, self.config.workers, pin_memory=False)
         self.plan_of = lambda shares: make_plan(world, shares, micro_batch_size, min_batch)
         self.taken = []

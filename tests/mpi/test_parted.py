@@ -89,12 +89,11 @@ def check(world, run, task, initial, taken, tmp_path):
         Task(**{**vars(task), "model": initial, "validation": None}),
         [run.setup.train[indices] for indices in taken],
     )
-    with run.state.shards.collected(world, tmp_path):
-        state = run.state.shared()
-        if world.rank == 0:
-            compare(dict(state["model"]), dict(expected.state_dict()))
-            for own, other in zip(state["optimizers"], optimizers, strict=True):
-                compare(own["state"], other.state_dict()["state"])
+    state, _ = run.state.collect(world, tmp_path)
+    if world.rank == 0:
+        compare(dict(state["model"]), dict(expected.state_dict()))
+        for own, other in zip(state["optimizers"], optimizers, strict=True):
+            compare(own["state"], other.state_dict()["state"])
 
 
 def train(world, run, steps, taken):
@@ -137,7 +136,7 @@ def test_values_move_to_other_owners_and_their_mirrors(world, make_run, tmp_path
     shares = [1, 3, 1][: world.size]
     hosts = [str(rank) for rank in range(world.size)]
     pairs = with_mirrors(shares, hosts) if world.size > 1 else without_mirrors(shares)
-    run.state.shards.assign(world, pairs)
+    run.state.partition.assign(world, pairs)
     run.make_loop()
     train(world, run, 5, taken)
     run.close()

@@ -96,13 +96,13 @@ class Run:
         computation = Computation(world.device, "fp32", "contiguous")
         self.state = State(task, computation, steps)
         chain = chain_of(task)
-        self.state.shards = Stages(task.model, self.state.optimizers, chain, world.device)
+        self.state.partition = Stages(task.model, self.state.optimizers, chain, world.device)
         self.loader = ShareLoader(self.setup.train, 0, pin_memory=False)
         self.make_loop(plan)
 
     def make_loop(self, pipeline):
         world = self.world
-        self.state.shards.assign_stages(world, pipeline.stages)
+        self.state.partition.assign_stages(world, pipeline.stages)
         sizes = split_micro_batches(BATCH, pipeline.micro_batch)
         batch_sizes = pipeline.first_samples(sizes, world.size)
         plan = StagesPlan(
@@ -133,8 +133,7 @@ def compare_with_one_process(run, initial, taken, tmp_path):
     data = run.setup.train
     task = Task(**{**vars(run.task), "model": initial})
     expected, optimizers = alone(run.world, task, [data[indices] for indices in taken])
-    with run.state.shards.collected(run.world, tmp_path):
-        shared = run.state.shared()
+    shared, _ = run.state.collect(run.world, tmp_path)
     if run.world.rank == 0:
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(shared["model"][name], value, rtol=1e-10, atol=1e-10)
@@ -169,7 +168,7 @@ def test_other_stages_continue_with_the_same_state(world, tmp_path):
         taken.append(indices)
         if step.number == 3:
             run.loop.close()
-            assert run.state.shards.is_complete(world.comm)
+            assert run.state.partition.is_complete(world.comm)
             break
     run.make_loop(plan_of(world, task, 3, replicas=2))
     taken += [indices for _, indices in run.epoch()]
@@ -401,15 +400,13 @@ def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
             freeze(model, False)
             freeze(initial, False)
     run.close()
-    with run.state.shards.collected(world, tmp_path):
-        shared = run.state.shared()
-    run.state.shards.drop()
+    shared, _ = run.state.collect(world, tmp_path)
+    run.state.partition.drop()
     if world.rank == 0:
         for name, value in initial.state_dict().items():
             torch.testing.assert_close(shared["model"][name], value, rtol=1e-10, atol=1e-10)
-        _, values = run.state.shards.without_values(shared["model"])
-        run.state.shards.load(shared["optimizers"], values)
-    assert run.state.shards.is_complete(world.comm)
+        run.state.partition.take(shared["model"], shared["optimizers"])
+    assert run.state.partition.is_complete(world.comm)
 
 
 @pytest.mark.sizes(2)
@@ -417,7 +414,7 @@ def test_the_values_of_other_stages_raise_an_error_that_says_where_they_are(worl
     task = make_task()
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     run = Run(world, task, plan_of(world, task, 5))
-    numbers = [n for n, ranks in enumerate(run.state.shards.owners) if world.rank not in ranks]
+    numbers = [n for n, ranks in enumerate(run.state.partition.owners) if world.rank not in ranks]
     others = [parameter for n, parameter in enumerate(task.model.parameters()) if n in numbers]
     assert 0 < len(others) < len(names)
     for parameter in others:

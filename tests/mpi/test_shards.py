@@ -19,6 +19,7 @@ from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.layouts.shard.room import find_room
 from kaitian_mpi.train.layouts.sharded_step import use_shards
 from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import weights as weights_of
 from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(1, 2, 3)
@@ -178,8 +179,7 @@ def test_twenty_steps_are_those_of_one_process(
     expected, optimizers = alone(world, task_alone, [data[indices] for indices in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-    with run.state.shards.collected(world, tmp_path):
-        states = run.state.shared()["optimizers"]
+    states = run.state.collect(world, tmp_path)[0]["optimizers"]
     if world.rank == 0:
         for own, other in zip(states, optimizers, strict=True):
             compare(own["state"], other.state_dict()["state"])
@@ -229,7 +229,7 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
         assert all(type(p) is not nn.Parameter and p.is_contiguous() for p in known[task.model])
         if step.number == 2:
-            weights = [value.tolist() for value in run.state.weights().values()]
+            weights = [value.tolist() for value in run.state.model_state().values()]
             assert gather_values(world.comm, weights) == [weights] * world.size
         if step.number == 3:
             copied = list(copy.deepcopy(task.model).parameters())
@@ -294,7 +294,7 @@ def test_values_that_are_used_unseen_do_not_come_late(world, make_run, monkeypat
 
 def owned_bytes(run):
     """Return this rank's bytes of gradients and of the optimizer's state."""
-    shards = run.state.shards
+    shards = run.state.partition
     gradients = sum(bucket.own.nbytes for bucket in run.loop._gradients._buckets)
     values = [v for o in run.state.optimizers for state in o.state.values() for v in state.values()]
     state = sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.dim())
@@ -325,8 +325,8 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
         if step.number == 3:
             run.loop.close()
-            assert run.state.shards.is_complete(world.comm)
-            run.state.shards.assign(world, without_mirrors([1, 3, 1][: world.size]))
+            assert run.state.partition.is_complete(world.comm)
+            run.state.partition.assign(world, without_mirrors([1, 3, 1][: world.size]))
             break
     run.make_loop()
     for _ in run.epoch():
@@ -352,7 +352,7 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
         if step.number == 3:
             break
-    shards = run.state.shards
+    shards = run.state.partition
     run.loop.close()
     if world.rank == world.size - 1:
         shards.drop()
@@ -421,10 +421,8 @@ def train(world, monkeypatch):
                 assert each.is_finite
                 between(task.model, each.number)
             run.state.progress.epoch_done(9)
-        weights = {}
-        with run.state.whole_weights(world, None):
-            if world.rank == 0:
-                weights = run.state.weights()
+        model_state, _ = run.state.collect_model(world, None)
+        weights = weights_of(model_state) if world.rank == 0 else {}
         run.close()
         one = copy.deepcopy(initial)
         optimizers = task.make_optimizers(one)

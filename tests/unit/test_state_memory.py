@@ -23,7 +23,7 @@ from kaitian_mpi.observe.tensor_files import Spool, UnusableError, map_tensors, 
 from kaitian_mpi.train import state_transfer
 from kaitian_mpi.train.checkpoint.files import CheckpointFiles
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
-from kaitian_mpi.train.state import State
+from kaitian_mpi.train.state import State, weights
 from kaitian_mpi.train.state_transfer import copy_state, from_bytes, to_bytes
 from kaitian_mpi.train.task import Computation, Task
 
@@ -70,11 +70,11 @@ def measure(folder):
     state.zero_gradients()
     state.progress.step_done(1)
     begin()
-    checkpoints.write(checkpoints.in_memory, state, METADATA)
+    checkpoints.write(checkpoints.in_memory, state, state.shared(), METADATA)
     checkpoints.wait()
     show("snapshot")
     begin()
-    DiskFolder(folder / "run").save_model(state.weights())
+    DiskFolder(folder / "run").save_model(weights(state.model_state()))
     show("model.pt")
     del state, parameter
     gc.collect()  # torch 2.8's optimizers are part of a cycle
@@ -118,7 +118,7 @@ def test_a_checkpoint_has_the_values_of_its_step(tmp_path, held, copy_mb):
     before = state.model[0].weight.detach().clone()
     if copy_mb == 0:  # it is on disk when training goes on
         held.go()
-    waited = checkpoints.write(writer, state, METADATA)
+    waited = checkpoints.write(writer, state, state.shared(), METADATA)
     assert waited == (copy_mb == 0) == (writer.last_written == 0)
     with torch.no_grad():
         for parameter in state.model.parameters():
@@ -150,7 +150,7 @@ def test_writers_share_one_copy_of_a_large_state_on_a_device(tmp_path, monkeypat
     monkeypatch.setattr(checkpoints, "_is_large", lambda shared, on_host=False: not on_host)
     held.go()
     for writer in (checkpoints.on_disk, checkpoints.in_memory, checkpoints.on_disk):
-        assert checkpoints.write(writer, state, METADATA)
+        assert checkpoints.write(writer, state, state.shared(), METADATA)
     checkpoints.wait()
     copies = [written["model"]["0.weight"].data_ptr() for written in held.states]
     assert (len(copies), len({*copies})) == (3, 1)

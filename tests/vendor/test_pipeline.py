@@ -90,8 +90,8 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
             assert one.device.type == world.device.type
             assert (values(one) - other).abs().max().item() <= 1e-10
     is_plain = torch._C.DisableTorchFunctionSubclass  # other ranks' parameters are not here
-    with held.collected(world, None), is_plain():
-        whole = held.with_values(dict(ours.state_dict()))
+    with is_plain():
+        whole = held.collect(world, None).model
     if world.rank == 0:
         for name, value in alone.state_dict().items():
             assert (values(whole[name]) - value).abs().max().item() <= 1e-10

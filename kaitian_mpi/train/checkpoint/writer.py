@@ -62,32 +62,37 @@ class Checkpoints:
     ) -> None:
         """Save the state in the run folder; there must be one. Collective."""
         self.saved_at = time.monotonic()
-        with state.whole(world, self._folder) as fault:
-            gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
-            if world.rank == 0 and self.on_disk is not None:
-                rank_states = [from_bytes(content) for content in gathered]
-                if fault is None:
-                    self.write(self.on_disk, state, metadata, rank_states, score)
-                else:
-                    self.on_disk.fail(state.progress.step, fault)
+        shared, fault = state.collect(world, self._folder)
+        gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
+        if world.rank == 0 and self.on_disk is not None:
+            rank_states = [from_bytes(content) for content in gathered]
+            if fault is None:
+                self.write(self.on_disk, state, shared, metadata, rank_states, score)
+            else:
+                self.on_disk.fail(state.progress.step, fault)
+        del shared  # which may be mapped files
         self.wait_if_large(world, state)
 
     def write(
         self,
         writer: BackgroundWriter,
         state: State,
+        shared: dict[str, Any],
         metadata: RunMetadata,
         rank_states: list[dict[str, Any]] | None = None,
         score: float | None = None,
     ) -> bool:
-        """Have the state written; return whether training has waited, because it is large."""
-        shared, description = state.shared(), describe(state, score)
+        """Have a state written, of which `shared` is what all ranks share.
+
+        Returns whether training has waited, because it is large.
+        """
+        description = describe(state, score)
         more = {"rank_states": rank_states or [], "metadata": metadata.to_json()}
-        if state.shards is None and not self._is_large(shared):
+        if state.partition.is_whole and not self._is_large(shared):
             writer.submit(copy_state(shared, writer.take_spare()) | more, description)
             return False
         enter_phase("saving a large state", limited=False)
-        if state.shards is not None or self._is_large(shared, on_host=True):
+        if not state.partition.is_whole or self._is_large(shared, on_host=True):
             writer.write_now(copy_state(shared, share=True) | more, description)
         else:
             self.wait()  # so that there is only one copy
@@ -100,7 +105,7 @@ class Checkpoints:
         """Wait for the ranks that write a large state, however long they take. Collective."""
         shared = state.shared()
         # These are certain to have the same size on every rank, or some ranks would not wait.
-        if state.shards is not None or self._is_large(
+        if not state.partition.is_whole or self._is_large(
             {name: shared[name] for name in ("model", "optimizers")}
         ):
             enter_phase("waiting for a large state to be saved", waits=True, limited=False)

@@ -43,7 +43,7 @@ def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> 
             "--layout shard: an embedding with max_norm changes only those rows that a rank's own "
             "samples use; leave that out, or limit the norms of all rows between two steps"
         )
-    state.shards = Shards(state.model, state.optimizers, state.parted, values)
+    state.partition = Shards(state.model, state.optimizers, state.parted, values)
 
 
 def apply_step(
@@ -53,8 +53,8 @@ def apply_step(
 
     The weights stay if the gradient is not finite.
     """
-    shards, scaler = state.shards, state.computation.scaler
-    assert shards is not None
+    shards, scaler = state.partition, state.computation.scaler
+    assert isinstance(shards, Shards)
     with state.lock:
         if is_finite:
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0

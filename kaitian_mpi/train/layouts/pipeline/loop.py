@@ -126,7 +126,7 @@ class PipelineLoop(Loop):
         return share._replace(parts=[(sizes[number], runs[number]) for number in own])
 
     def _pool_statistics(self) -> None:
-        shards: Any = self.state.shards
+        shards: Any = self.state.partition
         enter_phase("the buffers of other stages", waits=True)
         shards.share_buffers(self.world)
 

@@ -75,9 +75,9 @@ class PipelineLayout(Layout):
         return self.facts.plan(config, world, profiles.min_batch)
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
-        assert isinstance(state.shards, Stages)
+        assert isinstance(state.partition, Stages)
         assert isinstance(plan, StagesPlan)
-        state.shards.assign_stages(world, plan.pipeline.stages)
+        state.partition.assign_stages(world, plan.pipeline.stages)
         show_plan(world, plan.pipeline)
 
     def planned_bytes(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of, move, set_data
 from kaitian_mpi.train.layouts.shard.shards import Shards
+from kaitian_mpi.train.partition import Collected
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ class Stages(Shards):
         named = model.named_parameters(remove_duplicate=False)
         self._names = {name: numbers[parameter] for name, parameter in named}
 
-    def load(
-        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor] | None = None
+    def _keep(
+        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor]
     ) -> None:
-        super().load(states)
+        super()._keep(states, {})
         # Those without numbers are in no checkpoint.
         empty = {n: p for n, p in enumerate(self._parameters) if not p.numel()}
         self._new = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
-        self._new |= values or {}
+        self._new |= values
 
     def follow_data(self) -> None:
         """Do nothing: what the optimizers step are the parameters themselves."""
@@ -132,15 +132,7 @@ class Stages(Shards):
                 for buffer, value in zip(buffers, received, strict=True):
                     buffer.copy_(value)
 
-    @contextmanager
-    def collected(
-        self, world: World, folder: Path | None, only_values: bool = False
-    ) -> Iterator[OSError | None]:
-        """Have rank 0 return all parameters, and unless `only_values` all state. Collective.
-
-        What it does not have itself is in files without a name in `folder`, and takes no memory.
-        Yields why that was not possible; then rank 0 does not have it.
-        """
+    def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
         self.share_buffers(world)
         spool = Spool(folder)
         whole: dict[int, torch.Tensor] = {}
@@ -156,18 +148,12 @@ class Stages(Shards):
                     own = _kept(value, spool), {k: _kept(v, spool) for k, v in state.items()}
             if world.rank == 0:
                 whole[number], states[number] = own  # type: ignore[misc]
+        optimizers = self.optimizer_states()
         if world.rank == 0:
-            collected = self.settings()
-            for content, groups in zip(collected, self._groups, strict=True):
+            for content, groups in zip(optimizers, self._groups, strict=True):
                 order = [number for group in groups for number in group]
                 content["state"] = {p: states[n] for p, n in enumerate(order) if states[n]}
-            self._collected = collected
-            self._collected_values = whole
-        try:
-            yield spool.fault
-        finally:
-            self._collected = None
-            self._collected_values = {}
+        return Collected(self._with_values(whole), optimizers, spool.fault)
 
     def _owners(self, stages: Sequence[Stage]) -> list[list[int]]:
         owners: list[list[int]] = [[] for _ in self._parameters]
@@ -234,7 +220,7 @@ class Stages(Shards):
 def use_stages(state: State, task: Task) -> None:
     """Lay a state out in stages, which have no ranks yet. Not collective."""
     device = state.computation.device
-    state.shards = Stages(state.model, state.optimizers, chain_of(task), device)
+    state.partition = Stages(state.model, state.optimizers, chain_of(task), device)
 
 
 def _kept(value: Any, spool: Spool) -> Any:

@@ -14,7 +14,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.shard.room import Room, find_room
-from kaitian_mpi.train.layouts.shard.shards import Key, divide_parameters, steps_by_element
+from kaitian_mpi.train.layouts.shard.shards import Key, Shards, divide_parameters, steps_by_element
 from kaitian_mpi.train.layouts.sharded_step import use_shards
 from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, find_profiles
 from kaitian_mpi.train.setup import Setup
@@ -73,8 +73,8 @@ class ShardLayout(Layout):
         return state
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
-        room, shards = self._room, state.shards
-        assert shards is not None
+        room, shards = self._room, state.partition
+        assert isinstance(shards, Shards)
         pairs, why = room.owners(config, world)
         shards.overlaps = room.can_overlap(pairs, world)
         shards.assign(world, pairs)

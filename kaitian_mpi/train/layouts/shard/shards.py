@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +27,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
+from kaitian_mpi.train.partition import Collected, Partition
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, is_whole, send_state
 
 if TYPE_CHECKING:
@@ -57,13 +57,15 @@ class OwnedValues(Protocol):
         """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
 
 
-class Shards:
+class Shards(Partition):
     """The parts of a model's parameters, and of its optimizers, on this rank.
 
     The optimizers are the user's own; their groups have this rank's parts in the place of the
     parameters: the parameter itself, or a new one that is a view of some of its rows. Parameters
     are whole on every rank, besides those whose values are owned as well.
     """
+
+    is_whole = False
 
     def __init__(
         self,
@@ -80,8 +82,7 @@ class Shards:
             owned: the parameters of which an owner alone has the values; None: none.
             values: those that this rank has, to be kept or given away.
         """
-        self._model = model
-        self._optimizers = optimizers
+        super().__init__(model, optimizers)
         self._place = None if owned is None else owned.place
         self._parameters = list(model.parameters())
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
@@ -90,8 +91,7 @@ class Shards:
             for each in optimizers
         ]
         self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
-        self.owned = frozenset[int]() if owned is None else frozenset(owned.numbers)
-        """The numbers of the parameters of which only the owners have the values."""
+        self.owned = frozenset() if owned is None else frozenset(owned.numbers)
         self._names = {
             name: numbers[parameter]
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -106,25 +106,31 @@ class Shards:
         self.overlaps = True
         """Whether values may come back while the next forward computes."""
         self._reducer: ShardReducer | None = None
-        self._collected: list[dict[str, Any]] | None = None
-        self._collected_values: dict[int, torch.Tensor] = {}
-        self.load([each.state_dict() for each in optimizers])
+        self._keep([each.state_dict() for each in optimizers], {})
         self._values = dict(values or {})
         """Owned values in this rank's own memory."""
 
-    def load(
-        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor] | None = None
-    ) -> None:
-        """Take whole optimizers' states, and whole `values` by number, for `assign` to distribute.
+    def take(
+        self, model: dict[str, Any], optimizers: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Keep whole optimizers' states, and whole owned values, for `assign` to distribute.
 
-        Not collective.
+        Raises:
+            ValueError: a value has another shape.
         """
+        model, values = self._without_values(model)
+        self._keep(optimizers, values)
+        return model, [{**content, "state": {}} for content in optimizers]
+
+    def _keep(
+        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor]
+    ) -> None:
         self.drop()
         for state, groups in zip(states, self._groups, strict=True):
             numbers = [number for group in groups for number in group]
             for place, number in enumerate(numbers):
                 self._loose[self._whole(number)] = state["state"].get(place, {})
-        for number, value in (values or {}).items():
+        for number, value in values.items():
             self._loaded[self._whole(number)] = value
 
     def drop(self) -> None:
@@ -141,21 +147,22 @@ class Shards:
         self.parts = []
         self.targets = {}
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Return the optimizers' `state_dict` as if they had all parameters, without any state.
+    def drop_start(self) -> None:
+        if not self.parts:
+            self.drop()
 
-        While it is `collected`, with all of it.
-        """
-        return self._collected or [
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """Return the optimizers' `state_dict` as if they had all parameters, without any state."""
+        return [
             {"state": {}, "param_groups": _numbered(optimizer, groups)}
             for optimizer, groups in zip(self._optimizers, self._groups, strict=True)
         ]
 
-    def load_settings(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load a result of `settings`, of this rank or another, without its state.
+    def _load_settings(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the settings of `optimizer_states`, of this rank or another.
 
         Raises:
-            ValueError: it is of other groups.
+            ValueError: they are of other groups.
         """
         for optimizer, groups, state in zip(self._optimizers, self._groups, states, strict=True):
             lengths = [len(group["params"]) for group in state["param_groups"]]
@@ -166,17 +173,23 @@ class Shards:
                 group.update({name: saved[name] for name in saved if name != "params"})
             optimizer.load_state_dict(own)
 
-    def with_values(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a model's `state_dict` with empty tensors in the place of owned values.
+    def model_state(self) -> dict[str, Any]:
+        return self._with_values({})
 
-        While they are `collected`, with the values.
-        """
+    def _with_values(self, values: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+        """Return the model's `state_dict` with owned values by number, else empty tensors."""
+        self.wait_for_values()
+        return self._replace_values(super().model_state(), values)
+
+    def _replace_values(
+        self, state: dict[str, Any], values: Mapping[int, torch.Tensor]
+    ) -> dict[str, Any]:
         changed = copy.copy(state)  # with the versions of the model's parts
         for name, number in self._names.items():
-            changed[name] = self._collected_values.get(number, torch.empty(0))
+            changed[name] = values.get(number, torch.empty(0))
         return changed
 
-    def without_values(
+    def _without_values(
         self, state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
         """Return a model's `state_dict` with empty tensors for owned values, and these by number.
@@ -191,14 +204,14 @@ class Shards:
                 if value.shape != self._parameters[number].shape:
                     raise ValueError(f"{name} has the shape {list(value.shape)}")
                 found[number] = value
-        return self.with_values(state), found
+        return self._replace_values(state, {}), found
 
-    def load_model(self, state: dict[str, Any]) -> None:
-        """Load a result of `with_values` or `without_values` into the model, but no owned values.
+    def load(self, model: dict[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> None:
+        """Load results of `model_state` and `optimizer_states`: all but what is divided."""
+        self._load_model(model)
+        self._load_settings(optimizers)
 
-        Raises:
-            RuntimeError: it is of another model.
-        """
+    def _load_model(self, state: dict[str, Any]) -> None:
         own, owned = copy.copy(state), self._names.keys()
         missing = {name for name in owned if own.pop(name, None) is None}
         result = self._model.load_state_dict(own, strict=not owned)
@@ -258,7 +271,7 @@ class Shards:
     def _restrict(self, own: Mapping[int, Sequence[tuple[nn.Parameter, dict[str, Any]]]]) -> None:
         """Let the optimizers step these only, by the parameter's number, with these states."""
         for optimizer, groups, setting in zip(
-            self._optimizers, self._groups, self.settings(), strict=True
+            self._optimizers, self._groups, self.optimizer_states(), strict=True
         ):
             optimizer.state.clear()
             place, content = 0, dict[int, Any]()
@@ -357,35 +370,22 @@ class Shards:
         for target in self.targets.values():
             target.grad = None
 
-    @contextmanager
-    def collected(
-        self, world: World, folder: Path | None, only_values: bool = False
-    ) -> Iterator[OSError | None]:
-        """Have rank 0 return all of the state in the block, or `only_values`. Collective.
-
-        Its tensors are in files without a name in `folder`, so that they take no memory. Yields
-        why that was not possible, e.g. as the disk is full: then rank 0 does not have the state.
-        """
+    def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
         self.wait_for_values()
         spool = Spool(folder)
         wanted = [(key, 0) for key in whole]
         states = _move(world.comm, {} if only_values else self._held(), wanted, spool.keep)
         moved = self._move_values(world.comm, wanted, spool.keep)
-        self._collected_values = {key[0]: value for key, value in moved.items()}
+        optimizers = self.optimizer_states()
         if world.rank == 0:
-            collected = self.settings()
-            for content, groups in zip(collected, self._groups, strict=True):
+            for content, groups in zip(optimizers, self._groups, strict=True):
                 order = [number for group in groups for number in group]
                 by_number = {key[0]: state for key, state in states.items()}
                 found = {place: by_number[number] for place, number in enumerate(order)}
                 content["state"] = {place: state for place, state in found.items() if state}
-            self._collected = collected
-        try:
-            yield spool.fault
-        finally:
-            self._collected = None
-            self._collected_values = {}
+        values = {key[0]: value for key, value in moved.items()}
+        return Collected(self._with_values(values), optimizers, spool.fault)
 
     def _held(self) -> dict[Key, dict[str, Any]]:
         """Return this rank's part of the state, by what it is of."""
