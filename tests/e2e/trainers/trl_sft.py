@@ -56,7 +56,12 @@ def backward(model, batches):
     return sum(losses)
 
 
-logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+logged = [line for line in trainer.state.log_history if "num_tokens" in line]
 report(
-    recorded, own, language_model(), backward, logged=logged, train_loss=ended.metrics["train_loss"]
+    recorded,
+    own,
+    language_model(),
+    backward,
+    train_loss=ended.metrics["train_loss"],
+    tokens=(logged[-1]["num_tokens"], 2 * sum(len(text) + 1 for text in TEXTS)),  # each ends in one
 )
