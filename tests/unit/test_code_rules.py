@@ -76,6 +76,18 @@ def test_a_class_is_small_enough_to_have_one_idea():
     assert large == LARGE
 
 
+def test_only_layouts_ask_which_layout_it_is():
+    """Others ask its traits; config names it, and `balance` predicts it."""
+    for path in FILES:
+        place = path.relative_to(ROOT)
+        if place.parts[0] in ("config", "cli", "balance") or place.parts[1:2] == ("layouts",):
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert not re.search(r"\bconfig\.layout\b|\blayout\.name\b", text), (path, text)
+
+
 def test_a_class_name_exists_once_in_the_package():
     names = Counter(
         node.name for path in FILES for node in nodes(path) if isinstance(node, ast.ClassDef)
