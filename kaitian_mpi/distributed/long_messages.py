@@ -15,7 +15,6 @@ import torch
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.staging import (
-    MAX_PINNED_BYTES,
     contiguous,
     ends_of_streams,
     from_host,
@@ -31,9 +30,6 @@ from kaitian_mpi.runtime.polling import keep_alive
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-LONG_BYTES = MAX_PINNED_BYTES
-"""Longer tensors go in pieces between ranks of a group that has an accelerator."""
 
 _PIECE_BYTES = 4 << 20
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kaitian_mpi.distributed import long_messages
 from kaitian_mpi.distributed.collectives import staging
 from kaitian_mpi.distributed.collectives.staging import to_host
 from kaitian_mpi.distributed.long_messages import LongMessage, RingPool
@@ -121,7 +120,7 @@ class Mailbox:
 
     def _goes_in_pieces(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor does, by what both ranks know."""
-        return self._has_accelerators and tensor.nbytes > long_messages.LONG_BYTES
+        return self._has_accelerators and tensor.nbytes > staging.MAX_PINNED_BYTES
 
     def _follow_long(
         self, tensor: torch.Tensor, peer: int, tag: int, *, is_receive: bool

@@ -13,8 +13,9 @@ from fake_device import Stream, current_stream, on_device, synchronizations, val
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed import long_messages
-from kaitian_mpi.distributed.collectives import rounds
+from kaitian_mpi.distributed.collectives import rounds, staging
 from kaitian_mpi.distributed.gradients import sum_gradients
+from kaitian_mpi.distributed.relay import chunking
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import StreamCopies
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
@@ -221,7 +222,7 @@ def test_wait_does_not_wait_for_the_last_copy_back(world, device_of):
 
 
 def test_a_long_message_passes_through_page_locked_memory(world, device_of):
-    content = torch.arange(long_messages.LONG_BYTES // 4 + 1001.0)
+    content = torch.arange(staging.MAX_PINNED_BYTES // 4 + 1001.0)
     synchronizations.clear()
     for source in (0, 1):
         tensor = device_of(content if world.rank == source else torch.zeros_like(content))
@@ -236,7 +237,7 @@ def test_a_long_message_passes_through_page_locked_memory(world, device_of):
 @pytest.fixture
 def group_with_long_messages(world, monkeypatch):
     """A group in which all but the shortest messages go in pieces."""
-    monkeypatch.setattr(long_messages, "LONG_BYTES", 1000)
+    monkeypatch.setattr(staging, "MAX_PINNED_BYTES", 1000)
     monkeypatch.setattr(long_messages, "_PIECE_BYTES", 256)
     group = dist.new_group()
     yield group
@@ -296,10 +297,18 @@ def test_a_long_reduce_scatter_copies_pieces_while_others_are_exchanged(world, d
     assert torch.equal(values(output), (torch.arange(len(output)) % 97 * factor).to(dtype))
 
 
+@pytest.fixture
+def in_short_rounds(monkeypatch):
+    """Let tensors of more than 5 kB go in rounds."""
+    monkeypatch.setattr(staging, "MAX_PINNED_BYTES", 5000)
+    monkeypatch.setattr(rounds, "_ROUND_BYTES", 1600)
+    monkeypatch.setattr(rounds, "_LEAST_CUT_BYTES", 64)
+    monkeypatch.setattr(chunking, "_MIN_CHUNK_BYTES", 256)
+    monkeypatch.setattr(chunking.ChunkLengths, "limit_bytes", 1024)
+
+
 @pytest.mark.sizes(2, 3)
-def test_long_gathers_copy_parts_while_others_are_exchanged(world, device_of, monkeypatch):
-    for name, value in (("LONG_BYTES", 5000), ("_ROUND_BYTES", 1600), ("_LEAST_CUT_BYTES", 64)):
-        monkeypatch.setattr(rounds, name, value)
+def test_long_gathers_copy_parts_while_others_are_exchanged(world, device_of, in_short_rounds):
     lengths = [1500 + 200 * rank for rank in range(world.size)]
     contents = [torch.arange(length) + 5000.0 * rank for rank, length in enumerate(lengths)]
     pieces = [device_of(torch.zeros(length)) for length in lengths]
@@ -321,6 +330,73 @@ def test_long_gathers_copy_parts_while_others_are_exchanged(world, device_of, mo
     with pytest.raises(CollectiveError, match="unlike sizes"):
         dist.all_gather(pieces, own[shift:], group)
     dist.destroy_process_group(group)
+
+
+@pytest.mark.sizes(2, 3)
+def test_what_a_rank_only_receives_waits_for_the_copies_back(world, device_of, in_short_rounds):
+    """The rounds of a rank that sends less than the others have nothing to copy out."""
+    fake_device.set_bandwidth(float("inf"), 1e6)
+    lengths = [0] + [4000] * (world.size - 1)
+    contents = [torch.arange(length) + 5000.0 * rank for rank, length in enumerate(lengths)]
+    pieces = [device_of(torch.zeros(length)) for length in lengths]
+    dist.all_gather(pieces, device_of(contents[world.rank]))
+    assert all(torch.equal(values(p), c) for p, c in zip(pieces, contents, strict=True))
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_other_long_tensors_pass_through_page_locked_memory(
+    world, device_of, in_short_rounds, dtype
+):
+    size, last = world.size, world.size - 1
+    kind = dtype.itemsize
+    # A message of each pair, some of which are empty; row r is what rank r sends.
+    lengths = [[(5 * (a + 2 * b) % 7) * 3000 // kind for b in range(size)] for a in range(size)]
+    contents = [
+        [(torch.arange(n) % 113 + 7 * a).to(dtype) for n in row] for a, row in enumerate(lengths)
+    ]
+    to_me = [row[world.rank] for row in contents]
+    sent = [device_of(each) for each in contents[world.rank]]
+    got = [device_of(torch.zeros_like(each)) for each in to_me]
+    flat, joined = device_of(torch.cat(contents[world.rank])), device_of(torch.cat(to_me) * 0)
+    whole = (torch.arange(9000) % 113).to(dtype)
+    shared = device_of(whole if world.rank == last else whole * 0)
+    rows = [whole[:3000] + rank for rank in range(size)]
+    row = device_of(rows[world.rank].clone())
+    gathered = [device_of(each * 0) for each in rows] if world.rank == last else None
+    mine, given = device_of(row * 0), [device_of(each) for each in rows]
+    synchronizations.clear()
+    dist.all_to_all(got, sent)
+    dist.all_to_all_single(joined, flat, [*map(len, to_me)], [*map(len, sent)])
+    dist.broadcast(shared, last)
+    dist.gather(row, gathered, last)
+    dist.scatter(mine, given if world.rank == last else None, last)
+    assert {each.name for each in synchronizations} <= {"event"}
+    for piece, content in zip((*got, joined), (*to_me, torch.cat(to_me)), strict=True):
+        assert torch.equal(values(piece), content)
+    assert torch.equal(values(shared), whole)
+    assert torch.equal(values(mine), rows[world.rank])
+    for piece, content in zip(gathered or (), rows, strict=False):
+        assert torch.equal(values(piece), content)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_long_reductions_to_one_rank_pass_through_page_locked_memory(
+    world, device_of, in_short_rounds, dtype
+):
+    content, factor = (torch.arange(9000) % 19).to(dtype), sum(range(1, world.size + 1))
+    tensor, given = (device_of(content * (world.rank + 1)) for _ in range(2))
+    equal = device_of(content[: 9000 // world.size] * 0)
+    synchronizations.clear()
+    dist.reduce(tensor, 1)
+    dist.reduce_scatter_tensor(equal, given)
+    assert {each.name for each in synchronizations} <= {"event"}
+    if world.rank == 1 or not dist.group.WORLD.uses_library:
+        expected = content * (factor if world.rank == 1 else world.rank + 1)
+        assert torch.equal(values(tensor), expected)
+    part = content.chunk(world.size)[world.rank] * factor
+    assert torch.equal(values(equal), part)
 
 
 CHUNKS = 8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kaitian_mpi.distributed.collectives import rounds
+from kaitian_mpi.distributed.collectives import rounds, staging
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
 from kaitian_mpi.errors import CollectiveError
@@ -112,6 +112,15 @@ class HostOperations:
         return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if relay := self._relay_if_long(tensor.nbytes):
+            self._check_sizes([tensor.nbytes])
+
+            def share(part: torch.Tensor) -> None:
+                self._complete(self._comm.Ibcast(as_raw_buffer(part), root), part)
+
+            ways = {"reads": self.rank == root, "writes": self.rank != root}
+            rounds.in_rounds(self._comm, relay, tensor, share, **ways)
+            return
         host = to_host(tensor, read=self.rank == root)
         self._complete(self._comm.Ibcast(as_raw_buffer(host), root), host)
         if self.rank != root:
@@ -120,8 +129,17 @@ class HostOperations:
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
         """Reduce `tensor` to rank `root`, in place; the other ranks' tensors are unchanged."""
         self._arrive()
+
+        def add(host: torch.Tensor) -> None:
+            host_collectives.reduce_pieces(self._comm, host, [0] * root + [host.numel()], op)
+
+        if relay := self._relay_if_long(tensor.nbytes):
+            self._check_sizes([tensor.nbytes])
+            ways = {"reads": True, "writes": self.rank == root}
+            rounds.in_rounds(self._comm, relay, tensor, add, **ways)
+            return
         host = to_host(tensor)
-        host_collectives.reduce_pieces(self._comm, host, [0] * root + [host.numel()], op)
+        add(host)
         if self.rank == root:
             from_host(host, tensor)
 
@@ -159,7 +177,7 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        if output.nbytes > rounds.LONG_BYTES:
+        if output.nbytes > staging.MAX_PINNED_BYTES:
             dense = contiguous(output)
             if self._gathers_in_rounds(dense.view(-1).split(tensor.numel()), tensor):
                 from_host(dense, output)
@@ -184,23 +202,39 @@ class HostOperations:
         Raises:
             CollectiveError: the ranks have lists of unlike sizes; on every rank.
         """
-        sizes, relay = [piece.nbytes for piece in pieces], self._relay
-        is_long = self.size * max(sizes) > rounds.LONG_BYTES
-        if relay is None or not relay.has_accelerators or not is_long:
+        sizes = [piece.nbytes for piece in pieces]
+        if (relay := self._relay_if_long(self.size * max(sizes))) is None:
             return False
-        rows = torch.zeros((self.size, self.size + 1), dtype=torch.int64)
-        self.all_gather_single(rows, torch.tensor([*sizes, tensor.nbytes]))
+        rows = self._gathered([*sizes, tensor.nbytes])
         lists, own = rows[:, :-1], rows[:, -1]
         if (lists != own).any():
             raise CollectiveError(pairwise.UNLIKE_SIZES)
         rounds.all_gather_in_rounds(self._comm, relay, pieces, tensor)
         return True
 
+    def _relay_if_long(self, nbytes: int) -> Relay | None:
+        """Return what so many bytes, on all ranks, pass through in rounds; None if they do not."""
+        relay = self._relay
+        is_long = nbytes > staging.MAX_PINNED_BYTES
+        return relay if relay is not None and relay.has_accelerators and is_long else None
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        """Raise a `CollectiveError`, on every rank, if they have unlike sizes."""
+        rows = self._gathered(sizes)
+        if (rows != rows[0]).any():
+            raise CollectiveError(pairwise.UNLIKE_SIZES)
+
+    def _gathered(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return every rank's numbers, one row for each."""
+        rows = torch.zeros((self.size, len(numbers)), dtype=torch.int64)
+        self.all_gather_single(rows, torch.tensor(numbers))
+        return rows
+
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
         """Gather every rank's tensor into `pieces` on rank `root`; `pieces` is empty elsewhere."""
         sent: list[torch.Tensor | None] = [None] * self.size
         sent[root] = tensor
-        self._exchange(sent, pieces)
+        self.all_to_all(pieces, sent)
 
     def scatter(self, tensor: torch.Tensor, pieces: Tensors, root: int) -> None:
         """Scatter rank `root`'s `pieces` into each rank's `tensor`; `pieces` is empty elsewhere."""
@@ -209,7 +243,7 @@ class HostOperations:
         sent: list[torch.Tensor | None] = [None] * self.size
         if pieces:
             sent = [*pieces]
-        self._exchange(sent, received)
+        self.all_to_all(received, sent)
 
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
         """Reduce `pieces[r]` into `output` on rank r."""
@@ -225,6 +259,9 @@ class HostOperations:
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
+        if self._relay_if_long(tensor.nbytes):
+            self.reduce_scatter(output, contiguous(tensor).chunk(self.size), op)
+            return
         host, source = to_host(output, read=False), to_host(tensor)
         if source.nbytes <= SHORT_BYTES:
             wide_source = separate(op.in_supported_dtype(source), host)
@@ -241,9 +278,14 @@ class HostOperations:
             host_collectives.reduce_scatter(self._comm, host, source, op)
         from_host(host, output)
 
-    def all_to_all(self, received: Tensors, sent: Tensors) -> None:
-        """Send `sent[r]` to rank r and receive `received[r]` from it."""
-        self._exchange(sent, received)
+    def all_to_all(
+        self,
+        received: Sequence[torch.Tensor | None],
+        sent: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Send `sent[r]` to rank r and receive `received[r]` from it, if there are such."""
+        if not self._exchanges_in_rounds(received, sent):
+            self._exchange(sent, received)
 
     def all_to_all_single(
         self,
@@ -253,11 +295,40 @@ class HostOperations:
         sent_counts: Sequence[int],
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
+        dense = contiguous(output)
+        pieces = dense.view(-1).split([*received_counts])
+        if self._exchanges_in_rounds(pieces, contiguous(tensor).view(-1).split([*sent_counts])):
+            from_host(dense, output)
+            return
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
         request = start_all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
         from_host(host, output)
+
+    def _exchanges_in_rounds(
+        self, received: Sequence[torch.Tensor | None], sent: Sequence[torch.Tensor | None]
+    ) -> bool:
+        """Exchange long pieces if one rank has an accelerator; return whether they were.
+
+        Raises:
+            CollectiveError: the ranks' pieces have unlike sizes; on every rank.
+        """
+        relay = self._relay
+        if relay is None or not relay.has_accelerators:
+            return False
+        sizes = [
+            [0 if piece is None else piece.nbytes for piece in pieces or [None] * self.size]
+            for pieces in (sent, received)
+        ]
+        # One rank may have long pieces, and others none.
+        if self._gathered([max(map(sum, sizes))]).max() <= staging.MAX_PINNED_BYTES:
+            return False
+        leaving, arriving = self._gathered(sizes[0] + sizes[1]).split(self.size, dim=1)
+        if (leaving != arriving.t()).any():
+            raise CollectiveError(pairwise.UNLIKE_SIZES)
+        rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
+        return True
 
     def _exchange(
         self, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]

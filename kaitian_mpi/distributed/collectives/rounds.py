@@ -6,17 +6,12 @@ from that are several times slower, and block. In rounds, one part is copied whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from kaitian_mpi.distributed.collectives.staging import (
-    MAX_PINNED_BYTES,
-    contiguous,
-    from_host,
-    to_host,
-)
+from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.distributed.relay.chunking import longest_chunk
 from kaitian_mpi.mpi import pairwise
 
@@ -28,11 +23,91 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[torch.Tensor]
 
-LONG_BYTES = MAX_PINNED_BYTES
-"""Gathers of more go in rounds on all ranks, if one has an accelerator."""
-
 _ROUND_BYTES = 8 << 20  # of all ranks' pieces, what is copied at once
 _LEAST_CUT_BYTES = 64 << 10  # of a message
+
+
+def in_rounds(
+    comm: MPI.Comm,
+    relay: Relay,
+    tensor: torch.Tensor,
+    exchange: Callable[[torch.Tensor], None],
+    *,
+    reads: bool,
+    writes: bool,
+) -> None:
+    """Apply `exchange` to parts of a tensor in host memory, the same on every rank. Collective.
+
+    Parts that it `reads` are copied out, and those that it `writes` are copied back.
+    """
+    dense = contiguous(tensor)
+    rounds = [
+        ([part] if reads else [], [part] if writes else [])
+        for part in relay.split(comm, dense.view(-1))
+    ]
+    relay.exchange_in_rounds(rounds, lambda sent, received: exchange([*sent, *received][0]))
+    if writes:
+        from_host(dense, tensor)
+
+
+def exchange_in_rounds(
+    comm: MPI.Comm,
+    relay: Relay,
+    sent: Sequence[torch.Tensor | None],
+    received: Sequence[torch.Tensor | None],
+) -> None:
+    """Send `sent[r]` to rank r and receive `received[r]` from it, as `pairwise.exchange` does.
+
+    In parts of so many bytes that only a message's length counts: of two ranks, both know in which
+    rounds there is one. Collective.
+    """
+    given = [piece for piece in (*sent, *received) if piece is not None]
+    is_mixed = len({piece.device for piece in given}) > 1
+    written = {piece.untyped_storage().data_ptr() for piece in received if piece is not None}
+    sources: dict[int, torch.Tensor] = {}
+    for piece in sent:
+        if piece is not None and id(piece) not in sources:
+            source = to_host(piece) if is_mixed else contiguous(piece)
+            # What arrives must not overwrite what has still to be sent.
+            is_written = source.untyped_storage().data_ptr() in written
+            sources[id(piece)] = _bytes_of(source.clone() if is_written else source)
+    dense = {
+        rank: to_host(piece, read=False) if is_mixed else contiguous(piece)
+        for rank, piece in enumerate(received)
+        if piece is not None
+    }
+    targets = {rank: _bytes_of(piece) for rank, piece in dense.items()}
+    if comm.rank in targets and (own := sent[comm.rank]) is not None:
+        targets[comm.rank].copy_(sources[id(own)])
+    from_ranks = [rank for rank in targets if rank != comm.rank]
+    to_ranks = {r: id(p) for r, p in enumerate(sent) if p is not None and r != comm.rank}
+
+    def exchange(leaving: Tensors, arriving: Tensors) -> None:
+        by_rank: tuple[list[torch.Tensor | None], list[torch.Tensor | None]]
+        by_rank = [None] * comm.size, [None] * comm.size
+        for ranks, tensors, placed in zip(
+            (to_ranks, from_ranks), (leaving, arriving), by_rank, strict=True
+        ):
+            for rank, tensor in zip(ranks, tensors, strict=True):
+                placed[rank] = tensor
+        pairwise.exchange(comm, *by_rank)
+
+    step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // (2 * comm.size))
+    lengths = [sources[key].numel() for key in to_ranks.values()]
+    lengths += [targets[rank].numel() for rank in from_ranks]
+    rounds = []
+    for start in range(0, max(lengths, default=0), step):
+        cut = {key: source[start : start + step] for key, source in sources.items()}
+        arriving = [targets[rank][start : start + step] for rank in from_ranks]
+        rounds.append(([cut[key] for key in to_ranks.values()], arriving))
+    relay.exchange_in_rounds(rounds, exchange)
+    for rank, piece in dense.items():
+        if (target := received[rank]) is not None:
+            from_host(piece, target)
+
+
+def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
+    return dense.view(-1).view(torch.uint8)
 
 
 def reduce_scatter_in_rounds(

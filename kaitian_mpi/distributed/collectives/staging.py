@@ -17,7 +17,9 @@ NO_STREAMS: Streams = nullcontext()
 """For tensors on the host."""
 
 MAX_PINNED_BYTES = 64 << 20
-"""Longer copies are in ordinary memory: torch keeps page-locked memory, which is scarce."""
+"""Longer copies are in ordinary memory: torch keeps page-locked memory, which is scarce.
+
+So in a group that has an accelerator, longer tensors go in pieces on all ranks."""
 
 
 class SideStreams:

@@ -155,6 +155,8 @@ def exchange_in_rounds(
             (sent, received), slot, hosts, ends = fetched.popleft()
             for end in ends[-1:]:  # which come one after the other
                 end.synchronize()
+            if not ends and slot.free is not None:  # what arrives is written to it
+                slot.free.synchronize()
             given = [hosts[id(each)] for each in sent]
             with part("exchange", EXCHANGE, bytes=sum(each.nbytes for each in given)):
                 exchange(given, [hosts[id(each)] for each in received])
@@ -223,7 +225,9 @@ class Relay:
 
     def exchange_in_rounds(self, rounds: Sequence[Round], exchange: RoundExchange) -> None:
         """Apply `exchange` to each round's tensors, all of which are on one device."""
-        device = rounds[0][0][0].device
+        if not rounds:
+            return
+        device = _distinct(*rounds[0])[0].device
         if not device_of(device).is_host:
             exchange_in_rounds(rounds, exchange, *self._path(device))
             return
