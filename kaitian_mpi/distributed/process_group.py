@@ -23,7 +23,13 @@ from kaitian_mpi.distributed.collectives.torch_releases import BackendQueries, n
 from kaitian_mpi.distributed.collectives.worker import Worker
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
-from kaitian_mpi.mpi.topology import GroupComms, RankInfo, free_when_unused, shared_devices
+from kaitian_mpi.mpi.topology import (
+    GroupComms,
+    RankInfo,
+    are_joined_by_library,
+    free_when_unused,
+    shared_devices,
+)
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.timeline.recorder import GroupLabel
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -95,7 +101,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
                 if groups is not None:
                     self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))
         self._has_accelerators = not all(info.is_on_host for info in infos)
-        self.host = self._host_operations(world)
+        self.host = self._host_operations(world, infos)
         """Carries collectives out in host memory; its `algorithm` of `allreduce` can be set."""
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
@@ -108,7 +114,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._run = self._paced(router.run)
         register_close(self.shutdown)
 
-    def _host_operations(self, world: World) -> HostOperations:
+    def _host_operations(self, world: World, infos: Sequence[RankInfo]) -> HostOperations:
         """Return what works in host memory; with several groups, its allreduce is the hybrid."""
         self.relay: Relay | None = None
         if self.has_one_group and not self._has_accelerators:
@@ -121,7 +127,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 
         own = self._arrivals, self.links, self.relay
-        return HybridOperations(self.comms, self._libraries, *own)
+        groups = [[infos[rank] for rank in group.ranks] for group in self.comms.groups]
+        joins_ranks = any(len(group) > 1 and are_joined_by_library(group) for group in groups)
+        return HybridOperations(self.comms, self._libraries, *own, joins_ranks)
 
     @property
     def pg_name(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from kaitian_mpi.distributed.collectives import torch_releases as releases
+from kaitian_mpi.distributed.collectives.across_groups import carried
 from kaitian_mpi.distributed.interfaces import found_interfaces, limit_to
 from kaitian_mpi.distributed.network import link
 from kaitian_mpi.distributed.network.allreduce import Route, group_by_host
@@ -18,6 +19,20 @@ from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.errors import UserError
 
 PAIRWISE, RING = Route("pairwise"), Route("ring")
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 7, 1, 40), (8, 8, 8, 8, 8), (0, 0, 0, 0, 3)])
+def test_a_groups_members_carry_their_own_parts_and_equal_shares_of_the_others(lengths):
+    groups = [(0, 3, 4), (1,), (2,)]
+    found = carried(groups, lengths)
+    for ranks in groups:
+        pieces = [piece for member in ranks for piece in found[member]]
+        for rank, length in enumerate(lengths):
+            elements = [n for r, begin, end in pieces if r == rank for n in range(begin, end)]
+            assert sorted(elements) == [*range(length)]
+        foreign = [sum(end - begin for _, begin, end in found[member][1:]) for member in ranks]
+        assert max(foreign) - min(foreign) <= 1
+        assert all(found[member][0] == (member, 0, lengths[member]) for member in ranks)
 
 
 def test_the_fastest_route_between_hosts_is_chosen():

@@ -17,9 +17,12 @@ from uneven import SHARES, loss_of, network
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.collectives import across_groups, hybrid
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shard_buckets import ShardBucket
 from kaitian_mpi.errors import CollectiveError, RankLostError
+from kaitian_mpi.mpi import pairwise
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import keep_ranks
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.layouts.choose import measure_exchange
@@ -109,6 +112,77 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
     if is_alone and dtype is torch.float32:
         assert {*fake_library.calls} >= CALLS - ({"alltoall"} if in_parts else set())
     assert is_alone or not fake_library.calls
+
+
+@pytest.fixture
+def sent_bytes(monkeypatch):
+    """Return the bytes that this rank has sent to others by messages, of whatever collective."""
+    counted, exchange = [0], pairwise.exchange
+
+    def counting(comm, sent, received):
+        counted[0] += sum(t.nbytes for r, t in enumerate(sent) if t is not None and r != comm.rank)
+        exchange(comm, sent, received)
+
+    monkeypatch.setattr(pairwise, "exchange", counting)
+    return counted
+
+
+@pytest.mark.sizes(3, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(9001, 0, 5003, 7), (4000, 4000, 4000, 4000)])
+def test_kinds_sum_and_gather_by_their_library_and_parts_cross_once(
+    world, device_of, sent_bytes, monkeypatch, dtype, lengths
+):
+    """In rounds, also of ranks whose parts are unlike, or empty."""
+    if len(world.groups) == 1:
+        pytest.skip("one library does it all")
+    monkeypatch.setattr(hybrid, "_LONG_BYTES", 1000)
+    monkeypatch.setattr(across_groups, "_ROUND_BYTES", 16_000)
+    lengths, generator = lengths[: world.size], torch.Generator().manual_seed(3)
+    whole = torch.randn(world.size, sum(lengths), generator=generator).to(dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    # A library that lacks the dtype leaves it to messages, also inside its group.
+    by_library = dtype is not torch.float64 or chosen_name() != "hccl"
+    once, always = len(world.groups) - 1, world.size - 1
+
+    def parts_of(row):
+        return row.split(lengths)
+
+    def has_crossed(itemsize, in_groups=True):
+        crossed = sum(gather_values(world.comm, sent_bytes[0])) / sum(lengths) / itemsize
+        sent_bytes[0] = 0
+        if by_library or not in_groups:
+            return crossed == (once if in_groups else always)
+        return crossed <= always
+
+    def check_sum(output, divisor=1):
+        exact = parts_of(whole.double().sum(0))[world.rank] / divisor
+        # That of the result, and of sums before it in the wider dtype.
+        rounding = torch.finfo(dtype).eps * exact.abs() / 2 + 8 * torch.finfo(wide).eps
+        assert ((values(output).double() - exact).abs() <= rounding * 1.01).all()
+
+    pieces = [device_of(piece) for piece in parts_of(whole[world.rank])]
+    output = device_of(torch.zeros(lengths[world.rank], dtype=dtype))
+    for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world.size)):
+        sent_bytes[0] = 0
+        dist.reduce_scatter(output, pieces, op)
+        check_sum(output, divisor)
+        # 32 bits of each group's sum are more than 16 of each rank.
+        in_groups = wide.itemsize * once < dtype.itemsize * always
+        assert has_crossed(wide.itemsize if in_groups else dtype.itemsize, in_groups)
+    for piece, own in zip(pieces, parts_of(whole[world.rank]), strict=True):
+        assert torch.equal(values(piece), own)  # what is summed stays as it was
+    dist.all_gather(pieces, device_of(parts_of(whole[0])[world.rank]))
+    assert has_crossed(dtype.itemsize)
+    for piece, own in zip(pieces, parts_of(whole[0]), strict=True):
+        assert torch.equal(values(piece), own)
+    if len({*lengths}) > 1:
+        return
+    joined = device_of(torch.zeros(sum(lengths), dtype=dtype))
+    dist.all_gather_into_tensor(joined, device_of(parts_of(whole[0])[world.rank]))
+    assert torch.equal(values(joined), whole[0])
+    dist.reduce_scatter_tensor(output, device_of(whole[world.rank]))
+    check_sum(output)
 
 
 @pytest.mark.sizes(2)

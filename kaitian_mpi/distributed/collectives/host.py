@@ -10,8 +10,8 @@ import torch
 
 from kaitian_mpi.distributed.collectives import rounds, staging
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
+from kaitian_mpi.distributed.collectives.sizes import Sizes
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
-from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import SUM, as_buffer, as_raw_buffer, separate
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
@@ -57,7 +57,7 @@ class HostOperations:
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        comm: MPI.Intracomm,
         arrivals: ArrivalTracker,
         links: Mapping[int, Link],
         relay: Relay | None = None,
@@ -70,6 +70,7 @@ class HostOperations:
         self._relay = relay
         self.barrier = self._arrive = arrivals.arrive
         self._complete = arrivals.complete
+        self._sizes = Sizes(comm, arrivals.complete)
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         self.allreduce_flat(tensor, op, precision)
@@ -113,7 +114,7 @@ class HostOperations:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         if relay := self._relay_if_long(tensor.nbytes):
-            self._check_sizes([tensor.nbytes])
+            self._sizes.check_equal([tensor.nbytes])
 
             def share(part: torch.Tensor) -> None:
                 self._complete(self._comm.Ibcast(as_raw_buffer(part), root), part)
@@ -134,7 +135,7 @@ class HostOperations:
             host_collectives.reduce_pieces(self._comm, host, [0] * root + [host.numel()], op)
 
         if relay := self._relay_if_long(tensor.nbytes):
-            self._check_sizes([tensor.nbytes])
+            self._sizes.check_equal([tensor.nbytes])
             ways = {"reads": True, "writes": self.rank == root}
             rounds.in_rounds(self._comm, relay, tensor, add, **ways)
             return
@@ -205,10 +206,7 @@ class HostOperations:
         sizes = [piece.nbytes for piece in pieces]
         if (relay := self._relay_if_long(self.size * max(sizes))) is None:
             return False
-        rows = self._gathered([*sizes, tensor.nbytes])
-        lists, own = rows[:, :-1], rows[:, -1]
-        if (lists != own).any():
-            raise CollectiveError(pairwise.UNLIKE_SIZES)
+        self._sizes.check_gather(pieces, tensor)
         rounds.all_gather_in_rounds(self._comm, relay, pieces, tensor)
         return True
 
@@ -217,18 +215,6 @@ class HostOperations:
         relay = self._relay
         is_long = nbytes > staging.MAX_PINNED_BYTES
         return relay if relay is not None and relay.has_accelerators and is_long else None
-
-    def _check_sizes(self, sizes: Sequence[int]) -> None:
-        """Raise a `CollectiveError`, on every rank, if they have unlike sizes."""
-        rows = self._gathered(sizes)
-        if (rows != rows[0]).any():
-            raise CollectiveError(pairwise.UNLIKE_SIZES)
-
-    def _gathered(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return every rank's numbers, one row for each."""
-        rows = torch.zeros((self.size, len(numbers)), dtype=torch.int64)
-        self.all_gather_single(rows, torch.tensor(numbers))
-        return rows
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
         """Gather every rank's tensor into `pieces` on rank `root`; `pieces` is empty elsewhere."""
@@ -317,16 +303,9 @@ class HostOperations:
         relay = self._relay
         if relay is None or not relay.has_accelerators:
             return False
-        sizes = [
-            [0 if piece is None else piece.nbytes for piece in pieces or [None] * self.size]
-            for pieces in (sent, received)
-        ]
         # One rank may have long pieces, and others none.
-        if self._gathered([max(map(sum, sizes))]).max() <= staging.MAX_PINNED_BYTES:
+        if not self._sizes.are_long(received, sent, staging.MAX_PINNED_BYTES):
             return False
-        leaving, arriving = self._gathered(sizes[0] + sizes[1]).split(self.size, dim=1)
-        if (leaving != arriving.t()).any():
-            raise CollectiveError(pairwise.UNLIKE_SIZES)
         rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
         return True
 

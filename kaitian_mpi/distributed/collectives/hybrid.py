@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kaitian_mpi.distributed.collectives.across_groups import (
+    Members,
+    all_gather_across,
+    reduce_scatter_across,
+)
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
-from kaitian_mpi.distributed.collectives.host import EXACT, HostOperations, Precision
+from kaitian_mpi.distributed.collectives.host import EXACT, HostOperations, Precision, Tensors
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.distributed.relay.relay import Relay
 from kaitian_mpi.mpi import host_collectives
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.residual import Residual
 
 _WIDE_ELEMENTS = 1 << 20  # converted to a wider dtype at once: 4 MB of float32
+_LONG_BYTES = 1 << 20  # reduced and gathered inside the groups first
 _MAX_WIDE_BYTES = 64 << 10  # up to which a message's fixed cost is what counts
 
 ALGORITHMS = ("flat", "leader", "striped")
@@ -47,10 +53,15 @@ class HybridOperations(HostOperations):
         arrivals: ArrivalTracker,
         links: Mapping[int, Link],
         relay: Relay,
+        joins_ranks: bool = False,
     ) -> None:
-        """Store the communicators, and a library for each way to group the ranks, if any."""
+        """Store the communicators, and a library for each way to group the ranks, if any.
+
+        `joins_ranks` is the same on all ranks: whether some group of several has a library.
+        """
         super().__init__(comms.world, arrivals, links, relay)
         self._relay: Relay
+        self._joins_ranks = joins_ranks
         self.algorithms = ALGORITHMS
         self._by_kind = self._by_host = comms, libraries[0] if libraries else None
         if comms.by_host is not None:
@@ -84,6 +95,72 @@ class HybridOperations(HostOperations):
             )
         self._allreduce(moves, usable.view(-1), op, precision, comms, lanes)
         from_host(usable, tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
+        if not self._sums_in_groups(pieces, op):
+            super().reduce_scatter(output, pieces, op)
+            return
+        self._sizes.check_equal([piece.nbytes for piece in pieces])
+        members = self._members("reduce", output)
+        reduce_scatter_across(self._comm, members, self._relay, output, pieces, op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
+    ) -> None:
+        parts = contiguous(tensor).view(-1).split(max(1, output.numel()))
+        if self._sums_in_groups(parts, op):
+            self.reduce_scatter(output, parts, op)
+        else:
+            super().reduce_scatter_single(output, tensor, op)
+
+    def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
+        if not self._crosses_once(pieces):
+            super().all_gather(pieces, tensor)
+            return
+        self._sizes.check_gather(pieces, tensor)
+        members = self._members("broadcast", tensor)
+        all_gather_across(self._comm, members, self._relay, pieces, tensor)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        dense = contiguous(output)
+        parts = dense.view(-1).split(max(1, tensor.numel()))
+        if self._crosses_once(parts):
+            self.all_gather(parts, tensor)
+            from_host(dense, output)
+        else:
+            super().all_gather_single(output, tensor)
+
+    def _sums_in_groups(self, parts: Tensors, op: Reduction) -> bool:
+        """Return whether all ranks' parts are summed inside the groups first."""
+        if op.without_division is not SUM or not self._crosses_once(parts):
+            return False
+        # Sums of 16-bit floats cross in 32 bits, so that they are rounded once.
+        dtype = parts[0].dtype
+        widens = ACCUMULATION_DTYPES.get(dtype, dtype).itemsize // dtype.itemsize
+        return widens * (len(self._by_kind[0].groups) - 1) < self.size - 1
+
+    def _crosses_once(self, parts: Tensors) -> bool:
+        """Return whether all ranks' parts are long enough to move inside the groups first."""
+        dtype = parts[0].dtype
+        is_long = dtype.is_floating_point and sum(each.nbytes for each in parts) >= _LONG_BYTES
+        return self._joins_ranks and is_long
+
+    def _members(self, name: str, tensor: torch.Tensor) -> Members:
+        """Return how this rank's group does its part; by a library if that has the operation."""
+        comms, library = self._by_kind
+        groups, own = [group.ranks for group in comms.groups], comms.own.ranks
+        dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
+        kind = SUM.kind if name == "reduce" else None
+        if library is not None and library.serves(name, [dtype if kind else tensor.dtype], kind):
+            moves = library.reduce_pieces, library.gather_pieces
+            return Members(groups, own, library.device, moves)
+        moves_by_mpi = (
+            partial(host_collectives.reduce_pieces, comms.group),
+            partial(host_collectives.gather_pieces, comms.group),
+        )
+        is_alone = comms.group.size == 1
+        device = tensor.device if is_alone else torch.device("cpu")
+        return Members(groups, own, device, moves_by_mpi)
 
     def _allreduce(
         self,

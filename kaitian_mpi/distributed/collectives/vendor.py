@@ -63,7 +63,7 @@ class VendorLibrary:
         self.rank = comms.group.rank
         self.size = comms.group.size
         self._kind = kind
-        self._device = device
+        self.device = device
         self._comms = comms
         self._store = store
         self._group_store = group_store
@@ -165,7 +165,7 @@ class VendorLibrary:
 
         `staging.from_host` copies the values of a copy back.
         """
-        return tensor if self._is_in_place(tensor) else staging.contiguous(tensor.to(self._device))
+        return tensor if self._is_in_place(tensor) else staging.contiguous(tensor.to(self.device))
 
     def start(self, collective: Collective) -> Started:
         """Start a collective; its tensors may be on any device."""
@@ -237,7 +237,7 @@ class VendorLibrary:
             raise RankLostError(f"a rank is lost ({error})") from None
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._device.type and staging.is_plain(tensor)
+        return tensor.device.type == self.device.type and staging.is_plain(tensor)
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

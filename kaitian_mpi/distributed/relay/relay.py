@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING
+from itertools import count, islice
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -39,6 +39,20 @@ Round = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 RoundExchange = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """Takes copies of a round's tensors in host memory, and writes those that are copied back."""
+
+
+class Around(Protocol):
+    """What the device does around each round, on the current stream; at most `COUNT` are begun.
+
+    The first tensor of a round that is copied out is not empty: so the host has waited for what was
+    begun, and with it for the rounds that ended before, when it copies back.
+    """
+
+    def begin(self, number: int) -> None:
+        """Make the values that a round copies out."""
+
+    def end(self, number: int) -> None:
+        """Use the values that a round has copied back."""
 
 
 @dataclass(eq=False)
@@ -125,19 +139,27 @@ def exchange_in_chunks(
 
 
 def exchange_in_rounds(
-    rounds: Sequence[Round], exchange: RoundExchange, copies: Copies, slots: Slots
+    rounds: Sequence[Round],
+    exchange: RoundExchange,
+    copies: Copies,
+    slots: Slots,
+    around: Around | None = None,
 ) -> None:
     """Apply `exchange` to copies of each round's tensors in host memory, and copy back its results.
 
     As `exchange_in_chunks` does. The first round has a part of all memory that others use.
     """
+    numbers = count(), count()
     sizes = [sum(_room(each) for each in _distinct(*each)) for each in rounds]
-    count = slots.provide(len(rounds), max(sizes))
+    slot_count = slots.provide(len(rounds), max(sizes))
     waiting = iter(rounds)
     fetched: deque[tuple[Round, Slot, dict[int, torch.Tensor], list[Event]]] = deque()
 
     def fetch(number: int) -> None:
         for sent, received in islice(waiting, number):
+            if around is not None:
+                around.begin(next(numbers[0]))
+                copies.begin(sent[0])
             slot, start = slots.take(), 0
             hosts: dict[int, torch.Tensor] = {}
             for each in _distinct(sent, received):
@@ -150,7 +172,7 @@ def exchange_in_rounds(
     for tensor in _distinct(*rounds[0]):
         copies.begin(tensor)
     try:
-        fetch(count)
+        fetch(slot_count)
         while fetched:
             (sent, received), slot, hosts, ends = fetched.popleft()
             for end in ends[-1:]:  # which come one after the other
@@ -162,6 +184,9 @@ def exchange_in_rounds(
                 exchange(given, [hosts[id(each)] for each in received])
             for tensor in (each for each in received if each.numel()):
                 slot.free = copies.copy_back(tensor, hosts[id(tensor)])
+            if around is not None:
+                copies.end()
+                around.end(next(numbers[1]))
             fetch(1)  # into the same slot, when it is copied back
     finally:
         copies.end()
@@ -223,16 +248,22 @@ class Relay:
         if crossing is not tensor:
             tensor.copy_(crossing)
 
-    def exchange_in_rounds(self, rounds: Sequence[Round], exchange: RoundExchange) -> None:
+    def exchange_in_rounds(
+        self, rounds: Sequence[Round], exchange: RoundExchange, around: Around | None = None
+    ) -> None:
         """Apply `exchange` to each round's tensors, all of which are on one device."""
         if not rounds:
             return
         device = _distinct(*rounds[0])[0].device
         if not device_of(device).is_host:
-            exchange_in_rounds(rounds, exchange, *self._path(device))
+            exchange_in_rounds(rounds, exchange, *self._path(device), around)
             return
-        for sent, received in rounds:
+        for number, (sent, received) in enumerate(rounds):
+            if around is not None:
+                around.begin(number)
             exchange(sent, received)
+            if around is not None:
+                around.end(number)
 
     def _path(self, device: torch.device) -> tuple[Copies, Slots]:
         if device not in self._paths:

@@ -156,8 +156,9 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     trained = sum(p.nbytes for p in setup.task.model.parameters() if p.requires_grad) * is_at_once
     # While an optimizer steps, no activations need what is left beside what a rank owns.
     stepping = [trained / each.owned for each in needs]
+    across = _bytes_across_groups(world)
     own = [
-        (limit - max(0, used + model - each.freed) - each.buffers) / (1 + part)
+        (limit - max(0, used + model - each.freed) - each.buffers - across) / (1 + part)
         for each, part in zip(needs, stepping, strict=True)
     ]
     rooms, steppings = (
@@ -174,9 +175,16 @@ def find_room(setup: Setup, config: TrainingConfig, world: World) -> tuple[Room,
     room = Room(by_place, need, numbers if form else frozenset(), parts)
     pairs, _ = room.owners(config, world)
     held, copied = (own(pairs, world)[world.rank] for own in (room.held, room.copied))
-    buffers = need.buffers + need.small * room.can_overlap(pairs, world)
+    buffers = need.buffers + across + need.small * room.can_overlap(pairs, world)
     # When ranks are timed, each has its values already.
     return room, int(held * (1 - need.freed / need.owned) + copied) + buffers
+
+
+def _bytes_across_groups(world: World) -> int:
+    """Return the device memory for sums and gathers inside this rank's group, if there are more."""
+    from kaitian_mpi.distributed.collectives.across_groups import ACROSS_BYTES
+
+    return 0 if world.device_kind.is_host or len(world.groups) == 1 else ACROSS_BYTES
 
 
 def shard_needs(

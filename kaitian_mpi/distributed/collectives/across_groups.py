@@ -1,0 +1,259 @@
+"""Reduce-scatters and gathers of several groups: inside each by its library, across them by MPI.
+
+So the parts of each rank cross once to each other group, or as one sum from each, rather than to or
+from each of its ranks. All goes in rounds: while MPI moves one, the device has others.
+
+In a group, each member carries its own part, and an equal share of the parts of all other groups'
+ranks. A reduce-scatter sums inside the groups, each member what it carries, which then crosses to
+the ranks whose parts these are. A gather is the same in the other direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kaitian_mpi.distributed.collectives.staging import contiguous, from_host
+from kaitian_mpi.distributed.relay.chunking import COUNT
+from kaitian_mpi.mpi import pairwise as messages
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from kaitian_mpi.distributed.relay.relay import Relay
+
+Tensors = Sequence[torch.Tensor]
+
+_ROUND_BYTES = 1 << 20
+"""Of all ranks' parts, what a round takes; the device has memory for a few."""
+ACROSS_BYTES = COUNT * 2 * _ROUND_BYTES
+"""The device memory that they take at most."""
+
+
+class PartSlice(NamedTuple):
+    """Consecutive elements of a rank's part."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+class Members(NamedTuple):
+    """The ranks of this rank's own group, and how they reduce and gather inside it."""
+
+    groups: Sequence[Sequence[int]]
+    """Of all ranks."""
+    own: Sequence[int]
+    device: torch.device
+    """Where they do."""
+    moves: tuple[Callable[..., None], Callable[..., None]]
+    """Reduce pieces of a flat tensor, one to each member, and copy them from each to all."""
+
+
+def carried(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, list[PartSlice]]:
+    """Return by rank which pieces of all ranks' parts, of these lengths, it carries in its group.
+
+    Its own part is the first one. Not collective.
+    """
+    found: dict[int, list[PartSlice]] = {}
+    for ranks in groups:
+        others = [rank for rank in range(len(lengths)) if rank not in ranks]
+        ends = [0, *accumulate(lengths[rank] for rank in others)]
+        for place, member in enumerate(ranks):
+            low, high = (ends[-1] * (place + more) // len(ranks) for more in (0, 1))
+            found[member] = [PartSlice(member, 0, lengths[member])]
+            for rank, (begin, end) in zip(others, pairwise(ends), strict=True):
+                piece = PartSlice(rank, max(low, begin) - begin, min(high, end) - begin)
+                if piece.begin < piece.end:
+                    found[member].append(piece)
+    return found
+
+
+class _Round:
+    """One round of all ranks' parts, in memory that a later round uses again."""
+
+    def __init__(self, members: Members, rank: int, lengths: Sequence[int], memory: Any) -> None:
+        self.carried = carried(members.groups, lengths)
+        self.rank = rank
+        own = [self.carried[member] for member in members.own]
+        self.shares = [sum(end - begin for _, begin, end in pieces) for pieces in own]
+        self.flat = memory[: sum(self.shares)]
+        """What the group's members carry, one after the other."""
+        pieces = [piece for pieces in own for piece in pieces]
+        views = self.flat.split([end - begin for _, begin, end in pieces])
+        self.places = [*zip(pieces, views, strict=True)]
+        self.share = self.flat.split(self.shares)[members.own.index(rank)]
+        self.own, self.foreign = self.share.split([lengths[rank], len(self.share) - lengths[rank]])
+        self.given = [
+            (member, piece)
+            for member, pieces in self.carried.items()
+            for piece in pieces
+            if piece.rank == rank and member not in members.own
+        ]
+        """The pieces of this rank's part that members of other groups carry, by member."""
+
+    def by_rank(self, foreign: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the pieces of other groups' ranks that this one carries, by rank."""
+        pieces = self.carried[self.rank][1:]
+        found: list[torch.Tensor | None] = [None] * len(self.carried)
+        views = foreign.split([end - begin for _, begin, end in pieces])
+        for piece, view in zip(pieces, views, strict=True):
+            found[piece.rank] = view
+        return found
+
+    def by_member(self, own: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the pieces of this rank's part that other groups' members carry, by member."""
+        found: list[torch.Tensor | None] = [None] * len(self.carried)
+        for member, piece in self.given:
+            found[member] = own[piece.begin : piece.end]
+        return found
+
+
+class _Rounds:
+    """The rounds of a reduce-scatter or a gather."""
+
+    def __init__(
+        self, comm: MPI.Comm, members: Members, parts: Tensors, dtype: torch.dtype
+    ) -> None:
+        self._comm = comm
+        self._members = members
+        self._parts = [part.view(-1) for part in parts]
+        lengths = [part.numel() for part in self._parts]
+        self._step = max(1, _ROUND_BYTES // dtype.itemsize // comm.size)
+        device = members.device
+        starts = range(0, max(lengths), self._step)
+        few = min(COUNT, len(starts))
+        room = comm.size * self._step
+        memory = torch.empty((few, room), dtype=dtype, device=device)
+        self.results = torch.empty((few, self._step), dtype=dtype, device=device)
+        # A round without anything to copy out has this, so that the host waits for the device.
+        self.nothing = torch.zeros(1, dtype=dtype, device=device)
+        self.rounds = []
+        for number, start in enumerate(starts):
+            left = [min(self._step, max(0, length - start)) for length in lengths]
+            self.rounds.append(_Round(members, comm.rank, left, memory[number % few]))
+
+    def part(self, number: int, piece: PartSlice) -> torch.Tensor:
+        """Return a piece of a round in the caller's tensors."""
+        start = number * self._step
+        return self._parts[piece.rank][start + piece.begin : start + piece.end]
+
+    def result(self, number: int) -> torch.Tensor:
+        """Return the memory for this rank's sum in a round."""
+        return self.results[number % len(self.results)][: len(self.rounds[number].own)]
+
+
+class _Sums(_Rounds):
+    def __init__(self, comm: MPI.Comm, members: Members, parts: Tensors, op: Reduction) -> None:
+        # A sum inside the group, too, is rounded once alone.
+        dtype = ACCUMULATION_DTYPES.get(parts[0].dtype, parts[0].dtype)
+        super().__init__(comm, members, parts, dtype)
+        self._op = op
+        self._next = 0
+
+    def begin(self, number: int) -> None:
+        current = self.rounds[number]
+        for piece, place in current.places:
+            place.copy_(self.part(number, piece))
+        self._members.moves[0](current.flat, current.shares, self._op.without_division)
+
+    def exchange(self, sent: Tensors, received: Tensors) -> None:
+        current, total = self.rounds[self._next], self._op.without_division
+        self._next += 1
+        share = sent[0] if current.share.numel() else sent[0][:0]
+        own, foreign = share.split([len(current.own), len(current.foreign)])
+        others = len(self._members.groups) - 1
+        arriving = own.new_empty((others, len(own)))
+        rows: list[torch.Tensor | None] = [None] * self._comm.size
+        elsewhere = [ranks for ranks in self._members.groups if ranks != self._members.own]
+        for row, ranks in zip(arriving, elsewhere, strict=True):
+            for member, view in enumerate(current.by_member(row)):
+                if view is not None and member in ranks:
+                    rows[member] = view
+        messages.exchange(self._comm, current.by_rank(foreign), rows)
+        if not len(own):
+            return
+        result = received[0].copy_(own)
+        for row in arriving:
+            total.combine(result, row, out=result)
+        self._op.divide_average(result, self._comm.size)
+
+    def end(self, number: int) -> None:
+        piece = PartSlice(self._comm.rank, 0, len(self.rounds[number].own))
+        start = number * self._step
+        self.output[start : start + piece.end].copy_(self.result(number))
+
+    def run(self, relay: Relay, output: torch.Tensor) -> None:
+        self.output = output
+        rounds = [
+            (
+                [each.share if each.share.numel() else self.nothing],
+                [self.result(number)] if each.own.numel() else [],
+            )
+            for number, each in enumerate(self.rounds)
+        ]
+        relay.exchange_in_rounds(rounds, self.exchange, self)
+
+
+class _Gathers(_Rounds):
+    def __init__(self, comm: MPI.Comm, members: Members, parts: Tensors, own: torch.Tensor) -> None:
+        super().__init__(comm, members, parts, own.dtype)
+        self._own = own.view(-1)
+        self._next = 0
+
+    def begin(self, number: int) -> None:
+        start, current = number * self._step, self.rounds[number]
+        current.own.copy_(self._own[start : start + len(current.own)])
+
+    def exchange(self, sent: Tensors, received: Tensors) -> None:
+        current = self.rounds[self._next]
+        self._next += 1
+        own = sent[0] if current.own.numel() else sent[0][:0]
+        foreign = received[0] if received else own[:0]
+        messages.exchange(self._comm, current.by_member(own), current.by_rank(foreign))
+
+    def end(self, number: int) -> None:
+        current = self.rounds[number]
+        self._members.moves[1](current.flat, current.shares)
+        for piece, place in current.places:
+            target = self.part(number, piece)
+            if piece.rank != self._comm.rank or target.data_ptr() != self._own.data_ptr():
+                target.copy_(place)
+
+    def run(self, relay: Relay) -> None:
+        rounds = [
+            (
+                [each.own if each.own.numel() else self.nothing],
+                [each.foreign] if each.foreign.numel() else [],
+            )
+            for each in self.rounds
+        ]
+        relay.exchange_in_rounds(rounds, self.exchange, self)
+
+
+def reduce_scatter_across(
+    comm: MPI.Comm,
+    members: Members,
+    relay: Relay,
+    output: torch.Tensor,
+    pieces: Tensors,
+    op: Reduction,
+) -> None:
+    """Sum `pieces[r]` into `output` on rank r, each group's ranks first. Collective."""
+    dense = contiguous(output)
+    _Sums(comm, members, [contiguous(piece) for piece in pieces], op).run(relay, dense.view(-1))
+    from_host(dense, output)
+
+
+def all_gather_across(
+    comm: MPI.Comm, members: Members, relay: Relay, pieces: Tensors, tensor: torch.Tensor
+) -> None:
+    """Gather every rank's tensor into `pieces`, once into each group. Collective."""
+    dense = [contiguous(piece) for piece in pieces]
+    _Gathers(comm, members, dense, contiguous(tensor)).run(relay)
+    for given, piece in zip(dense, pieces, strict=True):
+        from_host(given, piece)
