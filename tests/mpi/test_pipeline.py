@@ -574,6 +574,34 @@ def test_copies_that_autocast_makes_of_weights_are_no_samples_memory(world):
     assert layers["bf16"][0].kept_bytes <= layers["fp32"][0].kept_bytes
 
 
+class Counting(nn.Linear):
+    """Notes how many samples each of its calls has."""
+
+    def __init__(self):
+        super().__init__(3, 4)
+        self.calls = []
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.sizes(2)
+def test_layers_of_ranks_taken_alike_run_only_as_their_bytes_require(world, monkeypatch):
+    """Equal stages follow from no times."""
+    timed = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: timed.append(True))
+    calls = {}
+    config = TrainConfig(layout="pipeline", global_batch_size=BATCH)
+    for takes_alike in (True, False):
+        layer = Counting()
+        setup = Setup(make_task(model=nn.Sequential(layer, nn.Tanh()).double()), NoFolder())
+        find_facts(config, setup, world, takes_alike=takes_alike)
+        calls[takes_alike] = [layer.calls.count(size) for size in {*layer.calls}]
+        assert bool(timed) is not takes_alike
+    assert max(calls[True]) < max(calls[False])
+
+
 class Large(nn.Linear):
     """Runs out of memory with more samples than some."""
 

@@ -97,7 +97,7 @@ def test_other_forms_of_models_are_divided(world, tmp_path, what):
 
 def check(world, task, tmp_path, replicas):
     config = TrainConfig(layout="pipeline", balance="off", global_batch_size=24)
-    find_facts(config, Setup(task, NoFolder()), world)
+    find_facts(config, Setup(task, NoFolder()), world, takes_alike=True)
     initial = copy.deepcopy(task.model)
     run, taken = Run(world, task, plan_of(world, task, 5, replicas)), []
     while len(taken) < STEPS:

@@ -64,7 +64,8 @@ class LayerBytes(NamedTuple):
 class LayerTimer:
     """Times each layer on this rank, with small and large micro-batches.
 
-    If the layers are not known, the model is the only one, whatever the loss does with it.
+    If the layers are not known, the model is the only one, whatever the loss does with it. Without
+    `is_timed` only the bytes count: a layer runs no more often than these need.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class LayerTimer:
         chain: Sequence[nn.Module] | None,
         world: World,
         min_batch: int,
+        is_timed: bool = True,
     ) -> None:
         profile = profile_unmeasured(config, world.info)
         computation = Computation(world.device, profile.precision, profile.memory_format)
         self._computation = computation
         self._world = world
         self._is_whole = chain is None
+        self._is_timed = is_timed
         self._task = setup.task
         self._data = setup.train
         self._chain = chain = chain or [setup.task.model]
@@ -101,11 +104,12 @@ class LayerTimer:
         device.release_cached_memory()  # what was there before, such as other models, is free
         device.restart_memory_peak(index)
         used = max(0, device.memory_peak_bytes(index) - start)
-        rates = self._rates(optimizers)  # first: what it frees, the layers use again
+        # First: what it frees, the layers use again.
+        rates = self._rates(optimizers) if self._is_timed else (0.0, 0.0, 0.0, 0.0)
         with borrowed(model):
             self._grow(memory_limit(self._world) - used - start)
             small, large = min(self._times), max(self._times)
-            for size in (small, large) * (_ROUNDS - 1):
+            for size in (small, large) * (_ROUNDS - 1) * self._is_timed:
                 if time.perf_counter() < self._until:
                     self._round(size)
         if not device.is_host:  # with what libraries keep, such as cuBLAS's workspaces

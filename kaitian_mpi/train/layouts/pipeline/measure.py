@@ -103,7 +103,7 @@ def find_facts(
     """Measure each layer on each rank, one at a time. Collective.
 
     The model stays on the host, and is not changed. If `is_whole`, it is the only layer. If it
-    `takes_alike`, the ranks count as equally fast, and a layer by its size.
+    `takes_alike`, the ranks count as equally fast, and a layer by its size: nothing is timed.
 
     Raises:
         LayerTooLargeError: a rank has too little memory for a layer.
@@ -130,7 +130,7 @@ def find_facts(
     sleeping_barrier(world.comm)
     too_large = ""
     with agree_on_errors(world.comm), aside(world.device):
-        timer = LayerTimer(config, setup, chain, world, min_batch)
+        timer = LayerTimer(config, setup, chain, world, min_batch, not takes_alike)
         try:
             facts, layers = timer.measure(optimizers)
         except LayerTooLargeError as error:
