@@ -106,7 +106,9 @@ class Residual(nn.Module):
         return x + 0.1 * self.layer(x).tanh()
 
 
-def make_task(dtype: torch.dtype = torch.float64, width: int = 256) -> kaitian_mpi.Task:
+def make_task(
+    dtype: torch.dtype = torch.float64, width: int = 128 if IS_STAND_IN else 256
+) -> kaitian_mpi.Task:
     """Return a training whose samples come in order, so that its batches are known."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, width), *map(Residual, [width] * 4), nn.Linear(width, 4))
@@ -604,7 +606,8 @@ def gpt_task() -> kaitian_mpi.Task:
 def measured(world: Any, layout: str) -> Any:
     """Return the settings, the task and what the layers take on each rank. Collective."""
     check_plain(world)
-    config = TrainConfig(layout=layout, global_batch_size=64, benchmark_seconds=6.0, quiet=True)
+    seconds = stand_in.BENCHMARK_SEC if IS_STAND_IN else 6.0
+    config = TrainConfig(layout=layout, global_batch_size=64, benchmark_seconds=seconds, quiet=True)
     setup = prepare_without_folder(gpt_task, config, world)
     return config, setup, find_facts(config, setup, world)
 

@@ -33,7 +33,8 @@ def launched(tmp_path_factory):
             words = [*start, HERE / "layouts.py", section, "--devices", devices]
             command = stand_in.command(accelerators, *words)
             options = {"cwd": tmp_path_factory.mktemp(section), **stand_in.environment()}
-            known[section] = run_ranks(2, *SURVIVING, *command, fresh=True, code=None, **options)
+            options |= {"fresh": stand_in.IS_FRESH, "code": None}
+            known[section] = run_ranks(2, *SURVIVING, *command, **options)
         return known[section]
 
     return launch
@@ -55,9 +56,9 @@ def test_layouts(launched, section, check):
 def test_what_fits_no_rank_trains_within_the_memory(tmp_path, layout):
     words = [PYTHON, HERE / "capped.py", "--layout", layout, *stand_in.devices(1, 1)]
     if stand_in.KIND == stand_in.STAND_IN:
-        words += "--limit 0.3 --state 0.2 --width 256".split()
+        words += "--limit 0.15 --state 0.1 --width 256".split()
     ended = run_ranks(
-        2, *stand_in.command(1, *words), cwd=tmp_path, fresh=True, code=None,
+        2, *stand_in.command(1, *words), cwd=tmp_path, fresh=stand_in.IS_FRESH, code=None,
         **stand_in.environment(),
     )  # fmt: skip
     verdict = re.search(rf"^capped_{layout}_fp32: (.*)", ended.out, re.MULTILINE)
