@@ -10,7 +10,8 @@ from jobs import PLANTED, PYTHON, SURVIVING, run_alone
 KINDS = ("--emulate-kinds", "gpu,mlu,mlu")
 MEMORY = ("--emulate-memory", "0:300MB,1:150MB,2:150MB", *KINDS)
 TRAIN = (
-    "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run"
+    "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run "
+    "--benchmark-seconds 2"
 ).split()
 RESUMED = ("--resume", "auto", "--balance", "off")
 
