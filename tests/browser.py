@@ -23,7 +23,7 @@ def find_browser() -> str:
     pytest.skip("needs chromium; see .ci/run")
 
 
-def browse(url: str, folder: Path, *options: str, limit_sec: float = 60) -> str:
+def browse(url: str, folder: Path, *options: str, limit_sec: float = 300) -> str:
     """Return what a browser writes, such as the page's elements with Chromium's --dump-dom.
 
     It keeps what it needs in the folder.

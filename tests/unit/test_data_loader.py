@@ -140,7 +140,7 @@ def test_workers_need_only_a_small_dev_shm(tmp_path):
     assert ended.stdout == "loaded\n", ended.stderr
 
 
-LIMIT_SEC = 30
+LIMIT_SEC = 120
 
 # The samples are the ids of the processes that load them.
 RANK = f"""

@@ -16,7 +16,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed, saving_in, wait_for_save
 from kaitian_mpi.observe.run_folder import open_run_folder
 
-LONGEST_SEC = 30
+LONGEST_SEC = 120
 # Trains or saves in the folder until it is told to end; writes `done` just before.
 HOLDER = """
 import sys

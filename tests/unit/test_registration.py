@@ -42,7 +42,7 @@ print(json.dumps(seen))
 def run(code, **env):
     words = [sys.executable, *([code] if code.endswith(".py") else ["-c", code])]
     env = {**os.environ, **env}
-    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return ended
 

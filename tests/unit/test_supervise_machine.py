@@ -19,7 +19,7 @@ from kaitian_mpi.supervise.machine import environment, hosts_with_ranks
 from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.starts import JobCommand
 
-LONGEST_SEC = 30
+LONGEST_SEC = 120
 # Records its calls and arguments, then runs the test's script.
 MPIRUN = """#!/bin/sh
 call=$(($(cat calls 2>/dev/null || echo 0) + 1))

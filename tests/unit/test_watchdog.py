@@ -19,7 +19,7 @@ from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.watchdog import StepLimit, first_step_limit, setup_limit
 from kaitian_mpi.runtime.watchdog_process import Heartbeat, kill_reason, newest_report, parse_stat
 
-LONGEST_SEC = 30
+LONGEST_SEC = 120
 
 RANK = """
 import os, sys, time
@@ -174,7 +174,7 @@ ended = watchdog.phase
 watchdog.enter("the script", step=3, limited=False)
 watchdog.renew(ended, 0.1)
 time.sleep(0.9)
-watchdog.renew(watchdog.phase, 0.8)
+watchdog.renew(watchdog.phase, 2.5)
 time.sleep(60)
 """
 CLOSED = """
@@ -213,18 +213,19 @@ FORWARD, READING = "watchdog.enter('forward', step=3)\n", "watchdog.enter('r', l
             f"import re\n{FORWARD}re.match('(a*)*b', 'a' * 60)",
             *(0.5, "(running, but a call holds the GIL), last in forward of step 3"),
         ),
-        # Waiting, start-up and reading may exceed the limit.
-        ("time.sleep(0.9)\nwatchdog.close()", 0.6, ""),
-        ("watchdog.enter('the sum', waits=True)\ntime.sleep(0.9)\nwatchdog.close()", 0.6, ""),
-        (f"{READING}time.sleep(0.9)\nwatchdog.close()", 0.6, ""),
+        # Waiting, start-up and reading may exceed the limit, for which a busy machine does not
+        # keep a rank from its heartbeats.
+        ("time.sleep(3)\nwatchdog.close()", 2, ""),
+        ("watchdog.enter('the sum', waits=True)\ntime.sleep(3)\nwatchdog.close()", 2, ""),
+        (f"{READING}time.sleep(3)\nwatchdog.close()", 2, ""),
         # A new limit applies to the current phase, and to the heartbeats: with 60 s one a second.
         (
             f"{FORWARD}time.sleep(0.6)\nwatchdog.set_limit(0.9)\ntime.sleep(60)",
             *(60, "in forward of step 3, the limit is 0.9 s"),
         ),
-        (f"{READING}time.sleep(0.2)\nwatchdog.set_limit(0.6)\ntime.sleep(1)", 60, ""),
+        (f"{READING}time.sleep(0.2)\nwatchdog.set_limit(2)\ntime.sleep(3)", 60, ""),
         # A phase that begins again may get a limit of its own, unless it has ended.
-        (AGAIN, 0.5, "in the script of step 3, the limit is 0.8 s"),
+        (AGAIN, 2, "in the script of step 3, the limit is 2.5 s"),
         (CLOSED, 0.5, ""),
         # A full pipe or a dead watchdog does not block the rank.
         pytest.param(FULL, 2, "", marks=pytest.mark.serial),
