@@ -148,16 +148,16 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
     assert steps == {e: numbers[e * STEPS : (e + 1) * STEPS] for e in range(EPOCHS)}
 
 
-@IN_BOTH_FORMS
 @pytest.mark.parametrize(
-    ("end", "last"),
+    ("is_open", "end", "last"),
     [
-        ({"until": 10}, [10]),
-        ({"leave_at": 0}, [STEPS]),
+        (False, {"until": 10}, [10]),
+        (True, {"until": 10}, [10]),
+        (True, {"leave_at": 0}, [STEPS]),
         # After that of step 8, or the one before if that was still being written.
-        ({"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
+        (False, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
+        (True, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
     ],
-    ids=["in an epoch", "after an epoch", "at a checkpoint"],
 )
 def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is_open, end, last):
     """Also from a checkpoint made after a step: it has the average that includes that step."""

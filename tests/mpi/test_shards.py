@@ -147,12 +147,14 @@ def make_run(world, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, pytest.param(2, marks=pytest.mark.sizes(1, 3))])
 @pytest.mark.parametrize(
-    ("optimizer", "clip_norm", "mirrors"),
+    ("optimizer", "clip_norm", "mirrors", "micro_batch_size"),
     [
-        *[("adamw", 0.5, True), ("adamw", 0.5, False), ("fused", None, True), ("sgd", 0.5, False)],
-        *[("matrices", None, True), ("two", None, False)],
+        *[("adamw", 0.5, True, None), ("adamw", 0.5, False, None), ("fused", None, True, None)],
+        *[("sgd", 0.5, False, None), ("matrices", None, True, None), ("two", None, False, None)],
+        pytest.param("adamw", 0.5, True, 2, marks=pytest.mark.sizes(1, 3)),
+        pytest.param("matrices", None, True, 2, marks=pytest.mark.sizes(1, 3)),
+        pytest.param("two", None, False, 2, marks=pytest.mark.sizes(1, 3)),
     ],
 )
 def test_twenty_steps_are_those_of_one_process(
