@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from jobs import (
     PLANTED,
-    SURVIVING,
     Job,
     largest_difference,
     run_alone,
@@ -118,6 +117,20 @@ def test_accelerators_survive_the_only_cpu_rank_and_one_of_their_own(tmp_path, d
         assert "allreduce: direct, as the ranks here are of one kind" in ended.text
 
 
+EXACT = (
+    "kaitian-train --task planted_large:exact_chain --global-batch-size 24 --epochs 9 "
+    "--max-steps 16 --balance off --log-interval 0 --run-dir run"
+).split()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the weights of a run on CPUs, in which no rank is lost."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_alone("mpirun", "-np", "3", *EXACT, cwd=folder, PYTHONPATH=str(PLANTED))
+    return weights_in(folder)
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -125,23 +138,20 @@ def test_accelerators_survive_the_only_cpu_rank_and_one_of_their_own(tmp_path, d
         ("--layout pipeline --set device_mb=15", "|     3 | "),
     ],
 )
-def test_a_kill_among_accelerators_leaves_the_weights_of_an_undisturbed_run(tmp_path, flags, text):
+def test_a_kill_among_accelerators_leaves_the_weights_of_an_undisturbed_run(
+    tmp_path, undisturbed, flags, text
+):
     """In layouts whose state is in parts, one of which the killed rank had."""
-    command = "kaitian-train --devices vendor:0,vendor:1,vendor:2 --task planted_large:exact_chain"
-    command += f" --global-batch-size 24 --epochs 9 --max-steps 16 --balance off {flags}"
-    command = [*command.split(), *"--checkpoint-every 4 --log-interval 0 --run-dir run".split()]
-    folders = tmp_path / "undisturbed", tmp_path / "killed"
-    for folder in folders:
-        folder.mkdir()
-    env = {"PYTHONPATH": f"{OTHER_PACKAGE}:{PLANTED}"}
-    ended = run_alone("mpirun", *SURVIVING, "-np", "3", *command, cwd=folders[0], **env)
-    assert text in ended.out
-    with Job(3, *command, cwd=folders[1], fresh=False, **env) as job:
+    devices = "--devices vendor:0,vendor:1,vendor:2 --checkpoint-every 4".split()
+    command = (*EXACT, *devices, *flags.split())
+    path = f"{OTHER_PACKAGE}:{PLANTED}"
+    with Job(3, *command, cwd=tmp_path, fresh=False, PYTHONPATH=path) as job:
         job.wait_for("step 6/")
         job.kill(1)
-        job.finish()
-    summary = summary_of(folders[1])
+        ended = job.finish()
+    assert text in ended.text
+    summary = summary_of(tmp_path)
     assert summary["finished"]
     assert summary["steps"] == 16
     assert [[lost["rank"] for lost in loss["ranks"]] for loss in summary["failures"]] == [[1]]
-    assert largest_difference(*map(weights_in, folders)) < 1e-9
+    assert largest_difference(weights_in(tmp_path), undisturbed) < 1e-9
