@@ -18,11 +18,13 @@ needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="nee
 
 
 PACKAGES = {"accelerate": "", "transformers": ".trainer", "lightning": ".pytorch"}
+OF_TRL = {"trl": ".trainer.sft_trainer"}  # in one of its tests, it is loaded after the others
 
 
 @pytest.fixture(scope="module")
 def server():
-    with fork_server(*(name + part for name, part in PACKAGES.items() if find_spec(name))) as path:
+    parts = (PACKAGES | OF_TRL).items()
+    with fork_server(*(name + part for name, part in parts if find_spec(name))) as path:
         yield path
 
 
