@@ -66,8 +66,8 @@ class Events(StepObserver):
         if limit and progress.consecutive_bad_steps >= limit:
             raise AgreedError(
                 f"the gradients of {limit} steps in a row were not finite, the last at step "
-                f"{step.number}; lower --lr, look at the samples in bad_steps.jsonl, or raise "
-                "--max-bad-steps"
+                f"{step.number}; lower the learning rate, look at the samples in bad_steps.jsonl, "
+                "or raise --max-bad-steps"
             )
 
     def _report_recovered(self, step: Step) -> None:
