@@ -203,5 +203,6 @@ def test_ranks_that_stood_by_take_part_in_what_follows(tmp_path, survives):
         assert result["left"] == results[0]["left"]
         assert result["left"][-1] is False
         assert result["bad"].startswith(bad)
+        assert "--" not in result["bad"], "a script has no flags"
         assert survives or result["raised"] == (False if rank == 2 else "planted")
         assert result["second"].startswith("init() was called with devices=")
