@@ -15,6 +15,7 @@ from torch.nn import functional
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.train.layouts.replicate import ReplicateLayout
 from kaitian_mpi.train.measure.parity import FILE
 from kaitian_mpi.train.measure.plan import Profiles, profile_unmeasured
 from kaitian_mpi.train.run import compare_kinds
@@ -83,7 +84,9 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     folder = Folder()
     profile = profile_unmeasured(config, world.info)
     profiles = Profiles({info.place: profile for info in world.infos}, min_batch=2)
-    of_run = SimpleNamespace(config=config, setup=Setup(task, folder), profiles=profiles)
+    of_run = SimpleNamespace(
+        config=config, layout=ReplicateLayout(), setup=Setup(task, folder), profiles=profiles
+    )
     found = compare_kinds(of_run, excluded, world)
     return found, folder.written.get(FILE)
 
