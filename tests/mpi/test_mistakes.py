@@ -174,9 +174,9 @@ def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, 
 
 DIFFERING = {
     "seed": lambda rank: train(seed=rank),
-    "global-batch-size": lambda rank: train(global_batch_size=4 + rank),
+    "global_batch_size": lambda rank: train(global_batch_size=4 + rank),
     "resume": lambda rank: train(resume=["auto", "a/file.pt"][rank], run_dir="a"),
-    "run-dir": lambda rank: train(run_dir=["", "a/folder"][rank]),
+    "run_dir": lambda rank: train(run_dir=["", "a/folder"][rank]),
     "the optimizer": lambda rank: with_optimizer(SGD, lr=1.0 + rank),
     "optimizer": lambda rank: with_optimizer([SGD, Adam][rank], lr=0.1),
     "Task(weight=...)": lambda rank: train(make_task(weight=[None, len][rank])),

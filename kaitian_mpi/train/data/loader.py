@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches, Stream
+from kaitian_mpi.train.data.batches import MicroBatch, Share, StepBatches, Stream, as_collated
 
 _BATCHES_PER_WORKER = 2
 
@@ -69,7 +69,7 @@ class ShareLoader:
             data,
             sampler=self._shares,
             batch_size=None,
-            collate_fn=_as_collated,
+            collate_fn=as_collated,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self._pin_memory,
@@ -88,11 +88,6 @@ class _Shares(Sampler[Share]):
 
     def __iter__(self) -> Iterator[Share]:
         return self.next
-
-
-def _as_collated(share: list[MicroBatch]) -> list[MicroBatch]:
-    """Return a share as it is: torch's default would convert numpy's arrays, or fail to."""
-    return share
 
 
 def _fork_server() -> BaseContext:
