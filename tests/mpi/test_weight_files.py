@@ -59,7 +59,7 @@ def test_every_rank_starts_from_a_file_that_rank_0_alone_can_read(world, tmp_pat
 def test_a_run_that_is_resumed_does_not_load_the_file_again(world, shared_path):
     path = shared_path / "start.pt"
     settings = {"init": str(path), "run_dir": str(shared_path / "run"), "resume": "auto"}
-    with pytest.raises(AgreedError, match=f"^init {path}: No such file or directory"):
+    with pytest.raises(AgreedError, match=f"^rank 0: init {path}: No such file"):
         train(make_task(), **settings)
     if world.rank == 0:
         torch.save(make_task(seed=1).model.state_dict(), path)
