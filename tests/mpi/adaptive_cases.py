@@ -69,6 +69,8 @@ def draw(seed, size):
     if norm and batch * size == 1:
         batch += 1
     loss = pick(["", "tokens", "shifted", "rows", "sum"])
+    if loss == "shifted" and batch == 1:
+        loss = "tokens"  # single rows cannot tell which labels count: all are taken, as a line says
     batches = -(-rows // (batch * size))
     return Case(
         seed=seed,
