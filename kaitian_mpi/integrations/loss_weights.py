@@ -93,6 +93,8 @@ class Loss:
         self._ranks = ranks
         self._owner = owner
         self._votes: list[Rule] = []  # what this rank's rows have told since the ranks agreed
+        self._still_open: list[Rule] = []  # of these, those by which some entries do not count
+        self._is_open = False  # whether one of those is left beside the likeliest
         self._compared = 0
         self._said = ""
 
@@ -113,6 +115,7 @@ class Loss:
             tells = bool(self._ranks.sum(tells))
         if tells:
             self._votes = compare()
+            self._still_open = [rule for rule in self._votes if may_tell([rule], labels)]
             self._compared += 1
 
     def weight(self, given: Given, labels: Labels) -> float:
@@ -146,10 +149,14 @@ class Loss:
 
     def _agree(self) -> None:
         """Keep the rules that fit the rows of the most ranks. Collective."""
-        gathered = self._ranks.gather_at("a backward of a new loss", self._votes)
-        votes = [[Rule(*rule) for rule in rules] for rules in gathered]
+        own = self._votes, self._still_open
+        gathered = self._ranks.gather_at("a backward of a new loss", own)
+        votes = [[Rule(*rule) for rule in rules] for rules, _ in gathered]
         self._votes = []
+        self._still_open = []
         self.rules = agreed_rules(votes, self.rules)
+        still_open = {Rule(*rule) for _, rules in gathered for rule in rules}
+        self._is_open = not still_open.isdisjoint(self.rules[1:])
         if UNKNOWN in self.rules:
             raise AgreedError(
                 f"--adaptive cannot weight the ranks' gradients: the loss that the {self._owner} "
@@ -160,7 +167,8 @@ class Loss:
     def _say(self, rule: Rule) -> None:
         # Other rules than the usual ones remain as long as an entry never comes.
         usual = [other for other in self.rules if other in USUAL]
-        is_known = bool(self._owner) and (usual == [rule] or self.rules == [rule])
+        is_known = self.rules == [rule] or (usual == [rule] and not self._is_open)
+        is_known &= bool(self._owner)
         owner = f" of the {self._owner}" if self._owner else ""
         text = f"adaptive: the loss{owner} is {'' if is_known else 'taken as '}{rule.text}"
         if text != self._said:

@@ -117,19 +117,25 @@ def _with_unlike_rows(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the arguments with one label in each row of the first part, if rows are alike by it.
 
-    The others are ignored, for which only entries that the labels have anyway are taken.
+    Or with as many as there is room for, if they have one. The others are ignored. For both, only
+    entries that the labels have anyway are taken.
     """
     labels, changed = labels_in(args, kwargs), {}
     for rule, by_row in counts.items():
         entries = labels[rule.labels]
         first, second = (float(by_row[part].float().mean()) for part in parts)
         if first == second and id(entries) not in changed and entries.eq(rule.ignored).any():
-            counted = _counts(entries, rule).flatten(1)
-            is_last = counted.cumsum(1) == counted.sum(1, keepdim=True)
-            is_last[parts[1].to(is_last.device)] = True
-            kept = is_last.view_as(entries[:, rule.first :])
-            fewer = entries[:, rule.first :].where(kept, rule.ignored).to(entries.dtype)
-            changed[id(entries)] = torch.cat([entries[:, : rule.first], fewer], dim=1)
+            own = entries[:, rule.first :].flatten(1)
+            counted = own.ne(rule.ignored)
+            kept = counted.cumsum(1) == counted.sum(1, keepdim=True)
+            kept[parts[1].to(kept.device)] = True
+            unlike = own.where(kept, rule.ignored)
+            if torch.equal(unlike, own):
+                label = own.where(counted, own.min()).amax(1, keepdim=True)
+                kept[parts[0].to(kept.device)] = counted[parts[0].to(kept.device)]
+                unlike = own.where(kept, label)
+            unlike = unlike.to(entries.dtype).view_as(entries[:, rule.first :])
+            changed[id(entries)] = torch.cat([entries[:, : rule.first], unlike], dim=1)
     return _pytree.tree_map(lambda value: changed.get(id(value), value), (args, dict(kwargs)))  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,7 @@
 """Which rules of a loss remain, by what the rows of all ranks have told."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from kaitian_mpi.integrations.losses import (
     SUM,
     TOKENS,
     UNKNOWN,
+    Rule,
     agreed_rules,
     compare_parts,
     may_tell,
@@ -63,7 +66,15 @@ def test_rows_that_tell_nothing_have_no_rule():
     assert rules_of(one, lambda scores, labels: cross_entropy(scores.view(3, 5), labels[0])) == []
 
 
-@pytest.mark.parametrize("rows", [[[1, 2, -100, 0]], [[1, 2, -100, 0], [1, -100, 3, 4]]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 2, -100, 0]],
+        [[1, 2, -100, 0], [1, -100, 3, 4]],
+        [[-100, -100, 3, -100]],
+        [[-100, 2, -100, -100], [-100, -100, -100, 1]],
+    ],
+)
 def test_rows_of_as_many_labels_tell_means_apart_if_some_are_ignored(rows):
     labels = torch.tensor(rows)
 
@@ -87,3 +98,20 @@ def test_ranks_at_different_points_are_told_so(monkeypatch):
     ranks = loss_weights.Ranks(None, None, None)
     with pytest.raises(UserError, match="the first batch on rank 0, a backward of a new loss on"):
         ranks.gather_at("the first batch", 8)
+
+
+def test_a_mean_over_rows_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
+    said = []
+    monkeypatch.setattr(loss_weights, "print_rank_0", lambda world, text: said.append(text))
+    world = SimpleNamespace(comm=SimpleNamespace(size=1))
+    ranks = SimpleNamespace(
+        world=world, comm=world.comm, sum=int, gather_at=lambda point, own: [own]
+    )
+    other = Rule("the mean over mask but 0", "mask", 0)
+    given = SimpleNamespace(own=1, all_ranks=1)
+    for mask, word in (([[1, 1]], "is"), ([[1, 0]], "is taken as")):
+        loss = loss_weights.Loss(ranks, "model")
+        labels = {"mask": torch.tensor(mask)}
+        loss.observe(labels, lambda: [MEAN, other])
+        assert loss.weight(given, labels) == 1
+        assert said.pop() == f"adaptive: the loss of the model {word} the mean over rows"
