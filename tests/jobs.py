@@ -59,13 +59,26 @@ class Ended:
         return self
 
 
+@cache
+def _shared_memory() -> Path:
+    """Return a folder for the shared memory of this process's jobs, which is removed at the end."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="kaitian-test-", dir=memory if memory.is_dir() else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def start(
     *command: str, cwd: Path, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
 ) -> subprocess.Popen[str]:
+    # Open MPI (5.0.11) names the files in it by 16 bits of the job's name: two of the thousand jobs
+    # of a test run would have the same, and crash.
+    own = {"OMPI_MCA_btl_sm_backing_directory": tempfile.mkdtemp(dir=_shared_memory())}
+    own["PYTHONPATH"] = f"{PLANTED}:{_HERE.parent}"
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{PLANTED}:{_HERE.parent}", **(env or {})},
+        env={**ENVIRONMENT, **own, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=stderr,
         stdin=subprocess.DEVNULL,

@@ -35,6 +35,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 _READ_OUTPUT_SEC = 2.0
 _FORWARD_OUTPUT_SEC = 0.1
 _WAIT_FOR_RANK_0_SEC = 2.0
+_WAIT_FOR_SPEAKER_SEC = 1.0
 
 
 @contextmanager
@@ -65,6 +66,10 @@ def _abort_on(program: str, error: BaseException, hook: _Hook | None = None) -> 
             time.sleep(_WAIT_FOR_RANK_0_SEC)
         if _speaks_first() or not is_agreed:
             print_to_stderr(f"{program}: error: {error}")
+        elif ulfm.has_survived_loss():
+            # MPI_Finalize, in which ranks wait for each other, is left out: the launcher may take
+            # the first exit for the end of the job, before the line of the rank that speaks.
+            time.sleep(_WAIT_FOR_SPEAKER_SEC)
         if read_launch(os.environ).world_size > 1 and not is_agreed:
             _end_other_ranks(error.exit_code)
         exit_after_loss(error.exit_code)

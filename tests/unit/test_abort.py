@@ -6,20 +6,23 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 import kaitian_mpi
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.runtime import abort
 from kaitian_mpi.runtime.mpi_libraries import MPICH
 from kaitian_mpi.runtime.polling import wait_until
 
 LONGEST_SEC = 120
 
 RANK = """
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.runtime import abort
 from kaitian_mpi.runtime.abort import abort_on_error
 with abort_on_error("kaitian-train"):
     raise UserError("found a mistake")
@@ -128,6 +131,21 @@ def test_a_scripts_own_exception_hook_shows_the_exception_and_the_job_ends(when)
     script += "from kaitian_mpi.errors import AgreedError; raise AgreedError('planted')"
     ended = run(script, numbers="0202")
     assert (ended.returncode, ended.stderr) == (2, "-c: error: planted\n")
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_after_a_loss_a_silent_rank_lets_the_one_that_speaks_end_first(monkeypatch, capfd, speaks):
+    waited = []
+    monkeypatch.setattr(abort, "is_mpi_running", lambda: True)
+    monkeypatch.setattr(abort, "_speaks_first", lambda: speaks)
+    monkeypatch.setattr(abort.ulfm, "has_survived_loss", lambda: True)
+    monkeypatch.setattr(abort, "exit_after_loss", sys.exit)
+    monkeypatch.setattr(abort, "time", SimpleNamespace(sleep=waited.append))
+    with pytest.raises(SystemExit) as ended:
+        abort._abort_on("program", AgreedError("planted"))
+    assert ended.value.code == 2
+    assert bool(waited) != speaks
+    assert capfd.readouterr().err == "program: error: planted\n" * speaks
 
 
 def test_another_backend_is_named(monkeypatch):
