@@ -43,7 +43,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     plan = _plan(run, world)
     _restore_state(run, world, plan)
     commit = run.membership.commit if run.membership.survives else None
-    loop = run.layout.make_loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
+    loop = run.layout.loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
     try:
         _report_start(run, loop, plan)
         loop.observers += _observers(run, loop, logged)

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.loop import Commit, Loop
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
@@ -22,7 +21,7 @@ class Layout(ABC):
 
     A run has one, found before its first step, with what it was measured by: see `LAYOUTS`. It is
     asked `place`, `find_profiles` and `make_state` once; then, each time that some ranks begin to
-    train, `plan`, `assign`, `planned_bytes`, `make_loop` and `observers`.
+    train, `plan`, `assign`, `planned_bytes` and `observers`.
     """
 
     name: ClassVar[str]
@@ -38,6 +37,9 @@ class Layout(ABC):
     divides_samples: ClassVar[bool] = True
     """Whether each rank computes a share of the samples, which follows its speed; else all compute
     a part of each sample."""
+
+    loop: ClassVar[type[Loop]] = Loop
+    """What trains on these ranks."""
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
         """Bring the model to where it is to be trained; return the setup with it. Not collective.
@@ -75,19 +77,6 @@ class Layout(ABC):
     ) -> list[int | None]:
         """Return how many bytes each rank's device is to use at most; None if unknown."""
         return profiles.planned_bytes(world.infos, plan.batch_sizes)
-
-    def make_loop(
-        self,
-        config: TrainingConfig,
-        world: World,
-        setup: Setup,
-        state: State,
-        plan: Plan,
-        loader: ShareLoader,
-        commit: Commit | None,
-    ) -> Loop:
-        """Return what trains on these ranks by this plan. Collective."""
-        return Loop(config, world, setup, state, plan, loader, commit)
 
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
         """Return what follows the steps of a loop in this layout only. Collective."""

@@ -12,12 +12,11 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
-from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop, show_plan
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan, find_facts
 from kaitian_mpi.train.layouts.pipeline.stages import Stages, use_stages
-from kaitian_mpi.train.loop import Commit, Loop
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import (
     Plan,
     Profile,
@@ -42,6 +41,7 @@ class PipelineLayout(Layout):
     compares_weights = False  # but for replicas of a stage, which are of one kind
     divides_samples = False
     equal_shares = "of the first stage"
+    loop = PipelineLoop
 
     def __init__(self, facts: PipelineFacts) -> None:
         """Plan the stages from these facts, and from what training shows the ranks to take."""
@@ -85,18 +85,6 @@ class PipelineLayout(Layout):
     ) -> list[int | None]:
         assert isinstance(plan, StagesPlan)
         return [*plan.pipeline.bytes_by_rank]
-
-    def make_loop(
-        self,
-        config: TrainingConfig,
-        world: World,
-        setup: Setup,
-        state: State,
-        plan: Plan,
-        loader: ShareLoader,
-        commit: Commit | None,
-    ) -> Loop:
-        return PipelineLoop(config, world, setup, state, plan, loader, commit)
 
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
         assert isinstance(loop, PipelineLoop)
