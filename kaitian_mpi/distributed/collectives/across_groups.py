@@ -183,9 +183,8 @@ class _Sums(_Rounds):
         self._op.divide_average(result, self._comm.size)
 
     def end(self, number: int) -> None:
-        piece = PartSlice(self._comm.rank, 0, len(self.rounds[number].own))
-        start = number * self._step
-        self.output[start : start + piece.end].copy_(self.result(number))
+        result, start = self.result(number), number * self._step
+        self.output[start : start + len(result)].copy_(result)
 
     def run(self, relay: Relay, output: torch.Tensor) -> None:
         self.output = output
