@@ -19,6 +19,7 @@ from kaitian_mpi.integrations.losses import (
     Rule,
     agreed_rules,
     count_labels,
+    left_open,
     may_tell,
 )
 from kaitian_mpi.integrations.taken import Given
@@ -93,7 +94,7 @@ class Loss:
         self._ranks = ranks
         self._owner = owner
         self._votes: list[Rule] = []  # what this rank's rows have told since the ranks agreed
-        self._still_open: list[Rule] = []  # of these, those by which some entries do not count
+        self._still_open: list[Rule] = []  # of these, those by which other entries count
         self._is_open = False  # whether one of those is left beside the likeliest
         self._compared = 0
         self._said = ""
@@ -115,7 +116,7 @@ class Loss:
             tells = bool(self._ranks.sum(tells))
         if tells:
             self._votes = compare()
-            self._still_open = [rule for rule in self._votes if may_tell([rule], labels)]
+            self._still_open = left_open(self._votes, labels)
             self._compared += 1
 
     def weight(self, given: Given, labels: Labels) -> float:

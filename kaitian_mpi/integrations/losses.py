@@ -216,6 +216,22 @@ def may_tell(rules: Sequence[Rule], labels: Labels) -> bool:
     return bool(torch.stack([flag.to(found[0].device) for flag in found]).any()) if found else False
 
 
+def left_open(rules: Sequence[Rule], labels: Labels) -> list[Rule]:
+    """Return the rules by which other entries of these rows count than by the first, the likeliest.
+
+    A mask may mark the labels that count: by both, the same entries do, and nothing is open.
+    """
+    likeliest = rules[0].labels if rules else ""
+    first = _counts(labels[likeliest], rules[0]).cpu() if likeliest in labels else None
+    still_open = []
+    for rule in rules[1:]:
+        if rule.labels in labels and labels[rule.labels].eq(rule.ignored).any():
+            counted = _counts(labels[rule.labels], rule).cpu()
+            if first is None or not torch.equal(first, counted):
+                still_open.append(rule)
+    return still_open
+
+
 def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:
     """Return how many entries of each row count, by every rule of labels that a loss may have.
 

@@ -100,7 +100,7 @@ def test_ranks_at_different_points_are_told_so(monkeypatch):
         ranks.gather_at("the first batch", 8)
 
 
-def test_a_mean_over_rows_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
+def test_a_mean_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
     said = []
     monkeypatch.setattr(loss_weights, "print_rank_0", lambda world, text: said.append(text))
     world = SimpleNamespace(comm=SimpleNamespace(size=1))
@@ -109,9 +109,14 @@ def test_a_mean_over_rows_is_claimed_once_no_ignored_entry_leaves_another(monkey
     )
     other = Rule("the mean over mask but 0", "mask", 0)
     given = SimpleNamespace(own=1, all_ranks=1)
-    for mask, word in (([[1, 1]], "is"), ([[1, 0]], "is taken as")):
+    for rule, mask, word in (
+        (MEAN, [[1, 1]], "is"),
+        (MEAN, [[1, 0]], "is taken as"),
+        (TOKENS, [[1, 0]], "is"),  # by which the same entries count
+        (TOKENS, [[0, 1]], "is taken as"),
+    ):
         loss = loss_weights.Loss(ranks, "model")
-        labels = {"mask": torch.tensor(mask)}
-        loss.observe(labels, lambda: [MEAN, other])
+        labels = {"mask": torch.tensor(mask), "labels": torch.tensor([[3, -100]])}
+        loss.observe(labels, lambda rule=rule: [rule, other])
         assert loss.weight(given, labels) == 1
-        assert said.pop() == f"adaptive: the loss of the model {word} the mean over rows"
+        assert said.pop() == f"adaptive: the loss of the model {word} {rule.text}"
