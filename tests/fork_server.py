@@ -18,6 +18,7 @@ It ends at the end of its standard input. It may itself be a fork that loads mor
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -154,6 +155,7 @@ def take_over(request, descriptors):
     sys.stdout.reconfigure(
         line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in os.environ
     )
+    faulthandler.register(signal.SIGRTMIN, all_threads=True)  # see `finish` in jobs.py
     sys.modules["numpy"].random.seed()  # Python's own generator is seeded at each fork
     fork_loading_processes(sys.argv[1])
 

@@ -16,12 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 from shared.emulated_hosts import EmulatedHosts
 from shared.launch import AS_ROOT, ENVIRONMENT, PYTHON
@@ -33,6 +34,7 @@ _HERE = Path(__file__).parent
 PLANTED = _HERE / "e2e"
 _PROGRAMS = ("kaitian-train", "kaitian-plan", "kaitian-run")
 LONGEST_SEC = 300
+_PRINT_TRACES_SEC = 2.0
 SOON_SEC = 120
 """More than what comes takes on a busy machine, and less than waits for what never does."""
 IS_OPEN_MPI = not os.environ.get("KAITIAN_MPI", "openmpi").startswith("mpich")
@@ -91,12 +93,23 @@ def finish(process: subprocess.Popen[str], started_at: float, code: int | None =
     try:
         out, err = process.communicate(timeout=LONGEST_SEC)
     except subprocess.TimeoutExpired:
+        _show_where_ranks_are(process)
         process.kill()
         out, err = process.communicate()
         pytest.fail(f"still running after {LONGEST_SEC} s\n{out}\n{err}")
     now = time.time()
     err = err.replace("\0", "")  # Open MPI ends its own messages with one
     return Ended(process.returncode, out, err, now - started_at, now).checked(code)
+
+
+def _show_where_ranks_are(process: subprocess.Popen[str]) -> None:
+    """Have each forked rank print the traceback of each of its threads; others have no handler."""
+    with suppress(psutil.Error, OSError):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            rank = standing_for(child.pid)
+            if rank != child.pid:
+                os.kill(rank, signal.SIGRTMIN)
+        time.sleep(_PRINT_TRACES_SEC)
 
 
 def run_ranks(ranks: int, *command: str, **options: Any) -> Ended:
