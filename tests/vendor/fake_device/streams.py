@@ -64,17 +64,24 @@ class StreamQueue:
         self.left = 0
         """How many tasks have not been done."""
         self.lock = threading.Lock()
+        """Nothing is allocated while it is held: the collector may free tensors, which gives tasks.
+        """
         self.thread: threading.Thread | None = None
+        self._has_thread = False
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
 
     def give(self, task, then=lambda: None) -> None:
         """Queue a task for the thread, and what it does once it no longer has the task."""
+        given = self.ends_at, task, then
+        put = self._tasks.put
         with self.lock:
             self.left += 1
-            self._tasks.put((self.ends_at, task, then))
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._do, name="fake stream", daemon=True)
-                self.thread.start()
+            put(given)
+            is_without_thread = not self._has_thread
+            self._has_thread = True
+        if is_without_thread:
+            self.thread = threading.Thread(target=self._do, name="fake stream", daemon=True)
+            self.thread.start()
 
     def is_foreseeable(self) -> bool:
         """Return whether all that it was given ends at a known time."""
@@ -123,7 +130,7 @@ class StreamQueue:
         except queue.Empty:
             with self.lock:
                 if self._tasks.empty():
-                    self.thread = None
+                    self._has_thread = False
                     return None
             return self._tasks.get()
 
