@@ -154,6 +154,7 @@ class Adaptive:
                 weight_losses(self._weights, self.step_of)
             model.register_forward_pre_hook(_WatchBegin(), with_kwargs=True)
             model.register_forward_hook(_ForwardHook(), with_kwargs=True)
+            model.register_forward_hook(_ForwardEnd(), always_call=True)
 
         def restore() -> None:
             DistributedDataParallel.__init__ = create  # type: ignore[method-assign]
@@ -212,6 +213,10 @@ class Adaptive:
             forward.batch()
         inputs = args, dict(kwargs)
         return self._weights.weight_output(model, inputs, output, forward, self._backward_done)
+
+    def end_forward(self) -> None:
+        """Watch the forward no more, also where it has failed."""
+        self._weights.end_forward()
 
     def _count(
         self, taken: Taken | None, model: DistributedDataParallel, rows: int
@@ -312,6 +317,15 @@ class _ForwardHook:
 
     def __call__(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         return _installed[0].after_forward(model, args, kwargs, output) if _installed else None
+
+
+@not_compiled
+class _ForwardEnd:
+    """A forward hook that is called in any case; without a state of its own, as the others."""
+
+    def __call__(self, *_: Any) -> None:
+        if _installed:
+            _installed[0].end_forward()
 
 
 def _check_output(model: DistributedDataParallel, output: Any) -> None:

@@ -87,6 +87,10 @@ class Weights:
         if is_lightning(model.module):
             self._inner.begin(model.module, collects=not self._of_steps[model].rules)
 
+    def end_forward(self) -> None:
+        """Watch the models inside no more; a forward that fails has no output to weight."""
+        self._inner.end()
+
     def weight_output(
         self,
         model: DistributedDataParallel,

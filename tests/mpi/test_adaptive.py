@@ -1,5 +1,6 @@
 """Adaptive batches in a script's own loop: exact for any plan, and refused if they cannot be."""
 
+import contextlib
 import copy
 import dataclasses
 from types import SimpleNamespace
@@ -362,6 +363,24 @@ def test_what_cannot_be_adapted_is_refused_on_every_rank(adaptive, case):
     build, options, message = REFUSED[case]
     with pytest.raises(AgreedError, match=message):
         train(build(), adaptive.rank, **{"loss_of": square, **options})
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_forward_of_lightning_without_a_loss_is_not_watched_any_longer(adaptive, fails):
+    class WithoutLoss(LightningModule):
+        def forward(self, x):
+            if fails:
+                raise ValueError("no such word")
+            return torch.tensor(1.0)
+
+    module = WithoutLoss(nn.Linear(4, 4))
+    model = DistributedDataParallel(module)
+    module.requires_grad_(False)
+    rows = TensorDataset(torch.randn(64, 4))
+    (x,) = next(iter(DataLoader(rows, 4, sampler=DistributedSampler(rows))))
+    with pytest.raises(ValueError, match="word") if fails else contextlib.nullcontext():
+        model(x)
+    assert not nn.modules.module._global_forward_hooks
 
 
 def uncut_after_a_validation(adaptive):
