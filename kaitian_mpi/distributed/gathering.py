@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
@@ -95,6 +96,7 @@ class Gathering:
                     "--no-mirrors, or let the optimizer alone change it"
                 )
             target.copy_(rows)
+            device_of(target.device).mark().wait()  # another stream may be the next to read it
 
     def next_bucket(self) -> None:
         """Note that a bucket's gradients are summed next."""

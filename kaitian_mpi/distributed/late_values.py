@@ -18,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.collectives.staging import ends_of_streams, keep_for_current_stream
 from kaitian_mpi.errors import UserError
 
 _STAND_IN_STD = 0.02
@@ -154,6 +156,44 @@ class _Note(NamedTuple):
     offset: Any
 
 
+class _Arrived:
+    """A parameter's values, which any stream may use: it waits for the one that has brought them.
+
+    The memory is not used again before all of these streams are done with it.
+
+    Attributes:
+        values: for what needs no more than their shape and dtype.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """Note that the current stream has brought these values."""
+        self.values = values
+        self._module: Any = device_of(values.device).streams()
+        self._streams = self._current()
+        self._ends = ends_of_streams([values])
+
+    def on_current_stream(self) -> torch.Tensor:
+        """Return the values for the current stream."""
+        current = self._current()
+        if not current <= self._streams:
+            for end in self._ends:
+                end.let_current_stream_wait()
+            keep_for_current_stream(self.values)
+            self._streams |= current
+        return self.values
+
+    def changed(self) -> torch.Tensor:
+        """Return the values for the current stream as all streams leave them."""
+        for stream in self._streams - self._current():
+            self._module.current_stream(self.values.device).wait_event(stream.record_event())
+        return self.on_current_stream()
+
+    def _current(self) -> set[Any]:
+        if self._module is None:
+            return set()
+        return {self._module.current_stream(self.values.device)}
+
+
 class PartedModel:
     """A model of which some parameters are away until they are used.
 
@@ -183,7 +223,7 @@ class PartedModel:
         self._away: type[Late] = type("Away", (Late,), {"arrive": self._bring_used})
         self._names = {number: parameters[number][0] for number in numbers}
         self._device = device
-        self._here: dict[int, torch.Tensor] = {}  # those used last
+        self._here: dict[int, _Arrived] = {}  # those used last
         self._versions: dict[int, int] = {}  # of these; -1 if the values may change unseen
         self._memory: dict[int, int] = {}  # its address, of each
         self._by_memory: dict[int, int] = {}
@@ -256,13 +296,14 @@ class PartedModel:
             )
         for number in dict.fromkeys(numbers):
             if number in self._here:
+                self._here[number].on_current_stream()
                 continue
             for other in [each for each in self._here if each not in numbers]:
                 changed = self._leave(other)
                 if self._keep is not None and changed is not None:
                     self._keep(other, changed)
             values = self._source(number)
-            self._here[number] = values
+            self._here[number] = _Arrived(values)
             with torch._C.DisableTorchFunctionSubclass():
                 self._set(number, values)
                 self._versions[number] = self._parameters[number]._version
@@ -325,14 +366,14 @@ class PartedModel:
         Returns:
             The values, if they may have changed.
         """
-        parameter, values = self._parameters[number], self._here.pop(number, None)
+        parameter, arrived = self._parameters[number], self._here.pop(number, None)
         with torch._C.DisableTorchFunctionSubclass():
             is_changed = self._versions.pop(number, None) != parameter._version
             nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=self._device)
             self._set(number, nothing.expand(parameter.shape))
         parameter.__class__ = self._away
         torch.clear_autocast_cache()  # which would keep a cast of each
-        return values if is_changed else None
+        return arrived.changed() if is_changed and arrived is not None else None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which has no memory itself
@@ -355,10 +396,12 @@ class PartedModel:
         They are compared: an activation may be as large. A device is waited for, as it is by the
         exchange of the values themselves.
         """
-        for number, values in self._here.items():
+        for number, arrived in self._here.items():
+            values = arrived.values
             size = values.numel() * tensor.element_size()
             is_cast = tensor.is_floating_point() and tensor.dtype != values.dtype
             if is_cast and tensor.untyped_storage().nbytes() == size:
+                values = arrived.on_current_stream()
                 flat = tensor.as_strided((values.numel(),), (1,), 0)
                 if torch.equal(flat, values.view(-1).to(tensor.dtype)):
                     return number
@@ -368,7 +411,7 @@ class PartedModel:
         if not isinstance(saved, _Note):
             return saved  # type: ignore[no-any-return]
         self.bring([saved.number])
-        values = self._here[saved.number].to(saved.dtype)
+        values = self._here[saved.number].on_current_stream().to(saved.dtype)
         return values.as_strided(saved.size, saved.stride, saved.offset)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gradients import Bucket, partition, sum_gradients
@@ -98,6 +99,9 @@ class GradientReducer:
         self._left = [{_UNARMED} for _ in self._parts]
         self._ready: set[int] = set()
         self._build()
+        # While these exist, autograd accumulates all gradients on the stream that is current now,
+        # which waits for those that compute them; else each on one of its own.
+        self._accumulators = [get_gradient_edge(each).node for each in self._parameters]
         # A parameter owns its hook: a strong reference to this would be a cycle.
         on_ready = weakref.WeakMethod(self._bucket_ready)
         handles = [
@@ -246,6 +250,7 @@ class GradientReducer:
         self._is_closed = True
         self._on_bucket = _nothing
         self._parameters = []
+        self._accumulators = []
         self._frozen = {}
         self._buckets = []
         self._parts = []

@@ -390,24 +390,12 @@ class ShardReducer(GradientReducer):
         if self._weight is not None:
             for index in self._parts[number]:
                 self._used[index] += self._parameters[index].grad is not None
-        if len(self._using) > 1:
-            self._wait_for_gradients(bucket)
         buffer = bucket.fill(self._weight, self._spares)
         adds = self._round > 0
         arriving = torch.empty_like(bucket.padded) if adds else bucket.padded
         work = bucket.start_sum(arriving, buffer, self._group)
         is_last = self._round + 1 == self.rounds
         self._flights.append((bucket, work, arriving, adds, is_last, buffer))
-
-    def _wait_for_gradients(self, bucket: ShardBucket) -> None:
-        """Let the current stream wait for those that use parameters, and so for their backward."""
-        device = bucket.parameters[0].device
-        module: Any = device_of(device).streams()
-        for other in self._using - {module.current_stream(device)}:
-            module.current_stream(device).wait_event(other.record_event())
-        for parameter in bucket.parameters:
-            if parameter.grad is not None:
-                keep_for_current_stream(parameter.grad)
 
     def _is_limited(self, flight: Any) -> bool:
         """Return whether a bucket that is being summed takes memory that nothing has set aside.
@@ -427,6 +415,7 @@ class ShardReducer(GradientReducer):
                 bucket, work, arriving, adds, is_last, buffer = self._flights.popleft()
                 work.wait()
                 if adds:
+                    keep_for_current_stream(arriving)  # it is of the stream that backward adds on
                     bucket.padded.add_(arriving)
                 if is_last and bucket.has_mirrors:
                     self._mirror(bucket)

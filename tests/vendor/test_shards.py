@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from collective_cases import agree, values
 from contracts import CONTRACTS, chosen_name
-from fake_device import Stream, current_stream, stream
+from fake_device import current_stream
 from torch import nn
 from uneven import SHARES, loss_of, network
 
@@ -283,62 +283,6 @@ def test_parts_of_one_length_are_exchanged_without_a_copy_of_all(world, has_bias
     reducer.check_values()
     assert {*fake_library.calls} == {"reduce_scatter_single", "all_gather_single"}
     assert agree(world, torch.cat([p.detach().flatten() for p in model.parameters()]))
-    reducer.close()
-
-
-class OnTwoStreams(nn.Module):
-    """Computes a part on a stream that has not waited for what the other one waits for."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        if x.is_cpu:
-            return self.one(x) + self.other(x)
-        main, side = current_stream(), Stream(x.device)
-        side.wait_event(main.record_event())
-        found = self.one(x)
-        with stream(side):
-            other = self.other(x)
-        x.record_stream(side)
-        other.record_stream(main)
-        main.wait_event(side.record_event())
-        return found + other
-
-
-@pytest.mark.sizes(2)
-def test_a_model_that_computes_on_two_streams_has_the_owners_values_on_both(world, monkeypatch):
-    torch.manual_seed(5)
-    model = OnTwoStreams()
-    alone = copy.deepcopy(model)
-    model = model.to(world.device)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
-    shards = Shards(model, optimizers[1:])
-    shards.assign(world, without_mirrors([1.0] * world.size))
-    reducer = shards.reducer(model)
-    x = torch.ones(3, 64)
-    take = ShardBucket.take
-
-    def late(bucket, buffer):
-        if not buffer.is_cpu:
-            current_stream().give(lambda: time.sleep(0.3))
-        take(bucket, buffer)
-
-    monkeypatch.setattr(ShardBucket, "take", late)
-    for _ in range(3):
-        reducer.arm(1 / world.size)
-        found, expected = model(x.to(world.device)), alone(x)
-        assert (values(found) - expected).abs().max().item() <= 1e-4
-        for each in (found, expected):
-            each.square().mean().backward()
-        reducer.finish()
-        for optimizer in optimizers:
-            optimizer.step()
-        alone.zero_grad()
-        shards.zero_gradients()
-        reducer.share_values()
-    reducer.check_values()
     reducer.close()
 
 

@@ -1,0 +1,253 @@
+"""Models that compute on several streams of a device train like one process, in every way.
+
+Nothing but the model lets a stream wait for another, and each is late at times.
+"""
+
+import copy
+import time
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from collective_cases import values
+from fake_device import Stream, current_stream, stream
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi import WeightedSum
+from kaitian_mpi.balance.ownership import without_mirrors
+from kaitian_mpi.distributed.gathering import Gathering
+from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.distributed.reducer import GradientReducer
+from kaitian_mpi.distributed.shard_buckets import ShardBucket
+from kaitian_mpi.train.layouts.shard.shards import Shards
+
+STEPS = 2
+
+
+def be_late(tensor, sec=0.05):
+    """Let the current stream of a tensor's device do later what it is given from now on."""
+    if not tensor.is_cpu:
+        current_stream().give(lambda: time.sleep(sec))
+
+
+class Side:
+    """A second stream beside the current one of a device; on a host, nothing."""
+
+    def __init__(self, x):
+        """Let it begin after what the current one has to do, and use `x`."""
+        self._stream = None if x.is_cpu else Stream(x.device)
+        if self._stream is not None:
+            self._stream.wait_event(current_stream().record_event())
+            x.record_stream(self._stream)
+
+    def current(self):
+        return nullcontext() if self._stream is None else stream(self._stream)
+
+    def joined(self, tensor):
+        """Let the current stream wait for this one, and use its `tensor`."""
+        if self._stream is not None:
+            tensor.record_stream(current_stream())
+            current_stream().wait_event(self._stream.record_event())
+        return tensor
+
+
+class OnTwoStreams(nn.Module):
+    """Uses one layer on both streams, and changes on the second what is next left on the first.
+
+    The last gradient is of the first stream, which waits for no other of the second.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.both, self.second, self.third = (nn.Linear(64, 64) for _ in range(4))
+        self.forwards = nn.Parameter(torch.zeros(64), requires_grad=False)
+
+    def forward(self, x):
+        side = Side(x)
+        found = self.first(x)
+        with side.current():
+            y = x.detach().requires_grad_()  # so that backward needs the weights
+            other = self.both(y)
+        be_late(x, 0.2)
+        found = found + self.both(x)
+        with side.current(), torch.no_grad():
+            count = self.forwards + 1
+            be_late(x, 0.3)
+            self.forwards.copy_(count)
+        found = found + self.third(x)
+        with side.current():
+            other = self.second(other)
+            if other.requires_grad:
+                other.register_hook(be_late)
+        return found + side.joined(other)
+
+
+class InOnePiece:
+    """Trains a model whose parameters are whole on each rank."""
+
+    def __init__(self, world, model, optimizers):
+        self.model = model.to(world.device)
+        self._optimizers = optimizers(model)
+        self._weight = 1 / world.size
+
+    def values(self):
+        return [values(parameter) for parameter in self.model.parameters()]
+
+    def close(self):
+        pass
+
+    def step(self):
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.model.zero_grad()
+
+
+class ByReducer(InOnePiece):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self._reducer = GradientReducer(self.model)
+
+    def train(self, x):
+        self._reducer.arm(self._weight)
+        found = self.model(x)
+        found.square().mean().backward()
+        self._reducer.finish()
+        self.step()
+        return found
+
+
+class ByDdp(InOnePiece):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self._ddp = DistributedDataParallel(self.model)
+        self._sum = WeightedSum()
+        self._sum.attach(self._ddp)
+        self._sum.weight = self._weight
+
+    def train(self, x):
+        found = self._ddp(x)
+        found.square().mean().backward()
+        self.step()
+        return found
+
+
+class InShards:
+    """Trains a model in shards, whose parameters are whole on each rank or in parts."""
+
+    overlaps = True
+    in_parts = False
+
+    def __init__(self, world, model, optimizers):
+        self._world, self._parted, kept = world, None, {}
+        if self.in_parts:
+            rows = [(number, 0, len(p)) for number, p in enumerate(model.parameters())]
+            self._parted = PartedModel(model, range(len(rows)), world.device)
+            kept = self._parted.keep(rows if world.rank == 0 else [])
+        self.model = model.to(world.device) if self._parted is None else model
+        self._optimizers = optimizers(model)
+        self._shards = Shards(self.model, self._optimizers, self._parted, kept)
+        self._shards.assign(world, without_mirrors([1.0] * world.size))
+        self._gathering = None
+        if self._parted is not None:
+            self._gathering = self._shards.gathering(self._parted, world, lambda _: nullcontext())
+        self._reducer = self._shards.reducer(
+            self.model,
+            overlaps=self.overlaps,
+            gathering=self._gathering,
+        )
+
+    def train(self, x):
+        self._reducer.arm(1 / self._world.size)
+        with self._whole("bring"):
+            found = self.model(x)
+            found.square().mean().backward()
+        if self._parted is not None:
+            self._reducer.end_round()
+        self._reducer.finish()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._shards.zero_gradients()
+        self._reducer.share_values()
+        return found
+
+    @contextmanager
+    def _whole(self, source):
+        if self._parted is None:
+            yield
+            return
+        self._parted.begin(getattr(self._gathering, source), self._gathering.keep)
+        yield
+        self._parted.end()
+
+    def values(self):
+        self._reducer.check_values()
+        with self._whole("bring_any"):
+            found = [values(parameter) for parameter in self.model.parameters()]
+        if self._gathering is not None:
+            self._gathering.end_any()
+        return found
+
+    def close(self):
+        self._reducer.close()
+
+
+class InShardsThatWait(InShards):
+    overlaps = False
+
+
+class InParts(InShards):
+    in_parts = True
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("way", [ByReducer, ByDdp, InShards, InShardsThatWait, InParts])
+def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way, monkeypatch):
+    def late(function):
+        def call(*arguments):
+            be_late(torch.empty(0, device=world.device))
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(ShardBucket, "take", late(ShardBucket.take))
+    monkeypatch.setattr(Gathering, "_gather", late(Gathering._gather))
+    torch.manual_seed(5)
+    alone = OnTwoStreams()
+
+    def optimizers(model):
+        return [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)]
+
+    trained = way(world, copy.deepcopy(alone), optimizers)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    steps = optimizers(alone)
+    for _ in range(STEPS):
+        found, expected = trained.train(x.to(world.device)), alone(x)
+        assert (values(found) - expected).abs().max().item() <= 1e-4
+        expected.square().mean().backward()
+        for optimizer in steps:
+            optimizer.step()
+        alone.zero_grad()
+    for one, other in zip(trained.values(), alone.parameters(), strict=True):
+        assert (one - other).abs().max().item() <= 1e-4
+    trained.close()
+
+
+@pytest.mark.sizes(2)
+def test_the_memory_of_values_in_parts_is_kept_for_each_stream_that_uses_them(world):
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)]), torch.ones(3, 64)
+    expected = torch.full((3, 64), 66.0)
+    parted = PartedModel(model, range(4), world.device)
+    parted.keep([])
+    x = x.to(world.device)
+    for _ in range(3):  # the first of a kind waits for the device
+        parted.begin(lambda number: parted.room_for(number).fill_(number + 1.0))
+        side = Side(x)
+        with side.current():
+            model[0](x)
+        be_late(x, 0.2)
+        found = model[0](x)
+        with side.current():
+            model[1](x)
+        assert torch.equal(values(found), expected)
+        parted.end()
