@@ -27,8 +27,8 @@ class Deep(nn.Module):
         return self.last(x)
 
 
-def build(width: int = 1024, layers: int = 35):
-    """Return the task, of 147 MB of parameters by default."""
+def build(width: int = 724, layers: int = 35):
+    """Return the task, of 74 MB of parameters by default."""
     torch.manual_seed(1)
     inputs = torch.randn(96, 16)
     return Task(
@@ -51,8 +51,8 @@ class Residual(nn.Module):
         return x + 0.1 * self.layer(x).relu()
 
 
-def chain(width: int = 724, layers: int = 57):
-    """Return the task of a chain of layers, of 120 MB of parameters by default."""
+def chain(width: int = 512, layers: int = 57):
+    """Return the task of a chain of layers, of 60 MB of parameters by default."""
     torch.manual_seed(1)
     blocks = [Residual(width) for _ in range(layers)]
     model = nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 4))
@@ -74,8 +74,8 @@ def exact_chain(width: int = 256, layers: int = 8, device_mb: float = 0):
 
 
 def build_deep():
-    """Return the task with 120 MB of parameters."""
-    return build(724, 57)
+    """Return the task with 95 MB of parameters."""
+    return build(647, 57)
 
 
 def mortal_at_start(make, dies):

@@ -8,10 +8,10 @@ import torch
 from jobs import PLANTED, PYTHON, SURVIVING, run_alone
 
 KINDS = ("--emulate-kinds", "gpu,mlu,mlu")
-MEMORY = ("--emulate-memory", "0:300MB,1:150MB,2:150MB", *KINDS)
+MEMORY = ("--emulate-memory", "0:150MB,1:75MB,2:75MB", *KINDS)
 TRAIN = (
     "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run "
-    "--benchmark-seconds 2"
+    "--benchmark-seconds 0.5"
 ).split()
 RESUMED = ("--resume", "auto", "--balance", "off")
 
@@ -22,7 +22,7 @@ def train(tmp_path, ranks, *flags, code=0):
 
 
 def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
-    memory = ("--emulate-memory", "0:600MB,1:300MB,2:300MB", *KINDS)
+    memory = ("--emulate-memory", "0:320MB,1:170MB,2:170MB", *KINDS)
     ended = train(tmp_path, 3, *memory, "--max-steps", "2", "--run-dir", "other", code=None)
     assert ended.code != 0
     assert "out of memory" in ended.text
@@ -43,21 +43,23 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
 
 
 def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
-    """The state is 480 MB: 1.6 times the largest device's memory, and 0.8 of the sum."""
+    """The state is 380 MB: 1.6 times the largest device's memory, and 0.8 of the sum."""
+    # What no plan can know to the byte, some MB, would be more than the tenth of a smaller plan.
+    memory = ("--emulate-memory", "0:240MB,1:120MB,2:120MB", *KINDS)
     deep = ("--task", "planted_large:build_deep", "--layout", "shard")
-    ended = train(tmp_path, 3, *MEMORY, *deep, "--max-steps", "2")
+    ended = train(tmp_path, 3, *memory, *deep, "--max-steps", "2")
     assert "layout shard: parameters, gradients and optimizer state by rank" in ended.out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     planned, peaks = (
         [m[f"{name}_bytes"] for m in summary["memory"]] for name in ("planned", "peak")
     )
     assert peaks == pytest.approx(planned, rel=0.1)
-    assert sum(peaks) > 480e6
+    assert sum(peaks) > 380e6
     assert min(summary["compute_time_sec"]) > 0  # without the waits, also after backward
     weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
     assert sum(weight.numel() for weight in weights.values()) == summary["parameters"]
     assert all(weight.isfinite().all() for weight in weights.values())
-    others = ("--emulate-memory", "0:150MB,1:300MB,2:150MB", *KINDS)
+    others = ("--emulate-memory", "0:120MB,1:240MB,2:120MB", *KINDS)
     ended = train(tmp_path, 3, *others, *deep, "--max-steps", "3", *RESUMED)
     assert "resuming from step 2" in ended.out
     (file,) = (tmp_path / "run/checkpoints").glob("step-*3.pt")
@@ -145,7 +147,7 @@ def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
     assert f"layout {found['chosen']}: the fastest that fits" in ended.out
     assert json.loads((tmp_path / "run/summary.json").read_text())["finished"]
 
-    small = "0:145MB,1:145MB,2:145MB"
+    small = "0:72MB,1:72MB,2:72MB"
     ended = train(tmp_path, 3, *auto, "--emulate-memory", small, "--run-dir", "none", code=2)
     assert "fits the ranks' memory in no layout (replicate: needs" in ended.err
     assert "Traceback" not in ended.text
