@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from start_ranks import *  # noqa: F403
+from start_ranks import is_thorough
 
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import launched_by
@@ -35,6 +36,15 @@ HAS_LINUX = sys.platform == "linux" and hasattr(os, "pidfd_open")  # see tests/w
 def pytest_configure(config: pytest.Config) -> None:
     marker = "emulated_device: needs the accelerator of tests/vendor, which a C++ compiler builds"
     config.addinivalue_line("markers", marker)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the `thorough` tests of this number of ranks to `bin/test --all`."""
+    if os.environ.get("KAITIAN_TEST_THOROUGH") != "no":  # which bin/test sets otherwise
+        return
+    ranks = _LAUNCH.world_size
+    config.hook.pytest_deselected(items=[each for each in items if is_thorough(ranks, each)])
+    items[:] = [each for each in items if not is_thorough(ranks, each)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

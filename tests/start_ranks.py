@@ -65,3 +65,9 @@ def why_not_on(ranks: int, item: pytest.Item) -> str | None:
     if sizes and ranks not in sizes.args:
         return f"runs on {' or '.join(map(str, sizes.args))} ranks"
     return None
+
+
+def is_thorough(ranks: int, item: pytest.Item) -> bool:
+    """Return whether only `bin/test --all` runs a test on so many ranks, by its markers."""
+    marked = item.iter_markers("thorough")
+    return any(not marker.args or ranks in marker.args for marker in marked)

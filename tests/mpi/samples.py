@@ -17,6 +17,14 @@ QUIET = {
 }  # fmt: skip
 ALSO_ALONE = pytest.mark.sizes(1, 3)
 IN_BOTH_FORMS = pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+# What takes the same way in both forms: one of them only by `bin/test --all`.
+CLOSED, OPEN = pytest.param(False, id="closed"), pytest.param(True, id="open")
+CLOSED_AND_ALSO_OPEN = pytest.mark.parametrize(
+    "is_open", [CLOSED, pytest.param(True, id="open", marks=pytest.mark.thorough)]
+)
+OPEN_AND_ALSO_CLOSED = pytest.mark.parametrize(
+    "is_open", [pytest.param(False, id="closed", marks=pytest.mark.thorough), OPEN]
+)
 
 
 def change_shares(training, world, step):

@@ -8,7 +8,13 @@ from kaitian_mpi.integrations.adaptive import install
 pytestmark = pytest.mark.sizes(3)
 
 
-@pytest.mark.parametrize("seed", [*range(30), 1182, 70015])
+SEEDS = (*range(15), 1182, 70015)
+FURTHER_SEEDS = range(15, 30)
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.thorough) for each in FURTHER_SEEDS)]
+)
 def test_a_random_loop_trains_as_one_process(world, seed):
     adaptive = install(world)
     try:

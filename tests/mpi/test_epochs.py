@@ -8,9 +8,11 @@ import torch
 from samples import (
     ALSO_ALONE,
     BATCH,
+    CLOSED_AND_ALSO_OPEN,
     EPOCHS,
     IN_BOTH_FORMS,
     LENGTH,
+    OPEN_AND_ALSO_CLOSED,
     QUIET,
     STEPS,
     change_shares,
@@ -151,12 +153,14 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
 @pytest.mark.parametrize(
     ("is_open", "end", "last"),
     [
-        (False, {"until": 10}, [10]),
+        pytest.param(False, {"until": 10}, [10], marks=pytest.mark.thorough),
         (True, {"until": 10}, [10]),
         (True, {"leave_at": 0}, [STEPS]),
         # After that of step 8, or the one before if that was still being written.
         (False, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
-        (True, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
+        pytest.param(
+            *(True, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is_open, end, last):
@@ -177,7 +181,7 @@ def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is
     assert list(itertools.chain(*steps.values())) == list(range(done + 1, EPOCHS * STEPS + 1))
 
 
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
     world, shared_path, is_open
 ):
@@ -205,7 +209,7 @@ def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
     assert len(means) == 2
 
 
-@IN_BOTH_FORMS
+@OPEN_AND_ALSO_CLOSED
 def test_an_epoch_that_the_last_step_has_cut_is_over_or_goes_on(world, shared_path, is_open):
     settings = {"run_dir": str(shared_path / "run"), "resume": "auto"}
     expected, _ = by_one_process()
@@ -257,7 +261,7 @@ def test_what_the_script_has_evaluated_is_recorded_by_the_loop_after_a_loss():
     assert training.summary.validation == {"loss": recorded[-1]}
 
 
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_the_last_epoch_is_evaluated_once_if_the_loop_over_them_is_left_then(world, is_open):
     script = Script()
     with Training(script.task(is_open), **QUIET) as training:
@@ -289,7 +293,7 @@ def test_what_was_due_when_a_rank_was_lost_is_saved_by_the_others(world, shared_
     assert found == [3, 6, 7]
 
 
-@IN_BOTH_FORMS
+@OPEN_AND_ALSO_CLOSED
 def test_an_epoch_whose_loop_is_left_is_over(world, is_open):
     script, steps = Script(), []
     with Training(script.task(is_open), **QUIET) as training:
@@ -303,7 +307,7 @@ def test_an_epoch_whose_loop_is_left_is_over(world, is_open):
     assert training.summary.epochs == EPOCHS
 
 
-@IN_BOTH_FORMS
+@OPEN_AND_ALSO_CLOSED
 def test_rank_0_alone_evaluates_and_writes_between_steps_and_epochs(world, shared_path, is_open):
     expected, _ = by_one_process()
     script, evaluated = Script(), []
@@ -355,7 +359,7 @@ def batches_of_stream(epoch):
     return (default_collate(samples[first : first + BATCH]) for first in range(0, LENGTH, BATCH))
 
 
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_a_stream_with_a_length_is_trained_in_its_order(world, is_open):
     data = Numbers()
     script, _, steps = train(world, is_open, parts={**OF_A_STREAM, "data": data})

@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 from layout_cases import LAYOUTS, make_case, run_in_folder
 
-SEEDS = 0, 2, 5, 7, 9, 14, 18, 19, 23, 24, 28, 29
+# Each kind of layer, optimizer, loss, loop and layout of the others occurs in these as well.
+SEEDS = 0, 2, 5, 14, 18, 24
+FURTHER_SEEDS = 7, 9, 19, 23, 28, 29
 OPEN_PIPELINE = 4
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.thorough) for each in FURTHER_SEEDS)]
+)
 def test_a_random_training_is_that_of_one_process(world, seed):
     assert run_in_folder(make_case(seed), world) == "right"
 

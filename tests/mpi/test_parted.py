@@ -113,7 +113,7 @@ def train(world, run, steps, taken):
     [
         ("adamw", 0.5, None),
         # The ranks have one, two and three micro-batches.
-        pytest.param("fused", None, 5, marks=pytest.mark.sizes(1, 3)),
+        pytest.param("fused", None, 5, marks=[pytest.mark.sizes(1, 3), pytest.mark.thorough(3)]),
         pytest.param("matrices", None, 5, marks=pytest.mark.sizes(3)),
     ],
 )

@@ -143,8 +143,15 @@ def compare_with_one_process(run, initial, taken, tmp_path):
                 torch.testing.assert_close(own[number][name], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize(("micro_batch", "replicas"), [(5, 1), (24, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("micro_batch", "replicas", "is_tied"),
+    [
+        *[(5, 1, True), (24, 1, False), (2, 2, True)],
+        pytest.param(5, 1, False, marks=pytest.mark.thorough),
+        pytest.param(24, 1, True, marks=pytest.mark.thorough),
+        pytest.param(2, 2, False, marks=pytest.mark.thorough),
+    ],
+)
 def test_twenty_steps_are_those_of_one_process(world, tmp_path, is_tied, micro_batch, replicas):
     task = make_task(is_tied)
     initial = copy.deepcopy(task.model)
@@ -271,8 +278,15 @@ class Heads(nn.Module):
         return self.main(x), self.other(self.shared(x))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("sgd", 1),
+        ("adamw", 2),
+        pytest.param("sgd", 2, marks=pytest.mark.thorough),
+        pytest.param("adamw", 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_what_no_loss_depends_on_has_no_gradient(world, tmp_path, name, replicas):
     """Weight decay and momentum would act on zeros. Some micro-batches count for nothing."""
 

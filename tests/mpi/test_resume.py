@@ -187,7 +187,7 @@ def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys
     assert steps_in(folder) == list(range(1, 4 * STEPS + 1))
 
 
-@pytest.mark.parametrize("other", [6, 20])
+@pytest.mark.parametrize("other", [pytest.param(6, marks=pytest.mark.thorough), 20])
 def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, folder, other):
     run(world, folder, epochs=3, checkpoint_every=1)
     cut_back(world, folder, step=7)  # in mid-epoch
@@ -285,7 +285,9 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
     assert steps_in(folder) == list(range(1, 2 * STEPS + 1))
 
 
-@pytest.mark.parametrize("layout", ["replicate", "shard", "pipeline"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("replicate", marks=pytest.mark.thorough), "shard", "pipeline"]
+)
 def test_a_signal_to_end_saves_first_whatever_the_layout(world, folder, layout, capsys):
     config = TrainConfig(**USUAL | {"run_dir": str(folder), "layout": layout})
     with Training(partial(make_task, config), config) as training:

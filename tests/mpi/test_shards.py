@@ -150,8 +150,12 @@ def make_run(world, monkeypatch):
 @pytest.mark.parametrize(
     ("optimizer", "clip_norm", "mirrors", "micro_batch_size"),
     [
-        *[("adamw", 0.5, True, None), ("adamw", 0.5, False, None), ("fused", None, True, None)],
-        *[("sgd", 0.5, False, None), ("matrices", None, True, None), ("two", None, False, None)],
+        *[("fused", None, True, None), ("sgd", 0.5, False, None)],
+        # On 3 ranks, those below have an optimizer each as well; a rank alone has no mirrors.
+        pytest.param("adamw", 0.5, True, None, marks=pytest.mark.thorough(3)),
+        pytest.param("adamw", 0.5, False, None, marks=pytest.mark.thorough(1, 3)),
+        pytest.param("matrices", None, True, None, marks=pytest.mark.thorough(3)),
+        pytest.param("two", None, False, None, marks=pytest.mark.thorough(3)),
         pytest.param("adamw", 0.5, True, 2, marks=pytest.mark.sizes(1, 3)),
         pytest.param("matrices", None, True, 2, marks=pytest.mark.sizes(1, 3)),
         pytest.param("two", None, False, 2, marks=pytest.mark.sizes(1, 3)),

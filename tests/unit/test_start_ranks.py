@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import start_ranks
 
+THOROUGH = pytest.mark.thorough
 TESTS = Path(start_ranks.__file__).parent
 
 
@@ -70,6 +71,13 @@ def test_suites_are_started_one_at_a_time(monkeypatch):
     for other in ("vendor", "unit"):
         with pytest.raises(pytest.UsageError, match="a pytest of their own"):
             command_for(monkeypatch, [anywhere(), anywhere(other)])
+
+
+def test_thorough_tests_are_left_out_where_their_numbers_of_ranks_say_so():
+    at_all, on_3 = (Item("mpi/test_a.py", mark) for mark in (THOROUGH, THOROUGH(3)))
+    assert [start_ranks.is_thorough(ranks, at_all) for ranks in (1, 3)] == [True, True]
+    assert [start_ranks.is_thorough(ranks, on_3) for ranks in (1, 3)] == [False, True]
+    assert not start_ranks.is_thorough(3, on(3))
 
 
 def command_for(monkeypatch, items, ranks=None, collectonly=False):

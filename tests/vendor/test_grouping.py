@@ -219,7 +219,7 @@ def test_a_training_without_the_library_has_the_numbers_of_one_with_it(layout, d
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("by_variable", [True, False])
+@pytest.mark.parametrize("by_variable", [True, pytest.param(False, marks=pytest.mark.thorough(3))])
 def test_no_rank_uses_the_library_if_one_declines_it(caplog, monkeypatch, by_variable):
     contracts.choose("nccl")
     if dist.is_initialized():

@@ -284,7 +284,9 @@ def test_messages_of_unlike_sizes_are_refused(world, device_of, group_with_long_
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough(3)), torch.float16]
+)
 def test_a_long_reduce_scatter_copies_pieces_while_others_are_exchanged(world, device_of, dtype):
     lengths = [5_000_000 + 1000 * rank for rank in range(world.size)]
     output = device_of(torch.ones(lengths[world.rank], dtype=dtype))
@@ -344,7 +346,14 @@ def test_what_a_rank_only_receives_waits_for_the_copies_back(world, device_of, i
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.thorough(3)),
+        pytest.param(torch.complex64, marks=pytest.mark.thorough(3)),
+    ],
+)
 def test_other_long_tensors_pass_through_page_locked_memory(
     world, device_of, in_short_rounds, dtype
 ):

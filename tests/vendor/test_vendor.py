@@ -35,7 +35,10 @@ TYPES = (
 SUMMED = TYPES[:7]
 
 
-@pytest.fixture(params=["own device", "half of the ranks on the host"])
+HALF = "half of the ranks on the host"
+
+
+@pytest.fixture(params=["own device", pytest.param(HALF, marks=pytest.mark.thorough(3))])
 def put(request, world):
     """A function that creates this rank's tensors from host tensors."""
     half = request.param != "own device" and world.rank % 2 == 0
@@ -424,8 +427,15 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm, la
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize(
     "way",
-    [by_hook, by_reducer, partial(by_reducer, bucket_caps=(1 << 20, 1 << 20))],
-    ids=["hook", "reducer", "one bucket"],
+    [
+        pytest.param(by_hook, id="hook"),
+        pytest.param(by_reducer, id="reducer"),
+        pytest.param(
+            partial(by_reducer, bucket_caps=(1 << 20, 1 << 20)),
+            id="one bucket",
+            marks=pytest.mark.thorough,
+        ),
+    ],
 )
 def test_uneven_ranks_train_like_one_process(world, algorithm, way):
     check_like_one_process(world, way)
