@@ -1,6 +1,7 @@
 """Builds `device.cpp` once for each torch, loads it, and calls it.
 
-The library is kept in the environment's folder, or in a temporary one where that is read-only.
+The library is kept in the user's cache, or in a temporary folder where that is read-only: to build
+it takes longer than most suites, and a new checkout, or environment, finds it there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +41,12 @@ def load() -> ctypes.PyDLL:
 
 
 def _built() -> str:
-    wanted = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    folder = Path(sys.prefix) / "fake-device"
+    made_of = _SOURCE.read_bytes(), Path(__file__).read_bytes(), torch.__version__.encode()
+    wanted = hashlib.sha256(b"".join(made_of)).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) / "kaitian-fake-device"
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         is_writable = os.access(folder, os.W_OK)
     except OSError:
         is_writable = False
