@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from kaitian_mpi.distributed.collectives.staging import (
     writing,
 )
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.messages import HEADER_BYTES, UNLIKE_SIZES, Message
+from kaitian_mpi.distributed.messages import HEADER_BYTES, UNLIKE_SIZES, Message, receive_if_arrived
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.distributed.relay.relay import Slot, Slots
@@ -131,11 +132,14 @@ class LongMessage(Message):
         is_over = self.is_canceled or bool(self.fault)
         return not is_over and bool(self._left or self._copied)
 
-    def start(self) -> None:
-        if self._header.request is None:
-            call = self._comm.Irecv if self.is_receive else self._comm.Isend
-            memory = self._header.memory
-            self._header.request = call(as_raw_buffer(memory), self.peer, self.tag)
+    def start(self, reserved: Collection[int]) -> None:
+        header = self._header
+        if header.request is None and self.is_receive:
+            arriving = receive_if_arrived(self._comm, header.memory, self.peer, self.tag, reserved)
+            if arriving is not None:
+                header.request, header.memory = arriving
+        elif header.request is None:
+            header.request = self._comm.Isend(as_raw_buffer(header.memory), self.peer, self.tag)
         if self.is_receive:
             self._post_pieces()
         else:
@@ -144,8 +148,7 @@ class LongMessage(Message):
     def is_transferred(self) -> bool:
         header = self._header
         if header.request is not None and not header.is_exchanged:
-            with self.noticing_unlike_sizes():
-                header.is_exchanged = header.request.Test(header.status)
+            header.is_exchanged = header.request.Test(header.status)
             if header.is_exchanged and self.is_receive:
                 self.is_canceled = header.status.Is_cancelled()
                 self._source = header.status.Get_source()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from kaitian_mpi.distributed.collectives.staging import StreamEnd, from_host
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.collectives.work import Queued
 from kaitian_mpi.errors import format_ranks
+from kaitian_mpi.mpi.datatypes import as_raw_buffer
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
 
 if TYPE_CHECKING:
@@ -23,7 +23,35 @@ if TYPE_CHECKING:
 HEADER_BYTES = 9
 """The length of the announcement of a message that goes in pieces: of no tensor of numbers."""
 
+Arriving = tuple["MPI.Request", torch.Tensor]
+"""The request of a message that MPI is receiving, and the memory that it is received in."""
+
 UNLIKE_SIZES = "the tensors of send and recv have unlike sizes; give both ranks tensors of one size"
+
+
+def receive_if_arrived(
+    comm: MPI.Comm, memory: torch.Tensor, source: int, tag: int, reserved: Collection[int]
+) -> Arriving | None:
+    """Start receiving a message that has arrived; None if none has.
+
+    The next messages of the `reserved` ranks are for others that wait for these ranks alone.
+
+    One that is longer than `memory` is received elsewhere: Open MPI (5.0.11) reports that it is cut
+    off, but has written all of it, beyond the end of the memory, if it is longer than the messages
+    that are sent at once.
+    """
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    sources = [source]
+    if source == ANY_SOURCE and reserved:
+        sources = [rank for rank in range(comm.size) if rank not in reserved]
+    if not any(comm.Iprobe(rank, tag, status) for rank in sources):
+        return None
+    nbytes = status.Get_count(MPI.BYTE)
+    if nbytes > memory.nbytes:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    return comm.Irecv(as_raw_buffer(memory), status.Get_source(), tag), memory
 
 
 @not_compiled
@@ -63,8 +91,8 @@ class Message(Queued):
         """Whether MPI has not been given all of the message yet."""
         raise NotImplementedError
 
-    def start(self) -> None:
-        """Give MPI what it can be given of the message."""
+    def start(self, reserved: Collection[int]) -> None:
+        """Give MPI what it can be given of the message, as `receive_if_arrived` says."""
         raise NotImplementedError
 
     def is_transferred(self) -> bool:
@@ -84,22 +112,12 @@ class Message(Queued):
 
         MPI keeps the order of messages that it could match with each other's receives.
         """
-        peers = self.peer, later.peer
+        return self.precedes(later) and self.peer in (later.peer, ANY_SOURCE)
+
+    def precedes(self, later: Message) -> bool:
+        """Return whether what this one waits for, of its rank, may not become a later one's."""
         is_alike = self.tag == later.tag and self.is_receive == later.is_receive
-        may_match = peers[0] == peers[1] or ANY_SOURCE in peers
-        return self.is_waiting_to_start and is_alike and may_match
-
-    @contextmanager
-    def noticing_unlike_sizes(self) -> Iterator[None]:
-        """Note as a fault that MPI has more than the receive has room for."""
-        from mpi4py import MPI
-
-        try:
-            yield
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            self.fault = UNLIKE_SIZES
+        return self.is_waiting_to_start and is_alike
 
     def describe(self, size: int) -> str:
         who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
@@ -125,7 +143,7 @@ class ShortMessage(Message):
         self,
         tensor: torch.Tensor,
         buffer: torch.Tensor,
-        start: Callable[[], MPI.Request],
+        start: Callable[[Collection[int]], Arriving | None],
         peer: int,
         tag: int,
         *,
@@ -133,9 +151,10 @@ class ShortMessage(Message):
         streams: staging.Streams = staging.NO_STREAMS,
         filled: StreamEnd | None = None,
     ) -> None:
-        """Follow the request that `start` returns, whose buffer is in host memory.
+        """Follow the request that `start` returns, once it does, with memory of the host.
 
-        What it receives is for `tensor`. What it sends is in the buffer once `filled` is reached.
+        What is received in the buffer is for `tensor`. What is sent is there once `filled` is
+        reached.
         """
         from mpi4py import MPI
 
@@ -145,6 +164,7 @@ class ShortMessage(Message):
         self._start = start
         self._filled = filled
         self._request: MPI.Request | None = None
+        self._memory = buffer
         self._status = MPI.Status()
         self._is_transferred = False
 
@@ -152,22 +172,26 @@ class ShortMessage(Message):
     def is_waiting_to_start(self) -> bool:
         return self._request is None and not self._is_transferred
 
-    def start(self) -> None:
-        if self._request is None and (self._filled is None or self._filled.is_reached()):
-            self._request = self._start()
+    def start(self, reserved: Collection[int]) -> None:
+        if self._request is not None or not (self._filled is None or self._filled.is_reached()):
+            return
+        started = self._start(reserved)
+        if started is not None:
+            self._request, self._memory = started
 
     def is_transferred(self) -> bool:
         from mpi4py import MPI
 
         # A second test would clear the status.
         if not self._is_transferred and self._request is not None:
-            with self.noticing_unlike_sizes():
-                self._is_transferred = self._request.Test(self._status)
+            self._is_transferred = self._request.Test(self._status)
             if self._is_transferred and self.is_receive:
                 self.is_canceled = self._status.Is_cancelled()
-                if self._buffer.nbytes > HEADER_BYTES == self._status.Get_count(MPI.BYTE):
+                nbytes = self._status.Get_count(MPI.BYTE)
+                is_too_long = self._memory is not self._buffer
+                if is_too_long or self._buffer.nbytes > HEADER_BYTES == nbytes:
                     self.fault = UNLIKE_SIZES
-        return self._is_transferred or bool(self.fault)
+        return self._is_transferred
 
     def cancel(self) -> None:
         if self._request is not None:
@@ -176,7 +200,7 @@ class ShortMessage(Message):
             self._is_transferred = self.is_canceled = True
 
     def in_use(self) -> list[object]:
-        return [self._request, self._buffer]
+        return [self._request, self._memory]
 
     def finish(self) -> None:
         self._source = self._status.Get_source()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import torch
 from kaitian_mpi.distributed.collectives import staging
 from kaitian_mpi.distributed.collectives.staging import to_host
 from kaitian_mpi.distributed.long_messages import LongMessage, RingPool
-from kaitian_mpi.distributed.messages import Message, ShortMessage
+from kaitian_mpi.distributed.messages import Arriving, Message, ShortMessage, receive_if_arrived
 from kaitian_mpi.errors import CollectiveError, RankLostError, UnsupportedError
 from kaitian_mpi.mpi.datatypes import as_raw_buffer
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
@@ -81,7 +81,10 @@ class Mailbox:
         if self._goes_in_pieces(tensor):
             return self._follow_long(tensor, target, tag, is_receive=False)
         buffer, filled = staging.copy_out(tensor, self._outgoing)
-        start = partial(self._comm.Isend, as_raw_buffer(buffer), target, tag)
+
+        def start(_: Collection[int]) -> Arriving:
+            return self._comm.Isend(as_raw_buffer(buffer), target, tag), buffer
+
         return self._follow(
             ShortMessage(tensor, buffer, start, target, tag, is_receive=False, filled=filled)
         )
@@ -92,7 +95,7 @@ class Mailbox:
         if self._goes_in_pieces(tensor):
             return self._follow_long(tensor, source, tag, is_receive=True)
         buffer = to_host(tensor, read=False)
-        start = partial(self._comm.Irecv, as_raw_buffer(buffer), source, tag)
+        start = partial(receive_if_arrived, self._comm, buffer, source, tag)
         streams = self._streams.after_caller(tensor)
         return self._follow(
             ShortMessage(tensor, buffer, start, source, tag, is_receive=True, streams=streams)
@@ -132,8 +135,7 @@ class Mailbox:
 
     def _follow(self, item: Message) -> Message:
         with self._changed:
-            if not any(other.holds_back(item) for other in self._pending):
-                item.start()
+            self._start_after(self._pending, item)
             self._pending.append(item)
             self._changed.notify()
         return item
@@ -143,9 +145,12 @@ class Mailbox:
         before: list[Message] = []
         for item in pending:
             if item.is_waiting_to_start:
-                if not any(other.holds_back(item) for other in before):
-                    item.start()
+                self._start_after(before, item)
                 before.append(item)
+
+    def _start_after(self, before: Sequence[Message], item: Message) -> None:
+        if not any(other.holds_back(item) for other in before):
+            item.start({other.peer for other in before if other.precedes(item)})
 
     def _poll_or_abort(self) -> None:
         try:
@@ -168,15 +173,17 @@ class Mailbox:
             now = time.perf_counter()
             if not waiting or now - self._closed_at > _CLOSE_SEC:
                 return
-            if now >= self._closed_at and not is_closing:
-                is_closing = True
-                for item in waiting:
-                    if item.is_receive and not item.moved:
-                        item.cancel()
             try:
                 with self._changed:  # no message is started past those that wait
                     self._start(waiting)
+                if now >= self._closed_at and not is_closing:
+                    is_closing = True
+                    for item in waiting:
+                        if item.is_receive and not item.moved:
+                            item.cancel()
                 done = [item for item in waiting if item.is_transferred()]
+                if not (done or is_closing):
+                    self._fail_overdue(waiting, now)
             except Exception as error:
                 if not ulfm.may_be_loss(error):
                     raise
@@ -189,8 +196,6 @@ class Mailbox:
             pieces = sum(item.moved for item in waiting)
             if pieces != moved:
                 moved, progress_at = pieces, now
-            if not is_closing:
-                self._fail_overdue(waiting, now)
             nap(now - progress_at)
 
     def _lose(self, error: Exception) -> None:
@@ -237,6 +242,8 @@ class Mailbox:
         def is_needed() -> bool:
             # Whether this thread has something else to do than to wait for the store.
             is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
+            with self._changed:
+                self._start(waiting)
             return is_changed or any(item.is_transferred() for item in waiting)
 
         try:

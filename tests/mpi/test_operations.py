@@ -202,6 +202,40 @@ def test_messages_by_tag_out_of_order_and_from_any_source(world, place):
         dist.send(place(torch.full((1,), 3.0)), 0, tag=3)
 
 
+@pytest.mark.ranks(3)
+def test_a_receive_from_any_source_leaves_the_messages_that_others_wait_for(world, last):
+    """Though both have one tag; rank 1 sends after the other message has come."""
+    if world.rank == 0:
+        first, second, third = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        awaited = dist.irecv(first, 1)
+        assert dist.recv(second) == last
+        dist.send(torch.ones(1), 1)
+        awaited.wait()
+        assert dist.recv(third) == 1
+        assert [first.item(), second.item(), third.item()] == [10.0, float(last), 11.0]
+    elif world.rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        for number in (10.0, 11.0):
+            dist.send(torch.full((1,), number), 0)
+    elif world.rank == last:
+        dist.send(torch.full((1,), float(last)), 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("length", [5, 9, 100_000, 3_000_000])
+def test_a_longer_message_than_the_tensor_leaves_the_memory_after_it(world, length):
+    """Open MPI would write all of it; a message of 9 bytes might announce pieces."""
+    group = dist.new_group([0, 1])
+    if world.rank == 0:
+        dist.send(torch.ones(length, dtype=torch.uint8), 1, group=group)
+    if world.rank == 1:
+        whole = torch.zeros(1 << 20, dtype=torch.uint8)
+        with pytest.raises(CollectiveError, match="unlike sizes; give both ranks tensors of one"):
+            dist.recv(whole[:4], 0, group=group)
+        assert not whole[4:].any()
+    dist.destroy_process_group(group)
+
+
 @pytest.mark.ranks(2)
 def test_a_pending_receive_does_not_block_a_collective(world):
     peer = (world.rank + 1) % world.size
