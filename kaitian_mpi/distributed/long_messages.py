@@ -133,13 +133,13 @@ class LongMessage(Message):
         return not is_over and bool(self._left or self._copied)
 
     def start(self, reserved: Collection[int]) -> None:
-        header = self._header
+        header, memory = self._header, self._header.memory
         if header.request is None and self.is_receive:
-            arriving = receive_if_arrived(self._comm, header.memory, self.peer, self.tag, reserved)
+            arriving = receive_if_arrived(self._comm, memory, self.peer, self.tag, reserved)
             if arriving is not None:
                 header.request, header.memory = arriving
         elif header.request is None:
-            header.request = self._comm.Isend(as_raw_buffer(header.memory), self.peer, self.tag)
+            header.request = self._comm.Isend(as_raw_buffer(memory), self.peer, self.tag)
         if self.is_receive:
             self._post_pieces()
         else:
