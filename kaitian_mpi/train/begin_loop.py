@@ -43,7 +43,9 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     plan = _plan(run, world)
     _restore_state(run, world, plan)
     commit = run.membership.commit if run.membership.survives else None
-    loop = run.layout.loop(run.config, world, run.setup, run.state, plan, run.loader, commit)
+    loop = Loop(
+        run.config, world, run.setup, run.state, plan, run.loader, commit, run.layout.engine
+    )
     try:
         _report_start(run, loop, plan)
         loop.observers += _observers(run, loop, logged)
@@ -234,7 +236,7 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         allreduce=run.allreduce_algorithm,
         relay=world.relay.describe() if len(world.groups) > 1 else None,
         wire=run.state.residuals.wire,
-        pipeline=loop.describe(),
+        pipeline=plan.describe(world.infos),
         world_size=world.size,
         ranks=[info.world_rank for info in world.infos],
         device_kinds=list(groups),

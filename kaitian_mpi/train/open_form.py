@@ -28,7 +28,7 @@ class OpenStep:
 
     def __init__(self, loop: Loop, parts: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's micro-batches. Collective."""
-        self._left = loop.begin(parts)
+        self._left = loop.engine.begin(parts)
         self.loop = loop
         self.is_finished = False
         self.has_samples = False
@@ -38,13 +38,13 @@ class OpenStep:
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield those that are left, on the rank's device; computing begins with the first."""
-        self.loop.start_clock()
+        self.loop.engine.start_clock()
         while self._left:
             if self._current is not None:
                 raise UserError("call training.backward(loss) for each micro-batch")
             self._current = self._left.pop(0)
             self.has_samples = self._parts[self._current].samples > 0
-            yield self.loop.place(self._parts[self._current])
+            yield self.loop.engine.place(self._parts[self._current])
 
     def check(self, loss: Any) -> torch.Tensor:
         """Check that there is a micro-batch whose gradient is missing, and its loss."""
@@ -53,7 +53,7 @@ class OpenStep:
                 "training.backward() was called twice for one batch; add the losses, and call it "
                 "once"
             )
-        return check_loss(loss, needs_gradient=self.loop.weight(self._current) > 0)
+        return check_loss(loss, needs_gradient=self.loop.engine.step.weights[self._current] > 0)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of the current micro-batch; of the last one, sum over the ranks."""
@@ -63,7 +63,7 @@ class OpenStep:
         if not self._has_begun:  # else the others would wait for a rank that leaves the step out
             self._has_begun = True
             self.loop.exchange.announce(Call.SUM, self.loop.progress.step)
-        self.loop.backward(loss, index, is_last=not self._left)
+        self.loop.engine.backward(loss, index, is_last=not self._left)
 
     def finish(self) -> None:
         """Check that every micro-batch has its gradient; the step is then finished."""

@@ -88,7 +88,6 @@ class StepInProgress(Participation):
         super().__init__(lambda: self.own_weight)
         self.clock = StepClock(device)
         self._pace = device.pace
-        self.data_sec = 0.0
         self.number = 0
         self.batch_sizes: list[int] = []
         self.samples = self.own_samples = 0

@@ -16,6 +16,8 @@ from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.engine import Engine
+from kaitian_mpi.train.layouts.shard.engine import ShardEngine
 from kaitian_mpi.train.layouts.shard.shards import Shards
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan
@@ -99,7 +101,8 @@ class Run:
 
     def make_loop(self):
         own = self.setup, self.state, self.plan_of(self.shares), self.loader, self.commit
-        self.loop = Loop(self.config, self.world, *own)
+        engine = Engine if self.state.partition.is_whole else ShardEngine
+        self.loop = Loop(self.config, self.world, *own, engine=engine)
 
     def epoch(self):
         """Yield the steps of an epoch as they are trained."""

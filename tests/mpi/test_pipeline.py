@@ -27,11 +27,12 @@ from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.layouts.choose import choose_layout, measure_layouts
 from kaitian_mpi.train.layouts.pipeline import pipeline_layout
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
+from kaitian_mpi.train.layouts.pipeline.engine import PipelineEngine
 from kaitian_mpi.train.layouts.pipeline.layer_timer import CastMode
-from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop
 from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan, find_facts
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
+from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
@@ -113,7 +114,7 @@ class Run:
             pipeline=pipeline,
         )
         own = self.setup, self.state, plan, self.loader
-        self.loop = PipelineLoop(self.config, world, *own)
+        self.loop = Loop(self.config, world, *own, engine=PipelineEngine)
 
     def epoch(self):
         """Yield each step with its samples."""

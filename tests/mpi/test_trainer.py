@@ -37,7 +37,7 @@ def test_the_loss_travels_with_the_gradients_unless_these_are_rounded(
         )
     shares = loops.shares_of([1, 3, 0][: world.size])
     run = loops.Run(world, shares, micro_batch_size=2, relay_dtype=relay_dtype)
-    computation = run.loop._computation
+    computation = run.state.computation
     loss_of = computation.loss
 
     def noting(task, model, batch, counts):

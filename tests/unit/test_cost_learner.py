@@ -214,7 +214,8 @@ def balancing(tmp_path, costs=None, adaptive=True):
     infos = [RankInfo(rank, rank, "node", "cpu", "cpu", "", 0, "2.8") for rank in range(2)]
     world = SimpleNamespace(size=2, rank=0, infos=infos, comm=None)
     loop = SimpleNamespace(world=world, plan=Plan([32, 32], [1.0, 1.0], costs, None), workers=0)
-    loop.sampler, loop.has_micro_batches = SimpleNamespace(set_plan=list), True
+    loop.sampler = SimpleNamespace(set_plan=list)
+    loop.engine = SimpleNamespace(has_micro_batches=True)
     config = SimpleNamespace(balance="adaptive" if adaptive else "static")
     with patch.object(rebalancing, "gather_values", lambda _, value: [value] * 2):
         return Balancing(config, loop, DiskFolder(tmp_path), Sinks())

@@ -18,7 +18,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.recipes.image_classification import make_optimizer
 from kaitian_mpi.train.batch_norm import RunningStatistics
-from kaitian_mpi.train.loop import apply_step, set_learning_rates
+from kaitian_mpi.train.engine import apply_step, set_learning_rates
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import from_bytes, named_as, to_bytes

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles
 from kaitian_mpi.train.setup import Setup
@@ -38,8 +39,8 @@ class Layout(ABC):
     """Whether each rank computes a share of the samples, which follows its speed; else all compute
     a part of each sample."""
 
-    loop: ClassVar[type[Loop]] = Loop
-    """What trains on these ranks."""
+    engine: ClassVar[type[Engine]] = Engine
+    """What computes steps."""
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
         """Bring the model to where it is to be trained; return the setup with it. Not collective.

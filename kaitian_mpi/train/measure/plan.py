@@ -43,6 +43,10 @@ class Plan:
     min_batch: int = 1
     """The fewest samples that a rank computes at once in training."""
 
+    def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any] | None:
+        """Return the entry of `summary.json` on the pipeline, if there is one."""
+        return None
+
 
 @dataclass(frozen=True)
 class Profile:

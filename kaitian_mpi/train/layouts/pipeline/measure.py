@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, join_errors
+from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -39,6 +41,17 @@ class StagesPlan(Plan):
     """The stages of the ranks; their batch sizes are what those of the first stage read."""
 
     pipeline: PipelinePlan
+
+    def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any]:
+        ranks = [info.world_rank for info in infos]
+        return {
+            "stages": [
+                {"layers": [s.begin + 1, s.end], "ranks": [ranks[rank] for rank in s.ranks]}
+                for s in self.pipeline.stages
+            ],
+            "micro_batch_size": self.pipeline.micro_batch,
+            "predicted_step_sec": self.pipeline.step_sec,
+        }
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.layout import Layout
-from kaitian_mpi.train.layouts.pipeline.loop import PipelineLoop, show_plan
+from kaitian_mpi.train.layouts.pipeline.engine import PipelineEngine, show_plan
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan, find_facts
 from kaitian_mpi.train.layouts.pipeline.stages import Stages, use_stages
 from kaitian_mpi.train.loop import Loop
@@ -41,7 +41,7 @@ class PipelineLayout(Layout):
     compares_weights = False  # but for replicas of a stage, which are of one kind
     divides_samples = False
     equal_shares = "of the first stage"
-    loop = PipelineLoop
+    engine = PipelineEngine
 
     def __init__(self, facts: PipelineFacts) -> None:
         """Plan the stages from these facts, and from what training shows the ranks to take."""
@@ -87,7 +87,6 @@ class PipelineLayout(Layout):
         return [*plan.pipeline.bytes_by_rank]
 
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
-        assert isinstance(loop, PipelineLoop)
         if config.balance == "adaptive":
             yield Restaging(config, self, loop)
 
@@ -95,12 +94,13 @@ class PipelineLayout(Layout):
 class Restaging(StepObserver):
     """Finds out, when epochs end and checkpoints are due, whether other stages are worth a move."""
 
-    def __init__(self, config: TrainingConfig, layout: PipelineLayout, loop: PipelineLoop) -> None:
+    def __init__(self, config: TrainingConfig, layout: PipelineLayout, loop: Loop) -> None:
         """Follow a loop; `layout` plans the stages of the next one."""
         self._config = config
         self._layout = layout
         self._loop = loop
-        self._plan = loop.stages_plan
+        assert isinstance(loop.plan, StagesPlan)
+        self._plan = loop.plan.pipeline
         self._samples = len(self._plan.stages) * config.global_batch_size
         self._seconds: deque[np.ndarray] = deque(maxlen=_WINDOW)
 

@@ -13,6 +13,7 @@ from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.layout import Layout
+from kaitian_mpi.train.layouts.shard.engine import ShardEngine
 from kaitian_mpi.train.layouts.shard.room import Room, find_room
 from kaitian_mpi.train.layouts.shard.shards import Key, Shards, divide_parameters, steps_by_element
 from kaitian_mpi.train.layouts.sharded_step import use_shards
@@ -26,6 +27,7 @@ class ShardLayout(Layout):
     """Gradients and optimizer state, and parameters if they fit no rank whole, are in parts."""
 
     name = "shard"
+    engine = ShardEngine
 
     def __init__(self, room: Room, reserved: int) -> None:
         """Divide a model by the ranks' room; `reserved` bytes of it are this rank's."""

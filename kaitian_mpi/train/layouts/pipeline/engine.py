@@ -1,30 +1,31 @@
-"""The loop of layout pipeline: a step of micro-batches through the stages."""
+"""The engine of layout pipeline: a step of micro-batches through the stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_table, size_text
 from kaitian_mpi.runtime.watchdog import enter_phase
-from kaitian_mpi.train.data.batches import MicroBatch, Share
+from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
+from kaitian_mpi.train.engine import Engine, set_learning_rates
 from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
 from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan
 from kaitian_mpi.train.layouts.pipeline.peers import join_stages
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
-from kaitian_mpi.train.loop import Loop, set_learning_rates
-from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.layouts.sharded_step import apply_step
+from kaitian_mpi.train.measure.plan import Plan
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step_times import StepClock
-
-if TYPE_CHECKING:
-    from kaitian_mpi.train.layouts.shard.shards import Shards
 
 
 class GlobalSampler(LoadAdaptiveSampler):
@@ -39,65 +40,75 @@ class GlobalSampler(LoadAdaptiveSampler):
         return list(self._by_rank)
 
 
-class PipelineLoop(Loop):
-    """Trains on one set of ranks, each of which computes consecutive layers."""
+class PipelineEngine(Engine):
+    """Computes consecutive layers, of micro-batches that go through those of all ranks."""
 
     computes_whole_model = False
-    _gradients: Any
-    _make_reducer: Any
+    gradients: StageGradients
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        world: World,
+        setup: Setup,
+        state: State,
+        plan: Plan,
+        keeps_state: bool,
+    ) -> None:
+        super().__init__(config, world, setup, state, plan, keeps_state)
+        stages, layers = self.stages_plan.stages, self._partition.layers
+        own = self._task, layers, self._computation, stages, world.rank, self.stages_plan.ahead
+        hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
+        hooks["is_mixed"] = len(set(world.kinds)) > 1
+        self._peers = join_stages(world, stages)
+        self._runner = Runner(*own, waits=self.step.waits, peers=self._peers, **hooks)
 
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return GlobalSampler(
             self._setup.train,
-            self.plan.batch_sizes,
+            self._plan.batch_sizes,
             shuffle=self._task.shuffles,
             seed=self._config.seed,
-            min_batch=self.plan.min_batch,
+            min_batch=self._plan.min_batch,
         )
 
-    def _use_shards(self, shards: Shards) -> None:
-        from kaitian_mpi.train.layouts.sharded_step import apply_step
-
-        assert isinstance(shards, Stages)
-        plan, rank = self.stages_plan, self.world.rank
-        waits = self._step.waits
-        targets: Any = shards.targets
-        self._make_reducer = lambda: StageGradients(targets, shards.owners, rank, waits)
-        self._apply = lambda *args: apply_step(self._gradients, *args)
-        own = self._task, shards.layers, self._computation, plan.stages, rank, plan.ahead
-        hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
-        hooks["is_mixed"] = len(set(self.world.kinds)) > 1
-        self._peers = join_stages(self.world, plan.stages)
-        self._runner = Runner(*own, waits=waits, peers=self._peers, **hooks)
+    def _make_gradients(self) -> StageGradients:
+        targets: Any = self._partition.targets
+        return StageGradients(targets, self._partition.owners, self._world.rank, self.step.waits)
 
     def close(self, together: bool = True) -> None:
         super().close(together)
         self._peers.close()
 
     @property
+    def _partition(self) -> Stages:
+        assert isinstance(self._state.partition, Stages)
+        return self._state.partition
+
+    @property
     def stages_plan(self) -> PipelinePlan:
         """Which ranks compute which layers, and how."""
-        assert isinstance(self.plan, StagesPlan)
-        return self.plan.pipeline
+        assert isinstance(self._plan, StagesPlan)
+        return self._plan.pipeline
 
     def _begins(self, is_forward: bool) -> None:
         self._pace.catch_up()
-        self.clock.enter(StepClock.FORWARD if is_forward else StepClock.BACKWARD)
-        enter_phase("forward" if is_forward else "backward", step=self.progress.step + 1)
+        self.step.clock.enter(StepClock.FORWARD if is_forward else StepClock.BACKWARD)
+        enter_phase("forward" if is_forward else "backward", step=self._state.progress.step + 1)
 
-    def train(self, parts: Sequence[MicroBatch]) -> Step:
-        """Train on the next global batch, of which `parts` are those that this rank reads."""
-        step, number, runner = self._step, self.progress.step + 1, self._runner
-        samples = sum(self.sampler.shares_at(self.progress.position))
+    def train(self, parts: Sequence[MicroBatch]) -> None:
+        """Compute the next global batch, of which `parts` are those that this rank reads."""
+        step, number, runner = self.step, self._state.progress.step + 1, self._runner
+        samples = sum(self.sampler.shares_at(self._state.progress.position))
         sizes = self._sizes(samples)
         own = runner.own(len(sizes))
-        by_rank = self.stages_plan.first_samples(sizes, self._ranks)
+        by_rank = self.stages_plan.first_samples(sizes, self._world.size)
         step.begin_own(number, by_rank, sum(sizes[each] for each in own))
-        set_learning_rates(self._config, self.state, samples, len(self._setup.train))
-        self.state.save()
+        set_learning_rates(self._config, self._state, samples, len(self._setup.train))
+        self._state.save()
         self._pace.go_to(number)
         self.start_clock()
-        gradients, weights = self._gradients, dict[int, float]()
+        gradients, weights = self.gradients, dict[int, float]()
         gradients.samples = samples
         if runner.is_last:
             for each, part in zip(own, parts, strict=True):
@@ -111,37 +122,27 @@ class PipelineLoop(Loop):
         seeds = random_bits(self._config.seed, number, range(len(sizes))).tolist()
         gradients.losses = runner.train(len(sizes), batches, fractions, seeds)
         step.bucket_ready(True)
-        return self.finish()
 
     def _sizes(self, samples: int) -> list[int]:
         """Return the samples of each micro-batch of a step."""
         return split_micro_batches(samples, self.stages_plan.micro_batch, self.sampler.min_batch)
 
-    def _share(self, indices: list[int]) -> Share:
+    def parts_of(self, indices: list[int]) -> list[tuple[int, list[int]]]:
         sizes = self._sizes(len(indices))
         runs = [indices[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
         runner = self._runner
         own = runner.own(len(sizes)) if runner.reads_batches else []
-        share = super()._share(indices)
-        return share._replace(parts=[(sizes[number], runs[number]) for number in own])
+        return [(sizes[number], runs[number]) for number in own]
 
-    def _pool_statistics(self) -> None:
-        shards: Any = self.state.partition
+    def apply(self, is_finite: bool) -> None:
+        apply_step(self.gradients, self._task, self._state, is_finite, self.step.samples)
+
+    def pool_statistics(self) -> None:
+        """Give every rank the buffers of all stages."""
         enter_phase("the buffers of other stages", waits=True)
-        shards.share_buffers(self.world)
+        self._partition.share_buffers(self._world)
 
-    def describe(self) -> dict[str, Any]:
-        plan, ranks = self.stages_plan, [info.world_rank for info in self.world.infos]
-        return {
-            "stages": [
-                {"layers": [s.begin + 1, s.end], "ranks": [ranks[rank] for rank in s.ranks]}
-                for s in plan.stages
-            ],
-            "micro_batch_size": plan.micro_batch,
-            "predicted_step_sec": plan.step_sec,
-        }
-
-    def _results(self) -> Iterator[tuple[Any, Any, int]]:
+    def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
         """Yield what the last stage finds of its micro-batches of the validation data."""
         data, size = self._setup.validation, min(MAX_BATCH, self.stages_plan.micro_batch)
         batches, reader = evaluation_indices(len(data), 0, [1], size), Reader(data)
