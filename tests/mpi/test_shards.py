@@ -17,7 +17,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.layouts.shard.room import find_room
-from kaitian_mpi.train.layouts.sharded_step import use_shards
+from kaitian_mpi.train.layouts.shard.shard_layout import use_shards
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import weights as weights_of
 from kaitian_mpi.train.task import Task

@@ -35,6 +35,7 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rou
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table
 from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
@@ -42,7 +43,6 @@ from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
 from kaitian_mpi.train.layouts.replicate import ReplicateLayout
 from kaitian_mpi.train.layouts.shard.room import shard_needs
 from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
-from kaitian_mpi.train.layouts.sharded_step import check_parts
 from kaitian_mpi.train.measure.allreduce import (
     choose_algorithm,
     gradient_buckets,

@@ -22,11 +22,11 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
 from kaitian_mpi.train.layouts.pipeline.chain_check import check_chain
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerTimer
 from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups, join_peers
-from kaitian_mpi.train.layouts.sharded_step import check_parts
 from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import aside

@@ -16,8 +16,8 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
+from kaitian_mpi.train.layouts.divided_state import DividedState
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of, move, set_data
-from kaitian_mpi.train.layouts.shard.shards import Shards
 from kaitian_mpi.train.partition import Collected
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from kaitian_mpi.train.task import Task
 
 
-class Stages(Shards):
+class Stages(DividedState[int]):
     """The parameters of this rank's layers, and their optimizer state: it has no others.
 
     In the place of the others are tensors of their shape that take no memory, whose use raises an
-    error. The optimizers are the user's own; their groups have this rank's parameters only. A
-    parameter that layers of several stages share is on all of their ranks.
+    error. A parameter that layers of several stages share is on all of their ranks. What the
+    optimizers step is named by its number.
     """
 
     def __init__(
@@ -48,36 +48,41 @@ class Stages(Shards):
         self.stages: Sequence[Stage] = ()
         self.owners: list[list[int]] = []
         """The ranks that have a parameter, by its number; empty before `assign_stages`."""
-        super().__init__(model, optimizers)
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        parameters = list(model.parameters())
+        super().__init__(model, optimizers, frozenset(range(len(parameters))))
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._of_layer = [{numbers[p] for p in layer.parameters()} for layer in layers]
         self._elsewhere = type("Elsewhere", (Late,), {"arrive": self._refuse})
-        self._strides = [parameter.stride() for parameter in self._parameters]
-        self._present = set(numbers.values())
+        self._strides = [parameter.stride() for parameter in parameters]
+        self._present = set(self.owned)
         """The parameters that this rank has."""
         self._new: dict[int, torch.Tensor] = {}
         """Those of a checkpoint, or of another rank, that have not their place yet."""
-        self.owned = frozenset(self._present)
-        named = model.named_parameters(remove_duplicate=False)
-        self._names = {name: numbers[parameter] for name, parameter in named}
+        self._loose = self._by_number([each.state_dict() for each in optimizers])
+        """States that have no rank yet."""
+        for optimizer in optimizers:
+            optimizer.state.clear()
 
     def _keep(
-        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor]
+        self, states: Mapping[int, dict[str, Any]], values: Mapping[int, torch.Tensor]
     ) -> None:
-        super()._keep(states, {})
+        self._loose = dict(states)
         # Those without numbers are in no checkpoint.
         empty = {n: p for n, p in enumerate(self._parameters) if not p.numel()}
         self._new = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
         self._new |= values
 
-    def follow_data(self) -> None:
-        """Do nothing: what the optimizers step are the parameters themselves."""
-
     def drop(self) -> None:
         super().drop()
+        self._loose = {}
+        self.stages = ()
         self.owners = []
         self._new = {}
         self._present = set()
+
+    def drop_start(self) -> None:
+        if not self.stages:
+            self.drop()
 
     @property
     def has_copies(self) -> bool:
@@ -116,7 +121,7 @@ class Stages(Shards):
                     move(layer, self._device)
         kept = {n: [(self._parameters[n], copy_state(states[n], share=True))] for n in states}
         self._restrict(kept)
-        self.targets = {n: self._parameters[n] for n in states}  # type: ignore[misc]
+        self.targets = {n: self._parameters[n] for n in states}
 
     @torch.no_grad()
     def share_buffers(self, world: World) -> None:
@@ -148,11 +153,7 @@ class Stages(Shards):
                     own = _kept(value, spool), {k: _kept(v, spool) for k, v in state.items()}
             if world.rank == 0:
                 whole[number], states[number] = own  # type: ignore[misc]
-        optimizers = self.optimizer_states()
-        if world.rank == 0:
-            for content, groups in zip(optimizers, self._groups, strict=True):
-                order = [number for group in groups for number in group]
-                content["state"] = {p: states[n] for p, n in enumerate(order) if states[n]}
+        optimizers = self._with_states(states) if world.rank == 0 else self.optimizer_states()
         return Collected(self._with_values(whole), optimizers, spool.fault)
 
     def _owners(self, stages: Sequence[Stage]) -> list[list[int]]:
@@ -172,12 +173,7 @@ class Stages(Shards):
 
     def _state(self, number: int) -> dict[str, Any]:
         """Return the optimizer's state of a parameter that this rank has."""
-        parameter = self._parameters[number]
-        for optimizer in self._optimizers:
-            if parameter in optimizer.state:
-                return dict(optimizer.state[parameter])
-        found = (state for key, state in self._loose.items() if key[0] == number)
-        return next(found, {})
+        return self._state_of(self._parameters[number]) or self._loose.get(number, {})
 
     def _release(self, number: int) -> None:
         """Free a parameter that this rank does not need; what uses its values gets an error."""
@@ -207,9 +203,8 @@ class Stages(Shards):
 
     def _refuse(self, parameters: Sequence[nn.Parameter], function: Any) -> None:
         """Raise why the values of some parameters, which a function uses, are not here."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        number = numbers[id(parameters[0])]
-        name = next(name for name, known in self._names.items() if known == number)
+        used = parameters[0]
+        name = next(name for name, n in self._names.items() if self._parameters[n] is used)
         raise UserError(
             f"the parameter {name} is in the stage of another rank (layout pipeline), and this "
             "rank does not have its values; read the weights from a checkpoint, or from "

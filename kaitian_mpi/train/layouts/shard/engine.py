@@ -15,8 +15,8 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, split_share
 from kaitian_mpi.train.engine import Engine
+from kaitian_mpi.train.layouts.divided_step import apply_step
 from kaitian_mpi.train.layouts.shard.shards import Shards
-from kaitian_mpi.train.layouts.sharded_step import apply_step
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State

@@ -10,17 +10,18 @@ import torch
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.shard.engine import ShardEngine
 from kaitian_mpi.train.layouts.shard.room import Room, find_room
 from kaitian_mpi.train.layouts.shard.shards import Key, Shards, divide_parameters, steps_by_element
-from kaitian_mpi.train.layouts.sharded_step import use_shards
 from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, find_profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.task import Computation
+from kaitian_mpi.train.task import Computation, Task
 
 
 class ShardLayout(Layout):
@@ -88,3 +89,20 @@ class ShardLayout(Layout):
     ) -> list[int | None]:
         stepping = self._room.bytes_of_steps(config, world)
         return profiles.planned_bytes(world.infos, plan.batch_sizes, stepping)
+
+
+def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> None:
+    """Lay a state out in shards, which have no owners yet. Not collective.
+
+    `values` are this rank's, of the parameters in parts.
+
+    Raises:
+        UserError: the task cannot be trained so.
+    """
+    check_parts(task, "shard")
+    if any(getattr(module, "max_norm", None) is not None for module in task.model.modules()):
+        raise UserError(
+            "--layout shard: an embedding with max_norm changes only those rows that a rank's own "
+            "samples use; leave that out, or limit the norms of all rows between two steps"
+        )
+    state.partition = Shards(state.model, state.optimizers, state.parted, values)

@@ -7,7 +7,6 @@ same, so that all of the state is left after a rank is lost.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +26,8 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
-from kaitian_mpi.train.partition import Collected, Partition
+from kaitian_mpi.train.layouts.divided_state import DividedState
+from kaitian_mpi.train.partition import Collected
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, is_whole, send_state
 
 if TYPE_CHECKING:
@@ -57,15 +57,12 @@ class OwnedValues(Protocol):
         """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
 
 
-class Shards(Partition):
+class Shards(DividedState[Part]):
     """The parts of a model's parameters, and of its optimizers, on this rank.
 
-    The optimizers are the user's own; their groups have this rank's parts in the place of the
-    parameters: the parameter itself, or a new one that is a view of some of its rows. Parameters
-    are whole on every rank, besides those whose values are owned as well.
+    A part is stepped as the parameter itself, or as a new one that is a view of some of its rows.
+    Parameters are whole on every rank, besides those whose values are owned as well.
     """
-
-    is_whole = False
 
     def __init__(
         self,
@@ -82,143 +79,42 @@ class Shards(Partition):
             owned: the parameters of which an owner alone has the values; None: none.
             values: those that this rank has, to be kept or given away.
         """
-        super().__init__(model, optimizers)
+        numbers = frozenset[int]() if owned is None else frozenset(owned.numbers)
+        super().__init__(model, optimizers, numbers)
         self._place = None if owned is None else owned.place
-        self._parameters = list(model.parameters())
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._groups = [
-            [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]
-            for each in optimizers
-        ]
         self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
-        self.owned = frozenset() if owned is None else frozenset(owned.numbers)
-        self._names = {
-            name: numbers[parameter]
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if numbers[parameter] in self.owned
-        }
         self.parts: list[Part] = []
         """Of all ranks; empty before `assign`."""
-        self.targets: dict[Part, nn.Parameter] = {}
-        """What this rank's optimizers step, by part."""
-        self._loose: dict[Key, dict[str, Any]] = {}
-        """States that this rank has read, or was given, and that have no owner yet."""
         self.overlaps = True
         """Whether values may come back while the next forward computes."""
         self._reducer: ShardReducer | None = None
-        self._keep([each.state_dict() for each in optimizers], {})
+        self._loose: dict[Key, dict[str, Any]] = {}
+        """States that this rank has read, or was given, and that have no owner yet."""
+        self._loaded: dict[Key, torch.Tensor] = {}
+        """Owned values that it has read."""
+        self._keep(self._by_number([each.state_dict() for each in optimizers]), {})
+        for optimizer in optimizers:
+            optimizer.state.clear()
         self._values = dict(values or {})
         """Owned values in this rank's own memory."""
 
-    def take(
-        self, model: dict[str, Any], optimizers: list[dict[str, Any]]
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Keep whole optimizers' states, and whole owned values, for `assign` to distribute.
-
-        Raises:
-            ValueError: a value has another shape.
-        """
-        model, values = self._without_values(model)
-        self._keep(optimizers, values)
-        return model, [{**content, "state": {}} for content in optimizers]
-
     def _keep(
-        self, states: Sequence[Mapping[str, Any]], values: Mapping[int, torch.Tensor]
+        self, states: Mapping[int, dict[str, Any]], values: Mapping[int, torch.Tensor]
     ) -> None:
-        self.drop()
-        for state, groups in zip(states, self._groups, strict=True):
-            numbers = [number for group in groups for number in group]
-            for place, number in enumerate(numbers):
-                self._loose[self._whole(number)] = state["state"].get(place, {})
-        for number, value in values.items():
-            self._loaded[self._whole(number)] = value
+        self._loose = {self._whole(number): state for number, state in states.items()}
+        self._loaded = {self._whole(number): value for number, value in values.items()}
 
     def drop(self) -> None:
-        """Forget all state, as it is incomplete. Not collective."""
+        super().drop()
         self._loose = {}
-        self._values = dict[Key, torch.Tensor]()
-        self._loaded = dict[Key, torch.Tensor]()
-        self.zero_gradients()
+        self._values = {}
+        self._loaded = {}
         self._reducer = None
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-            for group in optimizer.param_groups if self.targets else ():
-                group["params"] = []  # until there are new parts
         self.parts = []
-        self.targets = {}
 
     def drop_start(self) -> None:
         if not self.parts:
             self.drop()
-
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        """Return the optimizers' `state_dict` as if they had all parameters, without any state."""
-        return [
-            {"state": {}, "param_groups": _numbered(optimizer, groups)}
-            for optimizer, groups in zip(self._optimizers, self._groups, strict=True)
-        ]
-
-    def _load_settings(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load the settings of `optimizer_states`, of this rank or another.
-
-        Raises:
-            ValueError: they are of other groups.
-        """
-        for optimizer, groups, state in zip(self._optimizers, self._groups, states, strict=True):
-            lengths = [len(group["params"]) for group in state["param_groups"]]
-            if lengths != [len(group) for group in groups]:
-                raise ValueError("the optimizer's groups have other parameters")
-            own = optimizer.state_dict()
-            for group, saved in zip(own["param_groups"], state["param_groups"], strict=True):
-                group.update({name: saved[name] for name in saved if name != "params"})
-            optimizer.load_state_dict(own)
-
-    def model_state(self) -> dict[str, Any]:
-        return self._with_values({})
-
-    def _with_values(self, values: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-        """Return the model's `state_dict` with owned values by number, else empty tensors."""
-        self.wait_for_values()
-        return self._replace_values(super().model_state(), values)
-
-    def _replace_values(
-        self, state: dict[str, Any], values: Mapping[int, torch.Tensor]
-    ) -> dict[str, Any]:
-        changed = copy.copy(state)  # with the versions of the model's parts
-        for name, number in self._names.items():
-            changed[name] = values.get(number, torch.empty(0))
-        return changed
-
-    def _without_values(
-        self, state: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[int, torch.Tensor]]:
-        """Return a model's `state_dict` with empty tensors for owned values, and these by number.
-
-        Raises:
-            ValueError: the values have another shape.
-        """
-        found: dict[int, torch.Tensor] = {}
-        for name, number in self._names.items():
-            value = state.get(name)
-            if value is not None and value.numel():
-                if value.shape != self._parameters[number].shape:
-                    raise ValueError(f"{name} has the shape {list(value.shape)}")
-                found[number] = value
-        return self._replace_values(state, {}), found
-
-    def load(self, model: dict[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> None:
-        """Load results of `model_state` and `optimizer_states`: all but what is divided."""
-        self._load_model(model)
-        self._load_settings(optimizers)
-
-    def _load_model(self, state: dict[str, Any]) -> None:
-        own, owned = copy.copy(state), self._names.keys()
-        missing = {name for name in owned if own.pop(name, None) is None}
-        result = self._model.load_state_dict(own, strict=not owned)
-        missing |= set(result.missing_keys) - owned
-        if missing or result.unexpected_keys:
-            names = ", ".join([*sorted(missing), *result.unexpected_keys])
-            raise RuntimeError(f"it has not the same parameters: {names}")
 
     @property
     def has_copies(self) -> bool:
@@ -267,24 +163,6 @@ class Shards(Partition):
         for part, target in self.targets.items():
             own.setdefault(part.parameter, []).append((target, states[_key(part)]))
         self._restrict(own)
-
-    def _restrict(self, own: Mapping[int, Sequence[tuple[nn.Parameter, dict[str, Any]]]]) -> None:
-        """Let the optimizers step these only, by the parameter's number, with these states."""
-        for optimizer, groups, setting in zip(
-            self._optimizers, self._groups, self.optimizer_states(), strict=True
-        ):
-            optimizer.state.clear()
-            place, content = 0, dict[int, Any]()
-            for group, numbers, saved in zip(
-                optimizer.param_groups, groups, setting["param_groups"], strict=True
-            ):
-                pairs = [pair for number in numbers for pair in own.get(number, ())]
-                group["params"] = [target for target, _ in pairs]
-                saved["params"] = [*range(place, place + len(pairs))]
-                content |= {place + i: state for i, (_, state) in enumerate(pairs) if state}
-                place += len(pairs)
-            setting["state"] = content
-            optimizer.load_state_dict(setting)
 
     def _share_values(self, comm: MPI.Intracomm) -> None:
         """Give every rank the parameters' values, of a rank that steps them. Collective.
@@ -365,11 +243,6 @@ class Shards(Partition):
                 )
             target.data = rows
 
-    def zero_gradients(self) -> None:
-        """Free the gradients of the parts."""
-        for target in self.targets.values():
-            target.grad = None
-
     def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
         self.wait_for_values()
@@ -379,11 +252,7 @@ class Shards(Partition):
         moved = self._move_values(world.comm, wanted, spool.keep)
         optimizers = self.optimizer_states()
         if world.rank == 0:
-            for content, groups in zip(optimizers, self._groups, strict=True):
-                order = [number for group in groups for number in group]
-                by_number = {key[0]: state for key, state in states.items()}
-                found = {place: by_number[number] for place, number in enumerate(order)}
-                content["state"] = {place: state for place, state in found.items() if state}
+            optimizers = self._with_states({key[0]: state for key, state in states.items()})
         values = {key[0]: value for key, value in moved.items()}
         return Collected(self._with_values(values), optimizers, spool.fault)
 
@@ -391,8 +260,7 @@ class Shards(Partition):
         """Return this rank's part of the state, by what it is of."""
         held = dict(self._loose)
         for part, target in self.targets.items():
-            found = (each.state[target] for each in self._optimizers if target in each.state)
-            held[_key(part)] = dict(next(found, {}))
+            held[_key(part)] = self._state_of(target)
         return held
 
     def _move_values(
@@ -577,16 +445,6 @@ def _kept(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return copy_state(rows[0]) if len(rows) == 1 else torch.cat([each.cpu() for each in rows])
-
-
-def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with the places of all parameters."""
-    numbered, place = [], 0
-    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-        settings = {name: value for name, value in group.items() if name != "params"}
-        numbered.append({**settings, "params": [*range(place, place + len(numbers))]})
-        place += len(numbers)
-    return numbered
 
 
 def _key(part: Part) -> Key:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.layouts.divided_state import DividedState
 from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
-from kaitian_mpi.train.layouts.shard.shards import Key, Shards
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
 
@@ -29,23 +27,6 @@ def check_parts(task: Task, layout: str) -> None:
         )
 
 
-def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> None:
-    """Lay a state out in shards, which have no owners yet. Not collective.
-
-    `values` are this rank's, of the parameters in parts.
-
-    Raises:
-        UserError: the task cannot be trained so.
-    """
-    check_parts(task, "shard")
-    if any(getattr(module, "max_norm", None) is not None for module in task.model.modules()):
-        raise UserError(
-            "--layout shard: an embedding with max_norm changes only those rows that a rank's own "
-            "samples use; leave that out, or limit the norms of all rows between two steps"
-        )
-    state.partition = Shards(state.model, state.optimizers, state.parted, values)
-
-
 def apply_step(
     reducer: ShardReducer | StageGradients, task: Task, state: State, is_finite: bool, samples: int
 ) -> None:
@@ -53,8 +34,8 @@ def apply_step(
 
     The weights stay if the gradient is not finite.
     """
-    shards, scaler = state.partition, state.computation.scaler
-    assert isinstance(shards, Shards)
+    own, scaler = state.partition, state.computation.scaler
+    assert isinstance(own, DividedState)
     with state.lock:
         if is_finite:
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0
@@ -64,10 +45,10 @@ def apply_step(
                 norm = reducer.squared_norm**0.5 / scale
                 factor *= min(1.0, task.clip_norm / (norm + 1e-6))
             if factor != 1:
-                gradients = [t.grad for t in shards.targets.values() if t.grad is not None]
+                gradients = [t.grad for t in own.targets.values() if t.grad is not None]
                 if gradients:
                     torch._foreach_mul_(gradients, factor)
-            shards.follow_data()
+            own.follow_data()
             for optimizer in state.optimizers:
                 optimizer.step()
             for scheduler in state.schedulers:
