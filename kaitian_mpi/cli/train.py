@@ -27,12 +27,7 @@ from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.system import usable_cores
-from kaitian_mpi.runtime.watchdog import (
-    first_step_limit,
-    setup_limit,
-    start_watchdog,
-    stop_watchdog,
-)
+from kaitian_mpi.runtime.watchdog import first_step_limit, setup_limit, start_watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,7 +58,6 @@ def main() -> None:
             training.run()
         if dist.is_initialized():  # a standby rank has no group
             dist.destroy_process_group()
-        stop_watchdog()
         exit_after_loss()
 
 

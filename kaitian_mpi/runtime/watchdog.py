@@ -224,6 +224,21 @@ def stop_watchdog() -> None:
         _current = None
 
 
+def watch_end() -> None:
+    """From now on end this rank only if it is stopped: what a script does after training may last.
+
+    So may the end of MPI, in which ranks wait for each other, without a heartbeat. A job of one
+    rank is watched no longer.
+    """
+    if _current is None:
+        return
+    if read_launch(os.environ).world_size == 1:
+        stop_watchdog()
+        return
+    _current.enter("the script's own code", limited=False)
+    _current.set_limit(math.inf)
+
+
 def enter_phase(
     phase: str, *, step: int | None = None, waits: bool = False, limited: bool = True
 ) -> None:

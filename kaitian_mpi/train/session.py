@@ -20,9 +20,10 @@ from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import (
     current_watchdog,
     first_step_limit,
+    set_phase_limit,
     setup_limit,
     start_watchdog,
-    stop_watchdog,
+    watch_end,
 )
 from kaitian_mpi.train.begin_loop import begin_loop
 from kaitian_mpi.train.loop import Loop
@@ -104,9 +105,11 @@ class Session:
         device.calls.pause()  # the loop has the pace of its steps
         self.at_end.callback(device.calls.resume)
         handle_signals(Path(sys.argv[0]).name or "python")
-        limits = setup_limit(config.step_timeout), first_step_limit(config.step_timeout)
-        if current_watchdog() is None and start_watchdog(*limits):
-            self.at_end.callback(stop_watchdog)
+        limit_sec = setup_limit(config.step_timeout)
+        if current_watchdog() is None:
+            start_watchdog(limit_sec, first_step_limit(config.step_timeout))
+        set_phase_limit(limit_sec)
+        self.at_end.callback(watch_end)
         if config.timeline:
             start_recording(Recorder(config.timeline_every))
             self.at_end.callback(stop_recording)

@@ -1,5 +1,6 @@
 """Models that fail or hang on purpose, and a dataset that records which rank took which samples."""
 
+import atexit
 import json
 import math
 import os
@@ -203,6 +204,13 @@ def stopping_in_setup(num_classes):
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.Linear(16, num_classes))
+
+
+def stopping_at_its_end(num_classes):
+    """Build a model; rank 1 is stopped when it exits."""
+    if RANK == 1:
+        atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+    return SmallCNN(num_classes)
 
 
 class NeverFinite(Exact):

@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from jobs import EVEN, Job, run_ranks, summary_of
+from jobs import EVEN, SURVIVING, Job, run_ranks, summary_of
 
 STEPS_PER_EPOCH = 6
 
@@ -69,3 +69,14 @@ def test_watchdogs_kill_a_rank_stopped_in_the_setup_and_one_in_a_step(layout, tm
     assert (summary["finished"], summary["ranks"], summary["steps"]) == (True, [0], 200)
     lost = [[rank["rank"] for rank in failure["ranks"]] for failure in summary["failures"]]
     assert lost == [[1], [2]]
+
+
+def test_watchdogs_kill_a_rank_stopped_when_it_exits_and_the_job_ends(tmp_path):
+    command = "kaitian-train --model planted:stopping_at_its_end --dataset digits".split()
+    command += "--max-steps 2 --step-timeout 2".split()
+    ended = run_ranks(3, *SURVIVING, *command, *EVEN, cwd=tmp_path, code=None)
+    line = next(line for line in ended.err.splitlines() if "killed by its watchdog" in line)
+    assert line.startswith("[1@")
+    assert line.endswith(" (stopped), last in the script's own code")
+    assert summary_of(tmp_path)["finished"] is True
+    assert ended.seconds < 100
