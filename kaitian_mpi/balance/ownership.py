@@ -33,7 +33,7 @@ class Need(NamedTuple):
     buffers: int
     """Each rank's buffers while it trains."""
     small: int = 0
-    """Each rank's extra bytes if values arrive while the next step computes."""
+    """Each rank's extra bytes if values arrive while it computes."""
     freed: int = 0
     """The bytes that each rank frees by sharding its parameters; 0 if they are replicated."""
     copied: int = 0

@@ -1,21 +1,25 @@
 """Gathers parameters that are in parts, in an order of collectives that all ranks share.
 
 Training has the same order in each round of forward and backward: the first is compared between the
-ranks, and recorded. Elsewhere ranks compute what they like, and tell each other what they need.
+ranks, and recorded. So later rounds can gather the next parameter while one computes with another.
+Elsewhere ranks compute what they like, and tell each other what they need.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import AgreedError, UserError
@@ -30,6 +34,15 @@ _ORDER = (
 )
 
 
+class _Flight(NamedTuple):
+    """A parameter that is being gathered."""
+
+    work: Any
+    values: torch.Tensor
+    stream: Any
+    """That was current when it started; None without streams."""
+
+
 class Gathering:
     """Brings the values of parameters from their owners. Collective, unless stated otherwise."""
 
@@ -41,6 +54,7 @@ class Gathering:
         exchange: Callable[[Any], list[Any]],
         group: dist.ProcessGroup | None = None,
         waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
+        is_ahead: bool = False,
     ) -> None:
         """Not collective.
 
@@ -51,6 +65,8 @@ class Gathering:
             exchange: gathers a value of each rank.
             group: of the ranks; None: all.
             waits: the context of waiting for values.
+            is_ahead: whether to gather the next parameter of a round ahead, which takes memory for
+                one more; the same on every rank.
         """
         self.numbers = model.numbers
         self._model = model
@@ -65,6 +81,8 @@ class Gathering:
         self._order: list[int] | None = None
         self._recorded: list[int] = []
         self._place = 0
+        self._is_ahead = is_ahead
+        self._ahead: deque[_Flight] = deque()  # of the next parameter, if it was started
 
     def bring(self, number: int) -> torch.Tensor:
         """Return a parameter that the current round uses next.
@@ -74,7 +92,7 @@ class Gathering:
             AgreedError: the ranks use different ones.
         """
         self._follow(number)
-        return self._gather(number)
+        return self._gather_next(number)
 
     @torch.no_grad()
     def keep(self, number: int, values: torch.Tensor) -> None:
@@ -108,7 +126,7 @@ class Gathering:
             if what == _BUCKET:
                 sum_bucket()
             else:
-                self._gather(what)
+                self._gather_next(what)
 
     def end_round(self) -> None:
         """End a round that all ranks have completed. Not collective."""
@@ -120,6 +138,7 @@ class Gathering:
         """Forget a round that was not completed. Not collective."""
         self._recorded = []
         self._place = 0
+        self._ahead.clear()  # what is under way keeps its memory
 
     def bring_any(self, number: int) -> torch.Tensor:
         """Return a parameter, while the other ranks bring any, or are at `end_any`."""
@@ -157,8 +176,40 @@ class Gathering:
     def _name(self, what: int) -> str:
         return "no more parameters" if what == _BUCKET else self._model.name(what)
 
-    @torch.no_grad()
+    def _gather_next(self, number: int) -> torch.Tensor:
+        """Return the parameter at the last place of the order, and start the next one's gather.
+
+        All ranks start it at the same place, so the order of collectives is one. It is used as the
+        order says, or not at all: whatever uses another parameter first has an error in `_follow`.
+        """
+        values = self._arrived(self._ahead.popleft()) if self._ahead else self._gather(number)
+        if self._is_ahead and self._order is not None:
+            rest = itertools.islice(self._order, self._place, None)
+            number = next((each for each in rest if each != _BUCKET), _DONE)
+            if number != _DONE:
+                self._ahead.append(self._start(number))
+        return values
+
+    def _arrived(self, flight: _Flight) -> torch.Tensor:
+        with self._waits(_WHAT):
+            flight.work.wait()
+        if flight.stream != self._model.stream():
+            keep_for_current_stream(flight.values)
+        return flight.values
+
+    def _start(self, number: int) -> _Flight:
+        values, gather = self._filled(number)
+        return _Flight(gather(async_op=True), values, self._model.stream())
+
     def _gather(self, number: int) -> torch.Tensor:
+        values, gather = self._filled(number)
+        with self._waits(_WHAT):
+            gather()
+        return values
+
+    @torch.no_grad()
+    def _filled(self, number: int) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Return memory with this rank's rows of a parameter, and what gathers the others'."""
         values = self._model.room_for(number)
         group: Any = self._group or dist.group.WORLD
         rank, pieces = group.rank(), [values[:0].view(-1)] * group.size()
@@ -171,10 +222,9 @@ class Gathering:
             pieces[owner] = values[own[0].begin : own[-1].end].view(-1)
             owners.append(owner)
         are_equal = len({piece.numel() for piece in pieces}) == 1 and owners == sorted(owners)
-        with self._waits(_WHAT):
-            if are_equal and getattr(group, "uses_library", False):
-                # In place: of a list, a library makes a copy of all first.
-                all_gather_into(values.view(-1), pieces[rank], group=self._group)
-            else:
-                dist.all_gather(pieces, pieces[rank], group=self._group)
-        return values
+        if are_equal and getattr(group, "uses_library", False):
+            # In place: of a list, a library makes a copy of all first.
+            return values, partial(
+                all_gather_into, values.view(-1), pieces[rank], group=self._group
+            )
+        return values, partial(dist.all_gather, pieces, pieces[rank], group=self._group)

@@ -349,6 +349,11 @@ class PartedModel:
         parameter = self._parameters[number]
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
 
+    def stream(self) -> Any:
+        """Return the device's current stream; None if it has none."""
+        module = device_of(self._device).streams()
+        return None if module is None else module.current_stream(self._device)
+
     def name(self, number: int) -> str:
         return self._names[number]
 

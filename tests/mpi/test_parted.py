@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.task import Task
@@ -171,6 +172,39 @@ def test_parameters_must_be_used_in_the_same_order(world, make_run):
             with pytest.raises(error, match="used in the same order"):
                 train(world, run, 1, [])
         run.close()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_the_next_parameter_is_gathered_while_one_computes(world, make_run, monkeypatch, has_room):
+    """If there is room for it; from the second step on, when the order is known."""
+    rounds = [[]]
+
+    def noting(name, function):
+        def call(gathering, number):
+            rounds[-1].append((name, number))
+            return function(gathering, number)
+
+        return call
+
+    def end_round(gathering, function=Gathering.end_round):
+        rounds.append([])
+        function(gathering)
+
+    for name in ("bring", "_start"):
+        monkeypatch.setattr(Gathering, name, noting(name, getattr(Gathering, name)))
+    monkeypatch.setattr(Gathering, "end_round", end_round)
+    _, run = make_run(evaluates=False)
+    run.loop.close()
+    run.state.partition.overlaps = has_room
+    run.make_loop()
+    train(world, run, 3, [])
+    run.close()
+    first, second, *_ = rounds
+    order = [number for name, number in second if name == "bring"]
+    assert first == [("bring", number) for number in order]
+    ahead = [("_start", number) for number in order[1:]]
+    both = itertools.chain(*itertools.zip_longest(second[::2], ahead))
+    assert second == ([each for each in both if each is not None] if has_room else first)
 
 
 class Square(torch.autograd.Function):

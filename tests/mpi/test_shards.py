@@ -16,7 +16,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.layouts.shard.room import find_room
+from kaitian_mpi.train.layouts.shard.room import Room, find_room, shard_needs
 from kaitian_mpi.train.layouts.shard.shard_layout import use_shards
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import weights as weights_of
@@ -406,6 +406,19 @@ def test_what_an_optimizer_allocates_while_it_steps_is_left_for_it(world):
         assert sum(taken) == pytest.approx(4e6 * foreach)
     for place, size in rooms["each"].by_place.items():
         assert rooms["at once"].by_place[place] == pytest.approx(size * 3 / 4, rel=0.05)
+
+
+@pytest.mark.sizes(2)
+def test_the_memory_for_the_next_parameter_in_parts_is_planned(world):
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 500, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    (_, need), parted = shard_needs(TrainingConfig(layout="shard"), model, [optimizer])
+    assert need.small == 4e6
+    pairs = without_mirrors([1.0] * world.size)
+    for factor, has_room in ((1.1, False), (2.0, True)):
+        each = factor * need.owned / world.size
+        room = Room({info.place: each for info in world.infos}, need, parted)
+        assert room.can_overlap(pairs, world) == has_room
 
 
 @pytest.fixture

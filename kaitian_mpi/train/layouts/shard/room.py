@@ -83,7 +83,10 @@ class Room(NamedTuple):
         return pairs, ""
 
     def can_overlap(self, pairs: list[Pair], world: World) -> bool:
-        """Return whether there is memory to receive all values at once. Not collective."""
+        """Return whether there is memory to receive values while a rank computes. Not collective.
+
+        All of them at once, or of parameters in parts the next one.
+        """
         rooms = [self.by_place[info.place] for info in world.infos]
         taken = self.taken(pairs, world)
         return all(
@@ -211,7 +214,8 @@ def shard_needs(
         whole = [p.nbytes for n, p in enumerate(parameters) if p.requires_grad and n not in numbers]
         bucket, owned = bucket_cap(largest), owned + parted
         buffers = _VISITS * max(largest, bucket)
-        needs.append(Need(owned, bucket, buffers, freed=parted, copied=sum(whole)))
+        ahead = max(parameters[number].nbytes for number in numbers)
+        needs.append(Need(owned, bucket, buffers, ahead, freed=parted, copied=sum(whole)))
     return needs, numbers
 
 

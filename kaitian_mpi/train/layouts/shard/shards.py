@@ -86,7 +86,7 @@ class Shards(DividedState[Part]):
         self.parts: list[Part] = []
         """Of all ranks; empty before `assign`."""
         self.overlaps = True
-        """Whether values may come back while the next forward computes."""
+        """Whether values may come while this rank computes, which takes memory."""
         self._reducer: ShardReducer | None = None
         self._loose: dict[Key, dict[str, Any]] = {}
         """States that this rank has read, or was given, and that have no owner yet."""
@@ -220,7 +220,8 @@ class Shards(DividedState[Part]):
     def gathering(self, model: PartedModel, world: World, waits: Any) -> Gathering:
         """Return what brings the parameters of `model`, whose values are owned, from the owners."""
         exchange = partial(gather_values, world.comm)
-        return Gathering(model, self.parts, self.targets, exchange, waits=waits)
+        options = {"waits": waits, "is_ahead": self.overlaps}
+        return Gathering(model, self.parts, self.targets, exchange, **options)
 
     def follow_data(self) -> None:
         """Let the parts be rows of parameters again whose `data` was set since. Not collective.
