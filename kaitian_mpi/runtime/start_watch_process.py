@@ -33,6 +33,7 @@ _ELSEWHERE_SEC = 25.0
 _ASK_SEC = 5.0
 _ANSWER_SEC = 20.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPED = "T"
 
 
 def read_stat(pid: int) -> tuple[str, int, str]:
@@ -58,6 +59,15 @@ def children_of(parent: int) -> list[int]:
             if its_parent == parent and state != "Z":
                 children.append(pid)
     return children
+
+
+def has_watch(pid: int) -> bool:
+    """Return whether a process, or one that it has started, has a process like this one."""
+    for child in children_of(pid):
+        with suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as file:
+            if os.path.basename(__file__).encode() in file.read() or has_watch(child):
+                return True
+    return False
 
 
 def variables_of(pid: int) -> dict[bytes, bytes]:
@@ -115,6 +125,15 @@ class Siblings:
             else:
                 self._missing_since.setdefault(number, now)
         return self._missing_since
+
+    def late(self) -> dict[int, str]:
+        """Return the state of the processes of local ranks that have not begun to start MPI."""
+        late = {}
+        for number, pid in self._pids.items():
+            with suppress(OSError):  # it has ended
+                if not has_watch(pid):
+                    late[number] = read_stat(pid)[0]
+        return late
 
     def names_of(self, missing: list[int]) -> str:
         """Return local ranks as text, by their world ranks if these are known."""
@@ -217,7 +236,43 @@ def by_host(hosts: dict[int, str]) -> str:
     return " and ".join(texts)
 
 
-def wait_for_start(siblings: Siblings, rank: int, others: OtherHosts | None) -> str:
+class LateRanks:
+    """The ranks of this host that have not begun to start MPI, which one of the others names."""
+
+    def __init__(self, siblings: Siblings, prefix: str, local_rank: int, limit_sec: float) -> None:
+        """Look at the siblings of a local rank; one that is stopped may be so for `limit_sec`."""
+        self._siblings = siblings
+        self._prefix = prefix
+        self._local_rank = local_rank
+        self._limit_sec = limit_sec
+        self._began = time.monotonic()
+        self._has_reported = False
+
+    def fault(self, now: float) -> str:
+        """Say who is waited for; return what is wrong if some are stopped for too long."""
+        waited_sec = now - self._began
+        is_too_long = 0 < self._limit_sec < waited_sec
+        if waited_sec <= _REPORT_SEC and not is_too_long:
+            return ""
+        late = self._siblings.late()
+        if self._local_rank != min(self._siblings.world_ranks.keys() - late.keys(), default=-1):
+            return ""
+        stopped = [number for number, state in late.items() if state == _STOPPED]
+        if stopped and is_too_long:
+            named = self._siblings.names_of(stopped)
+            return f"{named} of this host is stopped, and has not started MPI in {waited_sec:.0f} s"
+        if late and not self._has_reported:
+            self._has_reported = True
+            named = self._siblings.names_of(sorted(late))
+            how = "stopped" if len(stopped) == len(late) else "still running without having done so"
+            waited = f"{self._prefix} has waited {waited_sec:.0f} s for all ranks to start MPI"
+            show(f"{waited}; of this host, {named} is {how}", 2)
+        return ""
+
+
+def wait_for_start(
+    siblings: Siblings, rank: int, others: OtherHosts | None, late: LateRanks
+) -> str:
     """Wait until this rank has started MPI or has ended; return what is wrong, "" for nothing.
 
     `others` are the ranks of other hosts, if this process is the one of its host to watch them.
@@ -235,6 +290,8 @@ def wait_for_start(siblings: Siblings, rank: int, others: OtherHosts | None) -> 
             named = siblings.names_of(missing)
             return f"{named} of this host ended before MPI started; see what it printed"
         if others is not None and (fault := others.fault(now, siblings.world_ranks.values())):
+            return fault
+        if fault := late.fault(now):
             return fault
     return "this rank ended before MPI started"
 
@@ -296,7 +353,8 @@ def main(
     if local_rank == 0 and siblings.has_other_hosts:
         asked = (launcher, address, os.environ[names[0]], joining) if address else ()
         others = OtherHosts(prefix, limit, *asked)
-    fault = wait_for_start(siblings, int(rank), others)
+    late = LateRanks(siblings, prefix, local_rank, float(limit.partition("=")[2]))
+    fault = wait_for_start(siblings, int(rank), others, late)
     if not fault:
         return
     said = f"{prefix} {fault}; ending the job"

@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from jobs import EVEN, SURVIVING, Job, run_ranks, summary_of
+from jobs import EVEN, PYTHON, SURVIVING, Job, run_ranks, summary_of
 
 STEPS_PER_EPOCH = 6
 
@@ -80,3 +80,19 @@ def test_watchdogs_kill_a_rank_stopped_when_it_exits_and_the_job_ends(tmp_path):
     assert line.endswith(" (stopped), last in the script's own code")
     assert summary_of(tmp_path)["finished"] is True
     assert ended.seconds < 100
+
+
+def test_a_rank_stopped_before_mpi_has_started_ends_the_job(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "import kaitian_mpi\n"
+        "kaitian_mpi.init()\n"
+    )
+    command = [*SURVIVING, PYTHON, script]
+    ended = run_ranks(3, *command, cwd=tmp_path, fresh=True, code=None, KAITIAN_START_TIMEOUT="3")
+    assert ended.code != 0
+    assert "[0@" in ended.err
+    assert "rank 1 of this host is stopped, and has not started MPI in " in ended.err

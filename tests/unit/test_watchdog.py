@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -456,6 +457,36 @@ def test_ranks_of_other_hosts_that_have_ended_are_named_and_slow_ones_waited_for
     fault, _, shown = run({}, limit_sec=0)
     assert not fault
     assert shown.endswith("or are still starting\n")
+
+
+@pytest.mark.parametrize(
+    ("own", "late", "limit_sec", "fault_at", "line"),
+    [
+        (0, {2: "S"}, 600, None, "of this host, rank 6 is still running without having done so"),
+        (0, {2: "T"}, 600, 602, "of this host, rank 6 is stopped"),
+        (0, {2: "T"}, 0, None, "of this host, rank 6 is stopped"),
+        (1, {2: "T"}, 600, None, ""),  # the first rank tells
+        (1, {0: "S", 2: "T"}, 600, 602, "rank 4, rank 6 is still running"),
+        (0, {}, 600, None, ""),
+    ],
+)
+def test_ranks_of_this_host_that_have_not_begun_to_start_mpi_are_named(
+    capfd, monkeypatch, own, late, limit_sec, fault_at, line
+):
+    monkeypatch.setattr(watching.time, "monotonic", lambda: 100.0)
+    siblings = SimpleNamespace(
+        world_ranks={0: 4, 1: 5, 2: 6},
+        late=lambda: late,
+        names_of=lambda numbers: ", ".join(f"rank {number + 4}" for number in numbers),
+    )
+    ranks = watching.LateRanks(siblings, "[4@host]", own, limit_sec)
+    faults = [(at, ranks.fault(100.0 + at)) for at in range(0, 700, 2)]
+    found = [(at, fault) for at, fault in faults if fault]
+    assert (found[0][0] if found else None) == fault_at
+    assert not found or "rank 6 of this host is stopped, and has not started MPI" in found[0][1]
+    shown = capfd.readouterr().err
+    assert shown.count("has waited 62 s for all ranks to start MPI") == bool(line)
+    assert line in shown
 
 
 def test_the_wait_for_ranks_that_nothing_is_known_of_is_a_number_of_seconds():
