@@ -149,29 +149,9 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
     state = run.state
     has_lost = bool(run.membership.losses)
-    lacks_values = False
-    partition = state.partition
-    if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
-        partition.drop()  # what it has is of the start
-    if not partition.is_complete(world.comm):
-        lacks_values = bool(partition.owned)  # those of the start are lost, too
-        state.forget()
+    lacks_values = _forget_incomplete_state(run, world)
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
-        # All ranks that had trained are lost, if any had: spares go on from a checkpoint.
-        from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
-
-        # Before the first step, the parameters are all there is; where whole, they are here.
-        steps = max(gather_values(world.comm, state.progress.step if run.has_started else 0))
-        has_part_lost = not partition.is_whole and (steps > 0 or lacks_values)
-        found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
-        if found.metadata is not None:
-            restore(world, state, found, run.config.seed, world.infos)
-            run.earlier = replace(found, file=None)
-            if has_part_lost:
-                step = f"step {state.progress.step} ({found.name})"
-                warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
-        elif has_part_lost:
-            raise AgreedError(_NO_CHECKPOINT + ", with a run folder" * (run.setup.path is None))
+        _restore_checkpoint(run, world, lacks_values)
     state.sync_to_latest(world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
@@ -182,6 +162,51 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
         from kaitian_mpi.train.divergence import repair_divergence
 
         repair_divergence(world, state, run.sinks)
+    _fit_progress(run, world, plan)
+
+
+def _forget_incomplete_state(run: Run, world: World) -> bool:
+    """Forget a state of which these ranks have a part only. Collective.
+
+    Returns:
+        Whether the values of some parameters are lost as well.
+    """
+    state = run.state
+    partition = state.partition
+    if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
+        partition.drop()  # what it has is of the start
+    if partition.is_complete(world.comm):
+        return False
+    state.forget()
+    return bool(partition.owned)
+
+
+def _restore_checkpoint(run: Run, world: World, lacks_values: bool) -> None:
+    """After a loss of all state there was, if any, continue from the newest checkpoint. Collective.
+
+    Raises:
+        AgreedError: there is none, and some of the state is lost.
+    """
+    from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
+
+    state = run.state
+    # Before the first step, the parameters are all there is; where whole, they are here.
+    steps = max(gather_values(world.comm, state.progress.step if run.has_started else 0))
+    has_part_lost = not state.partition.is_whole and (steps > 0 or lacks_values)
+    found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
+    if found.metadata is not None:
+        restore(world, state, found, run.config.seed, world.infos)
+        run.earlier = replace(found, file=None)
+        if has_part_lost:
+            step = f"step {state.progress.step} ({found.name})"
+            warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
+    elif has_part_lost:
+        raise AgreedError(_NO_CHECKPOINT + ", with a run folder" * (run.setup.path is None))
+
+
+def _fit_progress(run: Run, world: World, plan: Plan) -> None:
+    """Fit the progress to the steps that there are to be with this plan. Collective."""
+    state = run.state
     progress = state.progress
     # Earlier steps may have had another global batch size.
     samples, batch = len(run.setup.train), sum(plan.batch_sizes)
@@ -189,7 +214,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     state.set_total_steps(steps)
     has_results = all(gather_values(world.comm, run.summary.steps == progress.step))
     progress.is_done = progress.is_done and progress.has_all_steps and has_results
-    if has_lost and all(gather_values(world.comm, run.is_joining)):
+    if run.membership.losses and all(gather_values(world.comm, run.is_joining)):
         # All ranks whose scripts were at work between two epochs are lost: that is done again.
         progress.epoch_is_over &= progress.script_is_done
     # With more steps, an epoch continues that the last step of an earlier job has cut.
