@@ -420,24 +420,19 @@ class PartedModel:
         return values.as_strided(saved.size, saved.stride, saved.offset)
 
 
-@contextmanager
-def explained_for(model: nn.Module) -> Iterator[None]:
-    """Say in the block what a model cannot compute while its parameters are in parts.
+def check_without_torch_func(model: nn.Module, error: RuntimeError) -> None:
+    """Check that a forward has not failed because the model's parameters are in parts.
 
     Raises:
-        UserError: a gradient of torch.func's, which cannot be while autograd keeps notes.
+        UserError: it uses a gradient of torch.func's, which cannot be while autograd keeps notes.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        are_away = any(isinstance(parameter, Late) for parameter in model.parameters())
-        if are_away and "saved tensor hooks" in str(error):
-            raise UserError(
-                "--layout shard: the loss uses a gradient of torch.func, which is not possible "
-                "while parameters are in parts; use torch.autograd.grad, or devices on which the "
-                "model fits whole"
-            ) from error
-        raise
+    are_away = any(isinstance(parameter, Late) for parameter in model.parameters())
+    if are_away and "saved tensor hooks" in str(error):
+        raise UserError(
+            "--layout shard: the loss uses a gradient of torch.func, which is not possible while "
+            "parameters are in parts; use torch.autograd.grad, or devices on which the model fits "
+            "whole"
+        ) from error
 
 
 def can_be_parted(parameter: nn.Parameter) -> bool:

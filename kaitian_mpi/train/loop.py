@@ -69,6 +69,8 @@ class Loop:
         self.engine = engine(config, world, setup, state, plan, keeps_state=commit is not None)
         self.sampler = self.engine.sampler
         self.clock = self.engine.step.clock
+        self._rank = world.rank
+        self._ranks = world.size
         self._loading: Iterator[list[MicroBatch]] | None = None
         self._data_sec = 0.0
         # Its type is not imported here: that would start MPI, also in data loading workers, which
@@ -154,7 +156,7 @@ class Loop:
 
     def copy_state(self, receivers: Collection[int]) -> None:
         """Give ranks that are joining the state as the others' scripts have left it."""
-        source = next(rank for rank in range(self.world.size) if rank not in receivers)
+        source = next(rank for rank in range(self._ranks) if rank not in receivers)
         self.state.copy_from(self.world, source, receivers)
         self._count_steps()
 
@@ -294,7 +296,7 @@ class Loop:
 
     def _share(self, indices: list[int]) -> Share:
         """Return what to load for the step with these samples, which the sampler is at."""
-        place = self.sampler.position * self.world.size + self.world.rank
+        place = self.sampler.position * self._ranks + self._rank
         seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
         return Share(self.sampler.epoch, seed, self.engine.parts_of(indices))
 

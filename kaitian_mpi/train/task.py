@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.gradients import check_dense
-from kaitian_mpi.distributed.late_values import PartedModel, explained_for
+from kaitian_mpi.distributed.late_values import PartedModel, check_without_torch_func
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.abort import install_abort_hook
@@ -283,8 +283,13 @@ class Computation:
     ) -> torch.Tensor:
         """Return the task's mean loss over a batch that is on the device."""
         assert task.loss is not None
-        with self.autocast(), explained_for(model):
-            return check_loss(task.loss(model, batch), needs_gradient)
+        with self.autocast():
+            try:
+                loss = task.loss(model, batch)
+            except RuntimeError as error:
+                check_without_torch_func(model, error)
+                raise
+            return check_loss(loss, needs_gradient)
 
 
 @contextmanager

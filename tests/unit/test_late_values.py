@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kaitian_mpi.distributed.late_values import PartedModel, explained_for
+from kaitian_mpi.distributed.late_values import PartedModel, check_without_torch_func
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.layouts.shard.shards import _cut, _join, _kept, steps_by_element
 
@@ -164,8 +164,11 @@ def test_gradients_of_torch_func_are_refused_while_parameters_are_in_parts():
     model = nn.Linear(3, 1)
     with Owner(model):
         assert torch.func.vmap(model)(torch.ones(2, 3)).shape == (2, 1)
-        with pytest.raises(UserError, match=r"uses a gradient of torch.func"), explained_for(model):
+        with pytest.raises(RuntimeError) as failed:
             torch.func.grad(lambda x: model(x).sum())(torch.ones(3))
+        with pytest.raises(UserError, match=r"uses a gradient of torch.func"):
+            check_without_torch_func(model, failed.value)
+        check_without_torch_func(model, RuntimeError("another"))
 
 
 def test_rows_of_a_state_that_fills_no_memory_have_memory_of_their_own():
