@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
@@ -20,8 +21,6 @@ _MAX_NAP_SEC = 1e-3
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1_000
-
-_abandoned: list[tuple[object, ...]] = []
 
 
 def reduce_timer_slack() -> None:
@@ -88,14 +87,18 @@ def wait_request(request: MPI.Request, limit_sec: float = math.inf) -> bool:
     """Wait for an MPI request as `wait_until` does; a failed request is kept with its buffers."""
     try:
         return wait_until(request.Test, limit_sec)
-    except Exception:
+    except BaseException:
         keep_alive(request)
         raise
 
 
 def keep_alive(*buffers: object) -> None:
-    """Keep buffers that MPI may still write to until this process exits."""
-    _abandoned.append(buffers)
+    """Keep buffers that MPI may still write to until this process has ended.
+
+    By a reference that is never dropped: what a module refers to is freed at the interpreter's end,
+    and mpi4py finalizes MPI, which receives what is still on its way, only after that.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffers))
 
 
 def sleeping_barrier(comm: MPI.Comm) -> None:

@@ -2,6 +2,8 @@
 
 import gc
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -214,6 +216,24 @@ def arrive(store, size, after, departed=lambda missing: []):
     for thread in threads:
         thread.join()
     return outcomes
+
+
+def test_buffers_that_are_kept_are_not_freed_at_the_end_of_the_interpreter():
+    """Where a script imports mpi4py first, MPI_Finalize still receives, and comes after it."""
+    code = """
+import os
+from kaitian_mpi.runtime.polling import keep_alive
+
+class Buffer:
+    def __del__(self):
+        os.write(2, b"freed")
+
+keep_alive(Buffer())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=60, check=True
+    )
+    assert ended.stderr == b""
 
 
 def test_all_ranks_get_the_same_new_name_and_none_waits_for_one_that_has_left():

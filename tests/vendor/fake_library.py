@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 
 from kaitian_mpi.mpi.world import current_world
 from kaitian_mpi.runtime.abort import write_labeled
+from kaitian_mpi.runtime.polling import keep_alive
 
 NAME = "fakeccl"
 OPERATIONS = {
@@ -56,7 +57,6 @@ communicators: weakref.WeakSet[Library] = weakref.WeakSet()
 bytes_per_sec = float("inf")
 
 _numbers = itertools.count()
-_abandoned: list = []  # what MPI may still write, of kernels that were aborted
 
 
 class Library:
@@ -245,7 +245,7 @@ class Library:
                 time.sleep(min(max((time.perf_counter() - began) / 10, 50e-6), 1e-3))
         except MPI.Exception:
             self._aborted.wait()
-        _abandoned.append((requests, buffers))
+        keep_alive(requests, buffers)  # those of a kernel that was aborted
         raise AbortedError
 
     def _reducer(self, tensor, opts):
