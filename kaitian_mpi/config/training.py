@@ -138,7 +138,7 @@ class TrainingConfig:
         "there are several; the job ends if a kind differs by more than rounding",
     )
 
-    epochs: int = setting(10, "passes over the training set", least=1)
+    epochs: int = setting(10, "passes over the training set; 0: no limit besides --max-steps")
     max_steps: int = setting(0, "stop after this many steps; 0: no limit besides --epochs")
     precision: str = setting(
         "fp32",
@@ -259,6 +259,8 @@ class TrainingConfig:
                 "--sync-bn cannot be combined with --micro-batch-size, since its statistics are "
                 "those of a whole step; remove one of them"
             )
+        if not (self.epochs or self.max_steps):
+            raise UserError("--epochs 0 requires --max-steps, the steps after which training ends")
         self.check_layout(self.layout)
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
@@ -299,6 +301,11 @@ class TrainingConfig:
     def may_divide_state(self) -> bool:
         """Whether it may be that no rank has the whole state, and its memory is planned."""
         return self.layout != "replicate"
+
+    @property
+    def most_epochs(self) -> int:
+        """The epochs after which training ends, if --max-steps does not end it before."""
+        return self.epochs or self.max_steps  # an epoch has at least one step
 
     def choose_folder(self) -> Path | None:
         """Return the folder for results; None if nothing is to be written."""

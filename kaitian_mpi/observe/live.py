@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
+from kaitian_mpi.observe.reading import Event, Figures, Reading, duration, epoch_text
 from kaitian_mpi.observe.sink import MetricsSink
 
 _MAX_RANKS = 16
@@ -140,10 +140,11 @@ def _bars(reading: Reading) -> Table:
     for ratio in (None, 1, None, None):
         table.add_column(ratio=ratio, justify="left" if ratio else "right", no_wrap=True)
     step, steps = reading.step, reading.total_steps
-    epoch = f"epoch {min(reading.epoch + 1, reading.epochs)}/{reading.epochs}"
+    epoch = epoch_text(reading.epoch, reading.epochs)
+    left = "" if reading.seconds_left is None else f"{duration(reading.seconds_left)} left"
     for name, fraction, end in (
         (epoch, reading.epoch_fraction, f"step {step}/{steps}"),
-        ("run", step / max(1, steps), f"{duration(reading.seconds_left)} left"),
+        ("run", step / max(1, steps), left),
     ):
         done = min(1.0, fraction)
         table.add_row(name, ProgressBar(total=1.0, completed=done), f"{done:.0%}", end)

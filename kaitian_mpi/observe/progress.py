@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.observe.reading import Event, Figures, Reading, duration
+from kaitian_mpi.observe.reading import Event, Figures, Reading, duration, epoch_text
 from kaitian_mpi.observe.sink import MetricsSink
 
 _log = logging.getLogger(__name__)
@@ -21,14 +21,15 @@ _MIN_ADVISED = 0.1
 _ADVICE = {
     "slower ranks": "ranks wait for slower ones: kaitian-plan shows what each kind contributes",
     "communication": "communication takes most of the remaining time: a larger "
-    "--global-batch-size reduces it, and --wire sends fewer bits between hosts",
+    "--global-batch-size reduces it",
     "stages waiting for each other": "stages wait for each other: a larger --global-batch-size "
     "gives more micro-batches and less waiting",
-    "loading data": "loading data takes most of the remaining time: --workers N loads it in "
+    "loading data": "loading data takes most of the remaining time: set --workers to load it in "
     "background processes",
     "time between steps": "the time between steps, for the script's own code or checks, takes most "
     "of the remaining time",
 }
+_ADVICE_ON_LINKS = ", and --wire sends fewer bits between hosts"
 
 
 class PlainProgress(MetricsSink):
@@ -36,12 +37,13 @@ class PlainProgress(MetricsSink):
 
     def on_reading(self, reading: Reading) -> None:
         parts = [
-            f"epoch {reading.epoch + 1}/{reading.epochs}",
+            epoch_text(reading.epoch, reading.epochs),
             f"step {reading.step}/{reading.total_steps}",
             f"loss {reading.loss:.4f}",
             f"{reading.samples_per_sec:.1f} samples/s",
-            f"{duration(reading.seconds_left)} left",
         ]
+        if reading.seconds_left is not None:
+            parts.append(f"{duration(reading.seconds_left)} left")
         parts += [f"{name} {value:.4g}" for name, value in reading.logged.items()]
         print(" | ".join(parts), flush=True)
 
@@ -91,6 +93,7 @@ class Outcome(MetricsSink):
         folder: str,
         emulated: bool,
         in_stages: bool = False,
+        crosses_hosts: bool = False,
         word: Callable[[str], str] = str,
     ) -> None:
         """Start without readings.
@@ -99,11 +102,13 @@ class Outcome(MetricsSink):
             folder: the run folder; "" without one.
             emulated: whether device kinds or speeds are emulated.
             in_stages: whether each rank computes a stage of the model, in layout pipeline.
+            crosses_hosts: whether gradients cross between hosts, in a format that can be shortened.
             word: translates advice that names flags for scripts that have no such flags.
         """
         self._folder = folder
         self._emulated = emulated
         self._in_stages = in_stages
+        self._crosses_hosts = crosses_hosts
         self._word = word
         self._computing = 0.0
         """The time in which the ranks computed, in samples."""
@@ -209,7 +214,8 @@ class Outcome(MetricsSink):
         advice = []
         if needs_advice and self._computing:
             name, share = self._losses()[0]
-            advice += [_ADVICE[name]] if share >= _MIN_ADVISED else []
+            links = _ADVICE_ON_LINKS if self._crosses_hosts and name == "communication" else ""
+            advice += [_ADVICE[name] + links] if share >= _MIN_ADVISED else []
         if self._folder:
             advice.append(f"kaitian-report {self._folder} shows the run")
         elif not advice:

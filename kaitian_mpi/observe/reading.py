@@ -19,7 +19,7 @@ class Reading:
     epoch: int
     """The epoch's number, from 0."""
     epochs: int
-    """The number of epochs that the run will have."""
+    """The number of epochs that the run will have; 0 if only the steps are limited."""
     epoch_fraction: float = 0.0
     """The fraction of the epoch's samples that is done, from 0 to 1."""
     steps: int = 1
@@ -31,8 +31,8 @@ class Reading:
     learning_rate: float
     samples_per_sec: float
     step_time_sec: float
-    seconds_left: float
-    """The estimated seconds until the run ends."""
+    seconds_left: float | None
+    """The estimated seconds until the run ends; None before the third step."""
     ranks: Sequence[int]
     """The world ranks that train."""
     batch_sizes: Sequence[int]
@@ -89,6 +89,11 @@ def duration(seconds: float | None) -> str:
     minutes, seconds = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def epoch_text(epoch: int, epochs: int) -> str:
+    """Return an epoch, counted from 0, of a number of them: `epoch 1/10`; without 0 of them."""
+    return f"epoch {min(epoch + 1, epochs)}/{epochs}" if epochs else f"epoch {epoch + 1}"
 
 
 def reading_values(reading: Reading) -> dict[str, float]:

@@ -101,9 +101,17 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     path = "" if isinstance(folder, NoFolder) else str(folder.path)
     title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
     yield RunFolderSink(folder)
+    infos = run.membership.all_ranks.infos
     # The live view ends before the outcome is printed.
-    yield open_progress(config, run.membership.all_ranks.infos, title)
-    yield Outcome(path, emulated, not run.layout.divides_samples, config.word)
+    yield open_progress(config, infos, title)
+    hosts = {info.node for info in infos}
+    yield Outcome(
+        path,
+        emulated,
+        in_stages=not run.layout.divides_samples,
+        crosses_hosts=not run.layout.divides_state and config.wire == "fp32" and len(hosts) > 1,
+        word=config.word,
+    )
     if recorder.current is not None:
         from kaitian_mpi.observe.timeline.trace_file import TimelineSink
 

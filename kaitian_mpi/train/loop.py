@@ -135,6 +135,13 @@ class Loop:
         steps = steps_per_epoch(left, batch, self.sampler.min_batch)
         return min(steps, progress.total_steps - progress.step)
 
+    @property
+    def evaluations_left(self) -> int:
+        """The ends of epochs, and of the run, that are to come."""
+        batch, least = sum(self.sampler.batch_sizes), self.sampler.min_batch
+        steps_in_later_epochs = self.progress.total_steps - self.progress.step - self.steps_in_epoch
+        return 1 - -steps_in_later_epochs // steps_per_epoch(len(self._setup.train), batch, least)
+
     def expect_no_script(self) -> None:
         """Take note that nothing of the script's runs between two steps. Not collective."""
         self._is_unattended = True
@@ -173,7 +180,7 @@ class Loop:
         if means is None:
             means = self.evaluate()
         if self.progress.position >= len(self._setup.train):
-            self.progress.epoch_done(self._config.epochs)
+            self.progress.epoch_done(self._config.most_epochs)
         else:
             self.progress.is_done = True  # with more steps it could continue
         for observer in self.observers:

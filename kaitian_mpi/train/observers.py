@@ -24,6 +24,7 @@ from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state import weights
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepReports, StepTimes
+from kaitian_mpi.train.time_left import TimeLeft
 
 
 class Events(StepObserver):
@@ -102,6 +103,8 @@ class Metrics(StepObserver):
         self._compute_sec = [0.0] * self._world.size
         self._wait_sec = [0.0] * self._world.size
         self._all_steps = 0  # in these sums; both restart at 0 after a recovery
+        self._time_left = TimeLeft()
+        self._epoch_ended: float | None = None
         self._batch_sizes: list[int] = []
         self._next_reading = 0
         self._reset()
@@ -117,6 +120,9 @@ class Metrics(StepObserver):
     def epoch_begins(self) -> None:
         """Exclude the time since the last reading, which was not spent training."""
         self._since = time.perf_counter()
+        if self._epoch_ended is not None:
+            self._time_left.evaluation_done(self._since - self._epoch_ended)
+            self._epoch_ended = None
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         if step.is_finite:  # a step that is skipped does not spoil the mean of the others
@@ -128,12 +134,16 @@ class Metrics(StepObserver):
         self._steps += 1
         self._batch_sizes = step.batch_sizes
         if step.number >= self._next_reading:
-            self.epoch_ends()
+            self._read()
 
     def epoch_ends(self) -> None:
+        """Take what the last reading has not."""
+        if self._steps > 0:
+            self._read()
+        self._epoch_ended = time.perf_counter()
+
+    def _read(self) -> None:
         """Gather the ranks' sums, and give them to the sinks."""
-        if self._steps == 0:
-            return
         progress, sinks = self._run.state.progress, self._run.sinks
         has_loss = self._loss_samples > 0
         loss = self._loss_sum.item() / self._loss_samples if has_loss else math.nan  # on all ranks
@@ -149,6 +159,7 @@ class Metrics(StepObserver):
             self._compute_sec[rank] += each["compute"]
             self._wait_sec[rank] += each["wait"]
         progress.training_sec += elapsed
+        self._time_left.steps_done(self._steps, elapsed)
         if sinks:
             sinks.on_reading(self._reading(loss, sums, elapsed))
         steps_between = round(self._run.config.log_interval * self._steps / elapsed)
@@ -173,12 +184,22 @@ class Metrics(StepObserver):
             learning_rate=progress.learning_rate,
             samples_per_sec=self._samples / elapsed,
             step_time_sec=step_sec,
-            seconds_left=(progress.total_steps - progress.step) * step_sec,
+            seconds_left=self._seconds_left(sums, elapsed),
             ranks=[info.world_rank for info in self._world.infos],
             batch_sizes=self._batch_sizes,
             logged=dict(self._logged),
             **phases,
         )
+
+    def _seconds_left(self, sums: list[dict[str, float]], elapsed: float) -> float | None:
+        progress, validation = self._run.state.progress, self._run.setup.validation
+        evaluation_sec = 0.0
+        computed = sum(each["compute"] for each in sums)
+        if validation is not None and computed:  # about a forward of each sample
+            forward = sum(each["forward"] for each in sums) / computed
+            evaluation_sec = len(validation) * elapsed / self._samples * forward
+        steps_left = progress.total_steps - progress.step
+        return self._time_left.estimate(steps_left, self._loop.evaluations_left, evaluation_sec)
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
         run, progress = self._run, self._run.state.progress

@@ -82,7 +82,7 @@ class Progress:
         Counted in samples, so that a change of the global batch does not move it; or in steps, if
         `--max-steps` ends the run before `--epochs` does.
         """
-        fraction = (self.samples + samples / 2) / (config.epochs * epoch_samples)
+        fraction = (self.samples + samples / 2) / (config.most_epochs * epoch_samples)
         if config.max_steps:
             fraction = max(fraction, (self.step + 0.5) / config.max_steps)
         return min(1.0, fraction)
@@ -97,7 +97,7 @@ def count_steps(
 ) -> int:
     """Return the steps of a whole run of so many samples an epoch: those done and those left."""
     done = progress or Progress(0)
-    left, epochs = 0, config.epochs - done.epoch
+    left, epochs = 0, config.most_epochs - done.epoch
     if epochs > 0:
         left = steps_per_epoch(samples - done.position, global_batch_size, min_batch)
         left += (epochs - 1) * steps_per_epoch(samples, global_batch_size, min_batch)

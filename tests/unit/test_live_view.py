@@ -158,8 +158,25 @@ def test_a_live_view_is_chosen_only_for_a_terminal(monkeypatch):
         assert type(chosen) is expected
 
 
-def outcome(*readings, events=(), folder="run"):
-    sink = Outcome(folder, emulated=False)
+def test_time_left_and_the_number_of_epochs_are_shown_only_if_known(capsys):
+    known = {"epoch": 1, "epochs": 4, "seconds_left": 65.0}
+    for changed, epoch, left in (
+        ({}, "epoch 2/4", "1:05 left"),
+        ({"seconds_left": None}, "epoch 2/4", None),
+        ({"epochs": 0}, "epoch 2", "1:05 left"),
+    ):
+        values = {**known, **changed}
+        PlainProgress().on_reading(reading(**values))
+        parts = capsys.readouterr().out.rstrip().split(" | ")
+        assert parts[0] == epoch
+        assert parts[4:] == [left] * (left is not None)
+        rows = shown(("on_reading", reading(**values)))
+        assert rows[1].lstrip().startswith(f"{epoch} ")
+        assert rows[2].rstrip().endswith(left or "%")
+
+
+def outcome(*readings, events=(), folder="run", **others):
+    sink = Outcome(folder, emulated=False, **others)
     sink.on_event(event("start", step=0, time=100.0))
     for each in readings:
         sink.on_reading(each)
@@ -195,7 +212,7 @@ def test_outcome_divides_by_the_ranks_own_speeds_and_advises_on_what_costs_most(
         assert reached == f"finish!, in 1:05{loss} | held-out accuracy 0.7500"
         assert used == f"devices: {devices}"
     for compute, wait, data, advice in (
-        ([0.05, 0.05], [0.05, 0.05], [0.0, 0.0], "--wire"),
+        ([0.05, 0.05], [0.05, 0.05], [0.0, 0.0], "--global-batch-size reduces it"),
         ([0.05, 0.05], [0.0, 0.0], [0.05, 0.05], "--workers"),
         ([0.09, 0.02], [0.0, 0.08], [0.0, 0.0], "kaitian-plan"),
         ([0.05, 0.05], [0.0, 0.0], [0.0, 0.0], "between steps"),
@@ -204,6 +221,9 @@ def test_outcome_divides_by_the_ranks_own_speeds_and_advises_on_what_costs_most(
         found = outcome(two_ranks(compute, wait, data))[2]
         assert found.startswith("next: ")
         assert advice in found.split(";")[0]
+    for crosses_hosts in (False, True):
+        waiting = two_ranks([0.05, 0.05], [0.05, 0.05])
+        assert ("--wire" in outcome(waiting, crosses_hosts=crosses_hosts)[2]) is crosses_hosts
     slow = [event("slow", [1]), event("slow", [0]), event("slow_end", [0])]
     lost = [event("loss", [3]), event("loss", [2])]
     found = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, *lost])

@@ -188,6 +188,7 @@ def test_total_steps_are_done_plus_remaining_and_the_schedule_counts_samples():
         # half of the second epoch was done in steps of 10; what is left is in steps of 25
         *((HALF_WAY, 4, 0, 25, 15 + 2 + 8), (HALF_WAY, 4, 16, 25, 16), (HALF_WAY, 4, 5, 25, 15)),
         *((HALF_WAY, 1, 0, 25, 15), ({"step": 10, "epoch": 0, "position": 100}, 1, 0, 25, 10)),
+        *(({}, 0, 7, 25, 7), ({}, 0, 70, 30, 70), ({"step": 40, "epoch": 10}, 0, 41, 25, 41)),
         *(({"step": 40, "epoch": 4}, 4, 0, 25, 40), ({"step": 40, "epoch": 4}, 6, 0, 25, 48)),
     ):
         config = TrainConfig(epochs=epochs, max_steps=max_steps)
@@ -203,6 +204,7 @@ def test_total_steps_are_done_plus_remaining_and_the_schedule_counts_samples():
         ({"epochs": 4}, 175 / 400),
         ({"epochs": 4, "max_steps": 20}, 15.5 / 20),
         ({"epochs": 1}, 1.0),
+        ({"epochs": 0, "max_steps": 20}, 15.5 / 20),
     ):
         assert progress.fraction_done(TrainConfig(**flags), 50, 100) == done
 

@@ -29,6 +29,7 @@ from kaitian_mpi.train.progress import Progress
 from kaitian_mpi.train.step_times import StepClock
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task
+from kaitian_mpi.train.time_left import TimeLeft
 
 
 def test_the_learning_rate_is_the_one_asked_for():
@@ -51,6 +52,27 @@ def test_the_optimizer_is_the_one_asked_for():
     assert all(parameter.ndim > 1 for parameter in decayed["params"])
     assert all(parameter.ndim == 1 for parameter in spared["params"])
     assert type(make_optimizer(TrainConfig(), build_model("cnn", 10))) is torch.optim.SGD
+
+
+def test_time_left_is_by_the_last_steps_and_the_evaluations():
+    left = TimeLeft()
+    for steps, seconds, expected in (
+        (1, 8.0, None),  # the first step, which prepares much
+        (1, 2.0, None),
+        (1, 4.0, 10 * 3.0 + 2 * 5.0),
+        (2, 4.0, 10 * 2.5 + 2 * 5.0),
+    ):
+        left.steps_done(steps, seconds)
+        assert left.estimate(10, 2, evaluation_sec=5.0) == expected
+    left.evaluation_done(20.0)
+    left.evaluation_done(10.0)
+    assert left.estimate(10, 2, evaluation_sec=5.0) == 10 * 2.5 + 2 * 15.0
+    for _ in range(20):  # the means are over the last minute only
+        left.steps_done(10, 6.0)
+    assert left.estimate(10, 0, evaluation_sec=5.0) == pytest.approx(10 * 0.6)
+    at_once = TimeLeft()
+    at_once.steps_done(100, 50.0)
+    assert at_once.estimate(1, 1, evaluation_sec=0.0) == 0.5
 
 
 BUCKET, SUMMED = "bucket", "summed"

@@ -101,7 +101,7 @@ def find_checkpoint(
 def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     """Return whether nothing is left to train or evaluate after a checkpoint's progress."""
     steps = config.max_steps
-    is_at_end = progress["epoch"] >= config.epochs or 0 < steps <= progress["step"]
+    is_at_end = progress["epoch"] >= config.most_epochs or 0 < steps <= progress["step"]
     return progress["is_done"] and is_at_end
 
 

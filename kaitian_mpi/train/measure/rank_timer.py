@@ -161,7 +161,7 @@ class RankTimer:
 
     def _training_sec(self, per_sample: float) -> float:
         """Return about how many seconds this rank will train, at so many for a sample."""
-        samples = self._config.epochs * len(self._data) / self._world.size
+        samples = self._config.most_epochs * len(self._data) / self._world.size
         most = self._config.max_steps * self._equal_share
         return per_sample * (min(samples, most) if most else samples)
 
