@@ -295,7 +295,7 @@ def _report_first_start(run: Run, world: World) -> None:
     reasons = {entry["rank"]: entry["reason"] for entry in run.summary.excluded or ()}
     for info in run.membership.all_ranks.infos:
         if reason := reasons.get(info.world_rank):
-            text = excluded_line(info, reason)
+            text = run.config.word(excluded_line(info, reason))
             run.sinks.event("exclusion", step, text, [info.world_rank], reason=reason)
 
 

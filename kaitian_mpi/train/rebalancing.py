@@ -46,6 +46,7 @@ class Balancing(StepObserver):
         plan = loop.plan
         workers = gather_values(world.comm, loop.workers)
         self.plans = 1
+        self._config = config
         self._loop = loop
         self._world = world
         self._folder = folder
@@ -135,7 +136,7 @@ class Balancing(StepObserver):
         else:
             kind, show = "slow_end", print_rank_0
             what = f"recovered ({slow.kind}, slow since step {slow.since_step})"
-        text = f"step {step}: {info} {what}"
+        text = self._config.word(f"step {step}: {info} {what}")
         show(self._world, text)
         since = {"since_step": slow.since_step, "until_step": slow.until_step}
         self._sinks.event(kind, step, text, [info.world_rank], cause=slow.kind, **since)

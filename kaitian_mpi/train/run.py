@@ -284,7 +284,7 @@ def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
         excluded = ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
     reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
     for info, reason in reasons.items():
-        warn_rank_0(world, excluded_line(info, reason))
+        warn_rank_0(world, config.word(excluded_line(info, reason)))
     return algorithm, reasons
 
 

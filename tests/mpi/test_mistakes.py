@@ -138,7 +138,8 @@ CASES = {
         Training(lambda: 3, **QUIET).model
     ),
     "Training has no setting 'globalbatch'; it has allreduce, ba": lambda: train(globalbatch=4),
-    "epochs must be a whole number, at least 1 and at most": lambda: train(epochs=0),
+    "epochs must be a whole number, at least 0 and at most": lambda: train(epochs=-1),
+    "epochs 0 requires max_steps": lambda: train(epochs=0),
     'batch_size has an effect with batch_policy="paper" only; give g': lambda: train(batch_size=8),
     "config is a dict and must be a": lambda: train(config={}),
     "this Training is closed; make a new one": after_the_end,
@@ -153,6 +154,18 @@ def test_a_mistake_is_one_line(world, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         CASES[message]()
     assert "\n" not in str(caught.value)
+
+
+def test_a_resumed_script_is_told_of_its_settings(world, shared_path, capsys):
+    folder = {"run_dir": str(shared_path), "quiet": False, "progress": "none"}
+    train(**folder, max_steps=1, keep_all=True)
+    train(**folder, max_steps=2, resume="auto")
+    train(**folder, max_steps=2, resume="auto")
+    captured = capsys.readouterr()
+    if world.rank == 0:
+        assert "\nmax_steps changed from 1 to 2\n" in captured.out
+        assert "to continue it, raise epochs or max_steps" in captured.err + captured.out
+        assert " --epochs" not in captured.err, "a script has no flags"
 
 
 def test_a_folder_in_which_another_job_trains_is_refused_until_that_ends(world, shared_path):

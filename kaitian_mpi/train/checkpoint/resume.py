@@ -46,15 +46,15 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
             f"{earlier.metadata.dataset_size}; give the same data, or another --run-dir"
         )
     for line in lines:
-        print_rank_0(world, line)
+        print_rank_0(world, config.word(line))
     summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
     has_results = summary.finished and summary.steps == earlier.progress["step"]
     if config.resume == "auto" and has_results and is_over(config, earlier.progress):
         epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
         warn_rank_0(
             world,
-            f"{setup.path} is finished ({epochs}, {summary.steps} steps): nothing left to train; "
-            "to continue it, raise --epochs or --max-steps",
+            f"{setup.path} is finished ({epochs}, {summary.steps} steps): nothing left to train; to "
+            f"continue it, raise {config.word('--epochs')} or {config.word('--max-steps')}",
         )
         return replace(earlier, summary=summary, is_finished=True)
     if summary.steps is None or summary.steps > earlier.progress["step"]:

@@ -86,7 +86,8 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
             f"the model fits the ranks' memory in no layout ({nearest}); start more ranks, or use "
             "a smaller model or an optimizer with less state; see docs/large-models.md"
         )
-    print_rank_0(world, f"layout {chosen.layout}: the fastest that fits (--layout sets another)")
+    text = f"layout {chosen.layout}: the fastest that fits (--layout sets another)"
+    print_rank_0(world, config.word(text))
     if chosen.layout == SHARD:
         return ShardLayout.find(config, setup, world)
     if chosen.layout == PIPELINE:
