@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shared.launch import BENCHMARKS, add_to_path
+
 HERE = Path(__file__).parent / "balancing"
 STEPS = ["mpirun", "-np", "2", "--map-by", "core", "--bind-to", "core", sys.executable]
 
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="", help="CIFAR-10's folder, for the accuracy")
     parser.add_argument("--plot", type=Path, help="file for the plot of slowdown and recovery")
     options = parser.parse_args()
+    add_to_path(BENCHMARKS)
     script = HERE / "steps.py"
 
     part = found(run(*STEPS, script, "sum", "--rounds", 5, "--steps", 3))["sum"]

@@ -27,6 +27,7 @@ from typing import Any
 from recovering import host_joins, host_losses, kills, layout_kills, signals, soak
 from recovering.job import Launch
 from shared.emulated_hosts import EmulatedHosts, why_not
+from shared.launch import BENCHMARKS, add_to_path
 
 HERE = Path(__file__).parent / "recovering"
 VENDOR = Path(__file__).parents[1] / "tests" / "vendor"
@@ -91,8 +92,7 @@ def run_layouts(options: argparse.Namespace) -> Result:
 
 def run_vendor(options: argparse.Namespace) -> Result:
     """The same in worlds with a vendor's library, whose kernels wait for a dead rank forever."""
-    paths = [str(VENDOR), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    add_to_path(VENDOR)
     found = {}
     for devices in VENDOR_WORLDS:
         print(f"-- {devices}", flush=True)
@@ -198,7 +198,7 @@ def run_writing(options: argparse.Namespace) -> Result:
 
 def run_signals(options: argparse.Namespace) -> Result:
     """What is saved when mpirun gets SIGTERM."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    add_to_path(HERE)
     result = signals.measure(options.trials, options.seed)
     signals.show(result)
     return result
@@ -255,6 +255,7 @@ def main() -> None:
     """Run the chosen parts."""
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that jobs are ended
+    add_to_path(BENCHMARKS)
     found: Result = {"cores": len(os.sched_getaffinity(0))}
     for name in options.parts or [part for part in PARTS if part not in ON_HOSTS]:
         print(f"== {name}: {PARTS[name].__doc__}", flush=True)

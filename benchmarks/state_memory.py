@@ -4,8 +4,8 @@
     python benchmarks/state_memory.py --state-gib 2    # takes up to 16 GiB of memory, and 5 of disk
 
 Trains a model by SGD with momentum, so that half of the state is parameters and half is momentum,
-in three jobs: one that saves, one that resumes, and one that loses a rank, for which a spare takes
-over. Prints the largest memory of each rank in each operation, relative to the state, so that 1.00
+in three jobs: one that saves, one that resumes, and one in which a spare takes over from a lost
+rank. Prints the largest memory of each rank in each operation, relative to the state, so that 1.00
 is the state itself. What a process had before there was a model is subtracted, as are the gradients
 and their buffers where a rank has trained before: what was in memory when the operation began
 counts as 1.00. A write in the background counts until it is done. For a snapshot, which is a file
@@ -18,23 +18,38 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+import torch
+import torch.distributed as dist
+from shared.loops import LoopMaker, metadata_of
+from torch import nn
+
+import kaitian_mpi
+from kaitian_mpi.balance.shares import plan_equal
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.run_folder import DiskFolder, NoFolder
+from kaitian_mpi.observe.sink import Sinks
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
+from kaitian_mpi.train.checkpoint.writer import Checkpoints
+from kaitian_mpi.train.divergence import repair_divergence
+from kaitian_mpi.train.measure.plan import Plan
+from kaitian_mpi.train.state import weights
 
 WIDTH = 1024
 LAYER_BYTES = 2 * 4 * WIDTH * WIDTH  # its weights and their momentum
 STEPS = 6
-VICTIM = 1
-JOBS = ("save", "resume", "spare")
+BATCH = 16
 SNAPSHOTS = "statememory"
 ROWS = ("checkpoint", "snapshot", "model.pt", "resume", "spare")
 """The operations, in the order of the table."""
@@ -103,120 +118,115 @@ class Meter:
             return (largest - self._empty) / self._state
         return 1 + (largest - before) / self._state
 
-    def watch(
-        self,
-        owner: type,
-        name: str,
-        operation: Callable[[], str],
-        end: Callable[[Any], None] = lambda owner: None,
-    ) -> None:
-        """Measure a method: each call that does something.
+    @contextmanager
+    def measured(self, operation: str, before: int | None = None) -> Iterator[None]:
+        """Record what is done meanwhile.
 
         Args:
-            owner: its class.
-            name: its name.
-            operation: what a call is, by its place in the table; empty if it is not measured.
-            end: waits, given the object, until what the method has started is done.
+            operation: its place in the table.
+            before: as of `peak`, restarted by the caller; None: the process was empty.
         """
-        original = getattr(owner, name)
-
-        def measured(self: Any, *args: Any, **options: Any) -> Any:
-            what = operation()
-            before, begin = restart_peak(), time.perf_counter()
-            with FolderSize() as folder:
-                result = original(self, *args, **options)
-                end(self)
-            if what:
-                sec = time.perf_counter() - begin
-                held = (before - meter._empty) / meter._state
-                size = folder.bytes / meter._state
-                meter.record(what, peak=meter.peak(before), held=held, sec=sec, folder=size)
-            return result
-
-        meter = self
-        setattr(owner, name, measured)
+        begin = time.perf_counter()
+        with FolderSize() as folder:
+            yield
+        sec = time.perf_counter() - begin
+        self.record(operation, peak=self.peak(before), sec=sec, folder=folder.bytes / self._state)
 
 
-def train(job: str, state_bytes: int, folder: Path) -> None:
-    """Take part in one of the jobs, as one rank of it."""
-    import torch
-    from torch import nn
-
-    import kaitian_mpi
-    from kaitian_mpi.observe.run_folder import DiskFolder
-    from kaitian_mpi.train import begin_loop, saving
-    from kaitian_mpi.train.checkpoint import resume as resuming
-    from kaitian_mpi.train.checkpoint.writer import Checkpoints
-    from kaitian_mpi.train.run import Run
-
-    world = kaitian_mpi.init()
-    rank = world.rank
+def make_maker(world: World, config: TrainConfig, state_bytes: int) -> LoopMaker:
+    """Return what trains the state by SGD with momentum. Collective."""
     torch.manual_seed(0)
-    meter = Meter(state_bytes, folder / f"{job}-{rank}.jsonl")
+    layers = state_bytes // LAYER_BYTES
     task = kaitian_mpi.Task(
-        model=nn.Sequential(
-            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(state_bytes // LAYER_BYTES))
-        ),
+        model=nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))),
         optimizer=lambda model: torch.optim.SGD(
             model.parameters(), lr=0.01, momentum=0.9, foreach=False
         ),
         data=torch.randn(64, WIDTH),
         loss=lambda model, batch: model(batch).square().mean(),
     )
-    original = begin_loop._restore_state
-    restored = 0
+    return LoopMaker(config, world, task)
 
-    def restore_state(run: Run, *arguments: Any) -> None:
-        nonlocal restored
-        survives = restored > 0 or (job == "spare" and rank != 2)
-        before = restart_peak() if survives else None
-        original(run, *arguments)
-        restored += 1
-        if run.membership.losses:
-            meter.record(job, peak=meter.peak(before))
 
-    begin_loop._restore_state = restore_state
-    resume = resuming.resume
+def train_steps(maker: LoopMaker, world: World, count: int) -> None:
+    """Train so many steps, with equal batches. Collective."""
+    loop = maker.make(Plan(plan_equal(world.size, BATCH), [1.0] * world.size, None, None))
+    for _ in range(count):
+        parts = loop.next_share()
+        assert parts is not None
+        loop.train(parts)
+    loop.close()
 
-    def resume_run(*arguments: Any) -> Any:
-        result = resume(*arguments)
-        if job == "resume":
-            meter.record(job, peak=meter.peak(None))
-        return result
 
-    resuming.resume = resume_run
-    if job == "save":
-        meter.watch(Checkpoints, "save", lambda: "checkpoint", Checkpoints.wait)
-        meter.watch(DiskFolder, "save_model", lambda: "model.pt")
-        saving._SNAPSHOT_SHARE = float("inf")
-        due = iter(range(100))
-        meter.watch(
-            *(saving.Saving, "_snapshot"),
-            lambda: "snapshot" if next(due) in (0, 3) else "",
-            lambda saver: saver._checkpoints.wait(),
-        )
-    options: dict[str, Any] = {
-        "save": {"snapshots": SNAPSHOTS, "snapshot_every": 4},
-        "resume": {"resume": "auto"},
-        "spare": {"spares": 1, "snapshots": "", "checkpoint_minutes": 0},
-    }[job]
-    if job != "spare":
-        options |= {"run_dir": str(folder / "run"), "checkpoint_every": 3}
-    with kaitian_mpi.Training(
-        task,
-        global_batch_size=16,
-        max_steps=STEPS if job == "save" else STEPS + 2,
+def save(world: World, meter: Meter, config: TrainConfig, maker: LoopMaker, folder: Path) -> None:
+    """Measure training, a checkpoint, two snapshots and the model's file. Collective."""
+    train_steps(maker, world, STEPS)
+    meter.record("training", peak=meter.peak())
+    checkpoints, state = Checkpoints(config, folder), maker.state
+    metadata = metadata_of(config, world, plan_equal(world.size, BATCH))
+    for _ in range(2):
+        with meter.measured("checkpoint", restart_peak()):
+            checkpoints.save(world, state, metadata)
+            checkpoints.wait()
+    for _ in range(2):  # the second replaces the first
+        with meter.measured("snapshot", restart_peak()):
+            if world.rank == 0:  # the first of its host
+                assert checkpoints.in_memory is not None
+                checkpoints.write(checkpoints.in_memory, state, state.shared(), metadata)
+            checkpoints.wait_if_large(world, state)
+            checkpoints.wait()
+    run_folder = DiskFolder(folder) if world.rank == 0 else NoFolder()
+    with meter.measured("model.pt", restart_peak()):
+        model, _ = state.collect_model(world, folder)
+        run_folder.save_model(weights(model) if world.rank == 0 else {})
+    sleeping_barrier(world.comm)
+    checkpoints.close()
+
+
+def resume(world: World, meter: Meter, config: TrainConfig, maker: LoopMaker, folder: Path) -> None:
+    """Measure how a job that has just started restores the checkpoint. Collective."""
+    with meter.measured("resume"):
+        found = find_checkpoint(config, world, folder, "auto")
+        assert found.metadata is not None
+        restore(world, maker.state, found, config.seed, world.infos)
+
+
+def hand_over(
+    world: World, meter: Meter, config: TrainConfig, maker: LoopMaker, folder: Path
+) -> None:
+    """Measure how the last rank, which has not trained, receives the state. Collective."""
+    is_spare = world.rank == world.size - 1
+    state = maker.state
+    if not is_spare:
+        for parameter in state.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        state.optimizers[0].step()
+        state.zero_gradients()
+        state.progress.step = 1
+        state.is_begun = True
+    sleeping_barrier(world.comm)
+    with meter.measured("spare", None if is_spare else restart_peak()):
+        state.sync_to_latest(world, is_spare)
+        repair_divergence(world, state, Sinks())
+
+
+OPERATIONS = {"save": save, "resume": resume, "spare": hand_over}
+
+
+def measure(job: str, state_bytes: int, folder: Path) -> None:
+    """Take part in one of the jobs, as one rank of it."""
+    world = kaitian_mpi.init()
+    meter = Meter(state_bytes, folder / f"{job}-{world.rank}.jsonl")
+    config = TrainConfig(
+        global_batch_size=BATCH,
         epochs=10,
         checkpoint_copy_mb=0,  # a state of any size counts as large
-        balance="off",
-        check_every=0,
-        **options,
-    ) as training:
-        for step in training:
-            if job == "spare" and step.number == 3 and rank == VICTIM:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if job == "save":
-                meter.record("training", peak=meter.peak())
+        snapshots=SNAPSHOTS if job == "save" else "",
+    )
+    maker = make_maker(world, config, state_bytes)
+    OPERATIONS[job](world, meter, config, maker, folder / "run")
+    maker.close()
+    dist.destroy_process_group()
 
 
 def run(job: str, state_bytes: int, folder: Path) -> None:
@@ -225,14 +235,10 @@ def run(job: str, state_bytes: int, folder: Path) -> None:
     Raises:
         RuntimeError: it has failed.
     """
-    launcher = ["mpirun", "-np", "2"]
-    if job == "spare":
-        launcher = ["mpirun", "--with-ft", "ulfm", "-np", "3"]
     own = [sys.executable, __file__, "--job", job, "--bytes", str(state_bytes)]
-    done = subprocess.run(
-        [*launcher, *own, "--folder", str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode and job != "spare":
+    command = ["mpirun", "-np", "2", *own, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
 
 
@@ -245,14 +251,14 @@ def show(folder: Path) -> None:
             figures = json.loads(line)
             of_ranks = found.setdefault(figures.pop("operation"), {})
             of_ranks.setdefault(rank, []).append(figures)
-    print("| | rank 0 | rank 1 | rank 2 | host's /dev/shm | s |\n|---|---|---|---|---|---|")
+    print("| | rank 0 | rank 1 | host's /dev/shm | s |\n|---|---|---|---|---|")
     for operation in ROWS:
         of_ranks = found.get(operation, {})
         peaks = {rank: max(each["peak"] for each in all_) for rank, all_ in of_ranks.items()}
         every = [each for all_ in of_ranks.values() for each in all_]
         size = max((each.get("folder", 0) for each in every), default=0)
         sec = max((each.get("sec", 0) for each in every), default=0)
-        cells = [f"{peaks[rank]:.2f}" if rank in peaks else "" for rank in range(3)]
+        cells = [f"{peaks[rank]:.2f}" if rank in peaks else "" for rank in range(2)]
         cells += [f"{size:.2f}" if operation == "snapshot" else "", f"{sec:.1f}" if sec else ""]
         print(f"| {operation} | {' | '.join(cells)} |")
     trained = found["training"]
@@ -268,11 +274,11 @@ def main() -> None:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        train(options.job, int(options.bytes), Path(options.folder))
+        measure(options.job, int(options.bytes), Path(options.folder))
         return
     layers = round(options.state_gib * 2**30 / LAYER_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        for job in JOBS:
+        for job in OPERATIONS:
             run(job, layers * LAYER_BYTES, Path(folder))
         show(Path(folder))
 

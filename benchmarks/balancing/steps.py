@@ -1,5 +1,6 @@
 """Measures steps of two ranks on one core each, one of them slowed down (emulated).
 
+    export PYTHONPATH=benchmarks
     mpirun -np 2 --map-by core --bind-to core python benchmarks/balancing/steps.py sum
 
 Whatever is compared alternates within one run. World rank 0 prints a line of JSON at the end.
@@ -17,6 +18,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from shared.loops import LoopMaker, timed
 from torch.utils.data import Dataset
 
 import kaitian_mpi
@@ -30,15 +32,12 @@ from kaitian_mpi.recipes.datasets import DataSource, load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Plan, Profile, make_plan
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks
-from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State
-from kaitian_mpi.train.task import Computation
+from kaitian_mpi.train.task import Computation, Task
 
 FACTOR = 3.0
 WARM_UP = 3
@@ -101,16 +100,17 @@ class Bench:
         torch.manual_seed(0)
         return build_model(self.options.model, self.source.num_classes)
 
-    def setup(self, config: TrainConfig) -> Setup:
+    def task(self, config: TrainConfig) -> Task:
         """Return a new model to train on the repeated data."""
         data = DataSource(self.data, self.source.validation, self.source.num_classes)
-        return Setup(classify(config, self.model(), data), NoFolder())
+        return classify(config, self.model(), data)
 
     def plan(self, batch: int, schedules: tuple[Schedule, ...]) -> Plan:
         """Return the plan made by the package's own benchmark. Collective."""
         config = self.config(batch)
         world = self.paced(schedules)
-        results = benchmark_ranks(config, world, self.setup(config))
+        setup = Setup(self.task(config), NoFolder())
+        results = benchmark_ranks(config, world, setup)
         profiles = [Profile(each.cost, each.memory_format, each.precision) for each in results]
         return make_plan(config, self.world, profiles)
 
@@ -121,12 +121,10 @@ class Bench:
     def run(self, plan: Plan, schedules: tuple[Schedule, ...], balance: str = "static") -> Run:
         """Return a run whose ranks follow these slowdown schedules."""
         config = self.config(sum(plan.batch_sizes), balance)
-        setup, world = self.setup(config), self.paced(schedules)
-        steps = count_steps(config, len(self.data), config.global_batch_size)
-        state = State(setup.task, self.computation(), steps)
-        loader = ShareLoader(setup.train, config.workers, pin_memory=False)
-        loop = Loop(config, world, setup, state, plan, loader)
-        return Run(loop, Balancing(config, loop, setup.folder, Sinks()))
+        world, task = self.paced(schedules), self.task(config)
+        maker = LoopMaker(config, world, task, memory_format="channels_last")
+        loop = maker.make(plan)
+        return Run(loop, Balancing(config, loop, maker.setup.folder, Sinks()))
 
     def paced(self, schedules: tuple[Schedule, ...]) -> World:
         """Return the world with a device of this rank's schedule."""
@@ -139,21 +137,12 @@ class Bench:
         return Computation(self.world.device, "fp32", "channels_last")
 
 
-def timed(world: World, steps: Iterator[None], count: int) -> float:
-    """Return the slower rank's seconds per step over the next `count` steps. Collective."""
-    sleeping_barrier(world.comm)
-    start = time.perf_counter()
-    for _ in range(count):
-        next(steps)
-    return max(gather_values(world.comm, time.perf_counter() - start)) / count
-
-
 class Alone:
     """Trains this rank's share without communication."""
 
     def __init__(self, bench: Bench, share: int, schedule: Schedule) -> None:
         self._computation = bench.computation()
-        self._task = bench.setup(bench.config(share)).task
+        self._task = bench.task(bench.config(share))
         self._model = self._task.model.to(bench.world.device).train()
         (self._optimizer,) = self._task.make_optimizers(self._model)
         self._slowdown = Pace(schedule)

@@ -1,6 +1,6 @@
 """Measures the cost per step of being able to recover from the loss of a rank.
 
-    mpirun --with-ft ulfm -np 4 python benchmarks/recovering/agreement.py
+    PYTHONPATH=benchmarks mpirun --with-ft ulfm -np 4 python benchmarks/recovering/agreement.py
 
 Steps with and without it alternate within one run. World rank 0 prints a line of JSON at the end.
 """
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from trainers import endless, make_config, make_loop, timed
+from shared.loops import timed
+from trainers import endless, make_config, make_loop
 
 import kaitian_mpi
 from kaitian_mpi.mpi.exchange import gather_values

@@ -1,6 +1,6 @@
 """Measures how long a checkpoint blocks training, and the slowdown while one is written.
 
-    mpirun -np 2 python benchmarks/recovering/checkpoint.py
+    PYTHONPATH=benchmarks mpirun -np 2 python benchmarks/recovering/checkpoint.py
 
 World rank 0 prints a line of JSON at the end.
 """
@@ -16,27 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from trainers import endless, make_config, make_loop, timed
+from shared.loops import metadata_of, timed
+from trainers import endless, make_config, make_loop
 
 import kaitian_mpi
-from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import sleeping_barrier
-from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
-from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.measure.plan import profile_unmeasured
 
 WARM_UP = 4
-
-
-def metadata_of(config: TrainConfig, loop: Loop) -> RunMetadata:
-    """Return the run metadata that is saved with the state."""
-    places = [info.place for info in loop.world.infos]
-    profiles = {place: profile_unmeasured(config) for place in places}
-    shares = loop.sampler.batch_sizes
-    return RunMetadata(config, profiles, [], "direct", places, shares, [], "")
 
 
 def is_writing(world: World, checkpoints: Checkpoints) -> bool:
@@ -50,7 +39,8 @@ def measure(world: World, folder: Path, options: argparse.Namespace) -> dict[str
     """Save every few steps and return the times. Collective."""
     config = make_config(options.model, options.batch)
     loop = make_loop(config, world)
-    metadata, checkpoints = metadata_of(config, loop), Checkpoints(config, folder)
+    metadata = metadata_of(config, world, loop.sampler.batch_sizes)
+    checkpoints = Checkpoints(config, folder)
     steps = endless(loop)
     timed(world, steps, WARM_UP)
     saves, written, normal, after = [], [], [], []

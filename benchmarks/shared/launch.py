@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from pathlib import Path
 
 PYTHON = sys.executable
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -16,3 +17,11 @@ ENVIRONMENT = {
     "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
 }
 """The variables of whoever starts mpirun."""
+BENCHMARKS = Path(__file__).parents[1]
+"""The folder of what is imported as `shared`, also by scripts in its other folders."""
+
+
+def add_to_path(folder: Path) -> None:
+    """Let the processes that this one starts import what is in a folder."""
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *given])

@@ -2,27 +2,23 @@
 
 import itertools
 import math
+from contextlib import redirect_stdout
+from io import StringIO
 
 import torch
 from samples import BATCH, LENGTH, Points
+from shared.loops import LoopMaker
 from torch import nn
 
-from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
+from kaitian_mpi.balance.ownership import Need, with_mirrors
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.engine import Engine
-from kaitian_mpi.train.layouts.shard.engine import ShardEngine
-from kaitian_mpi.train.layouts.shard.shards import Shards
-from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.layouts.shard.room import Room
+from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.progress import count_steps
-from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation
 
@@ -49,13 +45,29 @@ def make_plan(world, shares, micro_batch_size=None, min_batch=1):
     return Plan(shares, scores, None, micro_batch_size, min_batch=min_batch)
 
 
-def make_task(model, config=None, data=None):
+def classify_points(model, config=None, data=None):
     data = data or Points()
     return classify(config or TrainConfig(), model, DataSource(data, data, 4))
 
 
 def make_state(world, task, steps=10):
     return State(task, Computation(world.device, "fp32", "contiguous"), steps)
+
+
+class MirroredRoom(Room):
+    """Memory that is enough for mirrors, also without fault tolerance."""
+
+    def owners(self, config, world):
+        memory = [self.by_place[info.place] for info in world.infos]
+        return with_mirrors(memory, [str(rank) for rank in range(world.size)]), ""
+
+
+def shard_layout(world, memory, parted=(), mirrors=False, has_room=True):
+    """Return layout shard for ranks with memory in these proportions."""
+    by_place = {info.place: own for info, own in zip(world.infos, memory, strict=True)}
+    need = Need(owned=0, bucket=0, buffers=0, small=0 if has_room else 10**9)
+    room = (MirroredRoom if mirrors else Room)(by_place, need, frozenset(parted))
+    return ShardLayout(room, reserved=0)
 
 
 class RefusedError(CollectiveError):
@@ -66,9 +78,8 @@ class Run:
     """A run of two epochs, by as many loops as its commits allow."""
 
     def __init__(
-        self, world, shares, *, model=None, layers=(), data=None, commit=None,
-        micro_batch_size=None, min_batch=1, evaluates=True, memory=None, mirrors=False, parted=(),
-        **settings,
+        self, world, shares, *, task=None, model=None, layers=(), data=None, commit=None,
+        micro_batch_size=None, min_batch=1, evaluates=True, layout=None, **settings,
     ):  # fmt: skip
         self.world, self.shares, self.commit = world, shares, commit
         self.evaluates = evaluates
@@ -76,23 +87,11 @@ class Run:
         self.config = TrainConfig(global_batch_size=sum(shares), **settings)
         torch.manual_seed(3)
         layers = nn.Linear(3, 16), *layers, nn.Tanh(), nn.Linear(16, 4)
-        self.model = model or nn.Sequential(*layers).double()
-        self.setup = Setup(make_task(self.model, self.config, data), NoFolder())
-        length = len(self.setup.train)
-        self.steps = count_steps(self.config, length, sum(shares), min_batch)
-        self.state = make_state(world, self.setup.task, self.steps)
-        if memory is not None:
-            values = {}
-            if parted:
-                self.state.parted = PartedModel(self.state.model, parted, world.device)
-                rows = [(n, 0, len(p)) for n, p in enumerate(self.state.model.parameters())]
-                values = self.state.parted.keep(rows if world.rank == 0 else [])
-            own = self.state.model, self.state.optimizers, self.state.parted, values
-            self.state.partition = Shards(*own)
-            hosts = [str(rank) for rank in range(world.size)]
-            pairs = with_mirrors(memory, hosts) if mirrors else without_mirrors(memory)
-            self.state.partition.assign(world, pairs)
-        self.loader = ShareLoader(self.setup.train, self.config.workers, pin_memory=False)
+        model = model or nn.Sequential(*layers).double()
+        task = task or classify_points(model, self.config, data)
+        self.maker = LoopMaker(self.config, world, task, layout, min_batch=min_batch)
+        self.setup, self.state, self.model = self.maker.setup, self.maker.state, task.model
+        self.steps = self.state.progress.total_steps
         self.plan_of = lambda shares: make_plan(world, shares, micro_batch_size, min_batch)
         self.taken = []
         """This rank's samples in each completed step."""
@@ -100,9 +99,8 @@ class Run:
         self.make_loop()
 
     def make_loop(self):
-        own = self.setup, self.state, self.plan_of(self.shares), self.loader, self.commit
-        engine = Engine if self.state.partition.is_whole else ShardEngine
-        self.loop = Loop(self.config, self.world, *own, engine=engine)
+        with redirect_stdout(StringIO()):  # which says who has what
+            self.loop = self.maker.make(self.plan_of(self.shares), self.commit)
 
     def epoch(self):
         """Yield the steps of an epoch as they are trained."""
@@ -133,7 +131,7 @@ class Run:
 
     def close(self):
         self.loop.close()
-        self.loader.close()
+        self.maker.close()
 
     def by_step(self):
         """Return the samples of all ranks, by step."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -71,14 +70,15 @@ def make_task(optimizer, clip_norm=None):
 
 
 @pytest.fixture
-def make_run(world, monkeypatch):
-    def make(optimizer="adamw", clip_norm=None, **options):
+def make_run(world):
+    def make(optimizer="adamw", clip_norm=None, has_room=True, **options):
         task = make_task(optimizer, clip_norm)
-        monkeypatch.setattr(loops, "make_task", lambda *_: task)
         # The last of the parameters stays whole.
-        options["parted"] = range(len(list(task.model.parameters())) - 1)
+        parted = range(len(list(task.model.parameters())) - 1)
         memory = [3, 1, 2][: world.size]  # the batches are 1 : 2 : 3
-        return task, loops.Run(world, loops.uneven(world), memory=memory, epochs=9, **options)
+        layout = loops.shard_layout(world, memory, parted, has_room=has_room)
+        options = {"layout": layout, "epochs": 9, **options}
+        return task, loops.Run(world, loops.uneven(world), task=task, **options)
 
     return make
 
@@ -134,10 +134,9 @@ def test_values_move_to_other_owners_and_their_mirrors(world, make_run, tmp_path
     task, run = make_run("adamw")
     train(world, run, 2, taken := [])
     run.loop.close()
-    shares = [1, 3, 1][: world.size]
-    hosts = [str(rank) for rank in range(world.size)]
-    pairs = with_mirrors(shares, hosts) if world.size > 1 else without_mirrors(shares)
-    run.state.partition.assign(world, pairs)
+    memory = [1, 3, 1][: world.size]
+    parted = range(len(list(task.model.parameters())) - 1)
+    run.maker.layout = loops.shard_layout(world, memory, parted, mirrors=world.size > 1)
     run.make_loop()
     train(world, run, 5, taken)
     run.close()
@@ -193,10 +192,7 @@ def test_the_next_parameter_is_gathered_while_one_computes(world, make_run, monk
     for name in ("bring", "_start"):
         monkeypatch.setattr(Gathering, name, noting(name, getattr(Gathering, name)))
     monkeypatch.setattr(Gathering, "end_round", end_round)
-    _, run = make_run(evaluates=False)
-    run.loop.close()
-    run.state.partition.overlaps = has_room
-    run.make_loop()
+    _, run = make_run(has_room=has_room, evaluates=False)
     train(world, run, 3, [])
     run.close()
     first, second, *_ = rounds
@@ -294,14 +290,14 @@ def set_data(weight):
         (shrink, True, r"layers.0.weight was changed by a forward, .* --no-mirrors"),
     ],
 )
-def test_changes_that_would_be_lost_are_refused(world, monkeypatch, change, mirrors, match):
+def test_changes_that_would_be_lost_are_refused(world, change, mirrors, match):
     if mirrors and world.size == 1:
         return
     task = Task(model=Decayed(change), data=Points(), loss=compute_loss, optimizer=sgd)
-    monkeypatch.setattr(loops, "make_task", lambda *_: task)
     memory = [3, 1, 2][: world.size]
-    run = loops.Run(world, loops.uneven(world), memory=memory, mirrors=mirrors, parted=[0, 2, 3])
+    layout = loops.shard_layout(world, memory, parted=[0, 2, 3], mirrors=mirrors)
+    run = loops.Run(world, loops.uneven(world), task=task, layout=layout)
     with pytest.raises(UserError, match=match):
         next(run.epoch())
     run.loop.close(together=False)
-    run.loader.close()
+    run.maker.close()

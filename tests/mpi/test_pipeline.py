@@ -4,12 +4,14 @@ import copy
 import errno
 import itertools
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 import torch
 from samples import BATCH, QUIET, Points
+from shared.loops import LoopMaker
 from test_shards import alone
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,19 +25,14 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe import tensor_files
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
-from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.layouts.choose import choose_layout, measure_layouts
 from kaitian_mpi.train.layouts.pipeline import pipeline_layout
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
-from kaitian_mpi.train.layouts.pipeline.engine import PipelineEngine
 from kaitian_mpi.train.layouts.pipeline.layer_timer import CastMode
 from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan, find_facts
+from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
-from kaitian_mpi.train.layouts.pipeline.stages import Stages
-from kaitian_mpi.train.loop import Loop
-from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation, Task
 
 pytestmark = pytest.mark.sizes(1, 2, 3)
@@ -82,39 +79,38 @@ def plan_of(world, task, micro_batch, replicas=1):
         Stage(begin, end, own, tuple(1.0 + rank for rank in own))
         for begin, end, own in zip(begins, [*ends, layers], ranks, strict=True)
     )
-    return PipelinePlan(stages, micro_batch)
+    return PipelinePlan(stages, micro_batch, bytes_by_rank=(0,) * size)
+
+
+class GivenStages(PipelineLayout):
+    """Layout pipeline without measurements."""
+
+    def __init__(self):
+        pass
 
 
 class Run:
     """A pipeline's run, loop by loop."""
 
-    def __init__(self, world, task, plan, **settings):
+    def __init__(self, world, task, plan):
         self.world, self.task = world, task
-        settings = {"log_interval": 60, "epochs": 9, "layout": "pipeline", **settings}
-        self.config = TrainConfig(global_batch_size=BATCH, **settings)
-        self.setup = Setup(task, NoFolder())
-        steps = count_steps(self.config, len(self.setup.train), BATCH, 1)
-        computation = Computation(world.device, "fp32", "contiguous")
-        self.state = State(task, computation, steps)
-        chain = chain_of(task)
-        self.state.partition = Stages(task.model, self.state.optimizers, chain, world.device)
-        self.loader = ShareLoader(self.setup.train, 0, pin_memory=False)
+        config = TrainConfig(global_batch_size=BATCH, log_interval=60, epochs=9, layout="pipeline")
+        self.maker = LoopMaker(config, world, task, GivenStages())
+        self.setup, self.state = self.maker.setup, self.maker.state
         self.make_loop(plan)
 
     def make_loop(self, pipeline):
-        world = self.world
-        self.state.partition.assign_stages(world, pipeline.stages)
+        size = self.world.size
         sizes = split_micro_batches(BATCH, pipeline.micro_batch)
-        batch_sizes = pipeline.first_samples(sizes, world.size)
         plan = StagesPlan(
-            batch_sizes=batch_sizes,
-            scores=[1.0] * world.size,
+            batch_sizes=pipeline.first_samples(sizes, size),
+            scores=[1.0] * size,
             costs=None,
             micro_batch_size=None,
             pipeline=pipeline,
         )
-        own = self.setup, self.state, plan, self.loader
-        self.loop = Loop(self.config, world, *own, engine=PipelineEngine)
+        with redirect_stdout(StringIO()):  # which says who has what
+            self.loop = self.maker.make(plan)
 
     def epoch(self):
         """Yield each step with its samples."""
@@ -127,7 +123,7 @@ class Run:
 
     def close(self):
         self.loop.close()
-        self.loader.close()
+        self.maker.close()
 
 
 def compare_with_one_process(run, initial, taken, tmp_path):
@@ -192,7 +188,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(world, tmp_path, mo
 
     task = make_task()
     run = Run(world, task, plan_of(world, task, 5))
-    checkpoints = Checkpoints(run.config, tmp_path)
+    checkpoints = Checkpoints(TrainConfig(), tmp_path)
     metadata = SimpleNamespace(to_json=dict)
     monkeypatch.setattr(tensor_files, "_MIN_SPOOLED_BYTES", 0)
     with monkeypatch.context() as full:

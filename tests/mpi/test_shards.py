@@ -138,11 +138,15 @@ def check_against_one_process(task, run, initial, taken):
 
 
 @pytest.fixture
-def make_run(world, monkeypatch):
-    def make(optimizer="adamw", clip_norm=None, loss=compute_loss, model=None, **options):
+def make_run(world):
+    def make(
+        optimizer="adamw", clip_norm=None, loss=compute_loss, model=None,
+        memory=(3, 1, 2), mirrors=False, **options,
+    ):  # fmt: skip
         task = make_task(optimizer, clip_norm, loss, model)
-        monkeypatch.setattr(loops, "make_task", lambda *_: task)
-        return task, loops.Run(world, loops.uneven(world), **options)
+        # The batches are 1 : 2 : 3.
+        layout = loops.shard_layout(world, memory[: world.size], mirrors=mirrors)
+        return task, loops.Run(world, loops.uneven(world), task=task, layout=layout, **options)
 
     return make
 
@@ -165,10 +169,9 @@ def test_twenty_steps_are_those_of_one_process(
     world, make_run, tmp_path, optimizer, clip_norm, mirrors, micro_batch_size
 ):
     mirrors = mirrors and world.size > 1
-    memory = [3, 1, 2][: world.size]  # the batches are 1 : 2 : 3
     own = micro_batch_size if world.rank else None
     settings = {"micro_batch_size": own, "mirrors": mirrors, "epochs": 9}
-    task, run = make_run(optimizer, clip_norm, memory=memory, **settings)
+    task, run = make_run(optimizer, clip_norm, **settings)
     initial = copy.deepcopy(task.model)
     taken, losses = [], []
     while len(taken) < STEPS:
@@ -226,7 +229,7 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
         own = known.setdefault(model, [p for p in model.parameters() if p.requires_grad])
         return sum(p.square().sum() for p in own) / 99 + LOSS(model(batch[0]), batch[1])
 
-    task, run = make_run("adamw", memory=[3, 1, 2][: world.size], loss=loss)
+    task, run = make_run("adamw", loss=loss)
     initial, taken = copy.deepcopy(task.model), []
     # Another test in this process may have compiled something.
     monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
@@ -257,7 +260,7 @@ def test_views_of_parameters_that_a_script_keeps_have_the_new_values(world, make
     def late_gather(pieces, own, group, async_op):
         return LateWork(lambda: gather(pieces, own, group))
 
-    task, run = make_run("adamw", memory=[3, 1, 2][: world.size])
+    task, run = make_run("adamw")
     monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
     monkeypatch.setattr(torch.distributed, "all_gather", late_gather)
     trained, views = [p for p in task.model.parameters() if p.requires_grad], {}
@@ -286,7 +289,7 @@ class Unseen(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_values_that_are_used_unseen_do_not_come_late(world, make_run, monkeypatch):
-    task, run = make_run("fused", memory=[3, 1, 2][: world.size], model=Unseen())
+    task, run = make_run("fused", model=Unseen())
     monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
     run.loop.close()
     initial, taken = Unseen(is_seen=True), []
@@ -324,7 +327,7 @@ def test_each_rank_has_its_share_of_gradients_and_state(world, make_run):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "matrices"])
 def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
-    task, run = make_run(optimizer, memory=[3, 1, 2][: world.size])
+    task, run = make_run(optimizer)
     initial = copy.deepcopy(task.model)
     taken = []
     for step in run.epoch():
@@ -332,7 +335,7 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
         if step.number == 3:
             run.loop.close()
             assert run.state.partition.is_complete(world.comm)
-            run.state.partition.assign(world, without_mirrors([1, 3, 1][: world.size]))
+            run.maker.layout = loops.shard_layout(world, [1, 3, 1][: world.size])
             break
     run.make_loop()
     for _ in run.epoch():
@@ -350,8 +353,7 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
     """
     if world.size == 1:
         return
-    memory, hosts = [2, 1, 1][: world.size], "abc"[: world.size]
-    task, run = make_run(optimizer, 0.5, memory=memory, mirrors=mirrors)
+    task, run = make_run(optimizer, 0.5, memory=[2, 1, 1], mirrors=mirrors)
     initial = copy.deepcopy(task.model)
     taken = []
     for step in run.epoch():
@@ -368,7 +370,7 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
                     parameter.zero_()
     assert shards.is_complete(world.comm) is mirrors
     if not mirrors:
-        run.loader.close()
+        run.maker.close()
         return
 
     def move_and_fail(*args, move=shards._move_values):
@@ -378,9 +380,9 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
     with monkeypatch.context() as patched, suppress(ZeroDivisionError):
         if world.rank == 0:
             patched.setattr(shards, "_move_values", move_and_fail)
-        shards.assign(world, with_mirrors([1, 2, 2][: world.size], hosts))
+        shards.assign(world, with_mirrors([1, 2, 2][: world.size], "abc"[: world.size]))
     assert shards.is_complete(world.comm)
-    shards.assign(world, with_mirrors([3, 2, 2][: world.size], hosts))
+    run.maker.layout = loops.shard_layout(world, [3, 2, 2][: world.size], mirrors=True)
     run.make_loop()
     for _ in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
@@ -426,13 +428,12 @@ def train(world, monkeypatch):
     """Return what trains a task in shards, and compares it with one process."""
 
     def train(task, micro_batch_size=2, epochs=2, between=lambda model, step: None, parted=()):
-        monkeypatch.setattr(loops, "make_task", lambda *_: task)
         monkeypatch.setattr("kaitian_mpi.distributed.shards.is_compiling", lambda: False)
         initial, taken, step = copy.deepcopy(task.model), [], 0
-        memory = [3, 1, 2][: world.size]
+        layout = loops.shard_layout(world, [3, 1, 2][: world.size], parted)
         run = loops.Run(
-            world, loops.uneven(world), memory=memory, micro_batch_size=micro_batch_size,
-            parted=parted, epochs=9,
+            world, loops.uneven(world), task=task, layout=layout,
+            micro_batch_size=micro_batch_size, epochs=9,
         )  # fmt: skip
         for _ in range(epochs):
             for each in run.epoch():
@@ -587,11 +588,11 @@ class Words(nn.Module):
 
 
 def test_embeddings_that_ranks_cannot_share_are_refused(world, make_run):
-    task, run = make_run(model=Words(sparse=True), memory=[3, 1, 2][: world.size])
+    task, run = make_run(model=Words(sparse=True))
     with pytest.raises(UserError, match="sparse=False"):
         next(run.epoch())
     run.loop.close(together=False)
-    run.loader.close()
+    run.maker.close()
     task = make_task("adamw", model=Words(max_norm=1.0))
     with pytest.raises(UserError, match="an embedding with max_norm"):
         use_shards(loops.make_state(world, task), task, {})

@@ -238,7 +238,9 @@ def replicas(world, off=(), unlike=()):
     ]
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    task = replace(loops.make_task(model), optimizer=lambda m: UlpOff(m.parameters(), lr=0.01))
+    task = replace(
+        loops.classify_points(model), optimizer=lambda m: UlpOff(m.parameters(), lr=0.01)
+    )
     state = loops.make_state(world, task)
     state.optimizers[0].is_off = world.rank in off
     for step in range(20):
