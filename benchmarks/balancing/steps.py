@@ -28,7 +28,8 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.observe.sink import Sinks
-from kaitian_mpi.recipes.datasets import DataSource, load_data
+from kaitian_mpi.recipes.data_source import DataSource
+from kaitian_mpi.recipes.datasets import load_data
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.runtime.polling import sleeping_barrier

@@ -223,6 +223,11 @@ def _check_combinations(given: Mapping[str, Any]) -> None:
             f"{of_images} cannot be combined with --task; set it in the task's own code, "
             "with --set for its arguments"
         )
+    if "image_size" in given and given.get("dataset") != "imagefolder":
+        raise UserError(
+            "--image-size has an effect with --dataset imagefolder only; other datasets have a "
+            "size of their own"
+        )
     if not given.get("task") and given.get("set"):
         raise UserError(
             '"set" in the --config file is for arguments of the --task function; add --task'

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kaitian_mpi.balance.communication import guessed_kinds
@@ -60,12 +61,13 @@ def measure(parsed: Parsed) -> None:
 
     from kaitian_mpi.mpi.exchange import agree_on_errors
     from kaitian_mpi.train.measure.job import measure_job
+    from kaitian_mpi.train.task import as_task
 
     with agree_on_errors(world.comm):
         if world.rank == 0 and parsed.others.save is not None:
             check_can_be_written(parsed.others.save)
     world.relay.adopt(config)
-    measured = measure_job(task_maker(config, parsed.by_set), config, world)
+    measured = measure_job(partial(as_task, task_maker(config, parsed.by_set)), config, world)
     with agree_on_errors(world.comm):
         if world.rank == 0:
             report(measured, parsed)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.mpi.world import World
-    from kaitian_mpi.train.task import Task
+    from kaitian_mpi.train.task import JointTask, Task
 
 PROGRAM = "kaitian-train"
 
@@ -126,15 +126,16 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
                 ) from error
 
 
-def task_maker(config: TrainConfig, by_set: frozenset[str]) -> Callable[[], Task]:
+def task_maker(config: TrainConfig, by_set: frozenset[str]) -> Callable[[], Task] | JointTask:
     """Return what makes the task: the user's function, or the recipe for --model."""
     if config.task:
         from kaitian_mpi.recipes import user_task
 
         return partial(user_task.build_task, config.task, config.set, config.seed, by_set)
     from kaitian_mpi.recipes import image_classification
+    from kaitian_mpi.train.task import JointTask
 
-    return partial(image_classification.make_task, config)
+    return JointTask(partial(image_classification.make_task, config))
 
 
 if __name__ == "__main__":

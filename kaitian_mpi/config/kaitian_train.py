@@ -14,13 +14,14 @@ from kaitian_mpi.errors import UserError
 
 OF_IMAGES = frozenset(
     (
-        *("model", "dataset", "data_dir", "val_split", "augment", "optimizer", "lr", "momentum"),
-        *("nesterov", "weight_decay", "clip_norm", "label_smoothing", "schedule", "warmup"),
+        *("model", "dataset", "data_dir", "image_size", "val_split", "augment", "optimizer", "lr"),
+        *("momentum", "nesterov", "weight_decay", "clip_norm", "label_smoothing", "schedule"),
+        "warmup",
     )
 )
 """The fields of image classification, which a task has in its own code."""
 MODELS = ("mobilenetv2", "resnet18", "cnn")
-DATASETS = ("digits", "cifar10", "mnist", "synthetic")
+DATASETS = ("digits", "cifar10", "mnist", "synthetic", "imagefolder")
 GROUPINGS = ("auto", "kind", "kind-and-host")
 
 
@@ -60,10 +61,20 @@ class TrainConfig(TrainingConfig):
     )
     dataset: str = setting(
         "digits",
-        "digits, cifar10, mnist, synthetic, or module:factory: a callable that returns "
+        "digits, cifar10, mnist, synthetic, imagefolder (pictures in --data-dir, in a folder for "
+        "each class, resized to --image-size), or module:factory: a callable that returns "
         "(train, validation) or one map-style dataset of (input, class) pairs",
     )
-    data_dir: str = setting("", "folder with the dataset's official files", metavar="DIR")
+    data_dir: str = setting(
+        "", "folder with the dataset's official files, or your pictures", metavar="DIR"
+    )
+    image_size: int = setting(
+        64,
+        "with --dataset imagefolder: width and height in pixels to which the middle square of each "
+        "picture is resized",
+        least=8,
+        most=8192,
+    )
     val_split: float = setting(
         0.2,
         "fraction of the training set held out if the dataset has no test set",

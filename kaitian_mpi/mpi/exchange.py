@@ -90,7 +90,8 @@ def agree_on_errors(comm: MPI.Comm) -> Iterator[None]:
     """Raise any rank's `UserError` from the block as the same `AgreedError` on every rank.
 
     Its exit code is the highest of the ranks' errors. Collective: every rank must enter and leave.
-    Nothing inside the block may be collective, since a rank with an error leaves it early.
+    Nothing inside the block may be collective, since a rank with an error leaves it early, unless
+    it comes before anything that can raise on one rank alone.
     """
     fault, code = "", 0
     try:

@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.recipes.datasets import DataSource, load_data
+from kaitian_mpi.config.factory import one_line
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.recipes.class_count import count_classes
+from kaitian_mpi.recipes.data_source import DataSource
+from kaitian_mpi.recipes.datasets import load_data
 from kaitian_mpi.recipes.models import ImageClassifier, build_model
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.task import Task
@@ -19,14 +25,35 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs [n, ...] and classes, int64 [n]."""
 
 
-def make_task(config: TrainConfig) -> Task:
-    """Load the data and build the model."""
-    enter_phase("loading the dataset (--dataset)")
-    torch.manual_seed(config.seed)  # so that random data is the same on every rank
-    source = load_data(config)
+def make_task(config: TrainConfig, world: World) -> Task:
+    """Load the data and build the model. Collective."""
+    with agree_on_errors(world.comm):
+        enter_phase("loading the dataset (--dataset)")
+        torch.manual_seed(config.seed)  # so that random data is the same on every rank
+        source = load_data(config)
+    source = count_classes(config.dataset, source, world)
     torch.manual_seed(config.seed)
     enter_phase("building the model (--model)")
-    return classify(config, build_model(config.model, source.num_classes), source)
+    model = build_model(config.model, source.num_classes)
+    check_inputs(config, model, source)
+    return classify(config, model, source)
+
+
+@torch.no_grad()
+def check_inputs(config: TrainConfig, model: nn.Module, source: DataSource) -> None:
+    """Raise a `UserError` if the inputs are uint8, and the model does not convert them."""
+    inputs, _ = source.train[[0]]
+    if inputs.dtype != torch.uint8:
+        return
+    try:
+        model.eval()(inputs)
+    except RuntimeError as error:
+        raise UserError(
+            f"--dataset {config.dataset}: its inputs are uint8, with which --model {config.model} "
+            f"cannot compute ({one_line(error)}); return floating-point tensors, such as "
+            "picture / 255, or convert them in the model"
+        ) from error
+    model.train()
 
 
 def classify(config: TrainConfig, model: nn.Module, source: DataSource) -> Task:

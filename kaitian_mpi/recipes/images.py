@@ -1,4 +1,4 @@
-"""Image datasets held in memory: normalization, splits, and crops and flips of any rank's batch."""
+"""Image datasets: normalization, splits, and crops and flips of any rank's batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ _SYNTHETIC_SAMPLES = 2048
 _SYNTHETIC_CLASSES = 10
 
 
+class Images(Protocol):
+    """Images in memory or in files, of one size."""
+
+    def __getitem__(self, indices: torch.Tensor, /) -> torch.Tensor:
+        """Return the images of n indices: uint8 [n, C, H, W]."""
+        ...
+
+
 @dataclass(eq=False)
 class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Labeled images, indexed by a list of sample indices, with optional random crops and flips.
@@ -31,7 +39,7 @@ class ImageArrays(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     or the order, so that a run's images are the same however they are divided among the ranks.
     """
 
-    images: torch.Tensor
+    images: Images
     """uint8 [N, C, H, W]; C is 1 if all channels are equal."""
     labels: torch.Tensor
     """int64 [N]."""

@@ -30,7 +30,7 @@ from kaitian_mpi.train.task import Task
 
 _log = logging.getLogger(__name__)
 
-MakeTask = Callable[[], Task]
+MakeTask = Callable[[World], Task]
 _OWN_TO_DEVICE = ("params", "foreach", "fused", "capturable")
 
 
@@ -115,7 +115,7 @@ def prepare_without_folder(make_task: MakeTask, config: TrainingConfig, world: W
     with agree_on_errors(world.comm):
         set_phase_limit(setup_limit(config.step_timeout))
         enter_phase("making the task")
-        task = make_task()
+        task = make_task(world)
         parts = describe_parts(task)
         if config.sync_bn:
             try:

@@ -21,6 +21,7 @@ from kaitian_mpi.distributed.gradients import check_dense
 from kaitian_mpi.distributed.late_values import PartedModel, check_without_torch_func
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.train.data.batches import is_stream, place
 
@@ -235,8 +236,17 @@ class Task:
         return value
 
 
-def as_task(task: Task | Callable[[], Task]) -> Task:
+@dataclass(frozen=True)
+class JointTask:
+    """A task that the ranks make together: `make` may communicate. Calling it is collective."""
+
+    make: Callable[[World], Task]
+
+
+def as_task(task: Task | JointTask | Callable[[], Task], world: World) -> Task:
     """Return a task, or what a function makes."""
+    if isinstance(task, JointTask):
+        return task.make(world)
     made = task if isinstance(task, Task) else task()
     if not isinstance(made, Task):
         raise UserError(

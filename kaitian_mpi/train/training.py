@@ -29,7 +29,7 @@ from kaitian_mpi.train.open_form import OpenForm
 from kaitian_mpi.train.session import Session
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.summary import Summary
-from kaitian_mpi.train.task import Task, as_task
+from kaitian_mpi.train.task import JointTask, Task, as_task
 
 _open: list[Training] = []
 
@@ -75,7 +75,7 @@ class Training:
 
     def __init__(
         self,
-        task: Task | Callable[[], Task],
+        task: Task | Callable[[], Task] | JointTask,
         config: TrainingConfig | None = None,
         *,
         sinks: Sequence[MetricsSink] = (),
@@ -83,7 +83,8 @@ class Training:
     ) -> None:
         if _open:
             raise UserError("another Training is open; call close() first")
-        if isinstance(task, nn.Module) or not (isinstance(task, Task) or callable(task)):
+        is_task = isinstance(task, Task | JointTask) or callable(task)
+        if isinstance(task, nn.Module) or not is_task:
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
         made = make_config(config, settings)
         check_sinks(sinks)

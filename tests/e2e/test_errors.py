@@ -13,7 +13,7 @@ TRAIN = ("kaitian-train", "--model", "cnn")
 
 
 BEFORE_MPI = {
-    "--epochs 0": "--epochs must be a whole number, at least 1",
+    "--epochs -1": "--epochs must be a whole number, at least 0",
     "--log-interval inf": "--log-interval must be a number, at least 0 and at most 1e9, not inf",
     "--model nosuch": "--model: there is no model 'nosuch'; give mobilenetv2",
     "--export model.pt": "--export must be a file named *.safetensors, not 'model.pt'; the run",

@@ -608,7 +608,7 @@ def measured(world: Any, layout: str) -> Any:
     check_plain(world)
     seconds = stand_in.BENCHMARK_SEC if IS_STAND_IN else 6.0
     config = TrainConfig(layout=layout, global_batch_size=64, benchmark_seconds=seconds, quiet=True)
-    setup = prepare_without_folder(gpt_task, config, world)
+    setup = prepare_without_folder(lambda world: gpt_task(), config, world)
     return config, setup, find_facts(config, setup, world)
 
 

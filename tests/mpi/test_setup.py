@@ -1,20 +1,24 @@
 """Before training, model and data are made the same on all ranks."""
 
+import logging
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from kaitian_mpi import data_parallel
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes import image_classification
-from kaitian_mpi.recipes.datasets import DataSource, batches_of_pairs
+from kaitian_mpi.recipes.class_count import count_classes
+from kaitian_mpi.recipes.data_source import DataSource
 from kaitian_mpi.recipes.image_classification import make_task
+from kaitian_mpi.recipes.user_data import batches_of_pairs
 from kaitian_mpi.train.setup import check_same_samples, prepare_without_folder
 
 pytestmark = pytest.mark.sizes(1, 3)
@@ -81,6 +85,39 @@ def test_data_listed_in_another_order_on_a_host_is_rejected(world, caplog):
     check_same_samples(world, "training", make_data(INPUTS + world.rank, LABELS))
     was_logged = "the inputs of 16 of 16 training samples differ" in caplog.text
     assert was_logged == (world.rank == 0)
+
+
+class Pairs(Dataset):
+    """Samples of seven classes that can be read once each, if not broken."""
+
+    def __init__(self, broken=None):
+        self.broken = broken
+        self.read = []
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise OSError("disk gone")
+        self.read.append(index)
+        return torch.zeros(2), index % 7
+
+
+def test_classes_are_counted_by_reading_each_sample_once_over_all_ranks(world, caplog):
+    caplog.set_level(logging.INFO)
+    data = Pairs()
+    source = DataSource(None, None, 3, (data, data))
+    counted = count_classes("my:data", source, world)
+    assert (counted.num_classes, counted.to_count) == (7, ())
+    by_rank = gather_values(world.comm, data.read)
+    assert sorted(chain(*by_rank)) == sorted([*range(50)] * 2)
+    told = "counting the classes of the dataset by reading its 100 samples, each rank a part"
+    assert (told in caplog.text) == (world.rank == 0)
+    assert count_classes("my:data", DataSource(None, None, 3), world).num_classes == 3
+    broken = DataSource(None, None, 0, (Pairs(broken=49),))  # which the last rank reads
+    with pytest.raises(AgreedError, match="counting its classes raised OSError: disk gone; give"):
+        count_classes("my:data", broken, world)
 
 
 @pytest.mark.ranks(2)

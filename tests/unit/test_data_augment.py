@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from kaitian_mpi.recipes.datasets import batches_of_pairs
 from kaitian_mpi.recipes.images import ImageArrays, crop, draw_crops_and_flips
+from kaitian_mpi.recipes.user_data import batches_of_pairs
 from kaitian_mpi.train.data import sample_digest
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples

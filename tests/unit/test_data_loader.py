@@ -54,6 +54,21 @@ def test_workers_that_cannot_be_sent_a_lambda_say_what_to_do():
     loader.close()
 
 
+class Refusing(Samples):
+    """Raises a mistake of the user's for a sample."""
+
+    def __getitem__(self, index):
+        raise UserError(f"sample {index} is wrong")
+
+
+def test_a_mistake_that_a_worker_meets_is_one_line():
+    for workers in (0, 1):
+        loader = ShareLoader(Batches(Refusing({0: 0})), workers, pin_memory=False)
+        with pytest.raises(UserError, match=r"^sample 0 is wrong$"):
+            list(loader.load(shares(0)))
+        loader.close()
+
+
 @pytest.mark.parametrize(
     ("samples", "limit", "sizes"), [(7, None, [7]), (7, 3, [3, 2, 2]), (0, 3, [0]), (0, None, [0])]
 )
@@ -118,7 +133,7 @@ LOAD = """
 import torch
 from kaitian_mpi.train.data.batches import Share
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.recipes.datasets import batches_of_pairs
+from kaitian_mpi.recipes.user_data import batches_of_pairs
 from torch.utils.data import TensorDataset
 if __name__ == "__main__":
     images = torch.arange(64.0).reshape(64, 1).expand(64, 100_000).clone()

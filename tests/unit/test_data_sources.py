@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import logging
 import re
 import sys
 
@@ -77,11 +76,6 @@ class WithClasses(Pairs):
     classes = ["cat", "dog", "eel", "fox", "gnu", "hen"]
 class WithTargets(Pairs):
     targets = [0, 1, 6]
-class BadLater(Pairs):
-    def __getitem__(self, index):
-        if index > 1:
-            raise OSError("disk gone")
-        return super().__getitem__(index)
 class Stream(IterableDataset):
     def __iter__(self):
         yield from ()
@@ -99,10 +93,23 @@ def three(): return one(), one(), one()
 def lonely(): return Pairs(1)
 def empty(): return Pairs(0)
 def stream(): return Stream()
-def images(): return [("picture.png", 0)] * 4
-def one_element_labels(): return [(torch.zeros(2), torch.tensor([1]))] * 4
-def first_fails(): return BadLater(4).__class__(4, {}.__getitem__)
-def bad_later(): return BadLater(4)
+def part(): return torch.utils.data.Subset(WithTargets(10), range(5))
+def joined(): return torch.utils.data.ConcatDataset([Named(3), part()])
+def half_known(): return torch.utils.data.ConcatDataset([Named(3), Pairs(4)])
+def known_and_not(): return Named(10), Pairs(5)
+def pairs_of(inputs, target): return [(inputs, target)] * 4
+def images(): return pairs_of("picture.png", 0)
+def arrays(): return pairs_of(torch.zeros(2).numpy(), 0)
+def one_element_labels(): return pairs_of(torch.zeros(2), torch.tensor([1]))
+def one_hot(): return pairs_of(torch.zeros(2), torch.tensor([0.0, 0.0, 1.0]))
+def masks(): return pairs_of(torch.zeros(2), torch.ones(5, 5, dtype=torch.int64))
+def regression(): return pairs_of(torch.zeros(2), torch.tensor(0.5))
+def vectors(): return pairs_of(torch.zeros(2), [0.5, 1.5])
+def unequal(): return [(torch.zeros(2 + number), 0) for number in range(4)]
+def names(): return pairs_of(torch.zeros(2), "cat")
+def keyed(): return [{"pixel_values": torch.zeros(2), "labels": 1}] * 4
+def triples(): return [(torch.zeros(2), 0, "cat.jpg")] * 4
+def first_fails(): return Pairs(4, {}.__getitem__)
 """
 
 
@@ -121,22 +128,23 @@ def load(name, **settings):
     return load_data(TrainConfig(dataset=f"my_data:{name}", **settings))
 
 
-def test_factories(caplog):
-    caplog.set_level(logging.INFO)
+def test_factories():
+    """0 classes: the labels are to be read."""
     for name, settings, train, validation, classes in (
-        ("one", {}, 8, 2, 4), ("one", {"augment": "none"}, 8, 2, 4), ("two", {}, 10, 6, 5),
+        ("one", {}, 8, 2, 0), ("one", {"augment": "none"}, 8, 2, 0), ("two", {}, 10, 6, 0),
         ("named", {}, 8, 2, 9), ("with_classes", {}, 8, 2, 6), ("with_targets", {}, 8, 2, 7),
-        ("tensors", {}, 6, 2, 8), ("one", {"data_dir": "ignored"}, 8, 2, 4),
-        ("in_folder", {"data_dir": "0123456789"}, 8, 2, 4),
-        ("in_optional_folder", {"data_dir": "0123456789"}, 8, 2, 4),
+        ("tensors", {}, 6, 2, 8), ("one", {"data_dir": "ignored"}, 8, 2, 0),
+        ("part", {}, 4, 1, 7), ("joined", {}, 6, 2, 9), ("half_known", {}, 6, 1, 0),
+        ("known_and_not", {}, 10, 5, 9),
+        ("in_folder", {"data_dir": "0123456789"}, 8, 2, 0),
+        ("in_optional_folder", {"data_dir": "0123456789"}, 8, 2, 0),
     ):  # fmt: skip
         source = load(name, **settings)
         found = len(source.train), len(source.validation), source.num_classes
         assert found == (train, validation, classes)
         # All samples are read for it, which may take long, unless the dataset has them by a name.
-        told = "counting the classes of the dataset by reading its" in caplog.text
-        assert told == (name not in ("named", "with_classes", "with_targets"))
-        caplog.clear()
+        unknown = {0: 1 + (name == "two"), 9: name == "known_and_not"}.get(classes, 0)
+        assert len(source.to_count) == unknown
         inputs, labels = source.train[[0, 1]]
         assert len(inputs) == len(labels) == 2
         assert labels.dtype == torch.int64
@@ -160,15 +168,31 @@ def test_factories(caplog):
         ("my_data:lonely", "1 training samples are too few"),
         ("my_data:empty", "the dataset has no samples"),
         ("my_data:stream", "it returned a Stream"),
-        ("my_data:images", "no such pair: "),
-        ("my_data:one_element_labels", "no such pair: "),
-        ("my_data:first_fails", "reading its first sample raised KeyError: 0"),
-        ("my_data:bad_later", "counting its classes raised OSError: disk gone"),
+        ("my_data:images", "its inputs are of type str; convert them to tensors of one shape"),
+        ("my_data:arrays", "its inputs are of type numpy.ndarray; convert them to tensors of one"),
+        ("my_data:one_element_labels", "its targets are tensors of shape [1]; return one class "),
+        ("my_data:one_hot", "its targets are one-hot; return the class, such as int(target.argm"),
+        ("my_data:masks", "its targets are tensors of shape [5, 5]; return one class for each sam"),
+        ("my_data:regression", "its targets are floating-point numbers, as for regression, and it"),
+        ("my_data:vectors", "its targets are floating-point numbers, as for regression, and it"),
+        (
+            "my_data:names",
+            "its targets are of type str; return the class as an int, or give a",
+        ),
+        (
+            "my_data:unequal",
+            "different shapes, [2] and [3]: resize or pad them in the dataset, or ",
+        ),
+        ("my_data:keyed", "its samples have keys ('pixel_values', 'labels'); return (input ten"),
+        ("my_data:triples", "no such pair: "),
+        ("my_data:first_fails", "reading sample 0 raised KeyError: 0"),
     ],
 )
 def test_invalid_factories(spec, message):
-    with one_line_error(f"^--dataset.*{re.escape(message)}"):
+    with one_line_error(f"{re.escape(message)}") as caught:
         load_data(TrainConfig(dataset=spec))
+    if message.startswith(("its ", "no such pair")):
+        assert "give a Task with a loss of your own (--task)" in str(caught.value)
     for augment in ("crop", "crop-flip"):  # is the factory's own
         with pytest.raises(UserError, match=f"--augment {augment} works .* not with --dataset my"):
             load("one", augment=augment)

@@ -11,7 +11,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.recipes.image_classification import make_optimizer, make_task
+from kaitian_mpi.recipes.datasets import load_data
+from kaitian_mpi.recipes.image_classification import classify, make_optimizer
+from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train import divergence
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.divergence import alike, by_frequency, differs_by_rounding, rounding_unit
@@ -157,7 +159,10 @@ HOST, REFERENCE = (Computation(CPU, each, "contiguous") for each in ("fp32", "fl
 @pytest.fixture(scope="module")
 def known():
     """A model's task, a batch, and the reference."""
-    task = make_task(TrainConfig(model="cnn", seed=3))
+    config = TrainConfig(model="cnn", seed=3)
+    source = load_data(config)
+    torch.manual_seed(3)
+    task = classify(config, build_model("cnn", 10), source)
     data = as_batches(task.data, task.collate)
     batch = data[[index * len(task.data) // 4 for index in range(4)]]
     return task, batch, compute_outcome(task, batch, REFERENCE, 3)

@@ -18,7 +18,7 @@ from kaitian_mpi.supervise.environments import read_environments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_A_USER = ("script.py", "train.py", "runs/")
+OF_A_USER = ("script.py", "train.py", "runs/", "cat/", "dog/")
 MESSAGES = {
     "backend.md": (
         "timed out after ", "set a longer timeout for the group if they are only slow",

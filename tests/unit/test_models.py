@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 from kaitian_mpi.cli.flags import parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.recipes.datasets import DataSource, batches_of_pairs
-from kaitian_mpi.recipes.image_classification import classify
+from kaitian_mpi.recipes.data_source import DataSource
+from kaitian_mpi.recipes.image_classification import check_inputs, classify
 from kaitian_mpi.recipes.models import MODELS, build_model
+from kaitian_mpi.recipes.user_data import batches_of_pairs
 from kaitian_mpi.recipes.user_task import build_task
 from kaitian_mpi.train.layouts.pipeline.chain import ModelCall, chain_of, run
 from kaitian_mpi.train.measure.plan import min_batch_of
@@ -114,6 +115,23 @@ def task_of(model, factor=1.0):
 
 def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers)
+
+
+class Scaling(nn.Module):
+    def forward(self, x):
+        return x.float() / 255
+
+
+def test_bytes_are_for_models_that_convert_them():
+    config = TrainConfig(dataset="my:data", model="my:model")
+    layer = nn.Linear(4, 2)
+    for dtype in (torch.uint8, torch.float32):
+        data = batches_of_pairs(TensorDataset(torch.zeros(3, 4, dtype=dtype), torch.arange(3)))
+        check_inputs(config, nn.Sequential(Scaling(), layer), source := DataSource(data, data, 3))
+    check_inputs(config, layer, source)
+    bytes_ = batches_of_pairs(TensorDataset(torch.zeros(3, 4, dtype=torch.uint8), torch.arange(3)))
+    with one_line_error("--dataset my:data: its inputs are uint8, with which --model my:model can"):
+        check_inputs(config, layer, DataSource(bytes_, bytes_, 3))
 
 
 @pytest.mark.filterwarnings("ignore:std")

@@ -191,7 +191,7 @@ MISTAKES = {
     ],
     supervise: [
         ("mpirun -np 2 python x.py", "the command must start kaitian-train"),
-        ("mpirun kaitian-train --epochs 0", "--epochs must be a whole number"),
+        ("mpirun kaitian-train --epochs -1", "--epochs must be a whole number"),
         ("mpirun kaitian-train --wrong", "unrecognized arguments: --wrong; see kaitian-train"),
         ("mpirun --hostfile no kaitian-train", "no is not a regular file"),
         ("mpirun --host a,-oX kaitian-train", "--host: '-oX' is not a host name"),

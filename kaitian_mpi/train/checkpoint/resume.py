@@ -53,8 +53,8 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
         epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
         warn_rank_0(
             world,
-            f"{setup.path} is finished ({epochs}, {summary.steps} steps): nothing left to train; to "
-            f"continue it, raise {config.word('--epochs')} or {config.word('--max-steps')}",
+            f"{setup.path} is finished ({epochs}, {summary.steps} steps): nothing left to train; "
+            f"to continue it, raise {config.word('--epochs or --max-steps')}",
         )
         return replace(earlier, summary=summary, is_finished=True)
     if summary.steps is None or summary.steps > earlier.progress["step"]:

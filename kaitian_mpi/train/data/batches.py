@@ -98,12 +98,12 @@ class Batches(Dataset[Any]):
 
 
 def _collate(samples: list[Any]) -> Any:
-    with same_shapes():
+    with same_shapes("resize or pad them in the dataset, or give a Task a collate function"):
         return default_collate(samples)
 
 
 @contextmanager
-def same_shapes() -> Iterator[None]:
+def same_shapes(advice: str) -> Iterator[None]:
     """Stack the samples of a batch in the block; raise a `UserError` if their shapes differ."""
     try:
         yield
@@ -112,8 +112,7 @@ def same_shapes() -> Iterator[None]:
             raise
         shapes = " and ".join(re.findall(r"\[[\d, ]*\]", str(error)))
         raise UserError(
-            f"the samples of a batch have different shapes, {shapes}: resize or pad them in the "
-            "dataset, or give a Task a collate function"
+            f"the samples of a batch have different shapes, {shapes}: {advice}"
         ) from error
 
 

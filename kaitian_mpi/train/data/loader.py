@@ -43,7 +43,7 @@ class ShareLoader:
         if self._loader is None:
             self._loader = self._make_loader()
         try:
-            return iter(self._loader)
+            return map(_raise_error, self._loader)
         except Exception as error:
             if not self.workers or not re.search("pickle|local object", str(error)):
                 raise
@@ -79,6 +79,13 @@ class ShareLoader:
             prefetch_factor=_BATCHES_PER_WORKER if workers else None,
             worker_init_fn=_exit_with_rank,
         )
+
+
+def _raise_error(share: list[MicroBatch] | UserError) -> list[MicroBatch]:
+    """Return a share, unless a worker has sent the error that it met."""
+    if isinstance(share, UserError):
+        raise share
+    return share
 
 
 class _Shares(Sampler[Share]):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.system import anonymous_file
 
 
@@ -101,14 +102,20 @@ def _tensor(region: Any, start: int, dtype: torch.dtype, offset: int, shape: Any
 
 
 class SharedTensorDataset(Dataset[Any]):
-    """Wraps a dataset so that it is sent to workers, and its batches back, as a `SharedTensors`."""
+    """Wraps a dataset so that it is sent to workers, and its batches back, as a `SharedTensors`.
+
+    A `UserError` is sent back as a value: torch's loader would add the worker's traceback to it.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._shared = SharedTensors(dataset)
 
     def __getitem__(self, indices: list[int]) -> Any:
-        return SharedTensors(self._dataset[indices])
+        try:
+            return SharedTensors(self._dataset[indices])
+        except UserError as error:
+            return UserError(str(error))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedTensorDataset, (self._shared,)
