@@ -272,6 +272,57 @@ def test_a_rank_that_gets_more_than_it_expects_says_so(world):
         pairwise.exchange(world.comm.Dup(), [own] * world.size, received)
 
 
+LONG_ONLY = ("all_reduce", "all_gather", "all_gather_single")  # shorter ones are refused by MPI
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("longer", ["rank 0", "others"])
+@pytest.mark.parametrize(
+    "kind",
+    ["broadcast", "reduce", "gather", "scatter", "reduce_scatter", "all_to_all", *LONG_ONLY],
+)
+def test_tensors_of_unlike_sizes_are_refused_and_the_memory_after_them_is_left(world, kind, longer):
+    """MPI takes less than there is room for, and Open MPI writes more than that."""
+    size, last = world.size, world.size - 1
+    for shorter in (3 << 20,) if kind in LONG_ONLY else (20, 70_000, 3 << 20):
+        group = dist.new_group()  # an error ends it
+        length = shorter + 10 * ((world.rank == 0) == (longer == "rank 0"))
+        whole = torch.zeros((size + 1) * length, dtype=torch.uint8)
+        pieces, ones = list(whole[:-length].split(length)), torch.ones(length, dtype=torch.uint8)
+        target, given = pieces[-1], [ones] * size
+        call, *arguments = {
+            "broadcast": (dist.broadcast, target, last),
+            "reduce": (dist.reduce, target, 0),
+            "gather": (dist.gather, ones, pieces if world.rank == 0 else None),
+            "scatter": (dist.scatter, target, given if world.rank == last else None, last),
+            "reduce_scatter": (dist.reduce_scatter, target, given),
+            "all_to_all": (dist.all_to_all, pieces, given),
+            "all_reduce": (dist.all_reduce, target),
+            "all_gather": (dist.all_gather, pieces, ones),
+            "all_gather_single": (dist.all_gather_single, whole[:-length], ones),
+        }[kind]
+        # The root of a short broadcast waits for nobody, so only the ranks of other sizes know.
+        knows = kind != "broadcast" or shorter > 20 or world.rank == 0
+        with pytest.raises(CollectiveError, match="unlike sizes") if knows else nullcontext():
+            call(*arguments, group=group)
+        assert not whole[-length:].any()
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("promised", [2, 4])
+def test_unlike_splits_are_refused(world, promised):
+    """Rank 0 sends 3 numbers to each, which expect this many."""
+    size = world.size
+    received = [3 if world.rank == 0 else promised, *[3] * (size - 1)]
+    output, given = torch.zeros(sum(received)), torch.ones(3 * size)
+    group = dist.new_group()
+    is_unlike = pytest.raises(CollectiveError, match="unlike") if world.rank else nullcontext()
+    with is_unlike:
+        dist.all_to_all_single(output, given, received, [3] * size, group)
+    dist.destroy_process_group(group)
+
+
 @pytest.mark.ranks(2)
 def test_subgroups_in_any_order_have_a_relay_if_they_are_of_two_kinds(world):
     assert not dist.group.WORLD.has_one_group

@@ -69,12 +69,16 @@ class ArrivalTracker:
         Raises a `CollectiveError` if a rank did not arrive within the group's timeout, or has left
         the group, or this rank arrives after the others' timeout.
         """
+        self.meet(self._comm.Ibarrier())
+
+    def meet(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
+        """Wait likewise for a nonblocking collective that no rank leaves before all have come."""
         arrived_at = time.monotonic()
         with part("wait for all ranks"):
             # Not since the last collective, which other ranks may have left long before this one
             # came, as the root of a broadcast does. A blocking call follows, for which no rank may
             # have given up.
-            self._complete(self._comm.Ibarrier(), (), self._met_at)
+            self._complete(request, tensors, self._met_at)
         self._met_at = arrived_at
 
     def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:

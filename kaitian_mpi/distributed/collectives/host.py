@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +13,7 @@ from kaitian_mpi.distributed.collectives import rounds, staging
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.sizes import Sizes
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
+from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import SUM, as_buffer, as_raw_buffer, separate
 from kaitian_mpi.mpi.host_collectives import SHORT_BYTES, start_all_to_all, start_allreduce
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.datatypes import Reduction
 
 Tensors = Sequence[torch.Tensor]
+Pieces = Sequence[torch.Tensor | None]
 
+_SIZE_BYTES = 8  # of an int64
 _LONG_GATHER_BYTES = 4 << 20
 """From this size on, ranks exchange parts as fast as MPI gathers them, without copying a list's."""
 
@@ -68,9 +72,9 @@ class HostOperations:
         self._comm = comm
         self._links = links
         self._relay = relay
-        self.barrier = self._arrive = arrivals.arrive
+        self.barrier = arrivals.arrive
         self._complete = arrivals.complete
-        self._sizes = Sizes(comm, arrivals.complete)
+        self._sizes = Sizes(comm, arrivals)
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         self.allreduce_flat(tensor, op, precision)
@@ -92,7 +96,7 @@ class HostOperations:
                 host.copy_(wide)
             from_host(host, tensor)
             return
-        self._arrive()
+        self._sizes.check_equal([tensor.nbytes])
         # Without a relay all ranks are CPUs, but a script may have tensors on another device.
         dense = to_host(tensor) if self._relay is None else contiguous(tensor)
         exchange = self._allreduce_on(self._comm, precision.residual)
@@ -113,8 +117,12 @@ class HostOperations:
         return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        if relay := self._relay_if_long(tensor.nbytes):
-            self._sizes.check_equal([tensor.nbytes])
+        relay = self._relay_if_long(tensor.nbytes)
+        if relay is None and tensor.nbytes <= SHORT_BYTES:
+            self._broadcast_short(tensor, root)
+            return
+        self._sizes.check_equal([tensor.nbytes])
+        if relay is not None:
 
             def share(part: torch.Tensor) -> None:
                 self._complete(self._comm.Ibcast(as_raw_buffer(part), root), part)
@@ -127,15 +135,35 @@ class HostOperations:
         if self.rank != root:
             from_host(host, tensor)
 
+    def _broadcast_short(self, tensor: torch.Tensor, root: int) -> None:
+        """Broadcast a tensor and its size: the root, which waits for nobody, needs no other's.
+
+        Raises:
+            CollectiveError: the root's tensor has another size.
+        """
+        nbytes = tensor.nbytes
+        # With room for any short message: MPI would write what is too long beyond its end.
+        message = torch.empty(SHORT_BYTES + _SIZE_BYTES, dtype=torch.uint8)[: nbytes + _SIZE_BYTES]
+        content, size = message.split([nbytes, _SIZE_BYTES])
+        size.copy_(torch.tensor([nbytes if self.rank == root else -1]).view(torch.uint8))
+        if self.rank == root:
+            content.copy_(to_host(tensor).view(-1).view(torch.uint8))
+        self._complete(self._comm.Ibcast(as_raw_buffer(message), root), message)
+        if self.rank != root:
+            if size.tolist() != [*nbytes.to_bytes(_SIZE_BYTES, sys.byteorder)]:
+                raise CollectiveError(pairwise.UNLIKE_SIZES)
+            host = to_host(tensor, read=False)
+            host.view(-1).view(torch.uint8).copy_(content)
+            from_host(host, tensor)
+
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
         """Reduce `tensor` to rank `root`, in place; the other ranks' tensors are unchanged."""
-        self._arrive()
+        self._sizes.check_equal([tensor.nbytes])
 
         def add(host: torch.Tensor) -> None:
             host_collectives.reduce_pieces(self._comm, host, [0] * root + [host.numel()], op)
 
         if relay := self._relay_if_long(tensor.nbytes):
-            self._sizes.check_equal([tensor.nbytes])
             ways = {"reads": True, "writes": self.rank == root}
             rounds.in_rounds(self._comm, relay, tensor, add, **ways)
             return
@@ -189,10 +217,10 @@ class HostOperations:
         if host.nbytes <= (SHORT_BYTES if self.size == 2 else _LONG_GATHER_BYTES):
             self._complete(self._comm.Iallgather(*buffers), host, source)
         elif host.nbytes <= _LONG_GATHER_BYTES:
-            self._arrive()
+            self._sizes.check_equal([source.nbytes])
             self._comm.Allgather(*buffers)
         else:
-            self._arrive()
+            self._sizes.check_equal([source.nbytes])
             parts = host.view(-1).split(source.numel())
             pairwise.exchange(self._comm, [source] * self.size, parts)
         from_host(host, output)
@@ -233,7 +261,7 @@ class HostOperations:
 
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
         """Reduce `pieces[r]` into `output` on rank r."""
-        self._arrive()
+        self._sizes.check_equal([piece.nbytes for piece in pieces])
         if rounds.reduce_scatter_in_rounds(self._comm, self._relay, output, pieces, op):
             return
         host = to_host(output, read=False)
@@ -260,18 +288,13 @@ class HostOperations:
             if wide is not host:
                 host.copy_(wide)
         else:
-            self._arrive()
+            self._sizes.check_equal([source.nbytes])
             host_collectives.reduce_scatter(self._comm, host, source, op)
         from_host(host, output)
 
-    def all_to_all(
-        self,
-        received: Sequence[torch.Tensor | None],
-        sent: Sequence[torch.Tensor | None],
-    ) -> None:
+    def all_to_all(self, received: Pieces, sent: Pieces) -> None:
         """Send `sent[r]` to rank r and receive `received[r]` from it, if there are such."""
-        if not self._exchanges_in_rounds(received, sent):
-            self._exchange(sent, received)
+        self._exchange(sent, received)
 
     def all_to_all_single(
         self,
@@ -281,38 +304,34 @@ class HostOperations:
         sent_counts: Sequence[int],
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
-        dense = contiguous(output)
-        pieces = dense.view(-1).split([*received_counts])
-        if self._exchanges_in_rounds(pieces, contiguous(tensor).view(-1).split([*sent_counts])):
-            from_host(dense, output)
-            return
+        if self._relay is not None and self._relay.has_accelerators:
+            dense = contiguous(output)
+            pieces = dense.view(-1).split([*received_counts])
+            parts = contiguous(tensor).view(-1).split([*sent_counts])
+            # One rank may have long pieces, and others none.
+            if relay := self._relay_if_long(self._sizes.check_exchange(parts, pieces)):
+                rounds.exchange_in_rounds(self._comm, relay, parts, pieces)
+                from_host(dense, output)
+                return
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
+        leaving = torch.tensor([count * source.itemsize for count in sent_counts])
+        arriving = torch.empty_like(leaving)
+        # At the same time, as a wait for them alone would take as long as short pieces do.
+        sizes = self._comm.Ialltoall(as_raw_buffer(leaving), as_raw_buffer(arriving))
         request = start_all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
+        self._complete(sizes, leaving, arriving)
+        if arriving.tolist() != [count * host.itemsize for count in received_counts]:
+            raise CollectiveError(pairwise.UNLIKE_SIZES)
         from_host(host, output)
 
-    def _exchanges_in_rounds(
-        self, received: Sequence[torch.Tensor | None], sent: Sequence[torch.Tensor | None]
-    ) -> bool:
-        """Exchange long pieces if one rank has an accelerator; return whether they were.
-
-        Raises:
-            CollectiveError: the ranks' pieces have unlike sizes; on every rank.
-        """
-        relay = self._relay
-        if relay is None or not relay.has_accelerators:
-            return False
+    def _exchange(self, sent: Pieces, received: Pieces) -> None:
         # One rank may have long pieces, and others none.
-        if not self._sizes.are_long(received, sent, staging.MAX_PINNED_BYTES):
-            return False
-        rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
-        return True
-
-    def _exchange(
-        self, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
-    ) -> None:
-        self._arrive()
+        longest = self._sizes.check_exchange(sent, received)
+        if relay := self._relay_if_long(longest):
+            rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
+            return
         # One copy of each, as a gather sends the same tensor to all ranks.
         copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
         received = received or [None] * self.size

@@ -81,7 +81,7 @@ class HybridOperations(HostOperations):
             return
         comms, library = self._by_host if self.algorithm in BY_HOST else self._by_kind
         lanes = 1 if self.algorithm.startswith("leader") else comms.lanes
-        self._arrive()
+        self._sizes.check_equal([tensor.nbytes])
         kind = op.without_division.kind
         if library is not None and library.serves("reduce", [tensor.dtype], kind):
             usable = library.usable(tensor.detach())

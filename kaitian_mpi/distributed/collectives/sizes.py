@@ -1,12 +1,13 @@
-"""The sizes of the ranks' tensors, which are compared where long ones go in rounds.
+"""The sizes of the ranks' tensors, which are compared as the ranks arrive at a collective.
 
-A rank with others would do another number of rounds, and its messages would be taken for those of
-the next collective.
+MPI does not report a message that is shorter than the memory for it, so that a rank would keep some
+of its old numbers; and Open MPI (5.0.11) writes one that is longer beyond the memory's end before
+it reports that. In rounds, a rank with other sizes would do another number of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,49 +19,52 @@ from kaitian_mpi.mpi.datatypes import as_raw_buffer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
+
 Tensors = Sequence[torch.Tensor | None]
 
 
 class Sizes:
-    """Compares the ranks' sizes; every method is collective, and raises on every rank."""
+    """Compares the ranks' sizes, in place of a barrier, than which it takes no longer.
 
-    def __init__(self, comm: MPI.Intracomm, complete: Callable[..., None]) -> None:
-        """`complete` waits for a request on tensors, asleep."""
+    Every method is collective, and raises on every rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, arrivals: ArrivalTracker) -> None:
         self._comm = comm
-        self._complete = complete
-
-    def gathered(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return every rank's numbers, one row for each."""
-        own = torch.tensor(numbers)
-        rows = torch.zeros((self._comm.size, len(own)), dtype=torch.int64)
-        self._complete(self._comm.Iallgather(as_raw_buffer(own), as_raw_buffer(rows)), rows, own)
-        return rows
+        self._arrivals = arrivals
 
     def check_equal(self, sizes: Sequence[int]) -> None:
         """Raise a `CollectiveError` if the ranks have unlike sizes."""
-        rows = self.gathered(sizes)
+        rows = self._gathered(sizes)
         _refuse_if((rows != rows[0]).any())
 
     def check_gather(self, pieces: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Raise a `CollectiveError` if some rank's list is not of the ranks' sizes."""
-        rows = self.gathered([*(piece.nbytes for piece in pieces), tensor.nbytes])
+        rows = self._gathered([*(piece.nbytes for piece in pieces), tensor.nbytes])
         _refuse_if((rows[:, :-1] != rows[:, -1]).any())
 
-    def are_long(self, received: Tensors, sent: Tensors, most: int) -> bool:
-        """Return whether any rank receives or sends more bytes than this.
+    def check_exchange(self, sent: Tensors, received: Tensors) -> int:
+        """Return the most bytes that any rank sends, or receives.
 
         Raises:
-            CollectiveError: some do, and one sends another what that does not receive.
+            CollectiveError: a rank sends another what that does not receive.
         """
         sizes = [
             [0 if piece is None else piece.nbytes for piece in pieces or [None] * self._comm.size]
             for pieces in (sent, received)
         ]
-        leaving, arriving = self.gathered(sizes[0] + sizes[1]).split(self._comm.size, dim=1)
-        if max(leaving.sum(1).max(), arriving.sum(1).max()) <= most:
-            return False
+        leaving, arriving = self._gathered(sizes[0] + sizes[1]).split(self._comm.size, dim=1)
         _refuse_if((leaving != arriving.t()).any())
-        return True
+        return int(max(leaving.sum(1).max(), arriving.sum(1).max()))
+
+    def _gathered(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return every rank's numbers, one row for each."""
+        own = torch.tensor(numbers)
+        rows = torch.zeros((self._comm.size, len(own)), dtype=torch.int64)
+        request = self._comm.Iallgather(as_raw_buffer(own), as_raw_buffer(rows))
+        self._arrivals.meet(request, rows, own)
+        return rows
 
 
 def _refuse_if(are_unlike: torch.Tensor | bool) -> None:
