@@ -96,6 +96,10 @@ class Engine:
         self.gradients: GradientSums = self._make_gradients()
         """Of the current step; another one once parameters are unfrozen."""
         participate(state.model, self.step)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the engine of a layout has besides: here, nothing."""
 
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return LoadAdaptiveSampler(
@@ -166,7 +170,7 @@ class Engine:
         if statistics.norms:
             statistics.before_step(step_in_epoch, step.own_samples, samples)
         self._pace.go_to(number)
-        self.start_clock()
+        step.start_clock()
         enter_phase("forward", step=number)
         return sorted(range(len(parts)), key=lambda index: self.step.weights[index] > 0)
 
@@ -176,11 +180,6 @@ class Engine:
             self.gradients.check_values()
             self.gradients.close()
             self.gradients = self._make_gradients()
-
-    def start_clock(self) -> None:
-        """Begin the time of the step, perhaps again. Not collective."""
-        self.step.clock.start()
-        self._pace.start()
 
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""

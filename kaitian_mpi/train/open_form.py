@@ -38,7 +38,7 @@ class OpenStep:
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield those that are left, on the rank's device; computing begins with the first."""
-        self.loop.engine.start_clock()
+        self.loop.engine.step.start_clock()
         while self._left:
             if self._current is not None:
                 raise UserError("call training.backward(loss) for each micro-batch")

@@ -122,6 +122,11 @@ class StepInProgress(Participation):
         self.weights = ()
         self.own_weight = float(own_samples)
 
+    def start_clock(self) -> None:
+        """Begin the time of the step, perhaps again. Not collective."""
+        self.clock.start()
+        self._pace.start()
+
     def bucket_ready(self, is_last: bool) -> None:
         """Mark on the device that the gradients of a bucket are ready."""
         self._pace.catch_up()

@@ -8,7 +8,6 @@ from typing import Any
 
 from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import split_micro_batches
-from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_table, size_text
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -22,9 +21,6 @@ from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan
 from kaitian_mpi.train.layouts.pipeline.peers import join_stages
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
-from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step_times import StepClock
 
 
@@ -46,16 +42,8 @@ class PipelineEngine(Engine):
     computes_whole_model = False
     gradients: StageGradients
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        world: World,
-        setup: Setup,
-        state: State,
-        plan: Plan,
-        keeps_state: bool,
-    ) -> None:
-        super().__init__(config, world, setup, state, plan, keeps_state)
+    def _prepare(self) -> None:
+        world = self._world
         stages, layers = self.stages_plan.stages, self._partition.layers
         own = self._task, layers, self._computation, stages, world.rank, self.stages_plan.ahead
         hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
@@ -107,7 +95,7 @@ class PipelineEngine(Engine):
         set_learning_rates(self._config, self._state, samples, len(self._setup.train))
         self._state.save()
         self._pace.go_to(number)
-        self.start_clock()
+        step.start_clock()
         gradients, weights = self.gradients, dict[int, float]()
         gradients.samples = samples
         if runner.is_last:

@@ -6,20 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shards import ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, split_share
 from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.layouts.divided_step import apply_step
 from kaitian_mpi.train.layouts.shard.shards import Shards
-from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State
 
 
 class ShardEngine(Engine):
@@ -30,18 +25,9 @@ class ShardEngine(Engine):
 
     gradients: ShardReducer
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        world: World,
-        setup: Setup,
-        state: State,
-        plan: Plan,
-        keeps_state: bool,
-    ) -> None:
+    def _prepare(self) -> None:
         # The most samples of a micro-batch, of each rank.
-        self._micro_batches = gather_values(world.comm, plan.micro_batch_size)
-        super().__init__(config, world, setup, state, plan, keeps_state)
+        self._micro_batches = gather_values(self._world.comm, self._plan.micro_batch_size)
 
     def _make_gradients(self) -> ShardReducer:
         state, step = self._state, self.step
