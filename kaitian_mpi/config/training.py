@@ -302,11 +302,6 @@ class TrainingConfig:
         """Whether it may be that no rank has the whole state, and its memory is planned."""
         return self.layout != "replicate"
 
-    @property
-    def most_epochs(self) -> int:
-        """The epochs after which training ends, if --max-steps does not end it before."""
-        return self.epochs or self.max_steps  # an epoch has at least one step
-
     def choose_folder(self) -> Path | None:
         """Return the folder for results; None if nothing is to be written."""
         return Path(self.run_dir) if self.run_dir else None

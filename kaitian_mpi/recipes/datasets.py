@@ -8,7 +8,6 @@ from importlib import import_module
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.recipes.data_source import DataSource
-from kaitian_mpi.recipes.user_data import load_user_data
 
 # By name: the module in this folder, its function, and the meaning of `--augment auto`. Only the
 # module that is used is imported. All have ten classes.
@@ -28,6 +27,8 @@ def load_data(config: TrainConfig) -> DataSource:
                 f"--augment {config.augment} works with built-in datasets only, not with --dataset "
                 f"{config.dataset}; augment in the factory and give --augment none"
             )
+        from kaitian_mpi.recipes.user_data import load_user_data
+
         return load_user_data(config.dataset, config.data_dir, config.val_split)
     automatic = "none"
     num_classes = 10

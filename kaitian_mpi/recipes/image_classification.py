@@ -14,7 +14,6 @@ from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.recipes.class_count import count_classes
 from kaitian_mpi.recipes.data_source import DataSource
 from kaitian_mpi.recipes.datasets import load_data
 from kaitian_mpi.recipes.models import ImageClassifier, build_model
@@ -31,7 +30,10 @@ def make_task(config: TrainConfig, world: World) -> Task:
         enter_phase("loading the dataset (--dataset)")
         torch.manual_seed(config.seed)  # so that random data is the same on every rank
         source = load_data(config)
-    source = count_classes(config.dataset, source, world)
+    if ":" in config.dataset:
+        from kaitian_mpi.recipes.class_count import count_classes
+
+        source = count_classes(config.dataset, source, world)
     torch.manual_seed(config.seed)
     enter_phase("building the model (--model)")
     model = build_model(config.model, source.num_classes)

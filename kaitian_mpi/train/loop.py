@@ -17,7 +17,7 @@ from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.sampler import random_bits, steps_per_epoch
 from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.progress import Progress, count_steps
+from kaitian_mpi.train.progress import Progress, count_steps, most_epochs
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.step import Step, StepObserver
@@ -180,7 +180,7 @@ class Loop:
         if means is None:
             means = self.evaluate()
         if self.progress.position >= len(self._setup.train):
-            self.progress.epoch_done(self._config.most_epochs)
+            self.progress.epoch_done(most_epochs(self._config))
         else:
             self.progress.is_done = True  # with more steps it could continue
         for observer in self.observers:

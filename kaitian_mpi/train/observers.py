@@ -19,12 +19,12 @@ from kaitian_mpi.runtime.abort import write_labeled
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import Watchdog
 from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.progress import TimeLeft
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state import weights
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepReports, StepTimes
-from kaitian_mpi.train.time_left import TimeLeft
 
 
 class Events(StepObserver):

@@ -1,9 +1,10 @@
-"""The progress of a run, its number of steps, and its learning rate schedules."""
+"""The progress of a run, its number of steps, the time left, and the learning rate schedules."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.data.sampler import steps_per_epoch
 from kaitian_mpi.train.state_transfer import plain
 from kaitian_mpi.train.task import Task
+
+_MIN_STEPS = 3  # before the time left is estimated
+_WARM_UP_STEPS = 1
+_WINDOW_SEC = 60.0
 
 
 @dataclass
@@ -82,10 +87,15 @@ class Progress:
         Counted in samples, so that a change of the global batch does not move it; or in steps, if
         `--max-steps` ends the run before `--epochs` does.
         """
-        fraction = (self.samples + samples / 2) / (config.most_epochs * epoch_samples)
+        fraction = (self.samples + samples / 2) / (most_epochs(config) * epoch_samples)
         if config.max_steps:
             fraction = max(fraction, (self.step + 0.5) / config.max_steps)
         return min(1.0, fraction)
+
+
+def most_epochs(config: TrainingConfig) -> int:
+    """Return the epochs after which training ends, if --max-steps does not end it before."""
+    return config.epochs or config.max_steps  # an epoch has at least one step
 
 
 def count_steps(
@@ -97,13 +107,53 @@ def count_steps(
 ) -> int:
     """Return the steps of a whole run of so many samples an epoch: those done and those left."""
     done = progress or Progress(0)
-    left, epochs = 0, config.most_epochs - done.epoch
+    left, epochs = 0, most_epochs(config) - done.epoch
     if epochs > 0:
         left = steps_per_epoch(samples - done.position, global_batch_size, min_batch)
         left += (epochs - 1) * steps_per_epoch(samples, global_batch_size, min_batch)
     if config.max_steps:
         left = min(left, max(0, config.max_steps - done.step))
     return done.step + left
+
+
+class TimeLeft:
+    """The mean of a run's last steps, and of its evaluations, as an estimate of what is to come.
+
+    The first step does not count, unless it comes in one reading with others: it prepares kernels,
+    memory and the data's readers.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque()
+        self._steps = 0
+        self._evaluations: list[float] = []
+
+    def steps_done(self, steps: int, seconds: float) -> None:
+        """Take a reading: some steps and the seconds that they took."""
+        if self._steps <= _WARM_UP_STEPS:
+            self._last.clear()
+        self._steps += steps
+        self._last.append((steps, seconds))
+        while sum(sec for _, sec in self._last) - self._last[0][1] >= _WINDOW_SEC:
+            self._last.popleft()
+
+    def evaluation_done(self, seconds: float) -> None:
+        """Take the seconds between the last step of an epoch and the first one of the next."""
+        self._evaluations.append(seconds)
+
+    def estimate(
+        self, steps_left: int, evaluations_left: int, evaluation_sec: float
+    ) -> float | None:
+        """Return the seconds until the end; None before the third step.
+
+        `evaluation_sec` is how long an evaluation may take, until one is done.
+        """
+        if self._steps < _MIN_STEPS:
+            return None
+        done = self._evaluations
+        evaluation = sum(done) / len(done) if done else evaluation_sec
+        steps, seconds = (sum(values) for values in zip(*self._last, strict=True))
+        return steps_left * seconds / steps + evaluations_left * evaluation
 
 
 class Schedules:

@@ -248,6 +248,15 @@ def test_a_start_imports_few_modules_and_a_step_passes_few_files(tmp_path, what)
     assert counts.keys() & AT_MOST.keys()
 
 
+def test_the_example_hostfile_for_one_machine_starts_its_command(tmp_path):
+    file = Path(__file__).parents[2] / "hostfiles" / "one-machine.txt"
+    (command,) = re.findall(r"^# +(mpirun --hostfile .*)$", file.read_text(), re.M)
+    words = command.replace("hostfiles/one-machine.txt", str(file)).split()
+    words += "--model cnn --max-steps 1 --balance off --run-dir run".split()
+    run_alone(*words, cwd=tmp_path)
+    assert summary_of(tmp_path)["world_size"] == 4
+
+
 def test_help_is_printed_once(mpirun):
     ended = mpirun(2, "kaitian-train", "--help", fresh=True)
     assert ended.out.count("usage: mpirun -np N kaitian-train [flags]") == 1

@@ -15,6 +15,7 @@ from sources import FILES, nodes
 from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.supervise.environments import read_environments
+from kaitian_mpi.supervise.hosts import parse_hostfile
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,6 +139,13 @@ def test_the_files_for_hosts_are_read_and_name_flags_that_exist():
     folder = ROOT / "hostfiles"
     for path in folder.glob("*.toml"):
         assert read_environments(str(path))
+    for path in folder.glob("*.txt"):
+        text = path.read_text()
+        slots = sum(host.slots for host in parse_hostfile(text, path.name))
+        assert {int(ranks) for ranks in re.findall(r" -np (\d+)", text)} <= {slots}, path.name
+    named = read_environments(str(folder / "devices.toml"))
+    for host in parse_hostfile((folder / "unequal-nodes.txt").read_text(), "unequal-nodes.txt"):
+        assert len(named[host.name][0].devices) == host.slots
     known = {option for parser in PARSERS.values() for option in parser._option_string_actions}
     for path in folder.iterdir():
         flags_shown = set(re.findall(r" (--[a-z-]+)", path.read_text()))

@@ -25,11 +25,10 @@ from kaitian_mpi.train.checkpoint.metadata import (
     compare_flags,
 )
 from kaitian_mpi.train.checkpoint.resume import is_over
-from kaitian_mpi.train.progress import Progress
+from kaitian_mpi.train.progress import Progress, TimeLeft
 from kaitian_mpi.train.step_times import StepClock
 from kaitian_mpi.train.summary import Summary
 from kaitian_mpi.train.task import Task
-from kaitian_mpi.train.time_left import TimeLeft
 
 
 def test_the_learning_rate_is_the_one_asked_for():

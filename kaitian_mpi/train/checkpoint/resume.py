@@ -27,6 +27,7 @@ from kaitian_mpi.train.checkpoint.files import (
 )
 from kaitian_mpi.train.checkpoint.metadata import EarlierJob, RunMetadata, compare_flags
 from kaitian_mpi.train.membership import plan_standby
+from kaitian_mpi.train.progress import most_epochs
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import broadcast_state
@@ -101,7 +102,7 @@ def find_checkpoint(
 def is_over(config: TrainingConfig, progress: dict[str, Any]) -> bool:
     """Return whether nothing is left to train or evaluate after a checkpoint's progress."""
     steps = config.max_steps
-    is_at_end = progress["epoch"] >= config.most_epochs or 0 < steps <= progress["step"]
+    is_at_end = progress["epoch"] >= most_epochs(config) or 0 < steps <= progress["step"]
     return progress["is_done"] and is_at_end
 
 

@@ -20,6 +20,7 @@ from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
+from kaitian_mpi.train.progress import most_epochs
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import MEMORY_FORMATS, Computation, borrowed
 
@@ -161,7 +162,7 @@ class RankTimer:
 
     def _training_sec(self, per_sample: float) -> float:
         """Return about how many seconds this rank will train, at so many for a sample."""
-        samples = self._config.most_epochs * len(self._data) / self._world.size
+        samples = most_epochs(self._config) * len(self._data) / self._world.size
         most = self._config.max_steps * self._equal_share
         return per_sample * (min(samples, most) if most else samples)
 
