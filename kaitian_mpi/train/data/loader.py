@@ -43,7 +43,7 @@ class ShareLoader:
         if self._loader is None:
             self._loader = self._make_loader()
         try:
-            return map(_raise_error, self._loader)
+            return map(_raise_error, self._loader) if self.workers else iter(self._loader)
         except Exception as error:
             if not self.workers or not re.search("pickle|local object", str(error)):
                 raise
