@@ -12,7 +12,7 @@ parameters in parts; and a resume in another layout in the middle.
     mpirun -np 3 ... layout_cases.py 17 --show                             # the case in words
 
 It prints a line a case: right, refused with an error of one line, or what differs. Without ULFM,
-mirrors are left out. A case that hangs or ends the job is the one of the last line that begins.
+parts have no mirrors. A case that hangs or ends the job is the one of the last line that begins.
 """
 
 from __future__ import annotations
@@ -23,140 +23,40 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+from given_layouts import LAYOUTS, given_layout, settings_of
+from layers import (
+    Adds,
+    Chooses,
+    Gated,
+    Joins,
+    Offers,
+    Residual,
+    Sometimes,
+    Splits,
+    Takes,
+    Tied,
+)
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import kaitian_mpi
 from kaitian_mpi import Task, Training
-from kaitian_mpi.balance import layouts as predictions
-from kaitian_mpi.balance import ownership
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
-from kaitian_mpi.balance.shares import split_micro_batches
-from kaitian_mpi.distributed import shards as shard_sums
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.ulfm import is_revoked
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
-from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan
-from kaitian_mpi.train.layouts.shard import room, shard_layout, shards
-from kaitian_mpi.train.measure.plan import Plan, Profiles
 
-LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
 TOLERANCE = 1e-9
 _FEATURES, _VOCABULARY, _CLASSES = 5, 11, 3
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
-class Splits(nn.Module):
-    """Returns a tuple, a list or a dict, with a tensor that has no gradient and a number."""
-
-    def __init__(self, width: int, form: str) -> None:
-        super().__init__()
-        self.linear, self.form = nn.Linear(width, 2 * width), form
-
-    def forward(self, x: torch.Tensor) -> Any:
-        one, other = self.linear(x).chunk(2, -1)
-        rest = [x.detach().abs(), 0.5]
-        return {"a": one, "b": other, "rest": rest} if self.form == "dict" else (one, other, rest)
-
-
-class Joins(nn.Module):
-    """Uses what `Splits` returns, and changes some of it in place."""
-
-    def forward(self, parts: Any) -> torch.Tensor:
-        one, other, (scale, number) = parts.values() if isinstance(parts, dict) else parts
-        one = one.clone() if one._is_view() else one  # torch forbids changes of a chunk
-        one *= torch.sigmoid(other)
-        return one + number * torch.tanh(scale)
-
-
-class Adds(nn.Module):
-    """Changes in place what it gets."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(width) / 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x += self.bias
-        return x
-
-
-class Gated(nn.Module):
-    """Has functions of two parameters, a parameter without dimensions and one without rows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(width, width) / width)
-        self.b = nn.Parameter(torch.randn(width, width) / width)
-        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * torch.tanh(x @ self.a) @ (self.a * self.b) + self.empty.sum()
-
-
-class Offers(nn.Module):
-    """Returns what the next layer uses, and what it does not."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.unused(x), self.used(x)
-
-
-class Takes(nn.Module):
-    def forward(self, parts: Any) -> torch.Tensor:
-        return torch.tanh(parts[1])
-
-
-class Sometimes(nn.Module):
-    """Offers what the next layer uses only for some samples: perhaps of no micro-batch, or one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rare = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x, self.rare(x)
-
-
-class Chooses(nn.Module):
-    def forward(self, parts: Any) -> torch.Tensor:
-        x, rare = parts
-        is_rare = x.detach().sum(1, keepdim=True) > x.size(1) ** 0.5
-        return torch.where(is_rare, rare, x) if is_rare.any() else x
-
-
-class Tied(nn.Module):
-    """Uses the weight of another layer."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.other = other
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.other.weight.t())
 
 
 class Pools(nn.Module):
@@ -450,12 +350,10 @@ def train(case: Case, world: Any, folder: Path) -> Result:
     for layout, stop in zip(case.layouts, [*case.stops, last], strict=True):
         rng = random.Random(f"{case.seed} {layout} {stop}")
         with (
-            small_parts(),
             in_layout(layout, case, world.size, rng),
             Training(
                 partial(make_task, case),
-                layout={"mirrors": "shard", "parts": "shard"}.get(layout, layout),
-                mirrors=layout != "shard",
+                **settings_of(layout),
                 global_batch_size=case.batch,
                 micro_batch_size=case.micro_batch,
                 epochs=case.epochs,
@@ -492,69 +390,26 @@ def shares(rng: random.Random, batch: int, size: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, batch], strict=True)]
 
 
-@contextmanager
-def small_parts() -> Iterator[None]:
-    """Make buckets and parts tiny, so that small models have many."""
-    caps, options = (128, 512), shard_sums.ShardReducer.__init__.__kwdefaults__
-    with (
-        mock.patch.dict(options, {"bucket_caps": caps} if "bucket_caps" in options else {}),
-        mock.patch.object(room, "_MIN_PARTED_BYTES", 64),
-    ):
-        modules = [ownership, predictions, shard_sums, shards, room]
-        patches = [
-            mock.patch.object(m, "BUCKET_CAPS", caps) for m in modules if hasattr(m, "BUCKET_CAPS")
-        ]
-        for patch in patches:
-            patch.start()
-        try:
-            yield
-        finally:
-            for patch in patches:
-                patch.stop()
-
-
-@contextmanager
-def in_layout(layout: str, case: Case, size: int, rng: random.Random) -> Iterator[None]:
+def in_layout(
+    layout: str, case: Case, size: int, rng: random.Random
+) -> AbstractContextManager[None]:
     """Plan at random what measurements plan otherwise: shares, stages, owners."""
-    plan_of, find_room = Profiles.plan, room.find_room
 
-    def plan(*args: Any) -> Plan:
-        planned = plan_of(*args)
-        return replace(planned, batch_sizes=shares(rng, case.batch, size))
-
-    def plan_stages(facts: PipelineFacts, config: Any, world: Any, min_batch: int) -> StagesPlan:
-        planned = random_stages(rng, len(facts.layers), size, case.batch)
-        sizes = split_micro_batches(case.batch, planned.micro_batch, min_batch)
-        by_rank = planned.first_samples(sizes, size)
-        return StagesPlan(
-            batch_sizes=by_rank,
-            scores=[1.0] * size,
-            costs=None,
-            micro_batch_size=planned.micro_batch,
-            min_batch=min_batch,
-            pipeline=planned,
-        )
-
-    def room_in_parts(setup: Any, config: Any, world: Any) -> Any:
-        _, reserved = find_room(setup, config, world)
-        optimizers = setup.task.make_optimizers(setup.task.model)
-        needs, numbers = room.shard_needs(config, setup.task.model, optimizers)
-        free = [rng.choice([0.0, 1.0, 2.0, 5.0]) for _ in world.infos]
+    def memory() -> list[float]:
+        free = [rng.choice([0.0, 1.0, 2.0, 5.0]) for _ in range(size)]
         free[rng.randrange(size)] = 3.0
-        places = [info.place for info in world.infos]
-        by_place = {
-            place: 9.0 * each * needs[-1].owned for place, each in zip(places, free, strict=True)
-        }
-        is_parted = layout == "parts" and len(needs) > 1
-        chosen = frozenset(n for n in sorted(numbers) if rng.random() < 0.8) or numbers
-        return room.Room(by_place, needs[is_parted], chosen if is_parted else frozenset()), reserved
+        return free
 
-    with (
-        mock.patch.object(Profiles, "plan", plan),
-        mock.patch.object(PipelineFacts, "plan", plan_stages),
-        mock.patch.object(shard_layout, "find_room", room_in_parts),
-    ):
-        yield
+    def parted(numbers: frozenset[int]) -> frozenset[int]:
+        return frozenset(n for n in sorted(numbers) if rng.random() < 0.8) or numbers
+
+    return given_layout(
+        layout,
+        shares=lambda: shares(rng, case.batch, size),
+        stages=lambda layers: random_stages(rng, layers, size, case.batch),
+        memory=memory,
+        parted=parted,
+    )
 
 
 def random_stages(rng: random.Random, layers: int, size: int, batch: int) -> PipelinePlan:

@@ -6,11 +6,12 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 import torch
+from given_layouts import MirroredRoom
 from samples import BATCH, LENGTH, Points
 from shared.loops import LoopMaker
 from torch import nn
 
-from kaitian_mpi.balance.ownership import Need, with_mirrors
+from kaitian_mpi.balance.ownership import Need
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -52,14 +53,6 @@ def classify_points(model, config=None, data=None):
 
 def make_state(world, task, steps=10):
     return State(task, Computation(world.device, "fp32", "contiguous"), steps)
-
-
-class MirroredRoom(Room):
-    """Memory that is enough for mirrors, also without fault tolerance."""
-
-    def owners(self, config, world):
-        memory = [self.by_place[info.place] for info in world.infos]
-        return with_mirrors(memory, [str(rank) for rank in range(world.size)]), ""
 
 
 def shard_layout(world, memory, parted=(), mirrors=False, has_room=True):

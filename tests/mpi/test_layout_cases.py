@@ -1,9 +1,7 @@
 """Some random trainings in every layout; `layout_cases.py` says how to run others."""
 
-from dataclasses import replace
-
 import pytest
-from layout_cases import LAYOUTS, make_case, run_in_folder
+from layout_cases import make_case, run_in_folder
 
 # Each kind of layer, optimizer, loss, loop and layout of the others occurs in these as well.
 SEEDS = 0, 2, 5, 14, 18, 24
@@ -17,28 +15,6 @@ OPEN_PIPELINE = 4
 )
 def test_a_random_training_is_that_of_one_process(world, seed):
     assert run_in_folder(make_case(seed), world) == "right"
-
-
-@pytest.mark.sizes(3)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weight_decay_leaves_alone_what_no_loss_depends_on(world, layout):
-    """Some parameters have no gradient in any rank's micro-batch, some in one of them."""
-    case = replace(
-        make_case(1),
-        blocks=["unused", "sometimes", "linear", "unused", "sometimes"],
-        is_text=False,
-        optimizers=["sgd", "adamw"],
-        left_out=0,
-        clip=0.5,
-        loss="counted nan",
-        frozen=0,
-        changes={},
-        form="closed",
-        micro_batch=2,
-        layouts=[layout],
-        stops=[],
-    )
-    assert run_in_folder(case, world) == "right"
 
 
 @pytest.mark.sizes(3)

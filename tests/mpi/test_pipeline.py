@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layers import Joins, Splits, Tied
+from one_process import alone
 from samples import BATCH, QUIET, Points
 from shared.loops import LoopMaker
-from test_shards import alone
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,19 +38,7 @@ from kaitian_mpi.train.task import Computation, Task
 
 pytestmark = pytest.mark.sizes(1, 2, 3)
 
-STEPS = 20
 LOSS = nn.CrossEntropyLoss()
-
-
-class Tied(nn.Module):
-    """Shares the weight of its first layer with its last."""
-
-    def __init__(self, first):
-        super().__init__()
-        self.first = first
-
-    def forward(self, x):
-        return x @ self.first.weight
 
 
 def make_task(is_tied=False, **parts):
@@ -129,7 +118,7 @@ class Run:
 def compare_with_one_process(run, initial, taken, tmp_path):
     data = run.setup.train
     task = Task(**{**vars(run.task), "model": initial})
-    expected, optimizers = alone(run.world, task, [data[indices] for indices in taken])
+    expected, optimizers, _ = alone(run.world, task, [data[indices] for indices in taken])
     shared, _ = run.state.collect(run.world, tmp_path)
     if run.world.rank == 0:
         for name, value in expected.state_dict().items():
@@ -138,46 +127,6 @@ def compare_with_one_process(run, initial, taken, tmp_path):
         for number, state in optimizers[0].state_dict()["state"].items():
             for name, value in state.items():
                 torch.testing.assert_close(own[number][name], value, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "replicas", "is_tied"),
-    [
-        *[(5, 1, True), (24, 1, False), (2, 2, True)],
-        pytest.param(5, 1, False, marks=pytest.mark.thorough),
-        pytest.param(24, 1, True, marks=pytest.mark.thorough),
-        pytest.param(2, 2, False, marks=pytest.mark.thorough),
-    ],
-)
-def test_twenty_steps_are_those_of_one_process(world, tmp_path, is_tied, micro_batch, replicas):
-    task = make_task(is_tied)
-    initial = copy.deepcopy(task.model)
-    run = Run(world, task, plan_of(world, task, micro_batch, replicas))
-    taken, losses = [], []
-    while len(taken) < STEPS:
-        for step, indices in itertools.islice(run.epoch(), STEPS - len(taken)):
-            taken.append(indices)
-            losses.append(step.loss)
-        run.state.progress.epoch_done(9)
-    run.close()
-    compare_with_one_process(run, initial, taken, tmp_path)
-    assert losses[-1] < losses[0]
-
-
-def test_other_stages_continue_with_the_same_state(world, tmp_path):
-    task = make_task(is_tied=True)
-    initial = copy.deepcopy(task.model)
-    run, taken = Run(world, task, plan_of(world, task, 5)), []
-    for step, indices in run.epoch():
-        taken.append(indices)
-        if step.number == 3:
-            run.loop.close()
-            assert run.state.partition.is_complete(world.comm)
-            break
-    run.make_loop(plan_of(world, task, 3, replicas=2))
-    taken += [indices for _, indices in run.epoch()]
-    run.close()
-    compare_with_one_process(run, initial, taken, tmp_path)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(world, tmp_path, monkeypatch):
@@ -221,111 +170,11 @@ def test_stages_that_move_while_a_job_trains_continue_as_one_process(
             loops.append(training._session.loop)
     assert len(set(loops)) == 2
     task_alone = Task(**{**vars(task), "model": initial})
-    expected, _ = alone(world, task_alone, [task.data[indices] for indices in taken])
+    expected, *_ = alone(world, task_alone, [task.data[indices] for indices in taken])
     if world.rank == 0:
         saved = torch.load(shared_path / "run/checkpoints/model.pt")
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(saved[name], value, rtol=1e-10, atol=1e-10)
-
-
-def test_terms_of_unlike_weight_count_as_in_one_process(world, tmp_path):
-    """A micro-batch in which nothing counts has a loss of NaN."""
-
-    def loss(model, batch):
-        counts = batch[1] > 0
-        return LOSS(model(batch[0])[counts], batch[1][counts])
-
-    task = make_task(loss=loss, weight=lambda batch: int((batch[1] > 0).sum()), clip_norm=None)
-    initial = copy.deepcopy(task.model)
-    run, taken = Run(world, task, plan_of(world, task, 1, replicas=2)), []
-    for step, indices in itertools.islice(run.epoch(), 4):
-        taken.append(indices)
-        assert step.is_finite
-        assert 0 < step.loss < 3
-    run.close()
-    compare_with_one_process(run, initial, taken, tmp_path)
-
-
-class Offers(nn.Module):
-    """Returns what the next layer uses, what it never uses, and what it uses for a few samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused, self.rare = (nn.Linear(40, 40) for _ in range(3))
-
-    def forward(self, x):
-        is_rare = x.detach().sum(1, keepdim=True) > 5
-        return [self.used(x), self.unused(x)], torch.where(is_rare, self.rare(x), 0.0)
-
-
-class Takes(nn.Module):
-    def forward(self, parts):
-        (x, _), rare = parts
-        return x + rare if rare.any() else x
-
-
-class Heads(nn.Module):
-    """Returns what the loss uses, and what it does not, of a weight that another layer uses."""
-
-    def __init__(self, shared):
-        super().__init__()
-        self.main, self.other, self.shared = nn.Linear(40, 4), nn.Linear(40, 4), shared
-
-    def forward(self, x):
-        return self.main(x), self.other(self.shared(x))
-
-
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        ("sgd", 1),
-        ("adamw", 2),
-        pytest.param("sgd", 2, marks=pytest.mark.thorough),
-        pytest.param("adamw", 1, marks=pytest.mark.thorough),
-    ],
-)
-def test_what_no_loss_depends_on_has_no_gradient(world, tmp_path, name, replicas):
-    """Weight decay and momentum would act on zeros. Some micro-batches count for nothing."""
-
-    def loss(model, batch):
-        output, _ = model(batch[0])
-        return LOSS(output[batch[1] > 0], batch[1][batch[1] > 0])
-
-    torch.manual_seed(5)
-    shared = nn.Linear(40, 40)
-    layers = [nn.Linear(3, 40), Offers(), Takes(), shared, nn.Tanh(), Heads(shared)]
-    make = {
-        "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.1),
-        "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
-    }
-    task = make_task(
-        model=nn.Sequential(*layers).double(),
-        loss=loss,
-        weight=lambda batch: int((batch[1] > 0).sum()),
-        optimizer=make[name],
-    )
-    initial = copy.deepcopy(task.model)
-    run, taken = Run(world, task, plan_of(world, task, 2, replicas)), []
-    for _, indices in itertools.islice(run.epoch(), 4):
-        taken.append(indices)
-    run.close()
-    compare_with_one_process(run, initial, taken, tmp_path)
-
-
-@pytest.mark.parametrize("has_metrics", [False, True])
-def test_evaluation_is_that_of_one_process(world, has_metrics):
-    def metrics(model, batch):
-        return {"right": (model(batch[0]).argmax(1) == batch[1]).sum()}
-
-    task = make_task(validation=Points(50), metrics=metrics if has_metrics else None)
-    model, data = copy.deepcopy(task.model), Points(50)[list(range(50))]
-    run = Run(world, task, plan_of(world, task, 7, replicas=2))
-    found = run.loop.evaluate()
-    run.close()
-    expected = (
-        metrics(model, data)["right"] / 50 if has_metrics else task.loss(model, data).detach()
-    )
-    assert found == pytest.approx({"right" if has_metrics else "loss": float(expected)})
 
 
 @pytest.mark.sizes(1, 2)
@@ -342,17 +191,6 @@ def test_batch_norms_of_a_stage_reach_the_others(world):
     run.close()
 
 
-class Splits(nn.Module):
-    """Returns a tuple, of which one tensor has no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x), [x.detach().abs(), 0.5]
-
-
 class Derives(nn.Module):
     """Uses its parameter by torch.func, and has one without rows."""
 
@@ -364,15 +202,6 @@ class Derives(nn.Module):
         product = torch.func.vmap(lambda row: row @ self.weight)(x) + self.empty.sum()
         ones = torch.ones_like(self.weight)
         return product + torch.func.jvp(lambda weight: x @ weight, (self.weight,), (ones,))[1]
-
-
-class Joins(nn.Module):
-    """Changes in place what it is given."""
-
-    def forward(self, parts):
-        x, (scale, number) = parts
-        x *= scale
-        return x.add_(number)
 
 
 def freeze(model, is_frozen):
@@ -389,7 +218,7 @@ def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
     """
     torch.manual_seed(5)
     shared, act = nn.Linear(8, 8), nn.Tanh()
-    layers = [nn.Linear(3, 8), act, shared, act, Splits(), Joins(), shared, act]
+    layers = [nn.Linear(3, 8), act, shared, act, Splits(8, "tuple"), Joins(), shared, act]
     layers += [nn.Linear(8, 4), Derives(), nn.Linear(4, 4)]
     model = nn.Sequential(*layers).double()
     freeze(model, True)

@@ -7,6 +7,7 @@ from contextlib import suppress
 import loops
 import pytest
 import torch
+from one_process import alone
 from samples import Points
 from torch import nn
 
@@ -15,7 +16,6 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
-from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.train.layouts.shard.room import Room, find_room, shard_needs
 from kaitian_mpi.train.layouts.shard.shard_layout import use_shards
 from kaitian_mpi.train.setup import Setup
@@ -106,33 +106,11 @@ def make_task(optimizer, clip_norm=None, loss=compute_loss, model=None):
     )
 
 
-def alone(world, task, batches):
-    """Train on whole batches in one process, rank 0. Collective.
-
-    Return the model, with its weights on all ranks, and rank 0's optimizers.
-    """
-    model = copy.deepcopy(task.model)
-    optimizers = task.make_optimizers(model)
-    schedulers = task.make_schedulers(optimizers, STEPS)
-    for batch in batches if world.rank == 0 else []:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        task.loss(model, batch).backward()
-        if task.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
-        for each in (*optimizers, *schedulers):
-            each.step()
-    sleeping_barrier(world.comm)
-    for value in model.state_dict().values():
-        world.comm.Bcast(value.numpy(), root=0)
-    return model, optimizers
-
-
 def check_against_one_process(task, run, initial, taken):
     """Check that a run's weights are those of one process that took these samples in each step."""
     data = run.setup.train
     task_alone = Task(**{**vars(task), "model": initial})
-    expected, _ = alone(run.world, task_alone, [data[each] for each in taken])
+    expected, *_ = alone(run.world, task_alone, [data[each] for each in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
@@ -149,66 +127,6 @@ def make_run(world):
         return task, loops.Run(world, loops.uneven(world), task=task, layout=layout, **options)
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "clip_norm", "mirrors", "micro_batch_size"),
-    [
-        *[("fused", None, True, None), ("sgd", 0.5, False, None)],
-        # On 3 ranks, those below have an optimizer each as well; a rank alone has no mirrors.
-        pytest.param("adamw", 0.5, True, None, marks=pytest.mark.thorough(3)),
-        pytest.param("adamw", 0.5, False, None, marks=pytest.mark.thorough(1, 3)),
-        pytest.param("matrices", None, True, None, marks=pytest.mark.thorough(3)),
-        pytest.param("two", None, False, None, marks=pytest.mark.thorough(3)),
-        pytest.param("adamw", 0.5, True, 2, marks=pytest.mark.sizes(1, 3)),
-        pytest.param("matrices", None, True, 2, marks=pytest.mark.sizes(1, 3)),
-        pytest.param("two", None, False, 2, marks=pytest.mark.sizes(1, 3)),
-    ],
-)
-def test_twenty_steps_are_those_of_one_process(
-    world, make_run, tmp_path, optimizer, clip_norm, mirrors, micro_batch_size
-):
-    mirrors = mirrors and world.size > 1
-    own = micro_batch_size if world.rank else None
-    settings = {"micro_batch_size": own, "mirrors": mirrors, "epochs": 9}
-    task, run = make_run(optimizer, clip_norm, **settings)
-    initial = copy.deepcopy(task.model)
-    taken, losses = [], []
-    while len(taken) < STEPS:
-        for step in run.epoch():
-            indices = gather_values(world.comm, run.taken[-1])
-            taken.append(sorted(itertools.chain(*indices)))
-            losses.append(step.mean_loss.item())
-            if len(taken) == STEPS:
-                break
-        run.state.progress.epoch_done(9)
-    run.close()
-    data = run.setup.train
-    task_alone = Task(**{**vars(task), "model": initial})
-    expected, optimizers = alone(world, task_alone, [data[indices] for indices in taken])
-    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-    states = run.state.collect(world, tmp_path)[0]["optimizers"]
-    if world.rank == 0:
-        for own, other in zip(states, optimizers, strict=True):
-            compare(own["state"], other.state_dict()["state"])
-            compare(own["param_groups"], other.state_dict()["param_groups"])
-
-
-def compare(own, other):
-    """Compare nested states."""
-    if isinstance(other, torch.Tensor):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-    elif isinstance(other, dict):
-        assert own.keys() == other.keys()
-        for name in other:
-            compare(own[name], other[name])
-    elif isinstance(other, list):
-        assert len(own) == len(other)
-        for pair in zip(own, other, strict=True):
-            compare(*pair)
-    else:
-        assert own == pytest.approx(other)
 
 
 class LateWork:
@@ -248,7 +166,7 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     run.close()
     data = run.setup.train
     task_alone = Task(**{**vars(task), "model": initial})
-    expected, _ = alone(run.world, task_alone, [data[each] for each in taken])
+    expected, *_ = alone(run.world, task_alone, [data[each] for each in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         assert type(own) is nn.Parameter
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
@@ -344,8 +262,10 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
     check_against_one_process(task, run, initial, taken)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "matrices", "two"])
-@pytest.mark.parametrize("mirrors", [True, False])
+@pytest.mark.parametrize(
+    ("optimizer", "mirrors"),
+    [("adamw", True), ("sgd", True), ("matrices", True), ("two", True), ("adamw", False)],
+)
 def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimizer, mirrors):
     """The last rank forgets its part; so it has to come from the others.
 

@@ -1,0 +1,109 @@
+"""Trainings in each layout whose shares, stages and owners are given, not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from kaitian_mpi.balance import layouts as predictions
+from kaitian_mpi.balance import ownership
+from kaitian_mpi.balance.ownership import Pair, with_mirrors
+from kaitian_mpi.balance.pipeline import PipelinePlan
+from kaitian_mpi.balance.shares import split_micro_batches
+from kaitian_mpi.distributed import shards as shard_sums
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan
+from kaitian_mpi.train.layouts.shard import room, shard_layout, shards
+from kaitian_mpi.train.measure.plan import Plan, Profiles
+
+LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
+"""As --layout has them; and shard with mirrors, and with parameters in parts."""
+
+
+def settings_of(layout: str) -> dict[str, Any]:
+    """Return the settings of a training in a layout."""
+    name = layout if layout in ("replicate", "pipeline") else "shard"
+    return {"layout": name, "mirrors": layout != "shard"}
+
+
+class MirroredRoom(room.Room):
+    """Memory that is enough for mirrors, also without fault tolerance."""
+
+    def owners(self, config: Any, world: World) -> tuple[list[Pair], str]:
+        memory = [self.by_place[info.place] for info in world.infos]
+        if sum(each > 0 for each in memory) < 2:
+            return super().owners(config, world)
+        return with_mirrors(memory, [str(rank) for rank in range(world.size)]), ""
+
+
+@contextmanager
+def given_layout(
+    layout: str,
+    *,
+    shares: Callable[[], list[int]],
+    stages: Callable[[int], PipelinePlan],
+    memory: Callable[[], Sequence[float]],
+    parted: Callable[[frozenset[int]], frozenset[int]] = lambda numbers: numbers,
+) -> Iterator[None]:
+    """Begin loops with these plans, and with buckets so small that small models have several.
+
+    Args:
+        layout: one of `LAYOUTS`, or a name for another.
+        shares: returns the ranks' batch sizes.
+        stages: returns the stages, given the number of layers.
+        memory: returns the ranks' memory, in proportion.
+        parted: returns which parameters are in parts, given the numbers of those that can be.
+    """
+    plan_of, find_room = Profiles.plan, room.find_room
+
+    def plan(*args: Any) -> Plan:
+        return replace(plan_of(*args), batch_sizes=shares())
+
+    def plan_stages(facts: PipelineFacts, config: Any, world: World, min_batch: int) -> StagesPlan:
+        planned = stages(len(facts.layers))
+        sizes = split_micro_batches(config.global_batch_size, planned.micro_batch, min_batch)
+        return StagesPlan(
+            batch_sizes=planned.first_samples(sizes, world.size),
+            scores=[1.0] * world.size,
+            costs=None,
+            micro_batch_size=planned.micro_batch,
+            min_batch=min_batch,
+            pipeline=planned,
+        )
+
+    def given_room(setup: Any, config: Any, world: World) -> tuple[room.Room, int]:
+        _, reserved = find_room(setup, config, world)
+        optimizers = setup.task.make_optimizers(setup.task.model)
+        needs, numbers = room.shard_needs(config, setup.task.model, optimizers)
+        enough = 9.0 * needs[-1].owned
+        places = [info.place for info in world.infos]
+        by_place = {place: enough * each for place, each in zip(places, memory(), strict=True)}
+        is_parted = layout == "parts" and len(needs) > 1
+        kind = MirroredRoom if layout == "mirrors" else room.Room
+        chosen = parted(numbers) if is_parted else frozenset()
+        return kind(by_place, needs[is_parted], chosen), reserved
+
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (Profiles, "plan", plan),
+            (PipelineFacts, "plan", plan_stages),
+            (shard_layout, "find_room", given_room),
+            (room, "_MIN_PARTED_BYTES", 64),
+            *_small_buckets(),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def _small_buckets() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what to set so that buckets are small, each as its owner, name and value."""
+    caps = (128, 512)
+    for module in (ownership, predictions, shard_sums, shards, room):
+        if hasattr(module, "BUCKET_CAPS"):
+            yield module, "BUCKET_CAPS", caps
+    defaults = shard_sums.ShardReducer.__init__.__kwdefaults__
+    if "bucket_caps" in defaults:
+        yield shard_sums.ShardReducer.__init__, "__kwdefaults__", {**defaults, "bucket_caps": caps}

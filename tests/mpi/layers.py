@@ -1,0 +1,190 @@
+"""The layers of the models that tests of layouts train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Splits(nn.Module):
+    """Returns a tuple, a list or a dict, with a tensor that has no gradient and a number."""
+
+    def __init__(self, width: int, form: str) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(width, 2 * width), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        one, other = self.linear(x).chunk(2, -1)
+        rest = [x.detach().abs(), 0.5]
+        return {"a": one, "b": other, "rest": rest} if self.form == "dict" else (one, other, rest)
+
+
+class Joins(nn.Module):
+    """Uses what `Splits` returns, and changes some of it in place."""
+
+    def forward(self, parts: Any) -> torch.Tensor:
+        one, other, (scale, number) = parts.values() if isinstance(parts, dict) else parts
+        one = one.clone() if one._is_view() else one  # torch forbids changes of a chunk
+        one *= torch.sigmoid(other)
+        return one + number * torch.tanh(scale)
+
+
+class Adds(nn.Module):
+    """Changes in place what it gets."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(width) / 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.bias
+        return x
+
+
+class Gated(nn.Module):
+    """Has functions of two parameters, a parameter without dimensions and one without rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(width, width) / width)
+        self.b = nn.Parameter(torch.randn(width, width) / width)
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(x @ self.a) @ (self.a * self.b) + self.empty.sum()
+
+
+class Offers(nn.Module):
+    """Returns what the next layer uses, and what it does not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.unused(x), self.used(x)
+
+
+class Takes(nn.Module):
+    def forward(self, parts: Any) -> torch.Tensor:
+        return torch.tanh(parts[1])
+
+
+class Sometimes(nn.Module):
+    """Offers what the next layer uses only for some samples: perhaps of no micro-batch, or one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rare = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.rare(x)
+
+
+class Chooses(nn.Module):
+    def forward(self, parts: Any) -> torch.Tensor:
+        x, rare = parts
+        is_rare = x.detach().sum(1, keepdim=True) > x.size(1) ** 0.5
+        return torch.where(is_rare, rare, x) if is_rare.any() else x
+
+
+class Tied(nn.Module):
+    """Uses the weight of another layer, the other way."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.other.weight)
+
+
+class Idle(nn.Module):
+    """Returns what it gets; no loss depends on its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Attends(nn.Module):
+    """Has a parameter of its own, and uses another module's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.attend = nn.MultiheadAttention(width, 2, bias=False, batch_first=True)
+        self.up, self.down = nn.Linear(width, 30), nn.Linear(30, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(x * self.gain, x, x, need_weights=False)[0]
+        return x + self.down(self.up(x).relu_())
+
+
+class ComputedAgain(nn.Module):
+    """Computes a layer again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Pair(nn.Module):
+    """Makes two places of a sample.
+
+    With one place, or a bias, attention has gradients of zero, by which AdamW steps at random.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.stack([x, x.flip(1)], 1))
+
+
+class FirstPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, 0]
+
+
+def transformer() -> nn.Sequential:
+    """Return a model for `Points`, with whatever a layout may stumble over, in float64.
+
+    Its last weight is tied to its first; one block is used twice, one is computed again in
+    backward; one layer is frozen, and one parameter is of no use.
+    """
+    torch.manual_seed(5)
+    first, block = Pair(16), Attends(16)
+    layers = [
+        first,
+        block,
+        ComputedAgain(Attends(16)),
+        block,
+        nn.Linear(16, 16).requires_grad_(False),
+        Idle(),
+        FirstPlace(),
+        Tied(first.linear),
+        nn.Linear(3, 4),
+    ]
+    return nn.Sequential(*layers).double()
