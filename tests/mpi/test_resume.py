@@ -29,6 +29,7 @@ from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.measure.plan import Profile, find_profiles
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.setup import prepare_without_folder
+from kaitian_mpi.train.task import JointTask
 from kaitian_mpi.train.training import Training
 
 pytestmark = pytest.mark.sizes(3)
@@ -97,7 +98,7 @@ USUAL = {
 def run(world, folder, **flags):
     """Train, resuming if there is a checkpoint; return the summary."""
     config = TrainConfig(**USUAL | {"run_dir": str(folder), "resume": "auto"} | flags)
-    with Training(partial(make_task, config), config) as training:
+    with Training(JointTask(partial(make_task, config)), config) as training:
         for _ in training:
             pass
         summary = training.summary
@@ -290,7 +291,7 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
 )
 def test_a_signal_to_end_saves_first_whatever_the_layout(world, folder, layout, capsys):
     config = TrainConfig(**USUAL | {"run_dir": str(folder), "layout": layout})
-    with Training(partial(make_task, config), config) as training:
+    with Training(JointTask(partial(make_task, config)), config) as training:
         for step in training:
             if step.number == 3 and world.rank == 1:
                 for callback in signals._requests:

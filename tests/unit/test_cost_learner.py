@@ -14,6 +14,7 @@ from rank_steps import rank_steps
 from kaitian_mpi.balance.cost_learner import CostLearner
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.shares import plan_equal, plan_fastest
+from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.run_folder import DiskFolder
 from kaitian_mpi.observe.sink import Sinks
@@ -213,10 +214,11 @@ def test_small_batches_end_in_a_sane_state(ranks, per_rank, min_batch):
 def balancing(tmp_path, costs=None, adaptive=True):
     infos = [RankInfo(rank, rank, "node", "cpu", "cpu", "", 0, "2.8") for rank in range(2)]
     world = SimpleNamespace(size=2, rank=0, infos=infos, comm=None)
-    loop = SimpleNamespace(world=world, plan=Plan([32, 32], [1.0, 1.0], costs, None), workers=0)
+    loop = SimpleNamespace(world=world, plan=Plan([32, 32], [1.0, 1.0], costs, None))
+    loop.shares = SimpleNamespace(workers=0)
     loop.sampler = SimpleNamespace(set_plan=list)
     loop.engine = SimpleNamespace(has_micro_batches=True)
-    config = SimpleNamespace(balance="adaptive" if adaptive else "static")
+    config = TrainConfig(balance="adaptive" if adaptive else "static")
     with patch.object(rebalancing, "gather_values", lambda _, value: [value] * 2):
         return Balancing(config, loop, DiskFolder(tmp_path), Sinks())
 
