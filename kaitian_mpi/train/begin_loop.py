@@ -51,7 +51,6 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
         loop.observers += _observers(run, loop, logged)
         saving = Saving(run, world, loop.sampler)
         loop.observers.append(saving)
-        loop.wants_checkpoint = saving.wants_checkpoint
     except Exception:
         loop.close(together=False)
         raise

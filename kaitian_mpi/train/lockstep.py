@@ -93,7 +93,7 @@ class Lockstep:
         session = self._session
         if step is not None:
             self.last_step = step
-            session.guarded(session.current_loop.step_done, step)
+            session.guarded(session.current_loop.step_done, step, not self._is_unattended)
             if session.loop is None and not session.prepared.state.partition.is_whole:
                 session.until_done(self._ready_loop)  # the script may use the weights
         return step
@@ -174,8 +174,6 @@ class Lockstep:
         """Return the loop of the active ranks; None if the work was done without this rank."""
         session = self._session
         if session.loop is None and session.begin_loop():
-            if self._is_unattended:
-                session.current_loop.expect_no_script()
             self._meets = bool(session.membership.losses)
             self._script_has_run = False
             if self.has_micro_batches:
@@ -236,5 +234,6 @@ class Lockstep:
         loop.close()
         if not is_saved:
             self._session.saving.write_results()
-            loop.run_finished()
+            for observer in loop.observers:
+                observer.run_finished()
         self._session.end_standby(is_active=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
-from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of
-from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.data.sampler import random_bits, steps_per_epoch
+from kaitian_mpi.train.data.batches import MicroBatch
+from kaitian_mpi.train.data.loader import OwnShares, ShareLoader
+from kaitian_mpi.train.data.sampler import steps_per_epoch
 from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps, most_epochs
@@ -61,29 +60,18 @@ class Loop:
         self.plan = plan
         self._config = config
         self._setup = setup
-        self._pace = world.device_kind.pace
         self._commit = commit
-        self._loader = loader
-        self.workers = loader.workers
         state.restore()
         self.engine = engine(config, world, setup, state, plan, keeps_state=commit is not None)
         self.sampler = self.engine.sampler
-        self.clock = self.engine.step.clock
-        self._rank = world.rank
-        self._ranks = world.size
-        self._loading: Iterator[list[MicroBatch]] | None = None
-        self._data_sec = 0.0
-        # Its type is not imported here: that would start MPI, also in data loading workers, which
-        # import the module of their dataset.
-        self._group = cast("Any", dist.group.WORLD)
+        place = world.rank, world.size
+        self.shares = OwnShares(loader, self.sampler, self.engine.parts_of, config.seed, *place)
         if commit is not None:
-            self._group.record_losses()
+            _default_group().record_losses()
         self._limit = StepLimit(config.step_timeout, _WARM_UP_STEPS)
         self._evaluation_limit = StepLimit(config.step_timeout)
         self.observers: list[StepObserver] = []
-        self.wants_checkpoint: Callable[[], bool] = lambda: False  # whether this rank requests one
         self.is_outdated = False  # whether another loop is to go on, with another plan
-        self._is_unattended = False
         self._is_in_epoch = False
 
     @property
@@ -92,16 +80,11 @@ class Loop:
 
     def close(self, together: bool = True) -> None:
         """Stop training on these ranks; if not `together`, wait for none: one may be lost."""
-        self._loading = None
+        self.shares.drop()
         self.engine.close(together)
         for observer in self.observers:
             observer.close(together)
         self.exchange.close(together)
-
-    def run_finished(self) -> None:
-        """Let the observers handle the end of the run, after `close`."""
-        for observer in self.observers:
-            observer.run_finished()
 
     def next_share(self, crosses_epochs: bool = True) -> list[MicroBatch] | None:
         """Return this rank's share of the next step, after evaluating epochs that end on the way.
@@ -142,28 +125,25 @@ class Loop:
         steps_in_later_epochs = self.progress.total_steps - self.progress.step - self.steps_in_epoch
         return 1 - -steps_in_later_epochs // steps_per_epoch(len(self._setup.train), batch, least)
 
-    def expect_no_script(self) -> None:
-        """Take note that nothing of the script's runs between two steps. Not collective."""
-        self._is_unattended = True
-
-    def step_done(self, step: Step) -> None:
+    def step_done(self, step: Step, script_follows: bool = True) -> None:
         """Let the observers follow a step, after which the script may use the weights."""
-        if self._commit is not None and not self._is_unattended:
+        if self._commit is not None and script_follows:
             self.engine.gradients.check_values()  # else they would be wrong if a rank is lost
-        reports = self.exchange.swap(step.report(self.wants_checkpoint()))
+        wants_checkpoint = any(observer.wants_checkpoint() for observer in self.observers)
+        reports = self.exchange.swap(step.report(wants_checkpoint))
         for observer in self.observers:
             observer.step_done(step, reports)
 
     def skip_epoch(self) -> None:
         """Leave out what is left of the epoch, because the script has left its loop."""
-        self._loading = None
+        self.shares.drop()
         self.progress.position = len(self._setup.train)
         self.progress.epoch_is_over = True
         self._count_steps()
 
     def copy_state(self, receivers: Collection[int]) -> None:
         """Give ranks that are joining the state as the others' scripts have left it."""
-        source = next(rank for rank in range(self._ranks) if rank not in receivers)
+        source = next(rank for rank in range(self.world.size) if rank not in receivers)
         self.state.copy_from(self.world, source, receivers)
         self._count_steps()
 
@@ -196,20 +176,12 @@ class Loop:
     def fetch(self) -> list[MicroBatch] | None:
         """Return this rank's share of the next global batch; None if the epoch or the run ends."""
         if self.progress.has_all_steps:
-            self._loading = None
+            self.shares.drop()
             return None
-        waiting_since = time.perf_counter()
-        if self._loading is None:
-            self._set_epoch()
-            self.sampler.position = self.progress.position
-            self._loading = self._loader.load(self._share(indices) for indices in self.sampler)
+        if not self.shares.are_loading:
             self.state.model.train()
         enter_phase("getting a batch", step=self.progress.step + 1)
-        parts = next(self._loading, None)
-        if parts is None:
-            self._loading = None
-        self._data_sec = time.perf_counter() - waiting_since
-        return parts
+        return self.shares.next(self.progress.epoch, self.progress.position)
 
     def train(self, parts: Sequence[MicroBatch]) -> Step:
         """Train on this rank's share of the next global batch."""
@@ -220,28 +192,25 @@ class Loop:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
         if self.engine.has_micro_batches != is_wanted and not self._config.sync_bn:
             self.engine.has_micro_batches = is_wanted
-            self._loading = None
+            self.shares.drop()
 
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""
-        self._loading = None
+        self.shares.drop()
         self.engine.undo()
 
     def finish(self) -> Step:
         """End the step: apply the summed gradient on all ranks, or skip it if it is not finite."""
-        step, progress = self.engine.step, self.progress
+        step, progress, data_sec = self.engine.step, self.progress, self.shares.waited_sec
         summed = self.engine.finish()
         self._commit_unit()
-        self.clock.gradients_summed()
-        self._pace.start()
+        step.gradients_summed()
         epoch = progress.epoch
         enter_phase("the optimizer", step=progress.step + 1)
         self.engine.apply(summed.is_finite)
-        self._pace.catch_up()
-        self.clock.stop()
-        times = self.clock.take()
+        times = step.stop_clock()
         if times.steps:
-            self._limit.observe((times.computed + times.waited) / times.steps + self._data_sec)
+            self._limit.observe((times.computed + times.waited) / times.steps + data_sec)
         enter_phase("reporting the step", step=progress.step, waits=True)
         return Step(
             number=progress.step,
@@ -252,7 +221,7 @@ class Loop:
             own_samples=step.own_samples,
             is_finite=summed.is_finite,
             times=times,
-            data_sec=self._data_sec,
+            data_sec=data_sec,
         )
 
     def evaluate(self) -> dict[str, float]:
@@ -284,31 +253,29 @@ class Loop:
 
         As the training computes them, dropout included; its random numbers are not used up.
         """
-        self._set_epoch()
         count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
-        shares = list(self.sampler.first_shares(count))
+        shares = self.shares.first(self.progress.epoch, count)
         computation, task = self.state.computation, self._setup.task
         with aside(computation.device), self.engine.forwards():
             self.state.statistics.before_step(0, sum(map(len, shares)), count)
             for indices in filter(None, shares):
                 enter_phase("getting a batch")
-                for part in self._loader.data[self._share(indices)]:
+                for part in self.shares.read(indices):
                     batch = self.engine.place(part)
                     enter_phase("forward")
                     computation.loss(task, self.state.model, batch)
 
-    def _set_epoch(self) -> None:
-        set_epoch_of(self._loader.batches, self.progress.epoch)
-        self.sampler.set_epoch(self.progress.epoch)
-
-    def _share(self, indices: list[int]) -> Share:
-        """Return what to load for the step with these samples, which the sampler is at."""
-        place = self.sampler.position * self._ranks + self._rank
-        seed = int(random_bits(self._config.seed, self.sampler.epoch, [place])[0]) & 0xFFFF_FFFF
-        return Share(self.sampler.epoch, seed, self.engine.parts_of(indices))
-
     def _commit_unit(self) -> None:
         """Continue only if every rank got this far."""
         if self._commit is not None:
-            self._commit(not self._group.is_broken)
+            self._commit(not _default_group().is_broken)
         self.state.commit()
+
+
+def _default_group() -> Any:
+    """Return the ranks' process group.
+
+    Its type is not imported here: that would start MPI, also in data loading workers, which import
+    the module of their dataset.
+    """
+    return dist.group.WORLD

@@ -147,7 +147,7 @@ class Metrics(StepObserver):
         progress, sinks = self._run.state.progress, self._run.sinks
         has_loss = self._loss_samples > 0
         loss = self._loss_sum.item() / self._loss_samples if has_loss else math.nan  # on all ranks
-        times = self._times.plus(self._loop.clock.take(wait=True))
+        times = self._times.plus(self._loop.engine.step.clock.take(wait=True))
         own = {"compute": times.computed, "wait": times.waited, "data": self._data_sec}
         own |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}
         elapsed_sec = time.perf_counter() - self._since

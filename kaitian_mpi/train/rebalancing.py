@@ -44,7 +44,7 @@ class Balancing(StepObserver):
         """
         world = loop.world
         plan = loop.plan
-        workers = gather_values(world.comm, loop.workers)
+        workers = gather_values(world.comm, loop.shares.workers)
         self.plans = 1
         self._config = config
         self._loop = loop

@@ -65,6 +65,10 @@ class StepObserver:
     def epoch_begins(self) -> None:
         """Prepare for an epoch, or for the rest of one. Not collective."""
 
+    def wants_checkpoint(self) -> bool:
+        """Return whether this rank requests a checkpoint after the step. Not collective."""
+        return False
+
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Handle a step that all ranks have done, with the reports about the step before it."""
 
@@ -126,6 +130,17 @@ class StepInProgress(Participation):
         """Begin the time of the step, perhaps again. Not collective."""
         self.clock.start()
         self._pace.start()
+
+    def gradients_summed(self) -> None:
+        """Mark on the device that the gradients are summed. Not collective."""
+        self.clock.gradients_summed()
+        self._pace.start()
+
+    def stop_clock(self) -> StepTimes:
+        """End the time of the step; return those of steps that the device has finished since."""
+        self._pace.catch_up()
+        self.clock.stop()
+        return self.clock.take()
 
     def bucket_ready(self, is_last: bool) -> None:
         """Mark on the device that the gradients of a bucket are ready."""
