@@ -50,7 +50,9 @@ def test_second_job_uses_the_benchmark_cache(slowed):
     files = sorted((folder / "cache").iterdir())
     assert len(files) == 2
     # An invalid file is ignored, and then both ranks are timed.
-    again = (*TRAIN, *"--max-steps 2 --benchmark-seconds 4 --run-dir".split())
+    # Without the slowdown, which begins later, the ranks would share what they have measured.
+    again = (*TRAIN, *"--max-steps 2 --emulate-slowdown 1:40@15".split())
+    again += tuple("--benchmark-seconds 4 --run-dir".split())
     ended = run_ranks(2, *again, "run2", cwd=folder)
     assert "from --benchmark-cache" in ended.out
     assert "from --benchmark-cache" not in first.out

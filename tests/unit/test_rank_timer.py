@@ -356,7 +356,8 @@ def test_memory_of_a_host_is_limited_by_the_control_groups_of_the_process(tmp_pa
     assert available_bytes(groups[1], own) == 700000
 
 
-FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32")
+ROUNDS = [[0.1, 0.1], [0.2]]
+FOUND = RankMeasurement([8, 16], [0.1, 0.2], None, "contiguous", "fp32", rounds=ROUNDS)
 
 
 def make_cache(folder, **settings):

@@ -85,8 +85,8 @@ class Profiles:
 
     def fit_errors(self, infos: Sequence[RankInfo]) -> list[float]:
         """Return the relative errors of these ranks' costs; 0 if this job did not measure it."""
-        places, known = [info.place for info in infos], self.measured
-        return [known[place].fit_error if place in known else 0.0 for place in places]
+        found = [self.measured.get(info.place) for info in infos]
+        return [max(one.fit_error, one.repeat_error or 0.0) if one else 0.0 for one in found]
 
     def learn(self, world: World, costs: Mapping[str, RankCost]) -> Profiles:
         """Return these, updated with costs estimated while training; the same on all ranks.

@@ -24,7 +24,13 @@ from kaitian_mpi.observe.files import json_bytes, replacing
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sample_digest import digest_samples
-from kaitian_mpi.train.measure.rank_timer import RankMeasurement, RankTimer, max_share
+from kaitian_mpi.train.measure.equal_devices import share_measurements
+from kaitian_mpi.train.measure.rank_timer import (
+    RankMeasurement,
+    RankTimer,
+    equal_share,
+    max_share,
+)
 from kaitian_mpi.train.setup import Setup, describe_model
 from kaitian_mpi.train.summary import describe_rank
 from kaitian_mpi.train.task import aside
@@ -41,6 +47,7 @@ def benchmark_ranks(
 ) -> list[RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
+    Equal devices of a host share what they have measured, unless repeated rounds separate them.
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results. The
     model can train on `min_batch` samples and more; it is not changed. `reserved` are the bytes of
     this rank that the training takes besides.
@@ -65,7 +72,10 @@ def benchmark_ranks(
             enter_phase("comparing the benchmarks", waits=True, limited=False)
         with agree_on_errors(comm):
             cache.write(own)
-    return [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
+    gathered = gather_values(comm, (asdict(own), world.threads))
+    results = [RankMeasurement(**result) for result, _ in gathered]
+    threads = [threads for _, threads in gathered]
+    return share_measurements(world.infos, threads, results, equal_share(config, world.size))
 
 
 def show_benchmark(
@@ -76,14 +86,16 @@ def show_benchmark(
 ) -> None:
     """Print each rank's cost and batch size, on world rank 0."""
     source = " (from --benchmark-cache)" if results[0].from_cache else ""
-    columns = "rank", "group", "ms: step + sample", "fit", "memory", "computes in", "score"
+    columns = "rank", "group", "ms: step + sample", "varies", "memory", "computes in", "score"
     rows = [[*columns, "samples/step"]]
     for info, result, score, share in zip(world.infos, results, scores, batch_sizes, strict=True):
         cost = result.cost
         seconds = f"{1e3 * cost.alpha_sec:.1f} + {1e3 * cost.beta_sec:.2f}"
-        fits, memory = f"±{result.fit_error:.0%}", str(cost.largest_micro_batch or "all")
+        error = result.repeat_error
+        varies = "once" if error is None else f"±{error:.0%}"
+        memory = str(cost.largest_micro_batch or "all")
         computes_in = f"{result.precision} {result.memory_format}"
-        row = [str(info.world_rank), info.kind, seconds, fits, memory, computes_in]
+        row = [str(info.world_rank), info.kind, seconds, varies, memory, computes_in]
         rows.append([*row, f"{score:.2f}", str(share)])
     if any(slowed := [info.slowdown for info in world.infos]):
         texts = (f"slowed {each} (emulated)" if each else "" for each in slowed)
@@ -102,6 +114,7 @@ def write_benchmark(world: World, setup: Setup, results: Sequence[RankMeasuremen
             "alpha_sec": result.cost.alpha_sec,
             "beta_sec_per_sample": result.cost.beta_sec,
             "fit_error": result.fit_error,
+            "repeat_error": result.repeat_error,
             "largest_micro_batch": result.largest_micro_batch,
             "seconds_by_batch": dict(zip(result.batches, result.seconds, strict=True)),
             "from_cache": result.from_cache,
@@ -167,7 +180,8 @@ class BenchmarkCache:
             measured = RankMeasurement(**cached["measurement"] | {"from_cache": True})
             numbers = [*measured.batches, *measured.seconds]
             positive = all(math.isfinite(number) and number > 0 for number in numbers)
-            is_valid = positive and len(measured.batches) == len(measured.seconds) > 0
+            counts = {len(each) for each in (measured.batches, measured.seconds, measured.rounds)}
+            is_valid = positive and len(counts) == 1 and all(measured.rounds)
             return measured if is_valid and cached["key"] == self._key else None
         except (OSError, ValueError, KeyError, TypeError):
             return None

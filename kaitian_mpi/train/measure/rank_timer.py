@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class RankMeasurement:
 
     batches: list[int]
     seconds: list[float]
-    """The time of a step with each of these batch sizes."""
+    """The time of a step with each of these batch sizes: the median of its rounds."""
     largest_micro_batch: int | None
     """The largest batch that is computed at once; None if the largest possible share is."""
     memory_format: str
@@ -56,12 +56,24 @@ class RankMeasurement:
     """The memory that training takes: this, and for each sample of a micro-batch; about."""
     from_cache: bool = False
     """Whether the result comes from an earlier job."""
+    rounds: list[list[float]] = field(default_factory=list)
+    """The time of a step in each round, by batch size."""
 
     @cached_property
     def cost(self) -> RankCost:
         """The cost model fitted to the measurements, and the memory limit."""
         line = fit(self.batches, self.seconds)
         return replace(line, largest_micro_batch=self.largest_micro_batch)
+
+    @property
+    def repeat_error(self) -> float | None:
+        """Half the range of a batch's rounds, relative to their median; the largest of any batch.
+
+        None if nothing was repeated.
+        """
+        repeated = [each for each in self.rounds if len(each) > 1]
+        ranges = ((max(each) - min(each)) / 2 / statistics.median(each) for each in repeated)
+        return max(ranges, default=None)
 
     @property
     def fit_error(self) -> float:
@@ -142,6 +154,7 @@ class RankTimer:
             self._computation.memory_format,
             self._computation.precision,
             *memory.line(self._reserved),
+            rounds=list(times.values()),
         )
 
     def _repeat(self, times: dict[int, list[float]]) -> None:
