@@ -12,8 +12,8 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch
-from kaitian_mpi.train.data.loader import OwnShares, ShareLoader
-from kaitian_mpi.train.data.sampler import steps_per_epoch
+from kaitian_mpi.train.data.loader import ShareLoader
+from kaitian_mpi.train.data.sampler import OwnShares, steps_per_epoch
 from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps, most_epochs

@@ -1,8 +1,9 @@
-"""The sampler that gives each rank its samples of every global step."""
+"""Which samples each rank has of every global step, and its shares as they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch.utils.data import Sampler
 
 from kaitian_mpi.balance.shares import apportion, merge_small
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.data.batches import MicroBatch, Share, set_epoch_of
+from kaitian_mpi.train.data.loader import ShareLoader
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) -> int:
@@ -204,6 +207,79 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         # generator uses only the low 32 bits.
         word = int(random_bits(self.seed, self.epoch, [0])[0]) & 0xFFFF_FFFF
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))
+
+
+class OwnShares:
+    """A rank's shares of the steps of one loop, in the order of its sampler; not collective.
+
+    Attributes:
+        workers: how many processes load them.
+        waited_sec: how long the last share was waited for.
+    """
+
+    def __init__(
+        self,
+        loader: ShareLoader,
+        sampler: LoadAdaptiveSampler,
+        parts_of: Callable[[list[int]], list[tuple[int, list[int]]]],
+        seed: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """Load nothing yet; `parts_of` divides a share's indices into micro-batches."""
+        self.workers = loader.workers
+        self.waited_sec = 0.0
+        self._loader = loader
+        self._sampler = sampler
+        self._parts_of = parts_of
+        self._seed = seed
+        self._rank = rank
+        self._ranks = ranks
+        self._loading: Iterator[list[MicroBatch]] | None = None
+
+    @property
+    def are_loading(self) -> bool:
+        """Whether the next share continues those before, wherever the run is."""
+        return self._loading is not None
+
+    def next(self, epoch: int, position: int) -> list[MicroBatch] | None:
+        """Return the next share; None at the end of the epoch.
+
+        Unless shares are loading, the next one begins at a position in an epoch.
+        """
+        waiting_since = time.perf_counter()
+        if self._loading is None:
+            self._go_to(epoch)
+            self._sampler.position = position
+            self._loading = self._loader.load(self._share(indices) for indices in self._sampler)
+        parts = next(self._loading, None)
+        if parts is None:
+            self._loading = None
+        self.waited_sec = time.perf_counter() - waiting_since
+        return parts
+
+    def drop(self) -> None:
+        """Forget the shares that are loading."""
+        self._loading = None
+
+    def first(self, epoch: int, count: int) -> list[list[int]]:
+        """Go to an epoch; return the indices of this rank's shares of its first samples."""
+        self._go_to(epoch)
+        return list(self._sampler.first_shares(count))
+
+    def read(self, indices: list[int]) -> list[MicroBatch]:
+        """Read a share in this process."""
+        return self._loader.data[self._share(indices)]
+
+    def _go_to(self, epoch: int) -> None:
+        set_epoch_of(self._loader.batches, epoch)
+        self._sampler.set_epoch(epoch)
+
+    def _share(self, indices: list[int]) -> Share:
+        """Return what to load for the step with these samples, which the sampler is at."""
+        place = self._sampler.position * self._ranks + self._rank
+        seed = int(random_bits(self._seed, self._sampler.epoch, [place])[0]) & 0xFFFF_FFFF
+        return Share(self._sampler.epoch, seed, self._parts_of(indices))
 
 
 def _listed(indices: torch.Tensor | range) -> list[int]:
