@@ -18,7 +18,7 @@ from kaitian_mpi.supervise.environments import (
     read_environments,
 )
 from kaitian_mpi.supervise.mpirun_command import RUN, parse_launcher, read_hosts
-from kaitian_mpi.supervise.remote_hosts import ask_hosts, find_agent, is_local
+from kaitian_mpi.supervise.remote_hosts import check_hosts, find_agent
 
 PROGRAM = "kaitian-env"
 
@@ -93,10 +93,7 @@ def plan(options: argparse.Namespace) -> list[str]:
         pythons = {
             host.name: interpreters_of(given, host.name) or [sys.executable] for host in hosts
         }
-        local = set(filter(is_local, pythons))
-        answers = ask_hosts(find_agent(launcher, os.environ), hosts, pythons, local)
-        if faults := [answer.fault for answer in answers.values() if answer.fault]:
-            raise UserError("; ".join(faults))
+        check_hosts(find_agent(launcher, os.environ), hosts, pythons)
     return words
 
 

@@ -34,6 +34,7 @@ SECTIONS = {
 SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 HIDDEN = FIELDS.keys() - SHOWN
+MAX_RANKS = 100_000
 _NOT_EMPTY = (*PATHS, "task", "devices")
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 # Code such as x.view() may rely on it.
@@ -77,14 +78,40 @@ def make_parser(program: str) -> OneLineParser:
     """Return the parser of `kaitian-train`: one flag for each field of `TrainConfig`."""
     parser = OneLineParser(
         program,
-        "Train a PyTorch model on a mix of accelerators: start one process per device with "
-        "mpirun. Set anything that has no flag below with --set or in a --config file; "
-        "docs/cli.md lists all settings.",
-        f"mpirun -np 4 {program} --model mobilenetv2",
-        f"mpirun -np N {program} [flags]",
+        "Train a PyTorch model on a mix of accelerators, with one process (a rank) per device. Set "
+        "anything that has no flag below with --set or in a --config file; docs/cli.md lists all "
+        "settings.",
+        f"{program} -n 4 --model mobilenetv2",
+        f"{program} -n N [flags]  or  mpirun -np N {program} [flags]",
     )
+    add_launch_flags(parser)
     add_flags(parser, SECTIONS, HIDDEN)
     return parser
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags with which a command starts mpirun itself."""
+    group = parser.add_argument_group("starting mpirun")
+    group.add_argument(
+        "-n",
+        "-np",
+        dest="ranks",
+        type=_rank_count,
+        metavar="N",
+        help="start mpirun with N ranks of this command, also as root and with more ranks than "
+        "cores, and print its command; with --hostfile, the default is a rank for each slot",
+    )
+    group.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="start mpirun on the hosts of this file, with lines such as node-a slots=4, and pass "
+        "on the environment; each host is asked first",
+    )
+    group.add_argument(
+        "--no-fault-tolerance",
+        action="store_true",
+        help="let the loss of a rank end the job: start mpirun without --with-ft ulfm",
+    )
 
 
 def add_flags(
@@ -97,6 +124,15 @@ def add_flags(
             _add_flag(group, FIELDS[name])
     for name in sorted(hidden):
         _add_flag(parser, FIELDS[name]).help = argparse.SUPPRESS
+
+
+def _rank_count(text: str) -> int:
+    is_number = text.isascii() and text.isdecimal() and len(text) < 9
+    if not is_number or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(
+            f"{text[:20]!r} is not a number of ranks; give at least 1 and at most {MAX_RANKS:,}"
+        )
+    return int(text)
 
 
 def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:

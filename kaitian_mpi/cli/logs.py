@@ -41,9 +41,10 @@ def configure_logging(level: str, prefix: str, rank: int = 0) -> None:
     logging.raiseExceptions = False  # a closed terminal must not end a job
 
 
-def print_text(text: str) -> None:
+def print_text(text: str, stream: TextIO | None = None) -> None:
     """Print text, also to a reader that has closed the pipe, such as `head`."""
+    stream = stream or sys.stdout
     try:
-        print(text, flush=True)
+        print(text, file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

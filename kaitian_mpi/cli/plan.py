@@ -18,12 +18,21 @@ from kaitian_mpi.balance.measurements import (
     predict_world,
     read_measurements,
 )
-from kaitian_mpi.cli.flags import FIELDS, OneLineParser, Parsed, add_flags, parse_settings
+from kaitian_mpi.cli.flags import (
+    FIELDS,
+    MAX_RANKS,
+    OneLineParser,
+    Parsed,
+    add_flags,
+    add_launch_flags,
+    parse_settings,
+)
+from kaitian_mpi.cli.launch import launch_flags_in, start_if_requested
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.files import json_bytes, write_output
-from kaitian_mpi.runtime.abort import abort_on_error, report_once
+from kaitian_mpi.runtime.abort import abort_on_error, report_end, report_once
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.signals import handle_signals
 from kaitian_mpi.runtime.watchdog import stop_watchdog
@@ -33,7 +42,7 @@ SECTIONS = {
     "measurement (flags of kaitian-train)": "model dataset task set global_batch_size "
     "precision devices wire benchmark_seconds emulate_kinds emulate_slowdown"
 }
-_MAX_RANKS = 100_000
+
 _MAX_SUBSETS = 16
 _MIN_GAIN = 0.005  # shown as +1%
 
@@ -47,6 +56,7 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         with report_once():
             parsed = read_options(arguments)
+            start_if_requested(PROGRAM, arguments, (), parsed.others)
         if parsed.others.file is None:
             handle_signals(PROGRAM)
             measure(parsed)
@@ -73,17 +83,18 @@ def measure(parsed: Parsed) -> None:
             report(measured, parsed)
     dist.destroy_process_group()
     stop_watchdog()
+    report_end()
 
 
 def make_parser() -> OneLineParser:
     """Return the command's parser: its own flags, and those of `kaitian-train`."""
     parser = OneLineParser(
         PROGRAM,
-        "Forecast the speed of a job, and which devices are worth having in it. Under mpirun, "
-        "with the flags of kaitian-train, it measures the ranks and the links between them; given "
-        "a file of measurements, it needs neither MPI nor the devices.",
+        "Forecast the speed of a job, and which devices are worth having in it. With -n or under "
+        "mpirun, with the flags of kaitian-train, it measures the ranks and the links between "
+        "them; given a file of measurements, it needs neither MPI nor the devices.",
         f"{PROGRAM} measured.json --world 8xcuda,16xmlu,32xcpu",
-        f"mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
+        f"{PROGRAM} -n N [flags]  or  mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
     )
     parser.add_argument(
         "file",
@@ -94,12 +105,13 @@ def make_parser() -> OneLineParser:
     )
     parser.add(
         "--world",
-        f"ranks of each kind, such as 8xcuda,32xcpu; at most {_MAX_RANKS:,} in total "
+        f"ranks of each kind, such as 8xcuda,32xcpu; at most {MAX_RANKS:,} in total "
         "(default: those measured)",
         "LIST",
         None,
     )
     parser.add("--save", "write the measurements to this file", "FILE", None)
+    add_launch_flags(parser)
     shown = {name for names in SECTIONS.values() for name in names.split()}
     add_flags(parser, SECTIONS, FIELDS.keys() - shown)
     return parser
@@ -114,9 +126,11 @@ def read_options(arguments: Sequence[str]) -> Parsed:
     TrainConfig(**parsed.settings)  # raises if one is invalid
     if chosen.file is None:
         return parsed
-    unused = sorted(parsed.settings.keys() - {"global_batch_size"})
-    if unused or chosen.save is not None:
-        flag = flag_name(unused[0]) if unused else "--save"
+    unused = [flag_name(name) for name in sorted(parsed.settings.keys() - {"global_batch_size"})]
+    unused += ["--save"] if chosen.save is not None else []
+    unused += launch_flags_in(arguments)
+    if unused:
+        flag = unused[0]
         raise UserError(
             f"{flag} cannot be combined with {chosen.file}, which holds measurements; remove one "
             "of them"
@@ -141,10 +155,10 @@ def parse_world(text: str) -> dict[str, int]:
     """Parse `8xcuda,32xcpu` into the number of ranks of each kind."""
     parts = re.findall(r"(?:^|,)0*([1-9][0-9]{0,8})x([^\s,]+)(?=,|$)", text)
     world = {kind: int(ranks) for ranks, kind in parts}
-    if len(world) != text.count(",") + 1 or sum(world.values()) > _MAX_RANKS:
+    if len(world) != text.count(",") + 1 or sum(world.values()) > MAX_RANKS:
         raise UserError(
             f"--world {text}: write it like 8xcuda,32xcpu, with each kind once and at most "
-            f"{_MAX_RANKS:,} ranks in all"
+            f"{MAX_RANKS:,} ranks in all"
         )
     return world
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.cli.flags import OneLineParser, add_flags
+from kaitian_mpi.cli.flags import OneLineParser, add_flags, add_launch_flags
+from kaitian_mpi.cli.launch import start_if_requested
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.train import hide_unused_devices
 from kaitian_mpi.devices.choice import LIBRARY_VARIABLE, SHARE_VARIABLE
@@ -26,7 +27,7 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import GROUP_VARIABLE
 from kaitian_mpi.observe.files import json_bytes, replacing
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix
+from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_end
 from kaitian_mpi.runtime.launcher import SUPERVISED_FOLDER, read_launch
 from kaitian_mpi.runtime.lifecycle import register_close
 from kaitian_mpi.train.summary import NAME, Summary
@@ -53,6 +54,8 @@ def main() -> None:
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not (chosen.module or os.path.isfile(chosen.script)):
             raise UserError(f"there is no script {chosen.script}; name the file to run")
+        own = own_flags(options)
+        start_if_requested(PROGRAM, own, options[len(own) :], chosen)
         hide_unused_devices(os.environ, chosen.devices)
         comm = initialize_mpi_on(chosen.network_interface)
         hosts = gather_values(comm, socket.gethostname())
@@ -86,15 +89,17 @@ def main() -> None:
             install(world)
         with told_to_supervisor(comm):
             run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
+        report_end()
 
 
 def make_parser() -> OneLineParser:
     """Return the command's parser; arguments after the script's name are passed to the script."""
     parser = OneLineParser(
         PROGRAM,
-        "Run a torch.distributed script on every rank that mpirun started.",
-        f"mpirun -np 4 {PROGRAM} --backend-override nccl,gloo train.py --lr 0.1",
+        "Run a torch.distributed script on every rank.",
+        f"{PROGRAM} -n 4 --backend-override nccl,gloo train.py --lr 0.1",
     )
+    add_launch_flags(parser)
     parser.add(
         "--backend-override",
         "backends that kaitian replaces in the script, such as nccl,gloo",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kaitian_mpi.cli import run
 from kaitian_mpi.cli.flags import OneLineParser, parse_config
+from kaitian_mpi.cli.launch import launch_flags_in
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
@@ -149,6 +150,12 @@ def make_job(
     if is_script:
         chosen = run.make_parser().parse_args(flags)
         flags = run.own_flags(flags)
+    if given := launch_flags_in(flags):
+        raise UserError(
+            f"{given[0]} of {command.program} starts mpirun itself; write mpirun before "
+            f"{command.program} in its place, as in mpirun -np 4 {command.program}"
+        )
+    if is_script:
         emulated = {name: getattr(chosen, name) for name in ("emulate_kinds", "emulate_slowdown")}
         config = TrainConfig(**emulated)
     else:

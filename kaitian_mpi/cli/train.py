@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.cli.flags import make_parser, parse_settings
+from kaitian_mpi.cli.launch import start_if_requested
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.choice import hide_accelerators
@@ -21,7 +22,7 @@ from kaitian_mpi.distributed.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_once
+from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_end, report_once
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
@@ -49,6 +50,7 @@ def main() -> None:
         with report_once():
             parsed = parse_settings(parser, arguments)
             config = TrainConfig(**parsed.settings)
+            start_if_requested(PROGRAM, arguments, (), parsed.others)
         config, _ = start_ranks(config)
         import torch.distributed as dist
 
@@ -58,6 +60,7 @@ def main() -> None:
             training.run()
         if dist.is_initialized():  # a standby rank has no group
             dist.destroy_process_group()
+        report_end()
         exit_after_loss()
 
 

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime import ulfm
-from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.launcher import END_TOKEN, end_line, read_launch
 from kaitian_mpi.runtime.lifecycle import (
     end_start_watch,
     exit_after_loss,
@@ -163,6 +163,12 @@ def print_to_stderr(text: str) -> None:
         sys.stdout.flush()
     with suppress(OSError):
         os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
+
+
+def report_end() -> None:
+    """Tell the command that has started mpirun, if any, that this rank's work is done."""
+    if token := os.environ.get(END_TOKEN):
+        print_to_stderr(end_line(token))
 
 
 def write_labeled(text: str) -> None:

@@ -24,6 +24,9 @@ SUPERVISED = f"{FORWARDED_PREFIX}KAITIAN_JOB"
 SUPERVISED_FOLDER = f"{FORWARDED_PREFIX}KAITIAN_JOB_FOLDER"
 """Set by `kaitian-supervise`; reaches the ranks on all hosts."""
 
+END_TOKEN = f"{FORWARDED_PREFIX}KAITIAN_END"
+"""Set by `kaitian-train -n`; a rank whose work is done writes it to stderr."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -33,6 +36,11 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_size: int = 1
+
+
+def end_line(token: str) -> str:
+    """Return the line of a rank whose work is done; it begins with a rare character."""
+    return f"\x1e{token}"
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:

@@ -30,6 +30,12 @@ class Library:
     """Whether mpirun kills its ranks 0.25 s after SIGTERM or Ctrl-C, and drops their output."""
     survives_since: tuple[int, ...] | None
     """The first release in which a job can survive the loss of a rank (ULFM); None: none can."""
+    version_pattern: str
+    """Matches the release in what the launcher prints for `--version`."""
+
+    def can_survive(self, release: str) -> bool:
+        """Return whether a job can survive the loss of a rank with this release."""
+        return self.survives_since is not None and release_numbers(release) >= self.survives_since
 
 
 OPEN_MPI = Library(
@@ -44,6 +50,7 @@ OPEN_MPI = Library(
     processes=("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"),
     kills_soon=True,
     survives_since=(5,),
+    version_pattern=r"\(Open MPI\) ([\d.]+)",
 )
 
 # Intel MPI sets the same variables.
@@ -54,6 +61,7 @@ MPICH = Library(
     processes=("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
     kills_soon=False,
     survives_since=None,
+    version_pattern=r"(?s)(?:HYDRA build details:.*?Version:|Intel\(R\) MPI.*?Version) +([\d.]+)",
 )
 
 LIBRARIES = (OPEN_MPI, MPICH)
@@ -105,6 +113,11 @@ NETWORK_INTERFACES = "OMPI_MCA_btl_tcp_if_include"
 NETWORK_INTERFACE = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 """The one network interface of libfabric, which MPICH and Intel MPI use."""
 
+FORWARDED_BY_LAUNCHERS = ("OMPI_", "PRTE_", "PMIX_")
+"""Prefixes of variables that Open MPI's launcher passes on, or has for itself."""
+IN_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+"""Variables of the batch systems that tell mpirun the hosts."""
+
 _SURVIVES = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 _ANSWER_SEC = 5.0
@@ -133,6 +146,19 @@ def launched_by(environ: Mapping[str, str]) -> Library | None:
         if all(environ.get(name, "").isdigit() for name in library.rank_variables):
             return library
     return None
+
+
+def identify_launcher(version: str) -> tuple[Library | None, str]:
+    """Return the library and release of a launcher, from what it prints for `--version`."""
+    for library in LIBRARIES:
+        if match := re.search(library.version_pattern, version):
+            return library, match[1]
+    return None, ""
+
+
+def release_numbers(release: str) -> tuple[int, ...]:
+    """Return the numbers of a release, such as (5, 0, 11)."""
+    return tuple(map(int, re.findall(r"\d+", release)))
 
 
 def report_to_launcher(environ: Mapping[str, str]) -> None:
@@ -184,8 +210,7 @@ def survival_requested(environ: Mapping[str, str]) -> bool:
 def survival_advice(library: str) -> str:
     """Return advice on how a job can survive the loss of a rank."""
     name, _, release = library.rpartition(" ")
-    since = {library.name: library.survives_since for library in LIBRARIES}.get(name)
-    if since and tuple(map(int, re.findall(r"\d+", release))) >= since:
+    if any(each.name == name and each.can_survive(release) for each in LIBRARIES):
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
 

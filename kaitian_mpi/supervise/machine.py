@@ -20,7 +20,7 @@ from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.folder_lock import wait_for_save
 from kaitian_mpi.preflight.verdict import list_names
 from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
-from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
+from kaitian_mpi.runtime.mpi_libraries import IN_ALLOCATIONS, LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
 from kaitian_mpi.supervise.hosts import Host
@@ -36,7 +36,6 @@ _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
 _SAVE_SEC = 20.0
 _MAX_HANG_SEC = 60.0
-_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 _RANK_VARIABLES = frozenset(library.rank_variables[0] for library in LIBRARIES)
 
 
@@ -141,7 +140,7 @@ class Machine:
         job = self.job
         if not job.survives:
             return False
-        if not job.hosts and any(name in os.environ for name in _BATCH_SYSTEMS):
+        if not job.hosts and any(name in os.environ for name in IN_ALLOCATIONS):
             return True  # only the batch system knows the hosts
         hosts = hosts_with_ranks(self._agent, job.remote, job, self._probe_sec)
         if hosts and not self._reported_remote:

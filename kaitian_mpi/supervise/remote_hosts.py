@@ -110,6 +110,19 @@ def ask_hosts(
     return {key: judge(ended, key[0], *places[key][1:]) for key, ended in answers.items()}
 
 
+def check_hosts(
+    agent: Sequence[str], hosts: Sequence[Host], pythons: Mapping[str, Sequence[str]]
+) -> None:
+    """Ask all hosts as `ask_hosts` does.
+
+    Raises:
+        UserError: ranks cannot be started on one of them.
+    """
+    answers = ask_hosts(agent, hosts, pythons, set(filter(is_local, pythons)))
+    if faults := [answer.fault for answer in answers.values() if answer.fault]:
+        raise UserError("; ".join(faults))
+
+
 def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
     """Return the answer that the end of a host's command means."""
     said = (ended.err.strip().splitlines() or [""])[-1].strip()

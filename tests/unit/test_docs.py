@@ -114,8 +114,7 @@ def test_documented_commands_parse(path):
                 inner = arguments[arguments.index(program) + 1 :]
                 options = vars(PARSERS[program].parse_args(inner))
             if program == train.PROGRAM:
-                del options["set"]
-                TrainConfig(**options)
+                TrainConfig(**{name: options[name] for name in flags.FIELDS.keys() - {"set"}})
         except (SystemExit, ValueError) as error:  # a parser exits when it rejects its arguments
             rejection = error
         assert rejection is None, command
