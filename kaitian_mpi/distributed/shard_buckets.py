@@ -182,6 +182,11 @@ class ShardBucket:
             rows = [_rows(parameter, part) for part, parameter, _ in places]
             torch._foreach_copy_(rows, [view for _, _, view in places])
 
+    def release(self, buffer: torch.Tensor, spares: Spares) -> None:
+        """Give back a buffer of this bucket that is no longer used."""
+        if not self.is_whole:
+            spares.give(buffer)
+
     def settle(self, late: type[nn.Parameter]) -> None:
         """Make parameters of this class plain ones again."""
         for parameter in self.parameters:

@@ -8,10 +8,9 @@ Parts that have mirrors are sent on to those, once they are summed.
 from __future__ import annotations
 
 import operator
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,22 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
-from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import judge, partition, sum_on_host, values_of
-from kaitian_mpi.distributed.late_values import Late, is_compiled, is_compiling, memory_users
+from kaitian_mpi.distributed.owners_values import IN_FLIGHT, OwnersValues, Targets, Waits
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
-from kaitian_mpi.errors import CollectiveError, UnsupportedError
-
-# Buckets that are summed at once, besides those that have buffers anyway; backward waits for more,
-# so that memory is bounded.
-_IN_FLIGHT = 2
-_NOT_ARRIVED = "the owners' values have not arrived"
-
-Targets = Mapping[Part, nn.Parameter]
 
 
 @not_compiled
@@ -45,10 +35,8 @@ class ShardReducer(GradientReducer):
     the owners: so no rank ever has more than its parts and two buckets. A parameter's gradient is
     freed as soon as it is in its bucket.
 
-    The owners' values come back while the next forward computes, if there is memory for that. A
-    parameter that is used too early waits for its values, whoever uses it.
-
     Attributes:
+        values: what brings the owners' new values back.
         rounds: how often the rank with the most micro-batches arms the reducer in this step; the
             same on every rank.
         gathering: of parameters in parts; None if all are whole.
@@ -67,7 +55,7 @@ class ShardReducer(GradientReducer):
         targets: Targets,
         group: dist.ProcessGroup | None = None,
         on_bucket: Callable[[bool], None] = lambda is_last: None,
-        waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
+        waits: Waits = lambda what: nullcontext(),
         bucket_caps: tuple[int, int] = BUCKET_CAPS,
         residuals: Any = None,
         overlaps: bool = True,
@@ -100,28 +88,16 @@ class ShardReducer(GradientReducer):
         self.rounds = 1
         self._round = 0
         self.squared_norm = 0.0
-        self._missing = 0  # buckets of which the owners' new values are not here
         self._own_numbers: list[tuple[torch.Tensor, float]] = []
         self._sum = torch.zeros(())
-        self._are_confirmed = True  # that what has arrived was not left by a library's abort
-        self._stepped: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it mirrors, and a copy
         self._has_library = bool(getattr(group or dist.group.WORLD, "uses_library", False))
         self._is_finite = True
-        self._failure: Exception | None = None
-        # A parameter of another class keeps it.
-        are_plain = all(type(p) is nn.Parameter for p in self._numbers)
-        self._overlaps = overlaps and are_plain and not any(map(is_compiled, model.modules()))
-        self._sharing: deque[tuple[ShardBucket, Any, torch.Tensor]] = deque()
-        self._arriving = threading.RLock()
-        self._using: set[Any] = set()  # the streams on which functions have used parameters
-        self._late: type[nn.Parameter] = type("Late", (Late,), {"arrive": self.arrive})
+        self.values = OwnersValues(model, targets, group, waits, overlaps)
         if gathering is not None:
             bucket_caps = BUCKET_CAPS[0], bucket_cap(max(p.nbytes for p in model.parameters()))
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
             super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
-        if self._overlaps and not is_compiling():
-            for parameter in self._parameters:  # a trial: see `_check_seen`
-                parameter.__class__ = self._late
+        self.values.begin_trial()
 
     @property
     def number(self) -> torch.Tensor:
@@ -142,15 +118,6 @@ class ShardReducer(GradientReducer):
             has_order and not all(parameter.requires_grad for parameter in self._parameters)
         )
 
-    @property
-    def has_values(self) -> bool:
-        """Whether all of the owners' values are here, besides those of parameters in parts.
-
-        A library's work counts as done before the device has the values: if a rank is lost then,
-        the others have what the abort has left. So they count when the device has come further.
-        """
-        return not self._missing and self._are_confirmed
-
     def arm(
         self,
         weight: float | Callable[[], float | None] | None,
@@ -166,8 +133,7 @@ class ShardReducer(GradientReducer):
         if not (self._is_armed or self._round):
             raise RuntimeError("finish() without arm()")
         try:
-            self._check_seen(self._parameters)
-            self._arrive(0)  # what no rank has used
+            self.values.check_all_seen()
             if self._is_armed:
                 self.end_round()
             while self._round < self.rounds:
@@ -194,146 +160,19 @@ class ShardReducer(GradientReducer):
         return self._is_finite
 
     def check_values(self) -> None:
-        self._arrive(0)
-        if not self._are_confirmed:
-            self._confirm(waits=True)
-        if self._failure is not None:
-            raise self._failure
+        self.values.check()
 
     def share_values(self) -> None:
-        """Give every rank the owners' values of the parameters. Collective.
-
-        They arrive in the order in which a forward uses them. An error, such as the loss of a rank,
-        is raised by `check_values`: the step is done.
-        """
-        self._missing = sum(not bucket.is_parted for bucket in self._buckets)
-        self._are_confirmed = False
-        self._keep_mirrored()
-        is_late = self._overlaps and not (is_compiling() or self._has_views())
-        most = len(self._buckets) if is_late else _IN_FLIGHT - 1
-        for bucket in reversed(self._buckets):
-            if bucket.is_parted:
-                continue
-            buffer = bucket.values(self._spares)
-            work = bucket.start_gather(buffer, self._group)
-            if is_late:
-                for parameter in bucket.parameters:
-                    parameter.__class__ = self._late
-            self._sharing.append((bucket, work, buffer))
-            self._arrive(most)
-        if not is_late:
-            self._arrive(0)
-
-    def restore_mirrored(self) -> None:
-        """Set mirrored parts to what this rank has stepped, after a loss. Not collective."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for target, stepped in self._stepped:
-                target.detach().copy_(stepped)
-        self._stepped.clear()
-
-    def _keep_mirrored(self) -> None:
-        """Keep a copy of what this rank mirrors, over which its owner's values come.
-
-        If the owner is lost while a library brings them, there is no other copy of this part.
-        """
-        rank: int = (self._group or dist.group.WORLD).rank()  # type: ignore[union-attr]
-        self._stepped = [
-            (target, target.detach().clone())
-            for part, target in self._targets.items()
-            if part.mirror == rank and self._has_library and not self._is_in_parts(part.parameter)
-        ]
-
-    def _confirm(self, waits: bool) -> None:
-        """Note that the device has reached what comes after the values; it may have to wait."""
-        if waits:
-            device_of(self._parameters[0].device).mark().wait()
-        self._are_confirmed = not getattr(self._group or dist.group.WORLD, "is_broken", False)
-        if self._are_confirmed:
-            self._stepped.clear()
-        else:
-            self._failure = self._failure or CollectiveError(_NOT_ARRIVED)
-
-    def arrive(self, parameters: Sequence[nn.Parameter], function: Any = None) -> None:
-        """Wait for the values of what a function uses, at any time. Not collective.
-
-        The current stream does. In the first step each parameter is asked for, so it is known then
-        whether a model uses several: in such, the host waits as well.
-        """
-        with self._arriving, torch._C.DisableTorchFunctionSubclass():
-            if (module := device_of(parameters[0].device).streams()) is not None:
-                self._using.add(module.current_stream(parameters[0].device))
-            for parameter in parameters:
-                with self.waits("the owners' values") if self._sharing else nullcontext():
-                    while type(parameter) is self._late and self._sharing:
-                        self._arrive(len(self._sharing) - 1)
-                parameter.__class__ = nn.Parameter
+        """Give every rank the owners' values of the parameters, as `OwnersValues` does."""
+        self.values.share(self._buckets, self._spares)
 
     def close(self) -> None:
-        for bucket in self._buckets:
-            bucket.settle(self._late)
-        self._sharing.clear()  # what is under way keeps its buffers
-        self._late = nn.Parameter  # else it would refer to this
+        self.values.close(self._buckets)
         super().close()
         # The loop may outlive its end, but not the memory of the parts.
         self._targets = {}
         self._spares = Spares(0)
         self.gathering = None
-        self._failure = None
-
-    def _has_views(self) -> bool:
-        """Return whether something else has a parameter's memory, and would not wait for values.
-
-        Such as a script that keeps what `state_dict` or `data` has returned.
-        """
-        parameters, known = [*self._numbers], dict.fromkeys(self._parameters, 1)
-        for part, target in self._targets.items():
-            parameter = parameters[part.parameter]
-            if target is not parameter and parameter in known:
-                known[parameter] += 1
-        return any(memory_users(parameter) > count for parameter, count in known.items())
-
-    def _check_seen(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Check that whatever has used a parameter has waited for it.
-
-        TorchScript, CUDA graphs and some extensions use memory without torch's functions. In the
-        first step, whose values are all here, they are found out; later values then arrive at once.
-        """
-        late = [parameter for parameter in parameters if type(parameter) is self._late]
-        unseen = [parameter for parameter in late if parameter.grad is not None]
-        if unseen and self._sharing:
-            number = next(n for n, p in enumerate(self._parameters) if p is unseen[0])
-            raise UnsupportedError(
-                f"{self._names[number]} was used before its new values had arrived, by code that "
-                "torch does not see, such as TorchScript, a CUDA graph or an extension; use it so "
-                "in the first step, too, or pass it through a function of torch, as detach()"
-            )
-        if late and not self._sharing:
-            self._overlaps = self._overlaps and not unseen
-            for parameter in late:
-                parameter.__class__ = nn.Parameter
-
-    def _arrive(self, most: int) -> None:
-        """Wait until at most so many buckets are on their way."""
-        with self._arriving, torch._C.DisableTorchFunctionSubclass():
-            while len(self._sharing) > most:
-                bucket, work, buffer = self._sharing[0]
-                try:
-                    work.wait()
-                    if getattr(self._group or dist.group.WORLD, "is_broken", False):
-                        raise CollectiveError(_NOT_ARRIVED)
-                    bucket.take(buffer)
-                    if len(self._using) > 1:  # others would use the values before they are here
-                        device_of(buffer.device).mark().wait()
-                    self._missing -= 1
-                except Exception as error:
-                    self._failure = self._failure or error
-                self._release(bucket, buffer)
-                bucket.settle(self._late)
-                self._sharing.popleft()
-
-    def _release(self, bucket: ShardBucket, buffer: torch.Tensor) -> None:
-        if not bucket.is_whole:
-            self._spares.give(buffer)
 
     def _partition(self, caps: tuple[int, int]) -> list[list[int]]:
         """Give each parameter that fills a bucket one of its own, which then needs no copy."""
@@ -348,15 +187,13 @@ class ShardReducer(GradientReducer):
         return found
 
     def _is_parted(self, index: int) -> bool:
-        return self._is_in_parts(self._numbers[self._parameters[index]])
-
-    def _is_in_parts(self, number: int) -> bool:
+        number = self._numbers[self._parameters[index]]
         return self.gathering is not None and number in self.gathering.numbers
 
     def _build(self) -> None:
         group: Any = self._group or dist.group.WORLD
         self._buckets: list[Any] = []
-        self._spares = Spares(len(self._parts) if self._overlaps else _IN_FLIGHT)
+        self._spares = Spares(len(self._parts) if self.values.overlap else IN_FLIGHT)
         for indices in self._parts:
             numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
             parts = [part for number in numbers for part in self._of[number]]
@@ -373,11 +210,11 @@ class ShardReducer(GradientReducer):
 
     def _sum_next(self) -> None:
         """Fill a bucket, and start its sum."""
-        while sum(map(self._is_limited, self._flights)) >= _IN_FLIGHT:
+        while sum(map(self._is_limited, self._flights)) >= IN_FLIGHT:
             self._land(len(self._flights) - 1)
         number, bucket = self._filled, self._buckets[self._filled]
         self._filled += 1
-        self._check_seen(bucket.parameters)
+        self.values.check_seen(bucket.parameters)
         is_real = self._weight is not None or self._round == 0
         if is_real:  # else this rank has nothing left to compute
             is_last = self._round + 1 == self.rounds or self._number is not None
@@ -404,7 +241,7 @@ class ShardReducer(GradientReducer):
         the device need not wait for a rank that is behind.
         """
         bucket, _, _, adds, *_ = flight
-        return not self._overlaps or bucket.is_whole or adds
+        return not self.values.overlap or bucket.is_whole or adds
 
     def _land(self, most: int) -> None:
         """Wait until at most so many buckets are being summed."""
@@ -419,7 +256,7 @@ class ShardReducer(GradientReducer):
                     bucket.padded.add_(arriving)
                 if is_last and bucket.has_mirrors:
                     self._mirror(bucket)
-                self._release(bucket, buffer)
+                bucket.release(buffer, self._spares)
 
     def _mirror(self, bucket: ShardBucket) -> None:
         """Start to send the sums of this rank's parts to their mirrors."""
@@ -448,7 +285,7 @@ class ShardReducer(GradientReducer):
         """Exchange what all ranks must know, and give the owned gradients to the optimizers."""
         is_finite, squared_norm = judge([bucket.own for bucket in self._buckets])
         # The host has waited for the gradients, if there are any.
-        self._confirm(waits=all(bucket.own.numel() == 0 for bucket in self._buckets))
+        self.values.confirm(waits=all(bucket.own.numel() == 0 for bucket in self._buckets))
         values = values_of([number for number, _ in self._own_numbers])
         weights = [weight for _, weight in self._own_numbers]
         own_number = sum(map(operator.mul, values, weights), 0.0)

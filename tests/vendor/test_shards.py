@@ -246,7 +246,7 @@ def test_values_that_a_lost_rank_was_to_send_are_not_taken_from_what_an_abort_le
         loss_of(images[world.rank], labels[world.rank], 1, ours)  # which waits for all values
         with pytest.raises(CollectiveError):
             reducer.check_values()
-        assert not reducer.has_values
+        assert not reducer.values.are_here
         shards.assign(survivors, without_mirrors([1.0] * lost))
         for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
             assert (values(one) - other).abs().max().item() <= 1e-12

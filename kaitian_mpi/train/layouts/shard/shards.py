@@ -169,10 +169,10 @@ class Shards(DividedState[Part]):
 
         The rank that was to share them after a step may be lost.
         """
-        if all(gather_values(comm, self._reducer is not None and self._reducer.has_values)):
+        if all(gather_values(comm, self._reducer is not None and self._reducer.values.are_here)):
             return
         if self._reducer is not None:
-            self._reducer.restore_mirrored()
+            self._reducer.values.restore_mirrored()
         sources = _sources(comm, map(_key, self.targets))
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for number in sorted(sources.keys() - self.owned):
