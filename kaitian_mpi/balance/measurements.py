@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kaitian_mpi.balance.forecast import (
     ranks_per_kind,
     scale_cohorts,
 )
-from kaitian_mpi.balance.layouts import LayoutJob, Prediction, predict_layouts
+from kaitian_mpi.balance.layouts import REPLICATE, LayoutJob, Prediction, predict_layouts
 from kaitian_mpi.balance.records import rebuild
 from kaitian_mpi.errors import UserError
 
@@ -135,8 +135,19 @@ def plan_job(
 
 
 def predict_world(measured: Measurements, job: SubsetForecasts) -> list[Prediction]:
-    """Predict each layout's step and memory in the job's world; empty if that was not measured."""
+    """Predict each layout's step and memory in the job's world; empty if that was not measured.
+
+    Layouts are compared by the times of single layers. Their sum is not quite the measured time of
+    a step, so all are scaled by what that is for replicate, whose step the job has forecast.
+    """
     if measured.layouts is None:
         return []
     cost = scale_allreduce(measured.allreduces, job.world)
-    return predict_layouts(measured.layouts.in_world(job.world, job.global_batch_size, cost))
+    layouts = measured.layouts.in_world(job.world, job.global_batch_size, cost)
+    predictions = predict_layouts(layouts)
+    by_layers = next(each.step_sec for each in predictions if each.layout == REPLICATE)
+    factor = job.whole.step_sec / by_layers if by_layers else 1.0
+    return [
+        replace(each, step_sec=None if each.step_sec is None else factor * each.step_sec)
+        for each in predictions
+    ]

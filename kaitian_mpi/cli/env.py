@@ -65,8 +65,12 @@ def make_parser() -> OneLineParser:
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse command-line arguments."""
     options = make_parser().parse_args(arguments)
+    if options.command[:1] == ["--print"]:
+        options.print = True
+        del options.command[0]
     if options.command[:1] == ["--"]:
         del options.command[0]
+    read_environments(options.file)  # what is wrong with it comes first
     if not any(part.is_launcher for part in parse_launcher(options.command).parts):
         raise UserError(
             f"the command must start with mpirun, such as {PROGRAM} {options.file} mpirun "

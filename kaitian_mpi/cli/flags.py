@@ -12,6 +12,8 @@ import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from kaitian_mpi import __version__
+from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.config import OF_IMAGES, TrainConfig, flag_name
 from kaitian_mpi.config.training import check_given
 from kaitian_mpi.config.values import PATHS
@@ -35,6 +37,7 @@ SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 HIDDEN = FIELDS.keys() - SHOWN
 MAX_RANKS = 100_000
+_SIMILAR = 0.75
 _NOT_EMPTY = (*PATHS, "task", "devices")
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 # Code such as x.view() may rely on it.
@@ -52,6 +55,12 @@ class OneLineParser(argparse.ArgumentParser):
             epilog=f"example: {example}",
             allow_abbrev=False,
         )
+        self.add_argument(
+            "--version",
+            action="version",
+            version=f"{program} {__version__}",
+            help="show the package's version and exit",
+        )
 
     def add(self, flag: str, text: str, metavar: str = "", default: Any = "") -> None:
         """Add a flag, with a value of the default's type if it has a metavar."""
@@ -62,16 +71,25 @@ class OneLineParser(argparse.ArgumentParser):
             self.add_argument(flag, help=text, action="store_true")
 
     def shows_help(self, arguments: Sequence[str]) -> bool:
-        """Return whether arguments ask for help; print it, on the launcher's first rank alone."""
-        if not {"-h", "--help"} & set(arguments):
-            return False
-        if read_launch(os.environ).world_rank == 0:
-            self.print_help()
-        return True
+        """Return whether arguments ask for help or the version; print it, on the first rank."""
+        asked = {"-h", "--help", "--version"} & set(arguments)
+        if asked and read_launch(os.environ).world_rank == 0:
+            print_text(
+                f"{self.prog} {__version__}" if asked == {"--version"} else self.format_help()
+            )
+        return bool(asked)
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as a `UserError`."""
-        raise UserError(f"{message}; see {self.prog} --help")
+        raise UserError(f"{message}{self._similar_flag(message)}; see {self.prog} --help")
+
+    def _similar_flag(self, message: str) -> str:
+        """Return the flag that was probably meant by an unknown one."""
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        flag = next((word for word in words.split() if word.startswith("-")), "").partition("=")[0]
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR) if unknown else []
+        return f"; did you mean {close[0]}?" if close else ""
 
 
 def make_parser(program: str) -> OneLineParser:

@@ -94,7 +94,7 @@ def make_parser() -> OneLineParser:
         "mpirun, with the flags of kaitian-train, it measures the ranks and the links between "
         "them; given a file of measurements, it needs neither MPI nor the devices.",
         f"{PROGRAM} measured.json --world 8xcuda,16xmlu,32xcpu",
-        f"{PROGRAM} -n N [flags]  or  mpirun -np N {PROGRAM} [flags]  or  {PROGRAM} FILE [flags]",
+        f"{PROGRAM} -n N [flags]  or  {PROGRAM} FILE [flags]",
     )
     parser.add_argument(
         "file",

@@ -91,8 +91,7 @@ def make_parser() -> OneLineParser:
         f"not restarted. A script of {RUN} must resume from a checkpoint of its own. With "
         f"--hosts-file and {TRAIN}, hosts can join and leave while it runs.",
         f"{PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} --model mobilenetv2",
-        f"{PROGRAM} [-h] [--hosts-file FILE] [--host-backoff X] [--env FILE] [--max-restarts N] "
-        f"[--probe-seconds X] [--hang-seconds X] mpirun ... {TRAIN}|{RUN} ...",
+        f"{PROGRAM} [flags] mpirun ... {TRAIN}|{RUN} ...",
     )
     parser.add(
         "--hosts-file",
@@ -124,7 +123,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.command[:1] == ["--"]:
         del options.command[0]
     if options.command and options.command[0].startswith("-"):
-        raise UserError(f"unrecognized arguments: {options.command[0]}; see {PROGRAM} --help")
+        make_parser().error(f"unrecognized arguments: {options.command[0]}")
     for flag, (_, least, most, _) in _NUMBERS.items():
         value = getattr(options, flag[2:].replace("-", "_"))
         if not least <= value <= most:  # false for NaN

@@ -9,6 +9,8 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.preflight.verdict import by_value, count_text, differ, size_text
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 
+TABLE_WIDTH = 80
+_LEAST_CELL = 12
 _quiet = False
 
 
@@ -92,7 +94,43 @@ def show_table(
 ) -> None:
     """Print a table from world rank 0, unless the run is quiet."""
     if world.rank == 0 and not _quiet:
-        print("\n".join([title, *table_lines(rows, left)]), flush=True)
+        common, rows = fit_table(rows, left)
+        lines = [f"each: {', '.join(common)}"] if common else []
+        print("\n".join([title, *lines, *table_lines(rows, left)]), flush=True)
+
+
+def fit_table(
+    rows: Sequence[Sequence[str]], left: Collection[str], width: int = TABLE_WIDTH
+) -> tuple[list[str], list[list[str]]]:
+    """Return a table that fits a terminal, and what of it is the same in all rows.
+
+    The run folder's files have all values in full.
+    """
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    common = []
+    while _width_of(columns) > width:
+        same = [column for column in columns[1:] if column[0] and len(set(column[1:])) == 1]
+        if not same:
+            break
+        widest = max(same, key=_cell_width)
+        columns.remove(widest)
+        common.append(" ".join(widest[:2]))
+    shortened = max(
+        (column for column in columns if column[0] in left), key=_cell_width, default=[]
+    )
+    most = _cell_width(shortened) - (_width_of(columns) - width)
+    if shortened and most < _cell_width(shortened):
+        most = max(most, _LEAST_CELL)
+        shortened[:] = [cell if len(cell) <= most else f"{cell[: most - 1]}…" for cell in shortened]
+    return common, [list(row) for row in zip(*columns, strict=True)]
+
+
+def _cell_width(column: Sequence[str]) -> int:
+    return max(map(len, column), default=0)
+
+
+def _width_of(columns: Sequence[Sequence[str]]) -> int:
+    return sum(_cell_width(column) + len(" | ") for column in columns) + 1
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Collection[str]) -> list[str]:

@@ -12,6 +12,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.folders import snapshots_name
+from kaitian_mpi.preflight.verdict import count_text
 from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
 from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
@@ -55,7 +56,7 @@ class Results:
         epochs = run.state.progress.epoch
         step = run.state.progress.step
         run.summary = run.current_summary(finished=True)
-        text = f"finished after {epochs} epoch{'s' * (epochs != 1)}, {step} steps"
+        text = f"finished after {count_text(epochs, 'epoch')}, {count_text(step, 'step')}"
         ranks = run.summary.ranks or ()
         run.sinks.event("finish", step, text, ranks, validation=run.summary.validation)
         if run.setup.path is not None:

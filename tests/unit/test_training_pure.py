@@ -13,7 +13,7 @@ from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.observe.console import table_lines
+from kaitian_mpi.observe.console import fit_table, table_lines
 from kaitian_mpi.observe.run_folder import open_run_folder
 from kaitian_mpi.recipes.image_classification import Schedule, make_optimizer
 from kaitian_mpi.recipes.models import build_model
@@ -128,6 +128,24 @@ def test_a_table_is_aligned_text():
     head, first, second = "| rank | host   |", "|    0 | a      |", "|    1 | longer |"
     rows = [("rank", "host"), ("0", "a"), ("1", "longer")]
     assert table_lines(rows, left=("host",)) == [line, head, line, first, second, line]
+
+
+def test_a_table_fits_a_terminal():
+    heads = ("rank", "group", "ms: step + sample", "varies", "memory", "computes in", "score")
+    heads += ("samples/step", "emulated")
+    one = ("0", "gpu", "6.8 + 0.63", "±12%", "all", "fp32 channels_last", "1.00", "203", "")
+    two = ("1", "mlu", "25.6 + 2.02", "±4%", "all", "fp32 channels_last", "0.31", "53", "slowed 3x")
+    common, rows = fit_table([heads, one, two], left=("group", "computes in"))
+    assert common == ["computes in fp32 channels_last", "memory all"]
+    assert {len(line) for line in table_lines(rows, left=("group",))} == {80}
+    heads = ("rank", "host", "device")
+    rows = [heads, ("0", "a", "x" * 90), ("1", "b", "y" * 90)]
+    common, rows = fit_table(rows, left=("host", "device"))
+    assert common == []
+    assert {len(line) for line in table_lines(rows, left=("host", "device"))} == {80}
+    assert rows[1][2].endswith("xx…")
+    small = [["rank"], ["0"]]
+    assert fit_table(small, left=()) == ([], small)
 
 
 def test_only_rank_0_writes_complete_files_without_lines_of_repeated_steps(tmp_path):

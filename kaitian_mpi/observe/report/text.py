@@ -7,6 +7,7 @@ from statistics import quantiles
 
 from kaitian_mpi.observe.reading import duration
 from kaitian_mpi.observe.report.run import RecordedRun
+from kaitian_mpi.preflight.verdict import count_text
 
 MAX_ROWS = 16
 """The most ranks shown of a run."""
@@ -62,7 +63,7 @@ def _describe(run: RecordedRun, name: str) -> str:
     if run.intervals:
         parts = [f"{run.rate:,.4g} samples/s"] if run.rate else []
         took = duration(run.training_time_sec)
-        parts.append(f"{run.steps:,} steps" + (f" in {took}" if took else ""))
+        parts.append(count_text(run.steps, "step") + (f" in {took}" if took else ""))
         parts += [f"held-out {key} {value:.4g}" for key, value in list(run.results.items())[-2:]]
         lines.append("  " + ", ".join(parts))
     busy = _busy(run)

@@ -19,6 +19,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, warn_rank_0
 from kaitian_mpi.observe.folder_lock import wait_for_save
 from kaitian_mpi.observe.folders import remove_private, snapshots_name
+from kaitian_mpi.preflight.verdict import count_text
 from kaitian_mpi.train.checkpoint.files import (
     Checkpoint,
     CheckpointFiles,
@@ -51,11 +52,12 @@ def find_earlier_job(config: TrainingConfig, setup: Setup, world: World) -> Earl
     summary = Summary.from_json(gather_values(world.comm, setup.folder.read(NAME))[0])
     has_results = summary.finished and summary.steps == earlier.progress["step"]
     if config.resume == "auto" and has_results and is_over(config, earlier.progress):
-        epochs = f"{summary.epochs} epoch{'s' * (summary.epochs != 1)}"
+        epochs = count_text(summary.epochs or 0, "epoch")
+        steps = count_text(summary.steps or 0, "step")
         warn_rank_0(
             world,
-            f"{setup.path} is finished ({epochs}, {summary.steps} steps): nothing left to train; "
-            f"to continue it, raise {config.word('--epochs or --max-steps')}",
+            f"{setup.path} is finished ({epochs}, {steps}): nothing left to train; to continue it, "
+            f"raise {config.word('--epochs or --max-steps')}",
         )
         return replace(earlier, summary=summary, is_finished=True)
     if summary.steps is None or summary.steps > earlier.progress["step"]:

@@ -98,10 +98,10 @@ def show_benchmark(
         row = [str(info.world_rank), info.kind, seconds, varies, memory, computes_in]
         rows.append([*row, f"{score:.2f}", str(share)])
     if any(slowed := [info.slowdown for info in world.infos]):
-        texts = (f"slowed {each} (emulated)" if each else "" for each in slowed)
-        rows = [[*row, text] for row, text in zip(rows, ["", *texts], strict=True)]
+        texts = (f"slowed {each}" if each else "" for each in slowed)
+        rows = [[*row, text] for row, text in zip(rows, ["emulated", *texts], strict=True)]
     title = f"benchmark{source}: samples per step sum to {sum(batch_sizes)}"
-    show_table(world, title, rows, left=("group", "computes in", ""))
+    show_table(world, title, rows, left=("group", "computes in", "emulated"))
 
 
 def write_benchmark(world: World, setup: Setup, results: Sequence[RankMeasurement]) -> None:
