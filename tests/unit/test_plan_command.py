@@ -2,19 +2,24 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from mistakes import one_line_error
 from unit.report_runs import make_run
 
+from kaitian_mpi.balance import measurements
 from kaitian_mpi.balance.communication import AllreduceCost, MeasuredAllreduce
 from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.layouts import Prediction
 from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, plan_job, read_measurements
 from kaitian_mpi.cli import plan, report, supervise
+from kaitian_mpi.cli.plan import show
 from kaitian_mpi.errors import UserError
 
 
@@ -224,3 +229,19 @@ def test_a_mistake_is_one_line_with_code_2(tmp_path, monkeypatch, capfd, command
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"{command.PROGRAM}: error: ")
     assert said in err
+
+
+def test_the_layouts_are_compared_at_the_step_that_is_forecast(monkeypatch, capfd):
+    """Their times come from single layers, whose sum is not quite a measured step."""
+    predictions = [Prediction("replicate", 2.0), Prediction("shard", 1.0), Prediction("pipeline")]
+    monkeypatch.setattr(measurements, "predict_layouts", lambda job: predictions)
+    layouts = SimpleNamespace(in_world=lambda *args: None)
+    measured = replace(MEASURED, layouts=layouts)
+    job = plan_job(measured, None, None)
+    step_sec = job.whole.step_sec
+    compared = [each.step_sec for each in measurements.predict_world(measured, job)]
+    assert compared == [pytest.approx(step_sec), pytest.approx(step_sec / 2), None]
+    show(measured, job)
+    shown = capfd.readouterr().out
+    step = float(re.search(r"step: ([\d.]+) ms", shown)[1])
+    assert re.search(rf"replicate +{step:.1f} ", shown), shown
