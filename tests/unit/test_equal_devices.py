@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.train.measure.equal_devices import share_measurements
+from kaitian_mpi.train.measure.equal_devices import are_equal_cpus, share_measurements
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement
 
 SAMPLES = 64
@@ -71,6 +71,14 @@ def test_repeated_rounds_separate_devices():
 def test_devices_that_may_be_unlike_keep_what_they_measured(changed):
     infos = [rank(0), rank(1, **changed)]
     assert seconds_of([timed(1.0), timed(3.0)], infos) == pytest.approx([1.0, 3.0])
+
+
+def test_cpu_ranks_of_one_host_are_equal():
+    infos = [rank(0), rank(1)]
+    assert are_equal_cpus(infos, [1, 1])
+    assert not are_equal_cpus(infos, [1, 2])
+    assert not are_equal_cpus([rank(0), rank(1, slowdown="3x")], [1, 1])
+    assert not are_equal_cpus([rank(n, kind="cuda", device=f"cuda:{n}") for n in (0, 1)], [1, 1])
 
 
 def test_ranks_with_unlike_threads_keep_what_they_measured():

@@ -168,7 +168,7 @@ def test_a_job_under_mpich_has_no_fault_tolerance_whatever_the_environment_says(
         assert mpi_libraries.survival_advice(library).startswith(advice)
     environ = dict(RANKS[mpi_libraries.MPICH])  # which library will be loaded is not known yet
     launcher.prepare_environment(environ, launcher.Launch(0, 4, 0, 4), 2)
-    assert environ["OMPI_MCA_btl"] == "^tcp"
+    assert environ["OMPI_MCA_btl"] == "^tcp,ofi"
 
 
 def test_nothing_is_written_to_a_file_that_is_not_the_launchers(tmp_path):

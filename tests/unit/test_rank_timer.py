@@ -145,14 +145,21 @@ def make_setup(config, model):
     return Setup(task, NoFolder())
 
 
-def measure(device, most=10**9, min_batch=1, ranks=1, **settings):
+def measure(device, most=10**9, min_batch=1, ranks=1, repeats=True, **settings):
     given = {"global_batch_size": 256, "benchmark_seconds": 1.0, "memory_format": "contiguous"}
     config = TrainConfig(**given | {"epochs": 10**6} | settings)
     setup = make_setup(config, Hungry(most, device, min_batch))
-    return RankTimer(config, make_world(device, ranks), setup, min_batch).measure()
+    return RankTimer(config, make_world(device, ranks), setup, min_batch).measure(repeats)
 
 
 HOST, ACCELERATOR = Device(limit=1 << 40), Device(limit=1 << 40, is_host=False)
+
+
+def test_the_ends_of_the_line_are_timed_again_if_wanted():
+    for repeats in (True, False):
+        result = measure(HOST, repeats=repeats)
+        assert [len(each) for each in result.rounds] == [1 + repeats, *[1] * 6, 1 + repeats]
+        assert [*map(len, (result.batches, result.seconds))] == [8, 8]
 
 
 def test_batch_sizes_grow(monkeypatch):

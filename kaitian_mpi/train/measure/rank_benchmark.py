@@ -24,7 +24,7 @@ from kaitian_mpi.observe.files import json_bytes, replacing
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sample_digest import digest_samples
-from kaitian_mpi.train.measure.equal_devices import share_measurements
+from kaitian_mpi.train.measure.equal_devices import are_equal_cpus, share_measurements
 from kaitian_mpi.train.measure.rank_timer import (
     RankMeasurement,
     RankTimer,
@@ -54,16 +54,21 @@ def benchmark_ranks(
     """
     comm, cache = world.comm, BenchmarkCache(config, world, setup, reserved)
     own = cache.read()
+    gathered = gather_values(comm, (own is not None, world.threads))
+    threads = [threads for _, threads in gathered]
     # All or none: ranks that share a host must be timed while the others compute as well.
-    is_cached = all(gather_values(comm, own is not None))
+    is_cached = all(cached for cached, _ in gathered)
     if own is None or not is_cached:
         timer = RankTimer(config, world, setup, min_batch, reserved)
+        # The shares of equal ranks are equal at first, and follow their speed in training.
+        follows_speed = config.balance == "adaptive"
+        repeats = not (follows_speed and are_equal_cpus(world.infos, threads))
         sleeping_barrier(comm)
         # Ranks may share cores, so each is timed while all others compute too, as in training: a
         # rank that is done keeps computing until the last one is done.
         with agree_on_errors(comm), aside(world.device):
             try:
-                own = timer.measure()
+                own = timer.measure(repeats)
             finally:
                 barrier = comm.Ibarrier()
             while not barrier.Test():
@@ -72,9 +77,7 @@ def benchmark_ranks(
             enter_phase("comparing the benchmarks", waits=True, limited=False)
         with agree_on_errors(comm):
             cache.write(own)
-    gathered = gather_values(comm, (asdict(own), world.threads))
-    results = [RankMeasurement(**result) for result, _ in gathered]
-    threads = [threads for _, threads in gathered]
+    results = [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
     return share_measurements(world.infos, threads, results, equal_share(config, world.size))
 
 

@@ -123,11 +123,12 @@ class RankTimer:
         self._end = ExitStack()
         self.close = self._end.close
 
-    def measure(self) -> RankMeasurement:
+    def measure(self, repeats: bool = True) -> RankMeasurement:
         """Time this rank within about `--benchmark-seconds`. Not collective.
 
-        It ends when more of it cannot change the predicted step by more than 3%, or when it has
-        taken as long as the training will.
+        Without `repeats`, it times each batch size once. With them, it ends when more of it cannot
+        change the predicted step by more than 3%, or when it has taken as long as the training
+        will.
         """
         self._began = time.perf_counter()
         memory = MemoryGauge(self._world, self._reserved)
@@ -144,7 +145,8 @@ class RankTimer:
             self._optimizers = []
         self._computation = self._fastest(self._first_batch)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
-        self._repeat(times)
+        if repeats:
+            self._repeat(times)
         limits = memory.largest_batch(self._max_share), self._config.micro_batch_size
         limit = min((max(each, self._min_batch) for each in limits if each), default=None)
         return RankMeasurement(
