@@ -44,7 +44,7 @@ from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 from kaitian_mpi.train.checkpoint.writer import Checkpoints
 from kaitian_mpi.train.divergence import repair_divergence
 from kaitian_mpi.train.measure.plan import Plan
-from kaitian_mpi.train.state import weights
+from kaitian_mpi.train.state import sync_to_latest, weights
 
 WIDTH = 1024
 LAYER_BYTES = 2 * 4 * WIDTH * WIDTH  # its weights and their momentum
@@ -206,7 +206,7 @@ def hand_over(
         state.is_begun = True
     sleeping_barrier(world.comm)
     with meter.measured("spare", None if is_spare else restart_peak()):
-        state.sync_to_latest(world, is_spare)
+        sync_to_latest(state, world, is_spare)
         repair_divergence(world, state, Sinks())
 
 

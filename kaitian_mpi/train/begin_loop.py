@@ -28,6 +28,7 @@ from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing, record_plan
 from kaitian_mpi.train.run import Run, buckets_to_measure
 from kaitian_mpi.train.saving import Saving
+from kaitian_mpi.train.state import sync_to_latest
 from kaitian_mpi.train.step import StepObserver
 
 _NO_CHECKPOINT = (
@@ -159,7 +160,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
     lacks_values = _forget_incomplete_state(run, world)
     if has_lost and not any(gather_values(world.comm, state.is_begun)):
         _restore_checkpoint(run, world, lacks_values)
-    state.sync_to_latest(world, run.is_joining)
+    sync_to_latest(state, world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
     run.layout.assign(run.config, world, state, plan)

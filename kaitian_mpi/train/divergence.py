@@ -13,7 +13,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 from kaitian_mpi.observe.sink import Sinks
-from kaitian_mpi.train.state import State
+from kaitian_mpi.train.state import State, copy_from
 from kaitian_mpi.train.state_transfer import broadcast_state
 
 # What rounding may do. In 200 steps, CPUs of different instruction sets differ by up to 4e-7 in the
@@ -55,7 +55,7 @@ def repair_divergence(world: World, state: State, sinks: Sinks) -> list[int]:
     names, source = ", ".join(str(world.infos[rank]) for rank in different), world.infos[healthy]
     text = f"step {step}: the weights of {names} differ from the others'; copied from {source}"
     warn_rank_0(world, text)
-    state.copy_from(world, healthy, different)
+    copy_from(state, world, healthy, different)
     repaired = [world.infos[rank].world_rank for rank in different]
     sinks.event("divergence", step, text, repaired)
     return repaired

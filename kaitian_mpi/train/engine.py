@@ -165,7 +165,7 @@ class Engine:
         samples = step.samples
         set_learning_rates(self._config, self._state, samples, len(self._setup.train))
         if self._keeps_state or step.own_samples == 0 or self._task.loss is None:
-            self._state.save()
+            self._state.buffers.save()
         statistics, step_in_epoch = self._state.statistics, self._state.progress.step_in_epoch
         if statistics.norms:
             statistics.before_step(step_in_epoch, step.own_samples, samples)
@@ -230,7 +230,7 @@ class Engine:
         mean_loss = self.gradients.number if self._loss_travels else step.mean_loss()
         if step.own_samples == 0:
             state = self._state
-            state.restore_buffers(besides=state.statistics.synchronized_buffers())
+            state.buffers.put_back(besides=state.statistics.synchronized_buffers())
         return Summed(is_finite, mean_loss)
 
     def apply(self, is_finite: bool) -> None:

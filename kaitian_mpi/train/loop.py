@@ -18,7 +18,7 @@ from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps, most_epochs
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State
+from kaitian_mpi.train.state import State, copy_from
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepExchange
 from kaitian_mpi.train.task import aside
@@ -102,7 +102,7 @@ class Loop:
                 return parts
             if not crosses_epochs:
                 self._end_steps()
-                self.state.save()
+                self.state.buffers.save()
                 self.engine.pool_statistics()
                 self._commit_unit()
                 self.progress.epoch_is_over = True
@@ -144,7 +144,7 @@ class Loop:
     def copy_state(self, receivers: Collection[int]) -> None:
         """Give ranks that are joining the state as the others' scripts have left it."""
         source = next(rank for rank in range(self.world.size) if rank not in receivers)
-        self.state.copy_from(self.world, source, receivers)
+        copy_from(self.state, self.world, source, receivers)
         self._count_steps()
 
     def _count_steps(self) -> None:
@@ -230,7 +230,7 @@ class Loop:
         Statistics that lag behind the weights are recomputed first; not so in the open form,
         in which only the script knows how to compute a batch.
         """
-        self.state.save()
+        self.state.buffers.save()
         can_compute = self._setup.task.loss is not None and self.engine.computes_whole_model
         if can_compute and self.state.statistics.lag(self.progress.step_in_epoch):
             self._recompute_statistics()
@@ -269,7 +269,7 @@ class Loop:
         """Continue only if every rank got this far."""
         if self._commit is not None:
             self._commit(not _default_group().is_broken)
-        self.state.commit()
+        self.state.buffers.commit()
 
 
 def _default_group() -> Any:

@@ -31,6 +31,7 @@ from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.run import Run, start
 from kaitian_mpi.train.saving import Saving
 from kaitian_mpi.train.setup import MakeTask
+from kaitian_mpi.train.state import sync_to_latest
 from kaitian_mpi.train.summary import Summary
 
 Result = TypeVar("Result")
@@ -217,7 +218,7 @@ class Session:
         summaries, evaluated, faults = zip(*results, strict=True)
         run.fault = next((AgreedError(*fault) for fault in faults if fault), None)
         if run.fault is None:
-            run.state.sync_to_latest(world)
+            sync_to_latest(run.state, world)
         self.evaluated = next(filter(None, evaluated), {})
         finished = (summary for summary in summaries if summary.get("finished"))
         run.summary = Summary.from_json(next(finished, summaries[world.rank]))

@@ -72,6 +72,7 @@ class State:
         """The model as one whose parameters are in parts; None if they are whole."""
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
+        self.buffers = SavedBuffers(self.model, self.statistics)
         self.residuals = Residuals(wire)
         self.progress = Progress(total_steps)
         self._trainable = {name: p.requires_grad for name, p in self.model.named_parameters()}
@@ -81,9 +82,6 @@ class State:
         """Whether this is the run's current state, rather than a freshly initialized one."""
         self.lock = StateLock()
         """Held while the optimizer changes the state; taken by any other reader of the state."""
-        self._saved_buffers: list[torch.Tensor] = []
-        self._saved_fractions: list[float] | None = None
-        self._is_saved = False
 
     @property
     def schedulers(self) -> list[Any]:
@@ -96,32 +94,10 @@ class State:
         with self.lock:
             self._schedules.follow(self.progress)
 
-    def save(self) -> None:
-        """Save what a step or an evaluation changes before its commit: the buffers."""
-        buffers = list(self.model.buffers())
-        if not self._saved_buffers:
-            self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
-        _copy(self._saved_buffers, buffers)
-        self._saved_fractions = self.statistics.fractions
-        self._is_saved = True
-
-    def commit(self) -> None:
-        """Keep what has changed since `save`."""
-        self._is_saved = False
-
     def restore(self) -> None:
-        """Undo what an interrupted step or evaluation has changed since `save`."""
+        """Undo what an interrupted step or evaluation has changed since `buffers.save`."""
         self.zero_gradients()
-        if self._is_saved:
-            self.restore_buffers()
-            self.statistics.fractions = self._saved_fractions
-        self._is_saved = False
-
-    def restore_buffers(self, besides: Collection[int] = ()) -> None:
-        """Undo what a forward has done since `save` to the buffers, except those of some ids."""
-        pairs = zip(self.model.buffers(), self._saved_buffers, strict=True)
-        restored = [(buffer, saved) for buffer, saved in pairs if id(buffer) not in besides]
-        _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
+        self.buffers.restore()
 
     def forget(self) -> None:
         """Make this no state of the run, as a part of it is lost: a checkpoint has to be loaded."""
@@ -305,33 +281,75 @@ class State:
         weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
         self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
 
-    def sync_to_latest(self, world: World, is_joining: bool = False) -> int:
-        """Give ranks that are behind the state of the furthest rank; return that. Collective.
 
-        One that is joining is behind those of the same step: their scripts may have changed theirs.
-        """
-        own = self.progress.step - 0.5 * is_joining if self.is_begun else -1
-        steps = gather_values(world.comm, own)
-        source = steps.index(max(steps))
-        if len(set(steps)) > 1:
-            if own < max(steps):
-                self.partition.drop_start()
-            behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
-            self.copy_from(world, source, behind)
-        self.is_begun = True
-        return source
+class SavedBuffers:
+    """A model's buffers as they were before a step or an evaluation, until that is committed.
 
-    def copy_from(self, world: World, source: int, receivers: Collection[int]) -> None:
-        """Copy the state of rank `source` to some ranks. Collective.
+    Of the state it is what a step changes before its commit. Not collective.
+    """
 
-        The other ranks keep theirs, and so their own batch norm statistics.
-        """
-        receives = world.rank in receivers
-        # A state that is begun stays whole until all has arrived: the sender may be lost.
-        own = self.shared() if world.rank == source or not self.is_begun else None
-        content = broadcast_state(world.comm, own, source, receives, into=own)
-        if receives:
-            self.load_shared(content)
+    def __init__(self, model: nn.Module, statistics: RunningStatistics) -> None:
+        self._model = model
+        self._statistics = statistics
+        self._saved: list[torch.Tensor] = []
+        self._fractions: list[float] | None = None
+        self._is_saved = False
+
+    def save(self) -> None:
+        """Save the buffers, for what is begun now."""
+        buffers = list(self._model.buffers())
+        if not self._saved:
+            self._saved = [torch.empty_like(buffer) for buffer in buffers]
+        _copy(self._saved, buffers)
+        self._fractions = self._statistics.fractions
+        self._is_saved = True
+
+    def commit(self) -> None:
+        """Keep what has changed since `save`."""
+        self._is_saved = False
+
+    def restore(self) -> None:
+        """Undo what has changed since `save`, unless that was committed."""
+        if self._is_saved:
+            self.put_back()
+            self._statistics.fractions = self._fractions
+        self._is_saved = False
+
+    def put_back(self, besides: Collection[int] = ()) -> None:
+        """Undo what a forward has done since `save` to the buffers, except those of some ids."""
+        pairs = zip(self._model.buffers(), self._saved, strict=True)
+        restored = [(buffer, saved) for buffer, saved in pairs if id(buffer) not in besides]
+        _copy([buffer for buffer, _ in restored], [saved for _, saved in restored])
+
+
+def sync_to_latest(state: State, world: World, is_joining: bool = False) -> int:
+    """Give ranks that are behind the state of the furthest rank; return that. Collective.
+
+    One that is joining is behind those of the same step: their scripts may have changed theirs.
+    """
+    own = state.progress.step - 0.5 * is_joining if state.is_begun else -1
+    steps = gather_values(world.comm, own)
+    source = steps.index(max(steps))
+    if len(set(steps)) > 1:
+        if own < max(steps):
+            state.partition.drop_start()
+        behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
+        copy_from(state, world, source, behind)
+    state.is_begun = True
+    return source
+
+
+def copy_from(state: State, world: World, source: int, receivers: Collection[int]) -> None:
+    """Copy the state of rank `source` to some ranks. Collective.
+
+    The other ranks keep theirs, and so their own batch norm statistics.
+    """
+    receives = world.rank in receivers
+    # A state that is begun stays whole until all has arrived: the sender may be lost.
+    own = state.shared() if world.rank == source or not state.is_begun else None
+    content = broadcast_state(world.comm, own, source, receives, into=own)
+    if receives:
+        state.load_shared(content)
 
 
 def weights(model_state: dict[str, Any]) -> dict[str, torch.Tensor]:

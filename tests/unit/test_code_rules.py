@@ -60,7 +60,7 @@ def test_memory_that_mpi_accesses_by_its_address_belongs_to_a_variable():
 LARGE = {
     *("Accelerator", "CollectiveCalls", "Device", "KaitianProcessGroup", "MPIStore"),
     *("Adaptive", "GradientReducer", "Metrics", "RankTimer", "Runner"),
-    *("ShardBucket", "ShardReducer", "State", "Training", "VendorLibrary", "Worker"),
+    *("ShardBucket", "ShardReducer", "Training", "VendorLibrary", "Worker"),
 }
 
 

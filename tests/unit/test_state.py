@@ -142,12 +142,12 @@ def test_only_a_transaction_that_is_not_committed_is_rolled_back():
     fill_buffers(state.model)
     for is_committed in (False, True):
         before = buffers(state)
-        state.save()
+        state.buffers.save()
         for name in BUFFERS:
             getattr(state.model, name).zero_()
         after = buffers(state)
         if is_committed:
-            state.commit()
+            state.buffers.commit()
         state.restore()
         assert equal(after if is_committed else before, buffers(state))
 

@@ -93,7 +93,7 @@ class PipelineEngine(Engine):
         by_rank = self.stages_plan.first_samples(sizes, self._world.size)
         step.begin_own(number, by_rank, sum(sizes[each] for each in own))
         set_learning_rates(self._config, self._state, samples, len(self._setup.train))
-        self._state.save()
+        self._state.buffers.save()
         self._pace.go_to(number)
         step.start_clock()
         gradients, weights = self.gradients, dict[int, float]()
