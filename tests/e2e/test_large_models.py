@@ -36,10 +36,9 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
     saved = torch.load(file)["optimizers"][0]["state"]
     assert len(saved) == 2 * 37
     assert all(state["step"] == 2 for state in saved.values())
-    train(tmp_path, 3, *memory, "--layout", "shard", "--max-steps", "3", *RESUMED)
+    ended = train(tmp_path, 2, "--max-steps", "3", *RESUMED)
+    assert "resuming from step 2" in ended.out
     assert file.read_bytes() == before
-    ended = train(tmp_path, 2, "--max-steps", "4", *RESUMED)
-    assert "resuming from step 3" in ended.out
 
 
 def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
@@ -59,15 +58,6 @@ def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
     weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
     assert sum(weight.numel() for weight in weights.values()) == summary["parameters"]
     assert all(weight.isfinite().all() for weight in weights.values())
-    others = ("--emulate-memory", "0:120MB,1:240MB,2:120MB", *KINDS)
-    ended = train(tmp_path, 3, *others, *deep, "--max-steps", "3", *RESUMED)
-    assert "resuming from step 2" in ended.out
-    (file,) = (tmp_path / "run/checkpoints").glob("step-*3.pt")
-    states = torch.load(file, mmap=True)["optimizers"][0]["state"].values()
-    assert {float(state["step"]) for state in states} == {3.0}
-    moved = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
-    changes = [(moved[name] - weights[name]).abs().max() for name in weights]
-    assert 0 < max(changes) < 0.01
 
 
 def test_without_mirrors_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
@@ -105,7 +95,7 @@ def test_parameters_in_parts_come_from_the_checkpoint_if_there_is_one(tmp_path, 
     assert all(weight.isfinite().all() for weight in saved.values())
 
 
-def test_what_fits_no_rank_trains_in_a_pipeline_and_continues_on_others(tmp_path):
+def test_what_fits_no_rank_trains_in_a_pipeline(tmp_path):
     chain = ("--task", "planted_large:chain", "--set", "width=724")
     # Of a smaller plan, what it cannot know would come close to a tenth.
     memory = ("--emulate-memory", "0:300MB,1:150MB,2:150MB", *KINDS)
@@ -120,10 +110,6 @@ def test_what_fits_no_rank_trains_in_a_pipeline_and_continues_on_others(tmp_path
     saved = torch.load(file, mmap=True)
     assert len(saved["optimizers"][0]["state"]) == 2 * 59
     assert all(saved["model"][name].any() for name in ("0.weight", "30.layer.weight", "58.weight"))
-    ended = train(tmp_path, 2, *chain, "--layout", "pipeline", "--max-steps", "3", *RESUMED)
-    assert "resuming from step 2" in ended.out
-    weights = torch.load(tmp_path / "run/checkpoints/model.pt", mmap=True)
-    assert all(each.isfinite().all() for each in weights.values())
 
 
 @pytest.mark.parametrize(("dies", "after", "last_saved"), [("0", 5, 4), ("-1", 1, 0)])
@@ -138,7 +124,8 @@ def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies, after, last_save
 
 
 def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
-    auto = ("--layout", "auto", "--max-steps", "2", "--task", "planted_large:chain")
+    chain = "--task planted_large:chain --set width=724 --set layers=28".split()
+    auto = ("--layout", "auto", "--max-steps", "2", *chain)
     ended = train(tmp_path, 3, *MEMORY, *auto)
     assert re.search(r"replicate \| +- \|.*needs [\d,]+ MB on rank \d, which has \d+ MB", ended.out)
     found = json.loads((tmp_path / "run/layouts.json").read_text())
