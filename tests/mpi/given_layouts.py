@@ -47,6 +47,7 @@ def given_layout(
     stages: Callable[[int], PipelinePlan],
     memory: Callable[[], Sequence[float]],
     parted: Callable[[frozenset[int]], frozenset[int]] = lambda numbers: numbers,
+    bucket_caps: tuple[int, int] = (128, 512),
 ) -> Iterator[None]:
     """Begin loops with these plans, and with buckets so small that small models have several.
 
@@ -56,6 +57,7 @@ def given_layout(
         stages: returns the stages, given the number of layers.
         memory: returns the ranks' memory, in proportion.
         parted: returns which parameters are in parts, given the numbers of those that can be.
+        bucket_caps: the bytes of the buckets of a layout that sums to owners.
     """
     plan_of, find_room = Profiles.plan, room.find_room
 
@@ -92,15 +94,14 @@ def given_layout(
             (PipelineFacts, "plan", plan_stages),
             (shard_layout, "find_room", given_room),
             (room, "_MIN_PARTED_BYTES", 64),
-            *_small_buckets(),
+            *_small_buckets(bucket_caps),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
-def _small_buckets() -> Iterator[tuple[Any, str, Any]]:
+def _small_buckets(caps: tuple[int, int]) -> Iterator[tuple[Any, str, Any]]:
     """Yield what to set so that buckets are small, each as its owner, name and value."""
-    caps = (128, 512)
     for module in (ownership, predictions, shard_sums, shards, room):
         if hasattr(module, "BUCKET_CAPS"):
             yield module, "BUCKET_CAPS", caps

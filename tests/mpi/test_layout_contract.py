@@ -165,9 +165,10 @@ def train(world, layout, task, folder, until=STEPS, **settings):
         shares=lambda: SHARES[0] if size == 3 else [BATCH],
         stages=partial(make_plan, world),
         memory=lambda: [3, 1, 2][:size],
+        bucket_caps=(1 << 10, 1 << 12),
     )
     where = {"run_dir": str(folder / "run"), "resume": "auto", "quiet": True}
-    given = {**QUIET, "epochs": EPOCHS, "micro_batch_size": 5, "benchmark_seconds": 0.05}
+    given = {**QUIET, "epochs": EPOCHS, "micro_batch_size": 9, "benchmark_seconds": 0.05}
     given |= where | settings_of(layout) | settings
     steps = []
     with planned, redirect_stdout(StringIO()), Training(task, **given) as training:
