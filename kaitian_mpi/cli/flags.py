@@ -36,6 +36,8 @@ SECTIONS = {
 SHOWN = frozenset(name for names in SECTIONS.values() for name in names.split())
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 HIDDEN = FIELDS.keys() - SHOWN
+_LAUNCH_FLAG = re.compile(r"-n(p?(=.*)?|\d+)|--hostfile(=.*)?|--no-fault-tolerance")
+_LAUNCH_FLAGS_WITH_VALUE = ("-n", "-np", "--hostfile")
 MAX_RANKS = 100_000
 _SIMILAR = 0.75
 _NOT_EMPTY = (*PATHS, "task", "devices")
@@ -142,6 +144,40 @@ def add_flags(
             _add_flag(group, FIELDS[name])
     for name in sorted(hidden):
         _add_flag(parser, FIELDS[name]).help = argparse.SUPPRESS
+
+
+def without_launch_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments without the flags with which a command starts mpirun."""
+    kept = []
+    words = iter(arguments)
+    for word in words:
+        if not _LAUNCH_FLAG.fullmatch(word):
+            kept.append(word)
+        elif word in _LAUNCH_FLAGS_WITH_VALUE:
+            next(words)
+    return kept
+
+
+def launch_flags_in(arguments: Sequence[str]) -> list[str]:
+    """Return the flags among arguments with which a command starts mpirun."""
+    return [word for word in arguments if _LAUNCH_FLAG.fullmatch(word)]
+
+
+def start_mpirun_if_requested(
+    program: str, own: Sequence[str], others: Sequence[str], chosen: argparse.Namespace
+) -> None:
+    """Start mpirun in place of this process if a flag asks for that; see `launch.start_mpirun`.
+
+    Args:
+        program: The command's name.
+        own: Its own arguments, from which `chosen` was parsed.
+        others: The arguments after them, such as a script and its own.
+        chosen: The values of `add_launch_flags`, and others.
+    """
+    if chosen.ranks is not None or chosen.hostfile is not None or chosen.no_fault_tolerance:
+        from kaitian_mpi.cli.launch import start_mpirun  # a rank needs nothing of it
+
+        start_mpirun(program, [*without_launch_flags(own), *others], chosen)
 
 
 def _rank_count(text: str) -> int:

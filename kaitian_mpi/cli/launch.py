@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -30,19 +29,14 @@ from kaitian_mpi.supervise.mpirun_command import Command, read_hostfile
 from kaitian_mpi.supervise.remote_hosts import check_hosts, find_agent, is_local
 
 _FLAGS = {"ranks": "-n", "hostfile": "--hostfile", "no_fault_tolerance": "--no-fault-tolerance"}
-_WITH_VALUE = ("-n", "-np", "--hostfile")
-_FLAG = re.compile(r"-n(p?(=.*)?|\d+)|--hostfile(=.*)?|--no-fault-tolerance")
 
 
-def start_if_requested(
-    program: str, own: Sequence[str], others: Sequence[str], chosen: argparse.Namespace
-) -> None:
-    """Replace this process by one that runs mpirun, if `chosen` asks for that; else return.
+def start_mpirun(program: str, arguments: Sequence[str], chosen: argparse.Namespace) -> NoReturn:
+    """Replace this process by one that runs mpirun.
 
     Args:
         program: The command's name.
-        own: Its own arguments, from which `chosen` was parsed.
-        others: The arguments after them, such as a script and its own.
+        arguments: The arguments of each rank.
         chosen: The values of `flags.add_launch_flags`, and others.
 
     Raises:
@@ -50,8 +44,6 @@ def start_if_requested(
     """
     values = ((flag, getattr(chosen, name)) for name, flag in _FLAGS.items())
     given = [flag for flag, value in values if value is not None and value is not False]
-    if not given:
-        return
     if find_launch(os.environ) or any(name in os.environ for name in RANKS_OF_OTHER_LAUNCHERS):
         raise UserError(
             f"{given[0]} starts mpirun, but this process is a rank already: "
@@ -61,24 +53,7 @@ def start_if_requested(
         raise UserError("--hostfile has an empty value; name a file, or omit it")
     if chosen.ranks is None and not chosen.hostfile:
         raise UserError(f"{given[0]} requires -n; write the number of ranks, as in -n 4")
-    _start(program, [*without_launch_flags(own), *others], chosen)
-
-
-def without_launch_flags(arguments: Sequence[str]) -> list[str]:
-    """Return arguments without the flags with which a command starts mpirun."""
-    kept = []
-    words = iter(arguments)
-    for word in words:
-        if not _FLAG.fullmatch(word):
-            kept.append(word)
-        elif word in _WITH_VALUE:
-            next(words)
-    return kept
-
-
-def launch_flags_in(arguments: Sequence[str]) -> list[str]:
-    """Return the flags among arguments with which a command starts mpirun."""
-    return [word for word in arguments if _FLAG.fullmatch(word)]
+    _start(program, arguments, chosen)
 
 
 def _start(program: str, arguments: Sequence[str], chosen: argparse.Namespace) -> NoReturn:

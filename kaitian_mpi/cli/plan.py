@@ -25,9 +25,10 @@ from kaitian_mpi.cli.flags import (
     Parsed,
     add_flags,
     add_launch_flags,
+    launch_flags_in,
     parse_settings,
+    start_mpirun_if_requested,
 )
-from kaitian_mpi.cli.launch import launch_flags_in, start_if_requested
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
@@ -56,7 +57,7 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         with report_once():
             parsed = read_options(arguments)
-            start_if_requested(PROGRAM, arguments, (), parsed.others)
+            start_mpirun_if_requested(PROGRAM, arguments, (), parsed.others)
         if parsed.others.file is None:
             handle_signals(PROGRAM)
             measure(parsed)

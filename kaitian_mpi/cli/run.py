@@ -14,8 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.cli.flags import OneLineParser, add_flags, add_launch_flags
-from kaitian_mpi.cli.launch import start_if_requested
+from kaitian_mpi.cli.flags import (
+    OneLineParser,
+    add_flags,
+    add_launch_flags,
+    start_mpirun_if_requested,
+)
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.cli.train import hide_unused_devices
 from kaitian_mpi.devices.choice import LIBRARY_VARIABLE, SHARE_VARIABLE
@@ -55,7 +59,7 @@ def main() -> None:
         if not (chosen.module or os.path.isfile(chosen.script)):
             raise UserError(f"there is no script {chosen.script}; name the file to run")
         own = own_flags(options)
-        start_if_requested(PROGRAM, own, options[len(own) :], chosen)
+        start_mpirun_if_requested(PROGRAM, own, options[len(own) :], chosen)
         hide_unused_devices(os.environ, chosen.devices)
         comm = initialize_mpi_on(chosen.network_interface)
         hosts = gather_values(comm, socket.gethostname())

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kaitian_mpi.cli import run
-from kaitian_mpi.cli.flags import OneLineParser, parse_config
-from kaitian_mpi.cli.launch import launch_flags_in
+from kaitian_mpi.cli.flags import OneLineParser, launch_flags_in, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE

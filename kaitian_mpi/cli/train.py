@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.shares import plan_equal
-from kaitian_mpi.cli.flags import make_parser, parse_settings
-from kaitian_mpi.cli.launch import start_if_requested
+from kaitian_mpi.cli.flags import make_parser, parse_settings, start_mpirun_if_requested
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.choice import hide_accelerators
@@ -50,7 +49,7 @@ def main() -> None:
         with report_once():
             parsed = parse_settings(parser, arguments)
             config = TrainConfig(**parsed.settings)
-            start_if_requested(PROGRAM, arguments, (), parsed.others)
+            start_mpirun_if_requested(PROGRAM, arguments, (), parsed.others)
         config, _ = start_ranks(config)
         import torch.distributed as dist
 

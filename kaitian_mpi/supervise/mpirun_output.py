@@ -30,6 +30,7 @@ _SIGNAL = re.compile(
     rb"process rank (\d+) with PID \d+ on node (\S+)\s+exited\s+on\s+signal\s+(\d+)\s+\(([^)]*)\)"
 )
 _EXIT_CODE = re.compile(rb"Process name:\s+\[\S+,\s*(\d+)\]\s+Exit code:\s+(\d+)")
+_ABORT_OF_MPICH = re.compile(rb"Abort\(\d+\) on node \d+ .*application called MPI_Abort\(")
 _ABORT = re.compile(rb"MPI_ABORT was invoked on rank (\d+)")
 
 
@@ -56,7 +57,8 @@ class MpirunOutput:
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = b""
         shown = b"".join(self._read_line(line + b"\n") for line in lines)
-        if self._message or self._token[:1] in rest or (self._held and rest.startswith(b"[")):
+        may_be_held = rest.startswith((b"[", b"A"))
+        if self._message or self._token[:1] in rest or may_be_held:
             start = b""
         else:
             start = rest.rstrip(b"-")
@@ -98,7 +100,7 @@ class MpirunOutput:
         if self._message:
             self._message.append(line)
             return self.flush() if len(self._message) > _MOST_LINES else b""
-        if _REPEATED.match(line) and self._held:
+        if _ABORT_OF_MPICH.match(line) or (_REPEATED.match(line) and self._held):
             self._held.append(line)
             return b""
         return self._shown(line)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kaitian_mpi.cli import launch, run, supervise, train
+from kaitian_mpi.cli import flags, run, supervise, train
 from kaitian_mpi.cli.flags import make_parser
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.mpi_libraries import MPICH, OPEN_MPI, identify_launcher
@@ -58,6 +58,10 @@ But I couldn't open the help file:
 {RULE}
 """
 REPEATED = "[vm:12] 2 more processes have sent help message help-mpi-api.txt / mpi-abort\n"
+ABORT_OF_MPICH = (
+    "Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5) - "
+    "process 1\n"
+)
 SLOTS = f"{RULE}\nThere are not enough slots available in the system\n{RULE}\n"
 TOKEN = "\x1e0123abcd"
 
@@ -75,6 +79,7 @@ TOKEN = "\x1e0123abcd"
         (f"50%|##{KILLED}\0end\n", "50%|##end\n", "rank 1 on vm was killed by signal 9 (Killed)"),
         (SORRY + REPEATED + "own\n", "own\n", ""),
         (f"{SLOTS}x", f"{SLOTS}x", ""),
+        (f"own\n{ABORT_OF_MPICH}", "own\n", ""),
         (f"-{RULE}\nown\n{RULE}-\n", f"-{RULE}\nown\n{RULE}-\n", ""),
         (f"{RULE}\n" + "own\n" * 60, f"{RULE}\n" + "own\n" * 60, ""),
     ],
@@ -162,12 +167,12 @@ def test_ranks_are_as_many_as_given_or_as_slots():
 def test_the_ranks_get_the_arguments_without_those_about_mpirun():
     for words in ("-n 4", "-np 4", "-n4", "-n=4", "--hostfile h -n 4", "--hostfile=h", "-n 4 "):
         arguments = [*words.split(), "--no-fault-tolerance", "--model", "a b", "--set", "x=-n"]
-        assert launch.without_launch_flags(arguments) == ["--model", "a b", "--set", "x=-n"]
+        assert flags.without_launch_flags(arguments) == ["--model", "a b", "--set", "x=-n"]
 
 
 @pytest.mark.parametrize("command", [train, run])
 @pytest.mark.parametrize(
-    ("flags", "variable", "message"),
+    ("words", "variable", "message"),
     [
         ("-n 4", "OMPI_COMM_WORLD", "-n starts mpirun, but this process is a rank already"),
         ("--hostfile h", "PMI_RANK", "--hostfile starts mpirun, but this process is a rank"),
@@ -181,7 +186,7 @@ def test_the_ranks_get_the_arguments_without_those_about_mpirun():
     ],
 )
 def test_what_cannot_be_started_is_refused_in_a_line(
-    command, flags, variable, message, monkeypatch, tmp_path, capfd
+    command, words, variable, message, monkeypatch, tmp_path, capfd
 ):
     (tmp_path / "script.py").touch()
     if variable == "OMPI_COMM_WORLD":
@@ -192,8 +197,8 @@ def test_what_cannot_be_started_is_refused_in_a_line(
     monkeypatch.chdir(tmp_path)
     if variable == "PATH":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    words = ["script.py"] if command is run else ["--model", "cnn"]
-    monkeypatch.setattr(sys, "argv", [command.PROGRAM, *flags.split(), *words])
+    rest = ["script.py"] if command is run else ["--model", "cnn"]
+    monkeypatch.setattr(sys, "argv", [command.PROGRAM, *words.split(), *rest])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 2
