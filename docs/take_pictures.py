@@ -27,7 +27,7 @@ import termios
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageChops
 from rich.console import Console
 from rich.text import Text
 
@@ -39,6 +39,7 @@ COMMAND = (
     "--timeline --timeline-every 1"
 )
 KILL_AT, PICTURE_AT = 60, 105
+TRIES = 5
 STEP = 8  # before the first gathering of events, so that the lost rank's are in the file
 FIGURES = ("batch-sizes", "utilization", "step-phases", "events")
 ERASED = re.compile(r"\r\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")  # the last frame
@@ -108,19 +109,37 @@ def watch(folder: Path) -> Seen:
     return seen
 
 
-def browse(address: str, size: str, picture: Path) -> None:
-    """Picture a page, of so many pixels."""
+def browse(address: str, width: int, height: int, picture: Path) -> None:
+    """Picture the top of a page, of so many pixels.
+
+    A browser under load may write its picture with blocks that are not painted yet, so two pictures
+    of unlike windows have to agree on what both show.
+    """
+    for _ in range(TRIES):
+        one = pictured(address, width, height, picture)
+        other = pictured(address, width, height + 300, picture).crop((0, 0, width, height))
+        if ImageChops.difference(one, other).getbbox() is None:
+            one.save(picture)
+            make_small(picture)
+            return
+    raise SystemExit(f"{picture.name}: {TRIES} pictures of the page have blocks without content")
+
+
+def pictured(address: str, width: int, height: int, file: Path) -> Image.Image:
+    """Return a picture of a page in a window of this size."""
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [
                 *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu"),
-                *("--hide-scrollbars", "--virtual-time-budget=5000", f"--window-size={size}"),
-                *(f"--user-data-dir={profile}", f"--screenshot={picture}", address),
+                *("--hide-scrollbars", "--virtual-time-budget=5000"),
+                *(f"--window-size={width},{height}", f"--user-data-dir={profile}"),
+                *(f"--screenshot={file}", address),
             ],
             check=True,
             stderr=subprocess.DEVNULL,
         )
-    make_small(picture)
+    with Image.open(file) as image:
+        return image.convert("RGB")
 
 
 def picture_report(run: Path, pictures: Path) -> None:
@@ -129,7 +148,7 @@ def picture_report(run: Path, pictures: Path) -> None:
         page = Path(folder) / "report.html"
         command = ["kaitian-report", run, "-o", page, "--images", folder]
         subprocess.run(command, check=True)
-        browse(page.as_uri(), "1200,1560", pictures / "report.png")
+        browse(page.as_uri(), 1200, 1560, pictures / "report.png")
         for name in FIGURES:
             picture = pictures / f"report-{name}.png"
             shutil.copyfile(Path(folder) / f"{name}.png", picture)

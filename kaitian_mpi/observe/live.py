@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -94,22 +95,24 @@ class LiveProgress(MetricsSink):
         assert reading is not None
         yield Text(printable(self._title), "bold", no_wrap=True, overflow="crop")
         yield _bars(reading)
-        yield self._figures(reading)
+        yield self._figures(reading, options.max_width)
         yield from self._ranks(reading, min(_MAX_RANKS, console.height - _OTHER_ROWS))
         yield Text()  # Open MPI's mpirun passes a row on only when it ends
 
-    def _figures(self, reading: Reading) -> Text:
-        """Return the line of figures, the most important first."""
+    def _figures(self, reading: Reading, width: int) -> Text:
+        """Return the line of figures, the most important first, and of the others what fits."""
         text = Text(no_wrap=True, overflow="crop")
         text.append(f"loss {reading.loss:.4f} | {reading.samples_per_sec:,.1f} samples/s")
         if self._lost:
             names = ", ".join(map(str, self._lost))
             text.append(f" | lost rank{'s' * (len(self._lost) > 1)} {names}", "bold yellow")
-        for name, value in self._held_out.items():
-            text.append(f" | held-out {printable(name)} {value:.4f}")
-        for name, value in reading.logged.items():
-            text.append(f" | {printable(name)} {value:.4g}")
-        return text.append(f" | learning rate {reading.learning_rate:.3g}")
+        others = [f"held-out {name} {value:.4f}" for name, value in self._held_out.items()]
+        others += [f"{name} {value:.4g}" for name, value in reading.logged.items()]
+        for other in (*others, f"learning rate {reading.learning_rate:.3g}"):
+            shown = f" | {printable(other)}"
+            if text.cell_len + cell_len(shown) <= width:  # else it would be cut amid a number
+                text.append(shown)
+        return text
 
     def _ranks(self, reading: Reading, most: int) -> Iterator[RenderableType]:
         table = Table(box=None, pad_edge=False, header_style="dim")

@@ -117,3 +117,8 @@ def reading_values(reading: Reading) -> dict[str, float]:
 def logged_values(values: Mapping[str, float]) -> dict[str, float]:
     """Return the script's own figures, named as trackers show them."""
     return {f"logged/{name}": value for name, value in values.items()}
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """Return a number with this many significant digits, or all that are before its point."""
+    return f"{value:,.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"

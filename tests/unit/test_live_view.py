@@ -104,6 +104,9 @@ def test_no_line_is_wider_than_the_terminal(width, encoding):
     assert len(found) == 10
     for row in found[5:]:
         assert "%" in row  # the busy share is there in any width
+    whole = "loss 1.2346|1,234.6 samples/s|held-out accuracy 0.5000|held-out loss 2.0000|"
+    whole += "a figure of the script's own 1|learning rate 0.1"
+    assert set(found[3].rstrip().split(" | ")) <= set(whole.split("|"))  # none is cut
 
 
 def test_as_many_ranks_are_shown_as_fit_and_slow_and_lost_ones_named():

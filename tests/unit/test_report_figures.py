@@ -7,6 +7,7 @@ import re
 import pytest
 from unit.report_runs import START, make_run, reading, write_json, write_lines
 
+from kaitian_mpi.observe.reading import number_text
 from kaitian_mpi.observe.report import page
 from kaitian_mpi.observe.report.figures import FIGURES, _slow_period
 from kaitian_mpi.observe.report.page import make_page
@@ -119,6 +120,13 @@ def test_a_folder_with_a_single_file_gives_a_page(tmp_path):
         assert [spec.name for spec in FIGURES if spec.draw(run)[0] is not None] == drawn
 
 
+def test_numbers_have_no_exponents():
+    numbers = (0.00123456, 0.5, 12.345, 999.4, 999.6, 1180.4, 1_234_567.0)
+    assert [number_text(number, 3) for number in numbers] == [
+        *("0.00123", "0.5", "12.3", "999", "1,000", "1,180", "1,234,567"),
+    ]
+
+
 IMAGE = "data:image/svg+xml;base64,"
 EVIL = "<script>alert('$x_1$')</script>\"&\u202e\u0007日本"
 TAG = re.compile(r'<(/?)([a-z0-9]+)((?: [a-z-]+="[^"<>]*")*)>')
@@ -148,6 +156,7 @@ def test_the_page_is_self_contained_escaped_and_accessible(tmp_path):
         assert not key.startswith("on")
         assert key not in ("src", "href") or value.startswith(("#", IMAGE))
     assert "url(http" not in text
+    assert "@media (prefers-color-scheme: dark)" in text
     assert "\u202e" not in text
     ids = [attributes["id"] for _, attributes in found if "id" in attributes]
     assert len(ids) == len(set(ids))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from kaitian_mpi.observe.reading import duration
+from kaitian_mpi.observe.reading import duration, number_text
 from kaitian_mpi.observe.report.figures import FIGURES, FigureSpec
 from kaitian_mpi.observe.report.run import RecordedRun
 from kaitian_mpi.observe.report.style import to_image
@@ -76,9 +76,7 @@ def _comparison(runs: Sequence[RecordedRun]) -> str:
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "not known"
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return "not known" if value is None else number_text(value)
 
 
 def _run_section(run: RecordedRun, number: int) -> str:

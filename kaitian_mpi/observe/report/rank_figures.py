@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from kaitian_mpi.observe.reading import number_text
 from kaitian_mpi.observe.report import style
 from kaitian_mpi.observe.report.run import PHASES, Interval, RecordedRun
 
@@ -212,7 +213,7 @@ def _draw_bars(axes: Axes, times: Mapping[str, Mapping[str, float]], longest: fl
             linewidth=0.6,
             label=_NAMES.get(name, name),
         )
-        shown = [f"{width:.3g}" if width > 0.05 * longest else "" for width in widths]
+        shown = [number_text(width, 3) if width > 0.05 * longest else "" for width in widths]
         box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
         for text in axes.bar_label(bars, shown, label_type="center", fontsize=style.SMALL):
             text.set_bbox(box if text.get_text() else None)

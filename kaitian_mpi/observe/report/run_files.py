@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.reading import duration
+from kaitian_mpi.observe.reading import duration, number_text
 from kaitian_mpi.observe.report.run import (
     PHASES,
     Interval,
@@ -322,7 +322,9 @@ def _describe(
         "mean step": shown("step_time_sec", "{:,.1f} ms", 1e3),
         "training time": duration(summary.get("training_time_sec")),
         "allreduce between device kinds": summary.get("allreduce", "").removeprefix("direct"),
-        "measured allreduce times": ", ".join(f"{name} {1e3 * sec:.3g} ms" for name, sec in times),
+        "measured allreduce times": ", ".join(
+            f"{name} {number_text(1e3 * sec, 3)} ms" for name, sec in times
+        ),
         "gradients between hosts": summary.get("wire"),
         "parity of device kinds": "yes" if summary.get("parity") else "",
         "balance": config.get("balance"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import quantiles
 
-from kaitian_mpi.observe.reading import duration
+from kaitian_mpi.observe.reading import duration, number_text
 from kaitian_mpi.observe.report.run import RecordedRun
 from kaitian_mpi.preflight.verdict import count_text
 
@@ -30,7 +30,7 @@ def _compare(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     title = f"  held-out {result}" if result else ""
     lines = [f"{'':{wide}}  balance    samples/s  {'':{_WIDTH}}{title}"]
     for run, name, rate in zip(runs, names, rates, strict=True):
-        shown = f"{rate:,.4g}" if rate else "?"
+        shown = number_text(rate) if rate else "?"
         line = f"{name:{wide}}  {run.facts.get('balance', ''):9.9} {shown:>10}  "
         line += _bar(rate / max(rates) if rate else 0)
         line += f"{run.results[result]:>{len(title)}.4g}" if result else ""
@@ -41,7 +41,7 @@ def _compare(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
             continue
         if rate != rates[0] and abs(rate - rates[0]) <= varies:
             verdict = f"the machine is too busy to compare it with {names[0]}: the rates of a run "
-            verdict += f"vary by {varies:,.3g} samples/s"
+            verdict += f"vary by {number_text(varies, 3)} samples/s"
         else:
             emulated = " (emulated devices)" if any(run.emulated for run in runs) else ""
             verdict = f"{rate / rates[0]:.2f} times the rate of {names[0]}{emulated}"
@@ -61,7 +61,7 @@ def _spread(run: RecordedRun) -> float:
 def _describe(run: RecordedRun, name: str) -> str:
     lines = [f"{name}: {run.state}" + (", emulated devices" if run.emulated else "")]
     if run.intervals:
-        parts = [f"{run.rate:,.4g} samples/s"] if run.rate else []
+        parts = [f"{number_text(run.rate)} samples/s"] if run.rate else []
         took = duration(run.training_time_sec)
         parts.append(count_text(run.steps, "step") + (f" in {took}" if took else ""))
         parts += [f"held-out {key} {value:.4g}" for key, value in list(run.results.items())[-2:]]
