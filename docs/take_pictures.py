@@ -148,7 +148,7 @@ def picture_report(run: Path, pictures: Path) -> None:
         page = Path(folder) / "report.html"
         command = ["kaitian-report", run, "-o", page, "--images", folder]
         subprocess.run(command, check=True)
-        browse(page.as_uri(), 1200, 1560, pictures / "report.png")
+        browse(page.as_uri(), 1200, 1640, pictures / "report.png")
         for name in FIGURES:
             picture = pictures / f"report-{name}.png"
             shutil.copyfile(Path(folder) / f"{name}.png", picture)
