@@ -195,3 +195,28 @@ def test_design_walks_name_existing_functions():
             (found,) = [n for n in scope if isinstance(n, kinds) and n.name == part] or [None]
             assert found is not None, f"{file} has no {name}"
             scope = found.body
+
+
+def test_the_texts_to_look_up_are_those_of_the_code_or_of_mpirun():
+    rows = (ROOT / "docs/troubleshooting.md").read_text().splitlines()
+    cells = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
+    assert len(cells) > 25
+    for cell in cells:
+        text, is_of_mpirun = re.fullmatch(r"\| `(.*)`( \(mpirun\))?", cell).groups()
+        if not is_of_mpirun:
+            for part in filter(None, map(str.strip, text.split("…"))):
+                assert any(part in found for found in messages_in_the_code()), part
+
+
+@functools.cache
+def messages_in_the_code():
+    """Return all texts of the package with whatever is put into them left out."""
+    found = []
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
