@@ -100,3 +100,13 @@ def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(m
     assert "24 ranks" in planned.out
     assert "samples/s" in planned.out
     assert "emulated" in planned.out
+
+
+def test_timings_of_equal_ranks_are_repeated_to_forecast_but_not_before_training(mpirun, tmp_path):
+    for command, is_repeated in (
+        ("kaitian-plan --benchmark-seconds 2", True),
+        ("kaitian-train --epochs 0 --max-steps 100 --progress none", False),
+    ):
+        ended = mpirun(1, *f"{command} --model planted:Paced".split())
+        table = ended.out.partition("\nbenchmark")[2]
+        assert re.search(r"±\d+%|once", table)[0].startswith("±" if is_repeated else "once")

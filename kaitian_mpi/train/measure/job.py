@@ -34,7 +34,8 @@ def measure_job(make_task: MakeTask, config: TrainingConfig, world: World) -> Me
     world = slowed_as(world, config.emulate_slowdown)
     world.device_kind.calls.pause()  # a benchmark has the pace of its steps
     setup = prepare_without_folder(make_task, config, world)
-    config = replace(config, epochs=_LONG, max_steps=0)  # a short training limits its benchmark
+    # The benchmark of a training that is short, or follows the ranks' speed, is shorter.
+    config = replace(config, epochs=_LONG, max_steps=0, balance="static")
     min_batch = find_min_batch(config, world, setup)
     results = benchmark_ranks(config, world, setup, min_batch)
     buckets = gradient_buckets(setup.task.model)
