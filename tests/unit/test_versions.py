@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from importlib import metadata
@@ -82,6 +83,45 @@ def test_an_invalid_version_is_rejected_before_anything_is_created(command, sett
     assert result.returncode == 2
     assert why in result.stderr
     assert (len(result.stderr.splitlines()), sorted(ROOT.glob(".venv*"))) == (1, before)
+
+
+STUB = """#!/bin/sh
+case "$*" in
+    "-c import sys; print"*) echo 3.11 ;;
+    "-c "*) ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *) echo "installs $*" ;;
+esac
+"""
+
+
+def test_setup_installs_what_the_demo_needs_and_keeps_what_the_tests_need(tmp_path):
+    for name in ("bin/setup", "pyproject.toml", ".ci/constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+
+    def setup(**settings):
+        env = os.environ | {"KAITIAN_PYTHON": str(stub)} | settings
+        env = {name: env[name] for name in env.keys() - {"KAITIAN_TORCH", "KAITIAN_MPI"}}
+        done = subprocess.run([tmp_path / "bin/setup"], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = setup()
+    assert first.index("downloading torch and what [mpi,demo,report] brings") < first.index(
+        "--editable .[mpi,demo,report]"
+    )
+    assert "about 0.3 GB" in first
+    assert setup() == ""
+    assert "--editable .[dev]" in setup(KAITIAN_EXTRAS="dev")
+    assert setup() == ""  # it has all that the demo needs
+    (tmp_path / "pyproject.toml").write_text("# other requirements")
+    assert "--editable .[dev]" in setup()
+    for script in ("bin/test", "bin/docs", ".ci/run"):
+        assert "KAITIAN_EXTRAS=dev" in (ROOT / script).read_text()
 
 
 OWN_TRAINING = (ROOT / "docs/your-own-training.md").read_text()
