@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from kaitian_mpi import __version__
@@ -40,6 +41,7 @@ _LAUNCH_FLAG = re.compile(r"-n(p?(=.*)?|\d+)|--hostfile(=.*)?|--no-fault-toleran
 _LAUNCH_FLAGS_WITH_VALUE = ("-n", "-np", "--hostfile")
 MAX_RANKS = 100_000
 _SIMILAR = 0.75
+_COMPLETION = "_ARGCOMPLETE"  # set by a shell's completion with argcomplete
 _NOT_EMPTY = (*PATHS, "task", "devices")
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 # Code such as x.view() may rely on it.
@@ -57,6 +59,7 @@ class OneLineParser(argparse.ArgumentParser):
             epilog=f"example: {example}",
             allow_abbrev=False,
         )
+        self._completes = False
         self.add_argument(
             "--version",
             action="version",
@@ -72,8 +75,26 @@ class OneLineParser(argparse.ArgumentParser):
         else:
             self.add_argument(flag, help=text, action="store_true")
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse arguments, or answer a shell's question and exit, see `complete`."""
+        self.complete()
+        return super().parse_known_args(*args, **kwargs)
+
+    def complete(self) -> None:
+        """Answer a shell that asks how an argument can be completed, if argcomplete is installed.
+
+        Then this process ends. Without the question, nothing of that is loaded.
+        """
+        if _COMPLETION in os.environ and not self._completes:
+            self._completes = True  # argcomplete parses, too
+            with suppress(ImportError):
+                from argcomplete import autocomplete
+
+                autocomplete(self)
+
     def shows_help(self, arguments: Sequence[str]) -> bool:
         """Return whether arguments ask for help or the version; print it, on the first rank."""
+        self.complete()
         asked = {"-h", "--help", "--version"} & set(arguments)
         if asked and read_launch(os.environ).world_rank == 0:
             print_text(

@@ -1,5 +1,7 @@
 """What holds for each command: its help, its version, and what it says about a mistyped flag."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -69,3 +71,21 @@ def test_kaitian_env_prints_what_is_wrong_with_its_file(monkeypatch, capfd, tmp_
     command = "mpirun -np 1 --host localhost:1 kaitian-train".split()
     assert run_main(env, monkeypatch, str(path), "--print", *command) == 0
     assert "-m kaitian_mpi.cli.train" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.PROGRAM)
+def test_a_shell_completes_flags(command, tmp_path):
+    pytest.importorskip("argcomplete")
+    line = f"{command.PROGRAM} --ver"
+    answer = tmp_path / "answer"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": " ",
+    }
+    env = os.environ | asked | {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    words = [sys.executable, "-m", f"kaitian_mpi.cli.{command.__name__.rpartition('.')[2]}"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert answer.read_text().split() == ["--version"]
