@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from jobs import PYTHON, fork_server
+from jobs import PYTHON, fork_server, run_alone, summary_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -97,6 +97,18 @@ def test_example_model_trains(mpirun):
         *"--benchmark-seconds 1".split(),
         PYTHONPATH=str(ROOT),
     )
+
+
+def test_a_robots_policy_is_cloned_and_moves_the_arm(mpirun, tmp_path):
+    command = "kaitian-train --task examples.behavior_cloning:build --epochs 4 --run-dir run"
+    settings = "--set demonstrations=1024 --global-batch-size 64 --benchmark-seconds 1"
+    mpirun(2, *f"{command} {settings}".split(), PYTHONPATH=str(ROOT))
+    assert summary_of(tmp_path)["validation"]["error"] < 0.25  # 0.3, if it never moves
+    script, weights = EXAMPLES / "behavior_cloning.py", "run/checkpoints/model.pt"
+    ended = run_alone(PYTHON, str(script), weights, cwd=tmp_path)
+    policy, known = map(int, re.findall(r"(\d+)%", ended.out))
+    assert policy < known
+    assert known > 80
 
 
 def test_plain_torch_finds_the_backend_and_exits_without_output(mpirun, tmp_path):
