@@ -22,7 +22,6 @@ from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.polling import keep_alive, wait_request
 
 if TYPE_CHECKING:
-    import torch
     from mpi4py import MPI
 
     from kaitian_mpi.mpi.store import MPIStore
@@ -71,23 +70,21 @@ class ArrivalTracker:
         """
         self.meet(self._comm.Ibarrier())
 
-    def meet(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
+    def meet(self, request: MPI.Request, *buffers: object) -> None:
         """Wait likewise for a nonblocking collective that no rank leaves before all have come."""
         arrived_at = time.monotonic()
         with part("wait for all ranks"):
             # Not since the last collective, which other ranks may have left long before this one
             # came, as the root of a broadcast does. A blocking call follows, for which no rank may
             # have given up.
-            self._complete(request, tensors, self._met_at)
+            self._complete(request, buffers, self._met_at)
         self._met_at = arrived_at
 
-    def complete(self, request: MPI.Request, *tensors: torch.Tensor) -> None:
+    def complete(self, request: MPI.Request, *buffers: object) -> None:
         """Wait likewise until a nonblocking collective on tensors is done. Collective."""
-        self._complete(request, tensors, self._arrived_at)
+        self._complete(request, buffers, self._arrived_at)
 
-    def _complete(
-        self, request: MPI.Request, tensors: tuple[torch.Tensor, ...], since: float
-    ) -> None:
+    def _complete(self, request: MPI.Request, buffers: tuple[object, ...], since: float) -> None:
         """Wait for a request; no other rank has waited for this one since before `since`."""
         self._arrived_at = now = time.monotonic()
         self._calls += 1
@@ -96,7 +93,7 @@ class ArrivalTracker:
                 self._wait_recorded(request)
                 now = time.monotonic()
         except Exception as error:
-            keep_alive(request, tensors)
+            keep_alive(request, buffers)
             if (unlike := pairwise.unlike_sizes(error)) is None:
                 raise
             raise unlike from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from kaitian_mpi.distributed.collectives import rounds, staging
@@ -136,21 +136,22 @@ class HostOperations:
             from_host(host, tensor)
 
     def _broadcast_short(self, tensor: torch.Tensor, root: int) -> None:
-        """Broadcast a tensor and its size: the root, which waits for nobody, needs no other's.
+        """Broadcast a tensor after its size: the root, which waits for nobody, needs no other's.
 
         Raises:
             CollectiveError: the root's tensor has another size.
         """
         nbytes = tensor.nbytes
         # With room for any short message: MPI would write what is too long beyond its end.
-        message = torch.empty(SHORT_BYTES + _SIZE_BYTES, dtype=torch.uint8)[: nbytes + _SIZE_BYTES]
-        content, size = message.split([nbytes, _SIZE_BYTES])
-        size.copy_(torch.tensor([nbytes if self.rank == root else -1]).view(torch.uint8))
+        room = torch.empty(SHORT_BYTES + _SIZE_BYTES, dtype=torch.uint8)
+        message = room[: nbytes + _SIZE_BYTES]
+        size, content = message[:_SIZE_BYTES], message[_SIZE_BYTES:]
+        size.view(torch.int64).fill_(nbytes if self.rank == root else -1)
         if self.rank == root:
             content.copy_(to_host(tensor).view(-1).view(torch.uint8))
         self._complete(self._comm.Ibcast(as_raw_buffer(message), root), message)
         if self.rank != root:
-            if size.tolist() != [*nbytes.to_bytes(_SIZE_BYTES, sys.byteorder)]:
+            if size.view(torch.int64).item() != nbytes:
                 raise CollectiveError(pairwise.UNLIKE_SIZES)
             host = to_host(tensor, read=False)
             host.view(-1).view(torch.uint8).copy_(content)
@@ -315,10 +316,10 @@ class HostOperations:
                 return
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
-        leaving = torch.tensor([count * source.itemsize for count in sent_counts])
-        arriving = torch.empty_like(leaving)
+        leaving = np.array([count * source.itemsize for count in sent_counts])
+        arriving = np.empty_like(leaving)
         # At the same time, as a wait for them alone would take as long as short pieces do.
-        sizes = self._comm.Ialltoall(as_raw_buffer(leaving), as_raw_buffer(arriving))
+        sizes = self._comm.Ialltoall(leaving, arriving)
         request = start_all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
         self._complete(sizes, leaving, arriving)

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi import pairwise
-from kaitian_mpi.mpi.datatypes import as_raw_buffer
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
     from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 
-Tensors = Sequence[torch.Tensor | None]
+Tensors = Sequence["torch.Tensor | None"]
 
 
 class Sizes:
@@ -36,7 +36,7 @@ class Sizes:
 
     def check_equal(self, sizes: Sequence[int]) -> None:
         """Raise a `CollectiveError` if the ranks have unlike sizes."""
-        rows = self._gathered(sizes)
+        rows = self._gathered([*sizes])
         _refuse_if((rows != rows[0]).any())
 
     def check_gather(self, pieces: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
@@ -50,23 +50,25 @@ class Sizes:
         Raises:
             CollectiveError: a rank sends another what that does not receive.
         """
+        size = self._comm.size
         sizes = [
-            [0 if piece is None else piece.nbytes for piece in pieces or [None] * self._comm.size]
+            0 if piece is None else piece.nbytes
             for pieces in (sent, received)
+            for piece in pieces or [None] * size
         ]
-        leaving, arriving = self._gathered(sizes[0] + sizes[1]).split(self._comm.size, dim=1)
-        _refuse_if((leaving != arriving.t()).any())
+        rows = self._gathered(sizes)
+        leaving, arriving = rows[:, :size], rows[:, size:]
+        _refuse_if((leaving != arriving.T).any())
         return int(max(leaving.sum(1).max(), arriving.sum(1).max()))
 
-    def _gathered(self, numbers: Sequence[int]) -> torch.Tensor:
+    def _gathered(self, numbers: list[int]) -> np.ndarray:
         """Return every rank's numbers, one row for each."""
-        own = torch.tensor(numbers)
-        rows = torch.zeros((self._comm.size, len(own)), dtype=torch.int64)
-        request = self._comm.Iallgather(as_raw_buffer(own), as_raw_buffer(rows))
-        self._arrivals.meet(request, rows, own)
+        own = np.array(numbers)
+        rows = np.empty((self._comm.size, len(numbers)), own.dtype)
+        self._arrivals.meet(self._comm.Iallgather(own, rows), rows, own)
         return rows
 
 
-def _refuse_if(are_unlike: torch.Tensor | bool) -> None:
+def _refuse_if(are_unlike: np.bool_) -> None:
     if are_unlike:
         raise CollectiveError(pairwise.UNLIKE_SIZES)
