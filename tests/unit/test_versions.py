@@ -104,8 +104,9 @@ def test_setup_installs_what_the_demo_needs_and_keeps_what_the_tests_need(tmp_pa
     stub.chmod(0o755)
 
     def setup(**settings):
-        env = os.environ | {"KAITIAN_PYTHON": str(stub)} | settings
-        env = {name: env[name] for name in env.keys() - {"KAITIAN_TORCH", "KAITIAN_MPI"}}
+        own = {"KAITIAN_TORCH", "KAITIAN_MPI", "KAITIAN_EXTRAS"}  # which bin/test may have set
+        env = {name: os.environ[name] for name in os.environ.keys() - own}
+        env |= {"KAITIAN_PYTHON": str(stub)} | settings
         done = subprocess.run([tmp_path / "bin/setup"], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
