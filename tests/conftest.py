@@ -2,10 +2,12 @@
 
 import gc
 import importlib
+import logging
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         is_required = os.environ.get("KAITIAN_TEST_COMPILER") == "required"
         if not (is_required or shutil.which(os.environ.get("CXX", "g++"))):
             pytest.skip("the emulated device needs a C++ compiler, such as g++")
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Undo what a command that is called in this process has configured."""
+    logger = logging.getLogger("kaitian_mpi")
+    before = logger.level, logger.propagate, logging.raiseExceptions
+    handlers = list(logger.handlers)
+    yield
+    level, logger.propagate, logging.raiseExceptions = before
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 def pytest_collection_finish() -> None:

@@ -19,7 +19,6 @@ def parser_of(command):
 
 
 def run_main(command, monkeypatch, *words):
-    monkeypatch.setattr(supervise, "configure_logging", lambda *_: None)  # it is the process's
     monkeypatch.setattr(sys, "argv", [command.PROGRAM, *words])
     try:
         command.main()
