@@ -85,6 +85,36 @@ class Events(StepObserver):
             self._run.write_summary()
 
 
+class SinceReading:
+    """What a rank has done since the last reading. Not collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Summed on the losses' device, so that a step does not wait for it.
+        self._loss_sum = torch.zeros((), device=device)
+        self._loss_samples = 0
+        self.times = StepTimes()
+        self.data_sec = 0.0
+        self.samples = 0
+        self.steps = 0
+        self.batch_sizes: list[int] = []
+        self.began = time.perf_counter()
+
+    def add(self, step: Step) -> None:
+        """Add a step that all ranks have done."""
+        if step.is_finite:  # a step that is skipped does not spoil the mean of the others
+            self._loss_sum = self._loss_sum + step.mean_loss * step.samples
+            self._loss_samples += step.samples
+        self.times = self.times.plus(step.times)
+        self.data_sec += step.data_sec
+        self.samples += step.samples
+        self.steps += 1
+        self.batch_sizes = step.batch_sizes
+
+    def loss(self) -> float:
+        """Return the mean over all samples, the same on all ranks; it waits for the device."""
+        return self._loss_sum.item() / self._loss_samples if self._loss_samples else math.nan
+
+
 class Metrics(StepObserver):
     """Sums this rank's losses and times, and gathers those of all ranks every few steps.
 
@@ -105,72 +135,55 @@ class Metrics(StepObserver):
         self._all_steps = 0  # in these sums; both restart at 0 after a recovery
         self._time_left = TimeLeft()
         self._epoch_ended: float | None = None
-        self._batch_sizes: list[int] = []
         self._next_reading = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        # Summed on the losses' device, so that a step does not wait for it.
-        self._loss_sum = torch.zeros((), device=self._world.device)
-        self._times = StepTimes()
-        self._data_sec = 0.0
-        self._samples = self._steps = self._loss_samples = 0
-        self._since = time.perf_counter()
+        self._sums = SinceReading(self._world.device)
 
     def epoch_begins(self) -> None:
         """Exclude the time since the last reading, which was not spent training."""
-        self._since = time.perf_counter()
+        self._sums.began = time.perf_counter()
         if self._epoch_ended is not None:
-            self._time_left.evaluation_done(self._since - self._epoch_ended)
+            self._time_left.evaluation_done(self._sums.began - self._epoch_ended)
             self._epoch_ended = None
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        if step.is_finite:  # a step that is skipped does not spoil the mean of the others
-            self._loss_sum = self._loss_sum + step.mean_loss * step.samples
-            self._loss_samples += step.samples
-        self._times = self._times.plus(step.times)
-        self._data_sec += step.data_sec
-        self._samples += step.samples
-        self._steps += 1
-        self._batch_sizes = step.batch_sizes
+        self._sums.add(step)
         if step.number >= self._next_reading:
             self._read()
 
     def epoch_ends(self) -> None:
         """Take what the last reading has not."""
-        if self._steps > 0:
+        if self._sums.steps > 0:
             self._read()
         self._epoch_ended = time.perf_counter()
 
     def _read(self) -> None:
         """Gather the ranks' sums, and give them to the sinks."""
-        progress, sinks = self._run.state.progress, self._run.sinks
-        has_loss = self._loss_samples > 0
-        loss = self._loss_sum.item() / self._loss_samples if has_loss else math.nan  # on all ranks
-        times = self._times.plus(self._loop.engine.step.clock.take(wait=True))
-        own = {"compute": times.computed, "wait": times.waited, "data": self._data_sec}
+        progress, sinks, done = self._run.state.progress, self._run.sinks, self._sums
+        loss = done.loss()
+        times = done.times.plus(self._loop.engine.step.clock.take(wait=True))
+        own = {"compute": times.computed, "wait": times.waited, "data": done.data_sec}
         own |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}
-        elapsed_sec = time.perf_counter() - self._since
+        elapsed_sec = time.perf_counter() - done.began
         sleeping_barrier(self._world.comm)
         gathered = gather_values(self._world.comm, (own, elapsed_sec))
         sums, elapsed = [each for each, _ in gathered], max(sec for _, sec in gathered)
-        self._all_steps += self._steps
+        self._all_steps += done.steps
         for rank, each in enumerate(sums):
             self._compute_sec[rank] += each["compute"]
             self._wait_sec[rank] += each["wait"]
         progress.training_sec += elapsed
-        self._time_left.steps_done(self._steps, elapsed)
+        self._time_left.steps_done(done.steps, elapsed)
         if sinks:
             sinks.on_reading(self._reading(loss, sums, elapsed))
-        steps_between = round(self._run.config.log_interval * self._steps / elapsed)
+        steps_between = round(self._run.config.log_interval * done.steps / elapsed)
         self._next_reading = progress.step + max(1, steps_between)
         self._logged.clear()
-        self._reset()
+        self._sums = SinceReading(self._world.device)
 
     def _reading(self, loss: float, sums: list[dict[str, float]], elapsed: float) -> Reading:
-        progress, step_sec = self._run.state.progress, elapsed / self._steps
+        progress, done = self._run.state.progress, self._sums
         phases = {
-            f"{name}_time_sec": [each[name] / self._steps for each in sums] for name in sums[0]
+            f"{name}_time_sec": [each[name] / done.steps for each in sums] for name in sums[0]
         }
         return Reading(
             step=progress.step,
@@ -178,15 +191,15 @@ class Metrics(StepObserver):
             epoch=progress.epoch,
             epochs=self._run.config.epochs,
             epoch_fraction=min(1.0, progress.position / len(self._run.setup.train)),
-            steps=self._steps,
+            steps=done.steps,
             time=time.time(),
             loss=loss,
             learning_rate=progress.learning_rate,
-            samples_per_sec=self._samples / elapsed,
-            step_time_sec=step_sec,
+            samples_per_sec=done.samples / elapsed,
+            step_time_sec=elapsed / done.steps,
             seconds_left=self._seconds_left(sums, elapsed),
             ranks=[info.world_rank for info in self._world.infos],
-            batch_sizes=self._batch_sizes,
+            batch_sizes=done.batch_sizes,
             logged=dict(self._logged),
             **phases,
         )
@@ -197,7 +210,7 @@ class Metrics(StepObserver):
         computed = sum(each["compute"] for each in sums)
         if validation is not None and computed:  # about a forward of each sample
             forward = sum(each["forward"] for each in sums) / computed
-            evaluation_sec = len(validation) * elapsed / self._samples * forward
+            evaluation_sec = len(validation) * elapsed / self._sums.samples * forward
         steps_left = progress.total_steps - progress.step
         return self._time_left.estimate(steps_left, self._loop.evaluations_left, evaluation_sec)
 
