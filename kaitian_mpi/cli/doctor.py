@@ -133,7 +133,7 @@ def make_parser() -> OneLineParser:
         PROGRAM,
         "Examine this machine or, under mpirun, all ranks and the links between them: devices, "
         "versions, MPI, memory and disk. Exit code 1 if training would fail.",
-        f"mpirun --hostfile hostfiles/two-nodes.txt -np 4 {PROGRAM}",
+        f"mpirun --hostfile hostfiles/two-nodes.txt -np 8 $(which {PROGRAM})",
     )
     parser.add("--json", "print one JSON document (docs/doctor.md) instead of text")
     parser.add(

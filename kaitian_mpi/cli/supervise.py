@@ -89,7 +89,7 @@ def make_parser() -> OneLineParser:
         "that no longer answer, until the job has finished. A job that ends with a usage error is "
         f"not restarted. A script of {RUN} must resume from a checkpoint of its own. With "
         f"--hosts-file and {TRAIN}, hosts can join and leave while it runs.",
-        f"{PROGRAM} mpirun --hostfile hostfiles/two-nodes.txt -np 4 {TRAIN} --model mobilenetv2",
+        f"{PROGRAM} mpirun --hostfile hosts.txt -np 8 $(which {TRAIN}) --model mobilenetv2",
         f"{PROGRAM} [flags] mpirun ... {TRAIN}|{RUN} ...",
     )
     parser.add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
 from kaitian_mpi.mpi.topology import RankInfo, shared_devices
@@ -104,7 +105,8 @@ def fit_table(
 ) -> tuple[list[str], list[list[str]]]:
     """Return a table that fits a terminal, and what of it is the same in all rows.
 
-    The run folder's files have all values in full.
+    The widest column is shortened, of which the run folder's files have the values in full; one
+    without a name, which has explanations, goes on in further rows.
     """
     columns = [list(column) for column in zip(*rows, strict=True)]
     common = []
@@ -119,10 +121,19 @@ def fit_table(
         (column for column in columns if column[0] in left), key=_cell_width, default=[]
     )
     most = _cell_width(shortened) - (_width_of(columns) - width)
-    if shortened and most < _cell_width(shortened):
-        most = max(most, _LEAST_CELL)
+    if not shortened or most >= _cell_width(shortened):
+        return common, [list(row) for row in zip(*columns, strict=True)]
+    most = max(most, _LEAST_CELL)
+    if shortened[0]:
         shortened[:] = [cell if len(cell) <= most else f"{cell[: most - 1]}…" for cell in shortened]
-    return common, [list(row) for row in zip(*columns, strict=True)]
+        return common, [list(row) for row in zip(*columns, strict=True)]
+    place = columns.index(shortened)
+    fitted = []
+    for row in zip(*columns, strict=True):
+        first, *others = textwrap.wrap(row[place], most) or [""]
+        fitted.append([*row[:place], first, *row[place + 1 :]])
+        fitted += [["" if n != place else part for n in range(len(row))] for part in others]
+    return common, fitted
 
 
 def _cell_width(column: Sequence[str]) -> int:

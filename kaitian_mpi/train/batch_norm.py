@@ -83,6 +83,11 @@ class RunningStatistics:
             if momentum is not None and not _is_synchronized(norm):
                 norm.momentum = step_momentum * (samples / self._samples / fraction)
 
+    def restore_momenta(self) -> None:
+        """Give the layers the model's own momentum again, after a step."""
+        for norm, momentum in zip(self.norms, self._momenta, strict=True):
+            norm.momentum = momentum
+
     def _current_fractions(self) -> list[float]:
         taken = self._taken / self._samples
         by_layer = zip(self.norms, self._fractions_before, self._step_momenta, strict=True)

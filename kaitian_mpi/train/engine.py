@@ -93,10 +93,11 @@ class Engine:
         self._computation = state.computation
         self._pace = world.device_kind.pace
         self.sampler = self._make_sampler()
+        # Before anything of the model changes: if a rank is lost here, there is nothing to undo.
+        self._prepare()
         self.gradients: GradientSums = self._make_gradients()
         """Of the current step; another one once parameters are unfrozen."""
         participate(state.model, self.step)
-        self._prepare()
 
     def _prepare(self) -> None:
         """Make what the engine of a layout has besides: here, nothing."""

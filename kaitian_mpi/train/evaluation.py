@@ -30,14 +30,16 @@ def evaluate(task: Task, world: World, results: Iterable[tuple[Any, Any, int]]) 
     modes = [(module, module.training) for module in task.model.modules()]
     task.model.eval()
     totals: dict[str, list[float]] = {}
-    for found, batch, samples in results:
-        for name, (value, count) in _measure(task, found, batch, samples).items():
-            total = totals.setdefault(name, [0.0, 0.0])
-            total[0] += value
-            total[1] += count
-    task.model.train(modes[0][1])
-    for module, was_training in modes:  # some may be kept from training, such as batch norm
-        module.training = was_training
+    try:
+        for found, batch, samples in results:
+            for name, (value, count) in _measure(task, found, batch, samples).items():
+                total = totals.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += count
+    finally:  # after the loss of a rank, another evaluation follows
+        task.model.train(modes[0][1])
+        for module, was_training in modes:  # some may be kept from training, such as batch norm
+            module.training = was_training
     # The slowest rank is waited for, however long that takes.
     enter_phase("the sum of the evaluation", waits=True, limited=False)
     return pool_means(gather_values(world.comm, totals))

@@ -192,12 +192,18 @@ class Loop:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
         if self.engine.has_micro_batches != is_wanted and not self._config.sync_bn:
             self.engine.has_micro_batches = is_wanted
-            self.shares.drop()
+            self._load_again()
 
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""
-        self.shares.drop()
+        self._load_again()
         self.engine.undo()
+
+    def _load_again(self) -> None:
+        """Load the shares from the next step on again."""
+        self.shares.drop()
+        for observer in self.observers:
+            observer.shares_dropped()
 
     def finish(self) -> Step:
         """End the step: apply the summed gradient on all ranks, or skip it if it is not finite."""
@@ -233,7 +239,7 @@ class Loop:
         self.state.buffers.save()
         can_compute = self._setup.task.loss is not None and self.engine.computes_whole_model
         if can_compute and self.state.statistics.lag(self.progress.step_in_epoch):
-            self._recompute_statistics()
+            _recompute_statistics(self.engine, self.shares, self.state, self._setup)
         self.engine.pool_statistics()
         means: dict[str, float] = {}
         if self._setup.validation is not None:
@@ -247,29 +253,29 @@ class Loop:
         self.progress.evaluated = means if self.progress.epoch_is_over else None
         return means
 
-    @torch.no_grad()
-    def _recompute_statistics(self) -> None:
-        """Recompute batch norm's statistics from the epoch's first samples and current weights.
-
-        As the training computes them, dropout included; its random numbers are not used up.
-        """
-        count = min(len(self._setup.train), _SAMPLES_OF_STATISTICS)
-        shares = self.shares.first(self.progress.epoch, count)
-        computation, task = self.state.computation, self._setup.task
-        with aside(computation.device), self.engine.forwards():
-            self.state.statistics.before_step(0, sum(map(len, shares)), count)
-            for indices in filter(None, shares):
-                enter_phase("getting a batch")
-                for part in self.shares.read(indices):
-                    batch = self.engine.place(part)
-                    enter_phase("forward")
-                    computation.loss(task, self.state.model, batch)
-
     def _commit_unit(self) -> None:
         """Continue only if every rank got this far."""
         if self._commit is not None:
             self._commit(not _default_group().is_broken)
         self.state.buffers.commit()
+
+
+@torch.no_grad()
+def _recompute_statistics(engine: Engine, shares: OwnShares, state: State, setup: Setup) -> None:
+    """Recompute batch norm's statistics from the epoch's first samples and current weights.
+
+    As the training computes them, dropout included; its random numbers are not used up. Collective.
+    """
+    count = min(len(setup.train), _SAMPLES_OF_STATISTICS)
+    own = shares.first(state.progress.epoch, count)
+    with aside(state.computation.device), engine.forwards():
+        state.statistics.before_step(0, sum(map(len, own)), count)
+        for indices in filter(None, own):
+            enter_phase("getting a batch")
+            for part in shares.read(indices):
+                batch = engine.place(part)
+                enter_phase("forward")
+                state.computation.loss(setup.task, state.model, batch)
 
 
 def _default_group() -> Any:

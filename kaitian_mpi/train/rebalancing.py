@@ -76,6 +76,10 @@ class Balancing(StepObserver):
             self._waiting.append((step.number + self._delay, plan))
         self._apply_plans(step.number)
 
+    def shares_dropped(self) -> None:
+        """Apply all plans, as all ranks load anew from the same sample on."""
+        self._apply_plans(math.inf)
+
     def epoch_ends(self) -> None:
         """Apply all plans: no batch of the next epoch is fetched yet."""
         self._apply_plans(math.inf)

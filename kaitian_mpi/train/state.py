@@ -306,10 +306,12 @@ class SavedBuffers:
 
     def commit(self) -> None:
         """Keep what has changed since `save`."""
+        self._statistics.restore_momenta()
         self._is_saved = False
 
     def restore(self) -> None:
         """Undo what has changed since `save`, unless that was committed."""
+        self._statistics.restore_momenta()
         if self._is_saved:
             self.put_back()
             self._statistics.fractions = self._fractions

@@ -72,6 +72,9 @@ class StepObserver:
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         """Handle a step that all ranks have done, with the reports about the step before it."""
 
+    def shares_dropped(self) -> None:
+        """Handle that what was loaded ahead will be loaded again, on all ranks. Not collective."""
+
     def epoch_ends(self) -> None:
         """Handle the end of an epoch, before its evaluation."""
 

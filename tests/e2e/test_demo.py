@@ -30,8 +30,8 @@ def demo(*arguments, cwd, mpirun):
 
 def test_arguments_are_passed_on(tmp_path):
     done = demo("--precision", "bf16", "--run-dir=a b", cwd=tmp_path, mpirun='echo "$#: $*"')
-    train = "-np 4 kaitian-train --model mobilenetv2 --global-batch-size 128"
-    assert f"11: {train} --precision bf16 --run-dir a b" in done.out
+    train = "-np 4 kaitian-train --model mobilenetv2 --devices cpu --global-batch-size 128"
+    assert f"13: {train} --precision bf16 --run-dir a b" in done.out
     assert "kaitian-report" not in done.out  # as nothing was trained
 
 

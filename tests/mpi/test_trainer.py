@@ -338,6 +338,7 @@ def assert_same(run, other):
     assert (momenta(run) - momenta(other)).abs().max() < 1e-12
     for one, another in zip(run.model.buffers(), other.model.buffers(), strict=True):
         assert (one - another).abs().max() < 1e-12
+    assert {m.momentum for m in run.model.modules() if isinstance(m, nn.BatchNorm1d)} <= {0.1}
     ours, theirs = (copy.copy(vars(r.state.progress)) for r in (run, other))
     del ours["training_sec"], theirs["training_sec"]
     assert ours == theirs

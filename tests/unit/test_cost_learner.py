@@ -260,6 +260,23 @@ def test_balancing_learns_first_then_follows(tmp_path, capfd):
     assert train(balance, 40, (3, 3), changes[-1][1])  # the rebalancer takes over
 
 
+def test_plans_that_wait_for_batches_hold_once_these_are_dropped(tmp_path):
+    """Else ranks with unequal numbers of workers would go on with unlike plans."""
+    given = []
+    balance = balancing(tmp_path)
+    balance._set_plan = given.append
+    balance._delay = 4
+    step = SimpleNamespace(number=1)
+    for step.number in range(1, 30):
+        balance.step_done(step, reported((1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)))
+        if balance._waiting:
+            break
+    assert given == []
+    balance.shares_dropped()
+    assert len(given) == 1
+    assert given[0][0] > given[0][1]
+
+
 def test_balancing_does_not_learn_what_is_known_and_judges_stragglers_by_learned_costs(tmp_path):
     costs = [RankCost(0.0, 0.01 * times) for times in (1, 3)]
     balance = balancing(tmp_path, costs)

@@ -135,6 +135,10 @@ def test_an_epoch_restarts_or_continues_and_a_state_of_another_run_is_rejected()
     assert [sizes_of(step) for step in shares] == [[4, 0, 6], [4, 0, 6], [2, 0, 3]]
     assert flat(shares) == samplers[0].indices(0, 25)
     assert [sampler.position for sampler in samplers] == [20, 20, 20]
+    (ahead,) = make_ranks(10, [4])
+    whole = flat([list(ahead)])  # as workers do, before the last step is trained
+    ahead.position = 8
+    assert flat([list(ahead)]) == whole[8:]
     for length, options, message in (
         (10, {"seed": 1}, "seed 0, this run has 1"),
         (9, {}, "dataset length 10, this run has 9"),

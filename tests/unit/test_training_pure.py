@@ -4,6 +4,7 @@ import copy
 import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from kaitian_mpi.train.checkpoint.metadata import (
     compare_flags,
 )
 from kaitian_mpi.train.checkpoint.resume import is_over
+from kaitian_mpi.train.evaluation import evaluate
 from kaitian_mpi.train.progress import Progress, TimeLeft
 from kaitian_mpi.train.step_times import StepClock
 from kaitian_mpi.train.summary import Summary
@@ -144,6 +146,13 @@ def test_a_table_fits_a_terminal():
     assert common == []
     assert {len(line) for line in table_lines(rows, left=("host", "device"))} == {80}
     assert rows[1][2].endswith("xx…")
+    why = "needs 1,234 MB on rank 1, which has 1,000 MB for its gradients and the optimizer"
+    common, rows = fit_table(
+        [["layout", "ms", ""], ["shard", "-", why], ["auto", "5.0", ""]], ("", "layout")
+    )
+    assert max(map(len, table_lines(rows, left=("",)))) <= 80
+    assert " ".join(row[2] for row in rows[1:]).strip() == why
+    assert [row[:2] for row in rows[1:]] == [["shard", "-"], ["", ""], ["auto", "5.0"]]
     small = [["rank"], ["0"]]
     assert fit_table(small, left=()) == ([], small)
 
@@ -293,3 +302,17 @@ def test_a_ranks_place_has_its_host_and_device_and_not_its_world_rank():
     assert info.place == replace(info, world_rank=6).place == "a/1/gpu/cuda:1"
     for other in ({"local_rank": 0}, {"host": "b"}, {"kind": "mlu"}, {"device": "cpu"}):
         assert replace(info, **other).place != info.place
+
+
+def test_an_evaluation_that_fails_leaves_the_model_as_it_was():
+    """After the loss of a rank, its batch norms would be left as they are."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2).eval())
+
+    def lost():
+        yield from ()
+        raise RuntimeError("a rank is lost")
+
+    task = SimpleNamespace(model=model, metrics=None)
+    with pytest.raises(RuntimeError):
+        evaluate(task, None, lost())
+    assert [module.training for module in model.modules()] == [True, True, False]

@@ -104,6 +104,20 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         """Samples per step over all ranks."""
         return sum(self._batch_sizes)
 
+    @property
+    def position(self) -> int:
+        """The number of the epoch's samples, of all ranks, before the next step.
+
+        Iterating begins there if it was set, also where an earlier iteration has come to the end: a
+        loader with workers comes there while the last steps are still to be trained.
+        """
+        return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._position = value
+        self._ran_to_end = False
+
     def set_plan(self, batch_sizes: Sequence[int]) -> None:
         """Change the batch sizes from the next step on; allowed in the middle of an epoch.
 
@@ -126,7 +140,6 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch = epoch
             self.position = 0
-            self._ran_to_end = False
 
     def __len__(self) -> int:
         """Return the number of steps left in this epoch with the current plan."""
@@ -146,7 +159,6 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         """Yield this rank's indices of each step, from the position to the epoch's end."""
         if self._ran_to_end:
             self.position = 0
-            self._ran_to_end = False
         order = self._permutation()
         self._plans = [(self.position, self._batch_sizes)]
         while self.position < len(order):
@@ -189,7 +201,6 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
                 )
         self.epoch = state["epoch"]
         self.position = state["position"]
-        self._ran_to_end = False
 
     def _order_of_samples(self) -> dict[str, Any]:
         return {"seed": self.seed, "shuffle": self.shuffle, "dataset_length": len(self.dataset)}
