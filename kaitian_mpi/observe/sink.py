@@ -39,10 +39,10 @@ class MetricsSink:
         """Receive an event."""
 
     def close(self, finished: bool) -> None:
-        """Release all resources; called once, also if the run fails.
+        """Release all resources; called once, also if the run or another method fails.
 
         Args:
-            finished: whether the run finished.
+            finished: whether the run finished; False if another method of this sink has failed.
         """
 
 
@@ -66,7 +66,7 @@ class _Forwarding(MetricsSink):
 
 
 class Sinks(_Forwarding):
-    """Several sinks; one that raises is no longer used, and never ends the training.
+    """Several sinks; one that raises is closed, and never ends the training.
 
     Empty on a rank that does not write the files. No method is collective.
     """
@@ -103,7 +103,15 @@ class Sinks(_Forwarding):
                 getattr(sink, method)(argument)
             except Exception as error:
                 self._sinks.remove(sink)
+                _close_failed(sink, method)
                 _warn_of_failure(type(sink).__name__, error)
+
+
+def _close_failed(sink: MetricsSink, method: str) -> None:
+    """Close a sink of which a method has failed, unless that was `close`."""
+    if method != "close":
+        with contextlib.suppress(Exception):  # the first failure is the one that is shown
+            sink.close(False)
 
 
 def _warn_of_failure(name: str, error: Exception) -> None:
@@ -158,13 +166,16 @@ class BackgroundSink(_Forwarding):
                 self._has_dropped = True
 
     def _work(self) -> None:
+        sink: MetricsSink | None = None
+        method = ""
         try:
             sink = self._make()
-            method = ""
             while method != "close":
                 method, argument = self._waiting.get()
                 getattr(sink, method)(argument)
         except Exception as error:
+            if sink is not None:
+                _close_failed(sink, method)
             _warn_of_failure(self._name, error)
 
 

@@ -71,7 +71,8 @@ def test_a_failing_sink_is_no_longer_used_also_one_in_the_background(caplog):
         sinks.on_reading(reading(step))
     for _ in range(2):
         sinks.close(True)
-    assert [each.step for each in failing.seen] == [1]
+    assert failing.seen[0].step == 1
+    assert failing.seen[1:] == [False]  # it is closed once, and gets nothing else
     assert [each.step for each in good.seen[:-1]] == [1, 2]
     assert good.seen[-1] is True
     background = BackgroundSink("it", fail)
@@ -81,6 +82,25 @@ def test_a_failing_sink_is_no_longer_used_also_one_in_the_background(caplog):
     ends = "failed and receives no more metrics; training continues:"
     expected = [f"Failing {ends} OSError: no room", f"it {ends} RuntimeError: no network"]
     assert caplog.messages == expected
+
+
+def test_a_sink_that_fails_in_the_background_is_closed_once(caplog):
+    class FailsTwice(Failing):
+        def close(self, finished):
+            super().close(finished)
+            raise OSError("cannot close either")
+
+    for methods, seen in ((["on_reading"], ["a reading", False]), ([], [True])):
+        sink = FailsTwice()
+        background = BackgroundSink("it", lambda sink=sink: sink)
+        for method in methods:
+            getattr(background, method)("a reading")
+        background.close(True)
+        assert sink.seen == seen
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [
+        "no room",
+        "cannot close either",
+    ]
 
 
 def test_the_run_folder_has_everything_but_forecasts_and_without_one_progress_is_shown(
