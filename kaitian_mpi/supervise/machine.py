@@ -66,10 +66,12 @@ class Machine:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Machine:
-        """Install the handlers, except for signals that are ignored already."""
+        """Install the handlers, except for stop signals that are ignored already."""
         for number in _FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._forward)
+        # If it is inherited as ignored, the kernel does not keep mpirun's exit code.
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(self, *exception: object) -> None:

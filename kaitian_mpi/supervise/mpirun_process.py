@@ -48,6 +48,8 @@ def main() -> None:
 
 def run(words: Sequence[str], output: MpirunOutput) -> tuple[int, int]:
     """Run mpirun and show what it writes; return its exit code, and the signal that ended it."""
+    # If it is inherited as ignored, the kernel neither sends it nor keeps mpirun's exit code.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     awaited = {number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
     awaited.add(signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)

@@ -14,6 +14,7 @@ import pytest
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.supervise import mpirun_process
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.machine import environment, hosts_with_ranks
 from kaitian_mpi.supervise.mpirun_command import parse_command
@@ -53,12 +54,12 @@ def write_script(path, text):
     path.chmod(0o755)
 
 
-def start(place, script, *words, options=()):
+def start(place, script, *words, options=(), preexec_fn=None):
     write_script(place / "mpirun", MPIRUN + script)
     command = [sys.executable, "-m", "kaitian_mpi.cli.supervise", *options, "./mpirun", *words]
     environ = {**os.environ, "PRTE_MCA_plm_ssh_agent": str(place / "agent")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=place, env=environ, text=True, **pipes)
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": preexec_fn}
+    return subprocess.Popen(command, cwd=place, env=environ, text=True, **how)
 
 
 def run(place, script, *words, options=()):
@@ -208,6 +209,16 @@ def test_sigusr1_is_forwarded_and_ends_nothing(place):
             wait_until(got.exists, 5)
     process.communicate(timeout=LONGEST_SEC)
     assert process.returncode == 0
+
+
+def test_mpiruns_end_and_code_are_noticed_also_if_sigchld_is_ignored(place):
+    ignore = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)  # which processes inherit
+    process = start(place, "exit 2", "-np", "2", "kaitian-train", preexec_fn=ignore)
+    process.communicate(timeout=LONGEST_SEC)
+    assert (process.returncode, calls(place)) == (2, 1)
+    command = [sys.executable, mpirun_process.__file__, "kaitian-train", "token", "sh"]
+    done = subprocess.run([*command, "-c", "exit 3"], preexec_fn=ignore, timeout=LONGEST_SEC)
+    assert done.returncode == 3
 
 
 @pytest.mark.linux("elsewhere the kernel sends no signal at the parent's death")
