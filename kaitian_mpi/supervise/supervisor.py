@@ -108,11 +108,11 @@ class _Supervisor:
             before = read_state(self._job.folder)
             code, is_moved = self._start(number, before)
             state = read_state(self._job.folder)
-            if machine.stopped:
-                return self._end_by_signal()
             if state.has_finished_since(before):
                 machine.report(f"finished after {count_text(number, 'start')}")
                 return 0
+            if machine.stopped:
+                return self._end_by_signal()
             has_trained = state.is_beyond(before)
             if code == UserError.exit_code and not has_trained and not self._joined:
                 return code

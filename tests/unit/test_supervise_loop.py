@@ -159,6 +159,7 @@ QUICKLY = "2 starts (the last two failed immediately, on the same hosts)"
     ("runs", "code", "end"),
     [
         ([Run(2, step=5), FINISHED], 0, "finished after 2 starts"),  # 2 is no mistake in a flag
+        ([replace(FINISHED, signal=signal.SIGTERM)], 0, "finished after 1 start"),
         ([Run(9, seconds=1), Run(9, seconds=4)], 9, GAVE_UP.format(QUICKLY, 9)),
         ([Run(seconds=1), Run(seconds=6), FINISHED], 0, "finished after 3 starts"),
         ([Run(seconds=1), Run(seconds=1, step=7), FINISHED], 0, "finished after 3 starts"),
