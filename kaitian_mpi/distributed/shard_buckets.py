@@ -142,7 +142,9 @@ class ShardBucket:
         first = gradients[0]
         if weight and self.is_whole and first is not None and first.is_contiguous():
             return first.view(-1).mul_(weight)  # it is laid out as the buffer would be
-        buffer = spares.take(self._like, self.length)
+        # As `release` gives back none of a bucket that is whole, it takes none of them either.
+        length = self.length
+        buffer = self._like.new_empty(length) if self.is_whole else spares.take(self._like, length)
         if not weight:
             return buffer.zero_()
         views: list[torch.Tensor] = []
