@@ -172,6 +172,8 @@ class Metrics(StepObserver):
             self._compute_sec[rank] += each["compute"]
             self._wait_sec[rank] += each["wait"]
         progress.training_sec += elapsed
+        progress.timed_steps += done.steps
+        progress.timed_samples += done.samples
         self._time_left.steps_done(done.steps, elapsed)
         if sinks:
             sinks.on_reading(self._reading(loss, sums, elapsed))
@@ -236,8 +238,8 @@ class Metrics(StepObserver):
             batch_sizes=self._loop.sampler.batch_sizes,
             plans=self._balancing.plans,
             slow_ranks=self._balancing.slow_ranks(),
-            samples_per_sec=progress.samples / progress.training_sec,
-            step_time_sec=progress.training_sec / progress.step,
+            samples_per_sec=progress.samples_per_sec,
+            step_time_sec=progress.step_time_sec,
             compute_time_sec=[seconds / steps for seconds in self._compute_sec],
             wait_time_sec=[seconds / steps for seconds in self._wait_sec],
             training_time_sec=progress.training_sec,

@@ -52,6 +52,10 @@ class Progress:
     """The number of them since the last good step."""
     training_sec: float = 0.0
     """Seconds spent training, without benchmarks, evaluations and recoveries."""
+    timed_steps: int = 0
+    """Steps done in these seconds; after a resume or a loss, some steps have not been timed."""
+    timed_samples: int = 0
+    """Samples of these steps."""
     learning_rate: float = 0.0
     is_done: bool = False
     """Whether nothing is left to train, and the final model has been evaluated."""
@@ -65,6 +69,16 @@ class Progress:
     def lacks_results(self) -> bool:
         """Whether the last epoch is counted, and its results were lost."""
         return self.has_all_steps and not (self.position or self.is_done)
+
+    @property
+    def samples_per_sec(self) -> float | None:
+        """The mean over the steps that were timed; None without any."""
+        return self.timed_samples / self.training_sec if self.timed_steps else None
+
+    @property
+    def step_time_sec(self) -> float | None:
+        """The mean over the steps that were timed; None without any."""
+        return self.training_sec / self.timed_steps if self.timed_steps else None
 
     def step_done(self, samples: int) -> None:
         self.step += 1

@@ -198,7 +198,12 @@ class State:
                 if name in state["unfrozen"]:
                     parameter.requires_grad_(state["unfrozen"][name])
             total_steps = self.progress.total_steps
-            self.progress = Progress(**state["progress"] | {"total_steps": total_steps})
+            progress = state["progress"] | {"total_steps": total_steps}
+            if "timed_steps" not in progress:  # an older checkpoint
+                # Its time is of nearly all steps: of how many is not known.
+                timed = {"timed_steps": progress["step"], "timed_samples": progress["samples"]}
+                progress |= timed if progress["training_sec"] else {}
+            self.progress = Progress(**progress)
             self.equal_at_step = self.progress.step
             own_optimizers = (getattr(value, "optimizer", None) for value in self.extra.values())
             if any(optimizer is one for optimizer in own_optimizers for one in self.optimizers):

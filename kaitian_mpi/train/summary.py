@@ -73,6 +73,7 @@ class Summary:
     slow_ranks: list[dict[str, Any]] | None = None
     """Which ranks were slow since these ranks started to train, from when to when, and why."""
     samples_per_sec: float | None = None
+    """Over the run's steps that were timed, as is the next; None if none was."""
     step_time_sec: float | None = None
     compute_time_sec: list[float] | None = None
     """Mean per step, by rank."""

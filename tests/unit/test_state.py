@@ -5,6 +5,7 @@ import itertools
 import json
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,11 +18,14 @@ from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.tensor_files import TensorFile
 from kaitian_mpi.recipes.image_classification import make_optimizer
+from kaitian_mpi.train import observers
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.engine import apply_step, set_learning_rates
 from kaitian_mpi.train.progress import Progress, count_steps
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.state_transfer import from_bytes, named_as, to_bytes
+from kaitian_mpi.train.step import Step
+from kaitian_mpi.train.step_times import StepTimes
 from kaitian_mpi.train.task import Computation, Task
 
 BUFFERS = {
@@ -419,3 +423,40 @@ def test_an_extra_object_that_does_not_load_its_state_is_one_line():
         UserError, match=r"extra_state 'extra_state' does not load .* size mismatch"
     ):
         state.load_shared(saved)
+
+
+def test_throughput_is_of_the_steps_that_were_timed(monkeypatch):
+    """After a resume or a loss, those since the last reading are not: their time is not known."""
+    progress = Progress(9)
+    run = SimpleNamespace(
+        state=SimpleNamespace(progress=progress),
+        sinks=(),
+        config=SimpleNamespace(log_interval=0.0),
+    )
+    clock = SimpleNamespace(take=lambda wait: StepTimes())
+    engine = SimpleNamespace(step=SimpleNamespace(clock=clock))
+    world = SimpleNamespace(size=1, device=torch.device("cpu"), comm=None)
+    monkeypatch.setattr(observers, "sleeping_barrier", lambda comm: None)
+    monkeypatch.setattr(observers, "gather_values", lambda comm, own: [(own[0], 0.5)])
+    metrics = observers.Metrics(run, SimpleNamespace(world=world, engine=engine), None, {})
+    assert (progress.samples_per_sec, progress.step_time_sec) == (None, None)
+    for number, samples, is_timed in ((1, 30, False), (2, 8, True), (3, 4, True)):
+        progress.step_done(samples)
+        if is_timed:
+            metrics.step_done(
+                Step(number, 0, samples, [samples], torch.ones(()), samples, True, StepTimes(), 0),
+                None,
+            )
+    assert progress.step == 3
+    assert (progress.samples_per_sec, progress.step_time_sec) == (12.0, 0.5)
+
+
+def test_a_checkpoint_from_before_steps_were_counted_as_timed_is_resumed():
+    state, other = make_state(), make_state(seed=1)
+    train(state)
+    state.progress.training_sec = 2.0
+    content = state.shared()
+    del content["progress"]["timed_steps"], content["progress"]["timed_samples"]
+    other.load_shared(content)
+    assert other.progress.samples_per_sec == pytest.approx(12.0)
+    assert other.progress.step_time_sec == pytest.approx(2 / 3)
