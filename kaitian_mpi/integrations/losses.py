@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import UserError
 
@@ -90,7 +91,7 @@ def _compare(
     if TOKENS in counts:
         changed = {**kwargs, "labels": _with_other_first(kwargs["labels"])}
         given.append((order, (args, changed)))
-    with evaluating(model, kwargs.get("labels")):
+    with evaluating(model):
         computed = [compute(*_rows_of(part, *inputs, rows)) for part, inputs in given]
     found = [loss for loss in computed if loss is not None]
     if len(found) < len(given):
@@ -274,13 +275,15 @@ def _weighted(losses: list[float], weights: list[int]) -> float:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, labels: Any) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Compute in eval mode and without gradients; leave no trace in the model or the generators."""
     modes = [(module, module.training) for module in model.modules()]
-    devices = [labels.device] if isinstance(labels, torch.Tensor) and labels.is_cuda else []
+    devices = {parameter.device for parameter in model.parameters()}
+    used = [device for device in devices if not device_of(device).is_host]
+    kind = used[0].type if used else "cpu"
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(used, device_type=kind):
             yield
     finally:
         model.train()  # some undo here what they have merged for an evaluation

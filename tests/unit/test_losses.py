@@ -18,6 +18,7 @@ from kaitian_mpi.integrations.losses import (
     Rule,
     agreed_rules,
     compare_parts,
+    evaluating,
     may_tell,
 )
 
@@ -120,3 +121,23 @@ def test_a_mean_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
         loss.observe(labels, lambda rule=rule: [rule, other])
         assert loss.weight(given, labels) == 1
         assert said.pop() == f"adaptive: the loss of the model {word} {rule.text}"
+
+
+class OnDevice(nn.Dropout):
+    """A model on a device that this machine does not have."""
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device("mps", 0))] * 2)
+
+
+@pytest.mark.parametrize(("model", "states"), [(OnDevice(), ["before"]), (nn.Dropout(), [])])
+def test_an_evaluation_uses_up_no_random_numbers_of_the_models_device(monkeypatch, model, states):
+    restored = []
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: "before")
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: restored.append(state))
+    host = torch.get_rng_state()
+    with evaluating(model):
+        assert not model.training
+        torch.rand(3)
+    assert (restored, model.training) == (states, True)
+    assert torch.equal(torch.get_rng_state(), host)
