@@ -311,7 +311,8 @@ class SavedBuffers:
 
     def commit(self) -> None:
         """Keep what has changed since `save`."""
-        self._statistics.restore_momenta()
+        if self._statistics.norms:
+            self._statistics.restore_momenta()
         self._is_saved = False
 
     def restore(self) -> None:
