@@ -30,6 +30,7 @@ def make_task(config: TrainConfig, world: World) -> Task:
         enter_phase("loading the dataset (--dataset)")
         torch.manual_seed(config.seed)  # so that random data is the same on every rank
         source = load_data(config)
+        enter_phase("waiting for the other ranks' data", waits=True, limited=False)
     if ":" in config.dataset:
         from kaitian_mpi.recipes.class_count import count_classes
 
