@@ -48,6 +48,7 @@ class ExitSave:
             None if is_on_host else self._copy_to_host,
             after_fork=partial(torch.set_num_threads, 1),  # its compute threads are not forked
             after_change=self.mark.take,
+            can_complete=lambda: state.partition.is_whole,
         )
         callbacks: tuple[Callable[[], Any], ...] = (lambda: "",)
         if self._run.owns_files:

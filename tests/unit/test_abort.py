@@ -253,23 +253,26 @@ import os, sys, time
 from pathlib import Path
 from kaitian_mpi.runtime.signals import handle_signals, on_exit_signal
 from kaitian_mpi.train.checkpoint.state_lock import StateLock
-where, fails = sys.argv[2], sys.argv[3] == "fails"
+where, how = sys.argv[2:]
 handle_signals("program")
 lock, state, rank = StateLock(), [0, 0], os.getpid()
 def save():
+    if how == "waits":
+        return f"step {state[0]} is not saved"
     time.sleep(1)
     Path(sys.argv[1]).write_text(f"{state[0]} {state[1]}")
     return f"step {state[0]} is saved"
-lock.set_exit_save(save, after_fork=Path(f"{sys.argv[1]}-forked").touch)
+after_fork = Path(f"{sys.argv[1]}-forked").touch
+lock.set_exit_save(save, after_fork=after_fork, can_complete=lambda: how != "waits")
 with on_exit_signal(lock.save, lock.interrupt):
     while True:
         with lock:
             state[0] += 1
             if where == "inside" and state[0] == 3:
                 print("ready", flush=True)
-                while os.getpid() == rank:  # as long as this process lives
+                while os.getpid() == rank or how == "waits":  # as long as this process lives
                     time.sleep(0.01)
-                if fails:
+                if how == "fails":
                     raise ValueError("planted")
             state[1] += 1
         if where == "outside" and state[0] == 3:
@@ -306,6 +309,7 @@ def end(folder, where, how):
         ("outside", "well", "3 3", "step 3 is saved"),
         ("inside", "well", "3 3", "step 3 is saved"),  # once the update is complete
         ("inside", "fails", None, "nothing could be saved: planted"),
+        ("inside", "waits", None, "step 3 is not saved"),  # for other ranks, which are ended
     ],
 )
 def test_the_state_is_saved_even_if_the_rank_is_killed(tmp_path, where, how, state, line):

@@ -36,6 +36,7 @@ class StateLock:
         self._owner = self._depth = self._child = 0
         self._is_ending = self._saves_on_release = False
         self._after_change: Callable[[], None] = lambda: None
+        self._can_complete: Callable[[], bool] = lambda: True
 
     def set_exit_save(
         self,
@@ -43,6 +44,7 @@ class StateLock:
         prepare: Callable[[], None] | None = None,
         after_fork: Callable[[], None] = lambda: None,
         after_change: Callable[[], None] = lambda: None,
+        can_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         """Set how the state is saved from now on.
 
@@ -52,11 +54,13 @@ class StateLock:
                 access the state because it is on a device: copies it to the host.
             after_fork: called first in the child, which has none of this process's other threads.
             after_change: called after each change of the state, with the lock held.
+            can_complete: whether a child can complete a change, for which no other rank is needed.
         """
         self._save = save
         self._prepare = prepare
         self._after_fork = after_fork
         self._after_change = after_change
+        self._can_complete = can_complete
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -96,7 +100,10 @@ class StateLock:
         """Fork now if the main thread is changing the state. For its signal handler."""
         self._is_ending = True
         if self._owner == threading.get_ident() and self._prepare is None:
-            self._saves_on_release = self._fork()  # once the child has completed the change
+            is_child = self._fork()
+            if is_child and not self._can_complete():  # it would wait for other ranks for ever
+                self._finish(None)
+            self._saves_on_release = is_child  # once it has completed the change
 
     def _fork(self) -> bool:
         """Fork, once; return whether this is the child."""
