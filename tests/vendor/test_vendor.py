@@ -1,5 +1,6 @@
 """Ranks with a vendor's library together with ranks without one or of another vendor."""
 
+import ctypes
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from batch_norms import check_any_split
 from contracts import CONTRACTS, chosen_name
 from fake_device import Stream, current_stream, on_device, values
+from torch.nn.functional import layer_norm
 from torch.nn.parallel import DistributedDataParallel
 from uneven import by_hook, by_reducer, check_like_one_process, network
 
@@ -305,6 +307,25 @@ def test_the_host_sleeps_until_a_futures_result_is_complete(world, device_of, al
         world.device_kind.mark().wait()
     assert torch.equal(values(found), torch.full((100_000,), 2.0 * cases.factor(world)))
     assert fake_device.spins == []
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("make", [torch.nonzero, partial(layer_norm, normalized_shape=(8,))])
+def test_what_the_host_computes_for_the_device_is_not_overwritten(make, monkeypatch):
+    """Memory that another stream was the last to use is overwritten when it is allocated again."""
+
+    def late(*arguments):
+        time.sleep(0.05)
+        return ctypes.memset(*arguments)
+
+    monkeypatch.setattr(fake_device.memory, "ctypes", SimpleNamespace(memset=late))
+    side, dropped = Stream(), on_device(torch.ones(8))
+    tensor = on_device(torch.arange(8.0))
+    with Held(side):
+        dropped.record_stream(side)
+        del dropped
+    side.synchronize()
+    assert torch.equal(values(make(tensor)), make(torch.arange(8.0)))
 
 
 def test_memory_is_kept_where_a_plug_in_lacks_record_stream(world, monkeypatch):

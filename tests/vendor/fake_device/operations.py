@@ -131,7 +131,9 @@ def _placed(value, device):
     if not isinstance(value, torch.Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    move(host_view(made), value)
+    target = host_view(made)
+    # In stream order: what the memory held before may still have to be overwritten.
+    current_stream(device).give(lambda: move(target, value))
     return made
 
 
