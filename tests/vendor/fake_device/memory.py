@@ -97,20 +97,24 @@ class DeviceMemory:
         with self._lock:
             self.allocated -= block.nbytes
             if block.recorded:
-                self._pending.append((block, [Event(each) for each in block.recorded]))
+                entry = block, [Event(each) for each in block.recorded]
                 block.recorded = []
+                self._pending.append(entry)
                 self._process_events()
             else:
                 self._use_again(block)
 
     def _process_events(self) -> None:
-        # Looking at an event, or the collector, may free more tensors, which comes here again.
-        pending, self._pending = self._pending, []
-        for block, events in pending:
+        # Looking at an event, or the collector, may free more tensors, which comes here again. So
+        # nothing is made between reading a list and changing it: a block must not be there twice.
+        left: list[tuple[Block, list[Event]]] = []
+        pending, self._pending = self._pending, left
+        for entry in pending:
+            block, events = entry
             if all(event.query() for event in events):
                 self._use_again(block)
             else:
-                self._pending.append((block, events))
+                self._pending.append(entry)
 
     def _use_again(self, block: Block) -> None:
         address, nbytes = block.address, block.wanted_bytes

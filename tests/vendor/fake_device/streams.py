@@ -14,7 +14,6 @@ import os
 import queue
 import threading
 import time
-from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -135,7 +134,12 @@ class StreamQueue:
             return self._tasks.get()
 
 
-queues: dict[tuple[int, int], StreamQueue] = defaultdict(StreamQueue)
+class _Queues(dict[tuple[int, int], StreamQueue]):
+    def __missing__(self, key: tuple[int, int]) -> StreamQueue:
+        return self.setdefault(key, StreamQueue())  # one, also for two threads that come at once
+
+
+queues = _Queues()
 """By device and the stream's number; 0 is a device's default stream."""
 
 _numbers = itertools.count(1)
