@@ -100,7 +100,8 @@ class OwnersValues:
         self._spares = spares
         self._are_confirmed = False
         shared = [bucket for bucket in buckets if not bucket.is_parted]
-        self._keep_mirrored({part for bucket in shared for part in bucket.parts})
+        if getattr(self._group, "uses_library", False):
+            self._keep_mirrored({part for bucket in shared for part in bucket.parts})
         self._missing = len(shared)
         is_late = self.overlap and not (is_compiling() or self._has_views())
         most = len(buckets) if is_late else IN_FLIGHT - 1
@@ -222,11 +223,10 @@ class OwnersValues:
         If the owner is lost while a library brings it, there is no other copy of this part.
         """
         rank: int = self._group.rank()
-        has_library = bool(getattr(self._group, "uses_library", False))
         self._stepped = [
             (target, target.detach().clone())
             for part, target in self._targets.items()
-            if part.mirror == rank and has_library and part in shared
+            if part.mirror == rank and part in shared
         ]
 
     def _has_views(self) -> bool:

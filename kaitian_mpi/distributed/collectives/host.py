@@ -197,7 +197,7 @@ class HostOperations:
             return
         are_equal = all(piece.numel() == tensor.numel() for piece in pieces)
         if not are_equal or self.size * tensor.nbytes > _LONG_GATHER_BYTES:
-            self._exchange([tensor] * self.size, pieces)
+            self.all_to_all(pieces, [tensor] * self.size)
             return
         whole = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
         self.all_gather_single(whole, tensor)
@@ -217,13 +217,13 @@ class HostOperations:
         buffers = as_raw_buffer(source), as_raw_buffer(host)
         if host.nbytes <= (SHORT_BYTES if self.size == 2 else _LONG_GATHER_BYTES):
             self._complete(self._comm.Iallgather(*buffers), host, source)
-        elif host.nbytes <= _LONG_GATHER_BYTES:
-            self._sizes.check_equal([source.nbytes])
-            self._comm.Allgather(*buffers)
         else:
             self._sizes.check_equal([source.nbytes])
-            parts = host.view(-1).split(source.numel())
-            pairwise.exchange(self._comm, [source] * self.size, parts)
+            if host.nbytes <= _LONG_GATHER_BYTES:
+                self._comm.Allgather(*buffers)
+            else:
+                parts = host.view(-1).split(source.numel())
+                pairwise.exchange(self._comm, [source] * self.size, parts)
         from_host(host, output)
 
     def _gathers_in_rounds(self, pieces: Tensors, tensor: torch.Tensor) -> bool:
@@ -295,7 +295,29 @@ class HostOperations:
 
     def all_to_all(self, received: Pieces, sent: Pieces) -> None:
         """Send `sent[r]` to rank r and receive `received[r]` from it, if there are such."""
-        self._exchange(sent, received)
+        # One rank may have long pieces, and others none.
+        longest = self._sizes.check_exchange(sent, received)
+        if relay := self._relay_if_long(longest):
+            rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
+            return
+        # One copy of each, as a gather sends the same tensor to all ranks.
+        copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
+        received = received or [None] * self.size
+        targets = [None if piece is None else to_host(piece, read=False) for piece in received]
+        # What arrives must not overwrite what has still to be sent to another rank.
+        written = {
+            target.untyped_storage().data_ptr()
+            for rank, target in enumerate(targets)
+            if target is not None and rank != self.rank
+        }
+        for key, source in copies.items():
+            if source.untyped_storage().data_ptr() in written:
+                copies[key] = source.clone()
+        sources = [None if piece is None else copies[id(piece)] for piece in sent]
+        pairwise.exchange(self._comm, sources, targets)
+        for target, piece in zip(targets, received, strict=True):
+            if target is not None and piece is not None:
+                from_host(target, piece)
 
     def all_to_all_single(
         self,
@@ -326,28 +348,3 @@ class HostOperations:
         if arriving.tolist() != [count * host.itemsize for count in received_counts]:
             raise CollectiveError(pairwise.UNLIKE_SIZES)
         from_host(host, output)
-
-    def _exchange(self, sent: Pieces, received: Pieces) -> None:
-        # One rank may have long pieces, and others none.
-        longest = self._sizes.check_exchange(sent, received)
-        if relay := self._relay_if_long(longest):
-            rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
-            return
-        # One copy of each, as a gather sends the same tensor to all ranks.
-        copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
-        received = received or [None] * self.size
-        targets = [None if piece is None else to_host(piece, read=False) for piece in received]
-        # What arrives must not overwrite what has still to be sent to another rank.
-        written = {
-            target.untyped_storage().data_ptr()
-            for rank, target in enumerate(targets)
-            if target is not None and rank != self.rank
-        }
-        for key, source in copies.items():
-            if source.untyped_storage().data_ptr() in written:
-                copies[key] = source.clone()
-        sources = [None if piece is None else copies[id(piece)] for piece in sent]
-        pairwise.exchange(self._comm, sources, targets)
-        for target, piece in zip(targets, received, strict=True):
-            if target is not None and piece is not None:
-                from_host(target, piece)
