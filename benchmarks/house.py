@@ -65,7 +65,7 @@ BEFORE = {
 }
 MAX_METHODS = 20
 MAX_ATTRIBUTES = 15
-LAYOUT_WORDS = re.compile(r"shard|pipeline|mirror|parted", re.IGNORECASE)
+LAYOUT_WORDS = re.compile(r"shard|pipeline|mirror", re.IGNORECASE)
 
 
 def count_sources() -> dict[str, int]:

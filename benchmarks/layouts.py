@@ -94,10 +94,10 @@ def compare_memory(world: World, options: argparse.Namespace) -> None:
         owned = sum(
             p.nbytes for o in training.optimizers for g in o.param_groups for p in g["params"]
         )
-        room = training._session.prepared.room  # type: ignore[union-attr]
+        budget = training._session.prepared.layout._budget  # type: ignore[union-attr]
     held = gather_values(world.comm, own + owned)  # a gradient is as large as its part
     places = [info.place for info in world.infos]
-    shares = [room.by_place[place] / sum(room.by_place.values()) for place in places]
+    shares = [budget.by_place[place] / sum(budget.by_place.values()) for place in places]
     off = [each / sum(held) / share - 1 for each, share in zip(held, shares, strict=True)]
     if world.rank == 0:
         text = ", ".join(

@@ -1,8 +1,8 @@
-"""Gathers parameters that are in parts, in an order of collectives that all ranks share.
+"""Gathers sharded parameters, in an order of collectives that all ranks share.
 
 Training has the same order in each round of forward and backward: the first is compared between the
-ranks, and recorded. So later rounds can gather the next parameter while one computes with another.
-Elsewhere ranks compute what they like, and tell each other what they need.
+ranks, and recorded. So later rounds can prefetch the next parameter during the computation. In
+evaluations the ranks compute independently, and tell each other which parameters they need.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into
-from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import AgreedError, UserError
 
 _BUCKET = -1  # among the numbers of parameters: the next bucket of gradients
 _DONE = -2
-_WHAT = "the parameters"
-_ORDER = (
-    "--layout shard: parameters in parts have to be used in the same order in each step on each "
-    "rank, but {}; leave out what depends on the data (such as skipped layers), or use devices on "
-    "which the model fits whole"
+_WAITED_FOR = "the parameters"
+_OTHER_ORDER = (
+    "sharded parameters must be used in the same order in each step on each rank, but {}; remove "
+    "what depends on the data (such as skipped layers), or use devices on which the model fits "
+    "whole"
 )
 
 
-class _Flight(NamedTuple):
+class _Prefetch(NamedTuple):
     """A parameter that is being gathered."""
 
     work: Any
     values: torch.Tensor
     stream: Any
-    """That was current when it started; None without streams."""
+    """The stream that was current when it started; None without streams."""
 
 
 class Gathering:
-    """Brings the values of parameters from their owners. Collective, unless stated otherwise."""
+    """Gathers parameters' values from their owners. Collective, unless stated otherwise."""
 
     def __init__(
         self,
-        model: PartedModel,
+        model: ShardedModel,
         parts: Sequence[Part],
         targets: Mapping[Part, torch.Tensor],
         exchange: Callable[[Any], list[Any]],
         group: dist.ProcessGroup | None = None,
         waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
-        is_ahead: bool = False,
+        prefetches: bool = False,
     ) -> None:
         """Not collective.
 
         Args:
-            model: whose parameters are in parts.
-            parts: of all of them, by all ranks.
-            targets: the values of those of this rank.
+            model: its sharded parameters are gathered.
+            parts: of all parameters, on all ranks.
+            targets: the values of this rank's parts.
             exchange: gathers a value of each rank.
             group: of the ranks; None: all.
-            waits: the context of waiting for values.
-            is_ahead: whether to gather the next parameter of a round ahead, which takes memory for
-                one more; the same on every rank.
+            waits: makes the context in which values are waited for.
+            prefetches: whether to gather a round's next parameter during the computation, which
+                takes memory for one more; the same on every rank.
         """
         self.numbers = model.numbers
         self._model = model
@@ -74,44 +74,44 @@ class Gathering:
         self._exchange = exchange
         self._group = group
         self._waits = waits
-        self._of: dict[int, list[Part]] = {}
+        self._parts_of: dict[int, list[Part]] = {}
         for part in sorted(parts):
             if part.parameter in model.numbers:
-                self._of.setdefault(part.parameter, []).append(part)
+                self._parts_of.setdefault(part.parameter, []).append(part)
         self._order: list[int] | None = None
         self._recorded: list[int] = []
         self._place = 0
-        self._is_ahead = is_ahead
-        self._ahead: deque[_Flight] = deque()  # of the next parameter, if it was started
+        self._prefetches = prefetches
+        self._prefetched: deque[_Prefetch] = deque()  # of the next parameter, if it was started
 
-    def bring(self, number: int) -> torch.Tensor:
-        """Return a parameter that the current round uses next.
+    def unshard(self, number: int) -> torch.Tensor:
+        """Return the values of the parameter that the current round uses next.
 
         Raises:
-            UserError: it is another one than before at this place.
+            UserError: the first round used another one at this place.
             AgreedError: the ranks use different ones.
         """
         self._follow(number)
         return self._gather_next(number)
 
     @torch.no_grad()
-    def keep(self, number: int, values: torch.Tensor) -> None:
-        """Take this rank's rows of what a forward may have changed, as it has on each rank.
+    def write_back(self, number: int, values: torch.Tensor) -> None:
+        """Store this rank's rows of values that a forward may have changed, as on each rank.
 
         Not collective.
 
         Raises:
-            UserError: it has changed them, and a mirror may have computed less often.
+            UserError: they have changed, and a mirror may have computed less often.
         """
-        for part in self._of[number]:
+        for part in self._parts_of[number]:
             target, rows = self._targets.get(part), values[part.begin : part.end]
             if target is None or torch.equal(target, rows):
                 continue
             if part.mirror != NO_MIRROR:
                 raise UserError(
-                    f"--layout shard: {self._model.name(number)} was changed by a forward, while "
-                    "it is in parts that have mirrors, which may have computed less often; use "
-                    "--no-mirrors, or let the optimizer alone change it"
+                    f"{self._model.name(number)} was changed by a forward, but it is sharded with "
+                    "mirrors, which may have computed less often; use --no-mirrors, or let only "
+                    "the optimizer change it"
                 )
             target.copy_(rows)
             device_of(target.device).mark().wait()  # another stream may be the next to read it
@@ -121,12 +121,12 @@ class Gathering:
         self._follow(_BUCKET)
 
     def complete(self, sum_bucket: Callable[[], None]) -> None:
-        """Take part in what other ranks do in this round, of which this one has done its own."""
-        while (what := self._follow(None)) is not None:
-            if what == _BUCKET:
+        """Join the collectives that other ranks still need in this round."""
+        while (number := self._follow(None)) is not None:
+            if number == _BUCKET:
                 sum_bucket()
             else:
-                self._gather_next(what)
+                self._gather_next(number)
 
     def end_round(self) -> None:
         """End a round that all ranks have completed. Not collective."""
@@ -138,88 +138,99 @@ class Gathering:
         """Forget a round that was not completed. Not collective."""
         self._recorded = []
         self._place = 0
-        self._ahead.clear()  # what is under way keeps its memory
+        self._prefetched.clear()  # what is under way keeps its memory
 
-    def bring_any(self, number: int) -> torch.Tensor:
-        """Return a parameter, while the other ranks bring any, or are at `end_any`."""
-        found: torch.Tensor | None = None
-        for each in sorted({*self._exchange(number)} - {_DONE}):
-            values = self._gather(each)
-            found = values if each == number else found
-        assert found is not None
-        return found
+    def unshard_any(self, number: int) -> torch.Tensor:
+        """Return a parameter's values, while the other ranks gather any, or `join_others`."""
+        values: torch.Tensor | None = None
+        for wanted in sorted({*self._exchange(number)} - {_DONE}):
+            gathered = self._gather(wanted)
+            if wanted == number:
+                values = gathered
+        assert values is not None
+        return values
 
-    def end_any(self) -> None:
-        """Take part in what the others bring, until all are here."""
+    def join_others(self) -> None:
+        """Join the gathers that other ranks still need, until all ranks are here."""
         while wanted := {*self._exchange(_DONE)} - {_DONE}:
-            for each in sorted(wanted):
-                self._gather(each)
+            for number in sorted(wanted):
+                self._gather(number)
 
-    def _follow(self, what: int | None) -> int | None:
-        """Return what comes next in a round; None if nothing does."""
+    def _follow(self, number: int | None) -> int | None:
+        """Return the parameter, or bucket, that comes next in a round; None at its end.
+
+        Args:
+            number: what this rank uses next; None if it has completed the round.
+        """
         if self._order is None:
-            known = {each for each in self._exchange(what) if each is not None}
-            if len(known) > 1:
-                names = " and ".join(sorted(map(self._name, known)))
-                raise AgreedError(_ORDER.format(f"ranks use {names} at the same time"))
-            next_ = next(iter(known), None)
-            self._recorded += [] if next_ is None else [next_]
-            return next_
-        next_ = self._order[self._place] if self._place < len(self._order) else None
-        if what is not None and what != next_:
-            name = "nothing" if next_ is None else self._name(next_)
-            text = f"this step has used {self._name(what)} where the first has used {name}"
-            raise UserError(_ORDER.format(text))
-        self._place += 1
-        return next_
+            used = {other for other in self._exchange(number) if other is not None}
+            if len(used) > 1:
+                names = " and ".join(sorted(map(self._name, used)))
+                raise AgreedError(_OTHER_ORDER.format(f"ranks use {names} at the same time"))
+            if not used:
+                return None
+            (first,) = used
+            self._recorded.append(first)
+            return first
+        is_over = self._place == len(self._order)
+        expected = None if is_over else self._order[self._place]
+        if number is not None and number != expected:
+            name = "nothing" if expected is None else self._name(expected)
+            text = f"this step has used {self._name(number)} where the first has used {name}"
+            raise UserError(_OTHER_ORDER.format(text))
+        self._place += not is_over
+        return expected
 
-    def _name(self, what: int) -> str:
-        return "no more parameters" if what == _BUCKET else self._model.name(what)
+    def _name(self, number: int) -> str:
+        return "no more parameters" if number == _BUCKET else self._model.name(number)
 
     def _gather_next(self, number: int) -> torch.Tensor:
-        """Return the parameter at the last place of the order, and start the next one's gather.
+        """Return the values of the parameter at the last place, and start to gather the next one.
 
         All ranks start it at the same place, so the order of collectives is one. It is used as the
         order says, or not at all: whatever uses another parameter first has an error in `_follow`.
         """
-        values = self._arrived(self._ahead.popleft()) if self._ahead else self._gather(number)
-        if self._is_ahead and self._order is not None:
+        if self._prefetched:
+            values = self._wait(self._prefetched.popleft())
+        else:
+            values = self._gather(number)
+        if self._prefetches and self._order is not None:
             rest = itertools.islice(self._order, self._place, None)
-            number = next((each for each in rest if each != _BUCKET), _DONE)
-            if number != _DONE:
-                self._ahead.append(self._start(number))
+            following = next((number for number in rest if number != _BUCKET), None)
+            if following is not None:
+                self._prefetched.append(self._start(following))
         return values
 
-    def _arrived(self, flight: _Flight) -> torch.Tensor:
-        with self._waits(_WHAT):
-            flight.work.wait()
-        if flight.stream != self._model.stream():
-            keep_for_current_stream(flight.values)
-        return flight.values
+    def _wait(self, prefetch: _Prefetch) -> torch.Tensor:
+        with self._waits(_WAITED_FOR):
+            prefetch.work.wait()
+        if prefetch.stream != self._model.stream():
+            keep_for_current_stream(prefetch.values)
+        return prefetch.values
 
-    def _start(self, number: int) -> _Flight:
+    def _start(self, number: int) -> _Prefetch:
         values, gather = self._filled(number)
-        return _Flight(gather(async_op=True), values, self._model.stream())
+        return _Prefetch(gather(async_op=True), values, self._model.stream())
 
     def _gather(self, number: int) -> torch.Tensor:
         values, gather = self._filled(number)
-        with self._waits(_WHAT):
+        with self._waits(_WAITED_FOR):
             gather()
         return values
 
     @torch.no_grad()
     def _filled(self, number: int) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Return memory with this rank's rows of a parameter, and what gathers the others'."""
-        values = self._model.room_for(number)
+        """Return memory with this rank's rows of a parameter, and the call that gathers it."""
+        values = self._model.empty_values(number)
         group: Any = self._group or dist.group.WORLD
         rank, pieces = group.rank(), [values[:0].view(-1)] * group.size()
         owners: list[int] = []
-        for owner, parts in itertools.groupby(self._of[number], lambda part: part.owner):
-            own = [*parts]
+        for owner, parts in itertools.groupby(self._parts_of[number], lambda part: part.owner):
+            owned = [*parts]
             if owner == rank:
-                for part in own:
+                for part in owned:
                     values[part.begin : part.end] = self._targets[part]
-            pieces[owner] = values[own[0].begin : own[-1].end].view(-1)
+            pieces[owner] = values[owned[0].begin : owned[-1].end].view(-1)
             owners.append(owner)
         are_equal = len({piece.numel() for piece in pieces}) == 1 and owners == sorted(owners)
         if are_equal and getattr(group, "uses_library", False):

@@ -121,7 +121,9 @@ class Bucket:
             self._small.mul_(weight)
 
 
-def partition(parameters: list[torch.nn.Parameter], caps: tuple[int, int]) -> list[list[int]]:
+def group_into_buckets(
+    parameters: list[torch.nn.Parameter], caps: tuple[int, int]
+) -> list[list[int]]:
     """Cut parameters into buckets by their indices, from the last one to the first.
 
     `caps` are bytes at which a bucket is full: the first of a dtype and device, and the others.
@@ -141,7 +143,7 @@ def partition(parameters: list[torch.nn.Parameter], caps: tuple[int, int]) -> li
     return sorted([*full, *open_.values()], key=lambda bucket: -bucket[-1])
 
 
-def judge(gradients: Sequence[torch.Tensor]) -> tuple[bool, float]:
+def finite_and_norm(gradients: Sequence[torch.Tensor]) -> tuple[bool, float]:
     """Return whether gradients have no NaN and no infinity, and their squared norm. Not collective.
 
     float16 and bfloat16 are added up in float32. The host waits for each device once.

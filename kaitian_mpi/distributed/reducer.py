@@ -16,14 +16,14 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.gradients import Bucket, partition, sum_gradients
+from kaitian_mpi.distributed.gradients import Bucket, group_into_buckets, sum_gradients
 from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.errors import UnsupportedError, UserError
 
-# Bytes at which a bucket is full: the first one, and the others.
-_CAPS = (1 << 20, 25 << 20)
-# Over a slow link the first bytes are to leave early, and the last bucket is what is waited for.
-_CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
+# Bytes at which a bucket is full: the first one, and the others. PyTorch's DDP has the same.
+_BUCKET_CAPS = (1 << 20, 25 << 20)
+# Over a slow link the first bytes should leave early, and every rank waits for the last bucket.
+_BUCKET_CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
 _EXACT = torch.float32, torch.float64
 _UNARMED = -1  # among the indices of parameters
 
@@ -93,10 +93,11 @@ class GradientReducer:
         self._buckets: list[Bucket] = []
         self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
-        suited = _CAPS if self._residuals.wire == "fp32" else _CAPS_OF_SLOW_LINKS
-        self._parts = self._partition(bucket_caps or suited)
+        is_exact = self._residuals.wire == "fp32"
+        default_caps = _BUCKET_CAPS if is_exact else _BUCKET_CAPS_OF_SLOW_LINKS
+        self._bucket_indices = self._group_into_buckets(bucket_caps or default_caps)
         # The parameters of each bucket whose gradients are not ready; never empty if not armed.
-        self._left = [{_UNARMED} for _ in self._parts]
+        self._missing = [{_UNARMED} for _ in self._bucket_indices]
         self._ready: set[int] = set()
         self._build()
         # While these exist, autograd accumulates all gradients on the stream that is current now,
@@ -106,10 +107,10 @@ class GradientReducer:
         on_ready = weakref.WeakMethod(self._bucket_ready)
         handles = [
             self._parameters[index].register_post_accumulate_grad_hook(
-                partial(_note_gradient, on_ready, self._left[number], number, index)
+                partial(_note_gradient, on_ready, self._missing[bucket], bucket, index)
             )
-            for number, part in enumerate(self._parts)
-            for index in part
+            for bucket, indices in enumerate(self._bucket_indices)
+            for index in indices
         ]
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
@@ -163,11 +164,11 @@ class GradientReducer:
                 "created; create a new one"
             )
         if self._works:
-            self._build()  # what is still being summed keeps its buffers
+            self._build()  # a sum in progress keeps its buffers
         self._ready.clear()
-        for left, part in zip(self._left, self._parts, strict=True):
-            left.clear()
-            left.update(part)
+        for missing, indices in zip(self._missing, self._bucket_indices, strict=True):
+            missing.clear()
+            missing.update(indices)
         self._weight = weight
         self._number = number
         self._filled = 0
@@ -204,8 +205,8 @@ class GradientReducer:
 
         The gradients are left as they are; set them to None before the next backward.
         """
-        for left in self._left:
-            left.add(_UNARMED)
+        for missing in self._missing:
+            missing.add(_UNARMED)
         self._is_armed = False
         self._weight = 0.0
         self._number = None
@@ -213,20 +214,21 @@ class GradientReducer:
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity.
 
-        The same on every rank, without asking: all have the same sums.
+        The same on every rank, without communication, as all have the same sums.
         """
         if not self._sums:
             return True
         device = self._sums[0].device
-        if math.isfinite(sum(each.to(device) for each in self._sums)):
+        if math.isfinite(sum(total.to(device) for total in self._sums)):
             return True
         # Finite numbers may add up to more than a float can hold.
         return all(bool(bucket.gradients.isfinite().all()) for bucket in self._buckets)
 
     def check_values(self) -> None:
-        """Wait for what other ranks give to the parameters: here, nothing. Not collective.
+        """Wait for values that other ranks send: none here. Not collective.
 
-        Raises an error if it will not arrive, as a rank is lost.
+        Raises:
+            CollectiveError: they will not arrive, as a rank is lost.
         """
 
     def describe(self) -> str:
@@ -244,7 +246,7 @@ class GradientReducer:
         return f"{len(rows)} trainable parameters of {elements} elements, layout {digest}"
 
     def close(self) -> None:
-        """Leave the model alone from now on; its gradients stay. Not collective."""
+        """Remove the hooks from the model; its gradients stay. Not collective."""
         self.reset()
         self._remove_hooks()
         self._is_closed = True
@@ -253,40 +255,40 @@ class GradientReducer:
         self._accumulators = []
         self._frozen = {}
         self._buckets = []
-        self._parts = []
-        self._left = []
+        self._bucket_indices = []
+        self._missing = []
         self._carrier = None
         self._works = []
 
-    def _partition(self, caps: tuple[int, int]) -> list[list[int]]:
-        return partition(self._parameters, caps)
+    def _group_into_buckets(self, caps: tuple[int, int]) -> list[list[int]]:
+        return group_into_buckets(self._parameters, caps)
 
     def _build(self) -> None:
         self._works = []
         self._buckets = []
         self._residuals.clear()
-        for part in self._parts:
-            bucket = Bucket({index: self._parameters[index] for index in part})
+        for indices in self._bucket_indices:
+            bucket = Bucket({index: self._parameters[index] for index in indices})
             self._buckets.append(bucket)
             places = {self._names[index]: place for index, place in bucket.places.items()}
             bucket.residual = self._residuals.add(bucket.buffer, places)
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 
-    def _bucket_ready(self, number: int, index: int) -> None:
+    def _bucket_ready(self, bucket: int, index: int) -> None:
         """Fill the buckets that can be, now that parameter `index` was the last of one."""
         with self._lock:
-            if number < self._filled:
+            if bucket < self._filled:
                 self.reset()
                 raise UnsupportedError(
-                    f"{self._names[index]} got a gradient after its bucket was sent: by a second "
-                    "backward(), which needs finish() and arm() before it, or by reentrant "
-                    "checkpointing; checkpoint with use_reentrant=False"
+                    f"{self._names[index]} received a gradient after its bucket was reduced: call "
+                    "finish() and arm() before a second backward(), and checkpoint() with "
+                    "use_reentrant=False"
                 )
             if self._filled == 0:
                 engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
                 engine.queue_callback(self._backward_done)
-            self._ready.add(number)
+            self._ready.add(bucket)
             while self._filled in self._ready:
                 self._fill_next()
 
@@ -310,12 +312,12 @@ class GradientReducer:
 
 @not_compiled
 def _note_gradient(
-    on_ready: Callable[[], Any], left: set[int], number: int, index: int, _: torch.Tensor
+    on_ready: Callable[[], Any], missing: set[int], bucket: int, index: int, _: torch.Tensor
 ) -> None:
-    """Note that a parameter's gradient is ready, the last of its bucket or one too late."""
-    left.discard(index)
-    if not left and (bucket_ready := on_ready()) is not None:
-        bucket_ready(number, index)
+    """Note that a parameter's gradient is ready: the last of its bucket, or one too late."""
+    missing.discard(index)
+    if not missing and (bucket_ready := on_ready()) is not None:
+        bucket_ready(bucket, index)
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

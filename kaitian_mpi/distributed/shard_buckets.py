@@ -19,23 +19,23 @@ from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into, reduce_scatter_from
 from kaitian_mpi.distributed.gradients import check_dense
 
-MOST_PADDED = 1.125
+MAX_PADDED = 1.125
 """Up to how many times its elements a bucket's buffer has with padding."""
 
 
-class Spares:
-    """Memory for buckets that are under way, used again and again: so it is not fragmented."""
+class BufferPool:
+    """Buffers for buckets in flight, which are reused: so memory is not fragmented."""
 
-    def __init__(self, most: int) -> None:
-        """Keep at most so many buffers of each dtype and device."""
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        """Keep at most `limit` buffers of each dtype and device."""
+        self._limit = limit
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def prepare(self, buckets: Sequence[ShardBucket]) -> None:
         """Allocate as many buffers as are used at once, for the largest buckets that need one."""
         for bucket in sorted(buckets, key=lambda bucket: bucket.length, reverse=True):
             free = self._free.get((bucket.own.dtype, bucket.own.device), [])
-            if not bucket.is_whole and len(free) < self._most:
+            if not bucket.is_whole and len(free) < self._limit:
                 self.give(bucket.own.new_empty(bucket.length))
 
     def take(self, like: torch.Tensor, length: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Spares:
         """Take back what is no longer used."""
         whole = buffer if buffer._base is None else buffer._base
         free = self._free.setdefault((buffer.dtype, buffer.device), [])
-        if len(free) < self._most:
+        if len(free) < self._limit:
             free.append(whole)
 
 
@@ -63,12 +63,12 @@ class ShardBucket:
         parts: Sequence[Part],
         size: int,
         rank: int,
-        is_parted: bool = False,
+        is_sharded: bool = False,
         pads: bool = False,
     ) -> None:
         """Lay out `parts`, by rank of `size`; `parameters` are by the number in a part.
 
-        If `is_parted`, only the owners have the parameters' values, which are contiguous. If
+        If `is_sharded`, only the owners have the parameters' values, which are contiguous. If
         `pads`, which is for a vendor's library, parts of nearly one length are padded.
         """
         self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
@@ -77,8 +77,9 @@ class ShardBucket:
         self._like = next(iter(parameters.values())).detach().new_empty(0)
         pairs = zip(self._parameters, self.parts, strict=True)
         rows = [torch.empty_like(_rows(*pair), device="meta") for pair in pairs]
-        rows = [each.contiguous() if is_parted else each for each in rows]
-        sizes = [each.numel() for each in rows]
+        if is_sharded:
+            rows = [layout.contiguous() for layout in rows]
+        sizes = [layout.numel() for layout in rows]
         self.counts = [0] * size
         self.rank = rank
         self.mirrors = [0] * size
@@ -91,12 +92,12 @@ class ShardBucket:
             elif part.mirror == rank:
                 self.mirrored[part.owner] += count
         only = self._parameters[0]
-        self.is_whole = len(parameters) == 1 and (is_parted or only.is_contiguous())
+        self.is_whole = len(parameters) == 1 and (is_sharded or only.is_contiguous())
         """Whether a gradient or a parameter has the memory of the bucket."""
-        most = max(self.counts)
-        are_equal = size * most == sum(sizes)
-        are_near = not self.is_whole and size * most <= MOST_PADDED * sum(sizes)
-        self._lengths = [most] * size if pads and (are_equal or are_near) else self.counts
+        longest = max(self.counts)
+        are_equal = size * longest == sum(sizes)
+        are_near = not self.is_whole and size * longest <= MAX_PADDED * sum(sizes)
+        self._lengths = [longest] * size if pads and (are_equal or are_near) else self.counts
         """Elements of the ranks' parts in a buffer, with padding."""
         self._is_even = len({*self._lengths}) == 1 and pads
         self._layouts = []
@@ -112,14 +113,14 @@ class ShardBucket:
         """The sums of the parts that it mirrors; flat."""
         self.gradients: dict[Part, torch.Tensor] = {}
         """The same two by part, in the parameters' layout."""
-        for buffer, has in ((self.own, "owner"), (self.copy, "mirror")):
+        for buffer, role in ((self.own, "owner"), (self.copy, "mirror")):
             start = 0
             for part, layout in zip(self.parts, rows, strict=True):
-                if getattr(part, has) == rank:
+                if getattr(part, role) == rank:
                     shape, stride = layout.shape, layout.stride()
                     self.gradients[part] = buffer.as_strided(shape, stride, start)
                     start += layout.numel()
-        self.is_parted = is_parted
+        self.is_sharded = is_sharded
 
     def _placed(self, buffer: torch.Tensor) -> Any:
         """Yield each part, its parameter, and its place in a buffer, in the parameter's layout."""
@@ -133,7 +134,7 @@ class ShardBucket:
         return sum(self._lengths)
 
     @torch.no_grad()
-    def fill(self, weight: float | None, spares: Spares) -> torch.Tensor:
+    def fill(self, weight: float | None, pool: BufferPool) -> torch.Tensor:
         """Return the weighted gradients in a buffer, and free the parameters' own."""
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
@@ -144,7 +145,7 @@ class ShardBucket:
             return first.view(-1).mul_(weight)  # it is laid out as the buffer would be
         # As `release` gives back none of a bucket that is whole, it takes none of them either.
         length = self.length
-        buffer = self._like.new_empty(length) if self.is_whole else spares.take(self._like, length)
+        buffer = self._like.new_empty(length) if self.is_whole else pool.take(self._like, length)
         if not weight:
             return buffer.zero_()
         views: list[torch.Tensor] = []
@@ -161,13 +162,13 @@ class ShardBucket:
         return buffer
 
     @torch.no_grad()
-    def values(self, spares: Spares) -> torch.Tensor:
+    def values(self, pool: BufferPool) -> torch.Tensor:
         """Return a buffer with this rank's parts of the parameters; the others' are undefined."""
         if self.is_whole:
             parameter = self._parameters[0]
             parameter.data = parameter.data.contiguous()  # a script may have set another layout
             return parameter.detach().view(-1)
-        buffer = spares.take(self._like, self.length)
+        buffer = pool.take(self._like, self.length)
         places = [place for place in self._placed(buffer) if place[0].owner == self.rank]
         if places:
             rows = [_rows(parameter, part) for part, parameter, _ in places]
@@ -175,8 +176,8 @@ class ShardBucket:
         return buffer
 
     @torch.no_grad()
-    def take(self, buffer: torch.Tensor) -> None:
-        """Set the other ranks' parts of the parameters."""
+    def store(self, buffer: torch.Tensor) -> None:
+        """Set the other ranks' parts of the parameters from a buffer."""
         if self.is_whole:
             return
         places = [place for place in self._placed(buffer) if place[0].owner != self.rank]
@@ -184,15 +185,15 @@ class ShardBucket:
             rows = [_rows(parameter, part) for part, parameter, _ in places]
             torch._foreach_copy_(rows, [view for _, _, view in places])
 
-    def release(self, buffer: torch.Tensor, spares: Spares) -> None:
+    def release(self, buffer: torch.Tensor, pool: BufferPool) -> None:
         """Give back a buffer of this bucket that is no longer used."""
         if not self.is_whole:
-            spares.give(buffer)
+            pool.give(buffer)
 
-    def settle(self, late: type[nn.Parameter]) -> None:
+    def make_plain(self, pending_class: type[nn.Parameter]) -> None:
         """Make parameters of this class plain ones again."""
         for parameter in self.parameters:
-            if type(parameter) is late:
+            if type(parameter) is pending_class:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def start_gather(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a rank's part of a loss weighs: how the loss depends on rows, agreed between the ranks."""
+"""The weight of a rank's loss: how the loss depends on rows, agreed between the ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Ranks(NamedTuple):
 
 
 class Loss:
-    """What is known of a loss: how it depends on its rows, and so what each rank's part weighs.
+    """A loss's known dependence on its rows, which gives the weight of each rank's part.
 
     A batch whose rows have as many labels each does not tell a mean over rows from one over
     labels. Then both remain, until a batch by which they differ.

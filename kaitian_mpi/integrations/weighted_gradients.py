@@ -38,12 +38,12 @@ def weight_output(output: Any, loss: torch.Tensor | None, of_loss: Weight, other
     Those that flow through `loss`, if that is in the output, are multiplied by `of_loss`.
     """
 
-    def weigh(value: Any) -> Any:
+    def weight_tensor(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         return _Weigh.apply(value, of_loss if value is loss else others)
 
-    return _pytree.tree_map(weigh, output)
+    return _pytree.tree_map(weight_tensor, output)
 
 
 def unweight_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -55,14 +55,14 @@ class RunningStatistics:
         momentum = min((momentum for momentum in self._momenta if momentum), default=0.0)
         return momentum > 0 and 0 < step_in_epoch < _TIME_CONSTANTS / momentum
 
-    def before_step(self, step_in_epoch: int, own_samples: int, samples: int) -> None:
+    def before_step(self, step_in_epoch: int, rank_samples: int, samples: int) -> None:
         """Restart the statistics of an epoch, as the mean of its steps so far.
 
         A momentum of 0.1 needs tens of steps to forget the initial weights, and an epoch may have
         only six. Once the model's own momentum weights a step more than such a mean would, that
         momentum applies as usual.
         """
-        own = own_samples / samples
+        own = rank_samples / samples
         self._fractions_before = self.fractions or [own] * len(self.norms)
         self._step_momenta = [
             max(momentum or 0.0, 1.0 / (step_in_epoch + 1)) for momentum in self._momenta

@@ -46,7 +46,7 @@ class GradientSums(Protocol):
     def close(self) -> None: ...
 
 
-class Summed(NamedTuple):
+class StepSum(NamedTuple):
     """What all ranks know of a step whose gradients are summed."""
 
     is_finite: bool
@@ -82,7 +82,7 @@ class Engine:
         self.step = StepInProgress(world.device_kind)
         # Whether a share is split: in the open form, only for a script that asks for its parts;
         # with `--sync-bn`, the ranks have to compute equally often.
-        self.has_micro_batches = setup.task.loss is not None and not config.sync_bn
+        self.splits_shares = setup.task.loss is not None and not config.sync_bn
         self._config = config
         self._world = world
         self._setup = setup
@@ -132,48 +132,50 @@ class Engine:
         self.gradients.close()
         participate(self._state.model, None)
 
-    def parts_of(self, indices: list[int]) -> list[tuple[int, list[int]]]:
+    def split_indices(self, indices: list[int]) -> list[tuple[int, list[int]]]:
         """Return the micro-batches of a step, by which of its samples this rank reads.
 
         Each as its number of samples and the indices, which may be of a stand-in without samples.
         Not collective.
         """
-        limit = self._plan.micro_batch_size if self.has_micro_batches else None
+        limit = self._plan.micro_batch_size if self.splits_shares else None
         least = self.sampler.min_batch
         # Of a stream, which is not to begin again, those that the step has read last.
         stand_in = 0 if self.sampler.shuffle else self.sampler.position - least
         return split_share(indices, limit, least, stand_in)
 
-    def train(self, parts: Sequence[MicroBatch]) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute this rank's share of the next global batch.
 
         A share that is larger than what fits the memory is taken in micro-batches, whose gradients
         add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
         come first: their gradient is zero and not missing, as it is in a batch with others.
         """
-        order = self.begin(parts)
+        order = self.begin(micro_batches)
         for index in order:
-            batch, counts = self.place(parts[index]), self.step.weights[index] > 0
+            batch, counts = self.place(micro_batches[index]), self.step.weights[index] > 0
             loss = self._computation.loss(self._task, self._state.model, batch, counts)
             enter_phase("backward", step=self._state.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
 
-    def begin(self, parts: Sequence[MicroBatch]) -> list[int]:
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Begin a step with this rank's share; return in which order to take its micro-batches."""
         step, number = self.step, self._state.progress.step + 1
-        step.begin(number, self._task, parts, self.sampler.shares_at(self._state.progress.position))
+        step.begin(
+            number, self._task, micro_batches, self.sampler.shares_at(self._state.progress.position)
+        )
         self._follow_unfreezing()
         samples = step.samples
         set_learning_rates(self._config, self._state, samples, len(self._setup.train))
-        if self._keeps_state or step.own_samples == 0 or self._task.loss is None:
+        if self._keeps_state or step.rank_samples == 0 or self._task.loss is None:
             self._state.buffers.save()
         statistics, step_in_epoch = self._state.statistics, self._state.progress.step_in_epoch
         if statistics.norms:
-            statistics.before_step(step_in_epoch, step.own_samples, samples)
+            statistics.before_step(step_in_epoch, step.rank_samples, samples)
         self._pace.go_to(number)
         step.start_clock()
         enter_phase("forward", step=number)
-        return sorted(range(len(parts)), key=lambda index: self.step.weights[index] > 0)
+        return sorted(range(len(micro_batches)), key=lambda index: self.step.weights[index] > 0)
 
     def _follow_unfreezing(self) -> None:
         """Sum the gradients of the parameters that the script has unfrozen, on every rank, too."""
@@ -187,23 +189,23 @@ class Engine:
         self.gradients.reset()
         self._state.restore()
 
-    def place(self, part: MicroBatch) -> Any:
+    def place(self, micro_batch: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
-        if part.samples and self._state.statistics.norms:
-            self._state.statistics.before_batch(part.samples)
-        return self._computation.place(part.batch)
+        if micro_batch.samples and self._state.statistics.norms:
+            self._state.statistics.before_batch(micro_batch.samples)
+        return self._computation.place(micro_batch.batch)
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
         """Add a micro-batch's gradient to the share's; with the last, sum over the ranks."""
         self._pace.catch_up()
         self.step.clock.enter(StepClock.BACKWARD)
-        loss = self.step.weigh(loss, index)
+        loss = self.step.weight_loss(loss, index)
         self._arm(index, is_last)
         scaled = self._computation.scaler.scale(loss)
         if scaled.requires_grad:  # it may not if nothing of the share counts
             scaled.backward()
         else:
-            self.step.take_part_in_backward()
+            self.step.join_backward()
         self._backward_done()
         if not is_last:
             if not self.step.weights[index]:  # leave nothing but that there are gradients
@@ -217,22 +219,22 @@ class Engine:
         """Have the next backward sum over the ranks, if it is the step's last."""
         if is_last:
             self._follow_unfreezing()
-            loss_of_share = self.step.own_loss() if self._loss_travels else None
-            self.gradients.arm(self.step.weight_of_part(index), loss_of_share)
+            loss_of_share = self.step.rank_loss() if self._loss_travels else None
+            self.gradients.arm(self.step.weight_of_micro_batch(index), loss_of_share)
 
     def _backward_done(self) -> None:
         """Do what follows the backward of a micro-batch: here, nothing."""
 
-    def finish(self) -> Summed:
+    def finish(self) -> StepSum:
         """Complete the sums of the step's gradients."""
         step = self.step
         self.gradients.finish()
         is_finite = self.gradients.is_finite()
         mean_loss = self.gradients.number if self._loss_travels else step.mean_loss()
-        if step.own_samples == 0:
+        if step.rank_samples == 0:
             state = self._state
             state.buffers.put_back(besides=state.statistics.synchronized_buffers())
-        return Summed(is_finite, mean_loss)
+        return StepSum(is_finite, mean_loss)
 
     def apply(self, is_finite: bool) -> None:
         """Apply the step to the state; the weights stay if its gradient is not finite."""

@@ -62,7 +62,7 @@ def _measure(task: Task, found: Any, batch: Any, samples: int) -> dict[str, tupl
     """Return (sum, count) of each metric, given what the task's metrics or loss has returned."""
     if task.metrics is None:
         loss = check_loss(found, needs_gradient=False).item()
-        weight = task.weigh(batch, samples)
+        weight = task.weight_of(batch, samples)
         return {"loss": (loss * weight if weight else 0.0, weight)}
     if not isinstance(found, Mapping):
         raise UserError(

@@ -56,12 +56,12 @@ class Lockstep:
 
     Attributes:
         last_step: the last step that is done; None before the first.
-        has_micro_batches: whether the script asks for its shares in micro-batches.
+        splits_shares: whether the script asks for its shares in micro-batches.
     """
 
     def __init__(self, session: Session) -> None:
         self.last_step: Step | None = None
-        self.has_micro_batches = False
+        self.splits_shares = False
         self._session = session
         self._is_unattended = False
         self._epoch: Epoch | None = None
@@ -151,7 +151,7 @@ class Lockstep:
 
     def split_shares(self, is_wanted: bool) -> None:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
-        self.has_micro_batches = is_wanted
+        self.splits_shares = is_wanted
         if self._session.loop is not None:
             self._session.loop.split_shares(is_wanted)
 
@@ -176,7 +176,7 @@ class Lockstep:
         if session.loop is None and session.begin_loop():
             self._meets = bool(session.membership.losses)
             self._script_has_run = False
-            if self.has_micro_batches:
+            if self.splits_shares:
                 session.current_loop.split_shares(True)
         return session.loop
 

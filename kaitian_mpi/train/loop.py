@@ -13,7 +13,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.data.loader import ShareLoader
-from kaitian_mpi.train.data.sampler import OwnShares, steps_per_epoch
+from kaitian_mpi.train.data.sampler import RankShares, steps_per_epoch
 from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps, most_epochs
@@ -65,7 +65,9 @@ class Loop:
         self.engine = engine(config, world, setup, state, plan, keeps_state=commit is not None)
         self.sampler = self.engine.sampler
         place = world.rank, world.size
-        self.shares = OwnShares(loader, self.sampler, self.engine.parts_of, config.seed, *place)
+        self.shares = RankShares(
+            loader, self.sampler, self.engine.split_indices, config.seed, *place
+        )
         if commit is not None:
             _default_group().record_losses()
         self._limit = StepLimit(config.step_timeout, _WARM_UP_STEPS)
@@ -97,9 +99,9 @@ class Loop:
                 self._is_in_epoch = True
                 for observer in self.observers:
                     observer.epoch_begins()
-            parts = self.fetch()
-            if parts is not None:
-                return parts
+            micro_batches = self.fetch()
+            if micro_batches is not None:
+                return micro_batches
             if not crosses_epochs:
                 self._end_steps()
                 self.state.buffers.save()
@@ -181,17 +183,17 @@ class Loop:
         if not self.shares.are_loading:
             self.state.model.train()
         enter_phase("getting a batch", step=self.progress.step + 1)
-        return self.shares.next(self.progress.epoch, self.progress.position)
+        return self.shares.next_share(self.progress.epoch, self.progress.position)
 
-    def train(self, parts: Sequence[MicroBatch]) -> Step:
+    def train(self, micro_batches: Sequence[MicroBatch]) -> Step:
         """Train on this rank's share of the next global batch."""
-        self.engine.train(parts)
+        self.engine.train(micro_batches)
         return self.finish()
 
     def split_shares(self, is_wanted: bool) -> None:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
-        if self.engine.has_micro_batches != is_wanted and not self._config.sync_bn:
-            self.engine.has_micro_batches = is_wanted
+        if self.engine.splits_shares != is_wanted and not self._config.sync_bn:
+            self.engine.splits_shares = is_wanted
             self._load_again()
 
     def undo(self) -> None:
@@ -224,7 +226,7 @@ class Loop:
             samples=step.samples,
             batch_sizes=step.batch_sizes,
             mean_loss=summed.mean_loss,
-            own_samples=step.own_samples,
+            rank_samples=step.rank_samples,
             is_finite=summed.is_finite,
             times=times,
             data_sec=data_sec,
@@ -261,19 +263,19 @@ class Loop:
 
 
 @torch.no_grad()
-def _recompute_statistics(engine: Engine, shares: OwnShares, state: State, setup: Setup) -> None:
+def _recompute_statistics(engine: Engine, shares: RankShares, state: State, setup: Setup) -> None:
     """Recompute batch norm's statistics from the epoch's first samples and current weights.
 
     As the training computes them, dropout included; its random numbers are not used up. Collective.
     """
     count = min(len(setup.train), _SAMPLES_OF_STATISTICS)
-    own = shares.first(state.progress.epoch, count)
+    own = shares.first_indices(state.progress.epoch, count)
     with aside(state.computation.device), engine.forwards():
         state.statistics.before_step(0, sum(map(len, own)), count)
         for indices in filter(None, own):
             enter_phase("getting a batch")
-            for part in shares.read(indices):
-                batch = engine.place(part)
+            for micro_batch in shares.read(indices):
+                batch = engine.place(micro_batch)
                 enter_phase("forward")
                 state.computation.loss(setup.task, state.model, batch)
 

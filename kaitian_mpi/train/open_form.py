@@ -26,13 +26,13 @@ class OpenStep:
         has_samples: whether the batch that was yielded last has samples that count.
     """
 
-    def __init__(self, loop: Loop, parts: Sequence[MicroBatch]) -> None:
+    def __init__(self, loop: Loop, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's micro-batches. Collective."""
-        self._left = loop.engine.begin(parts)
+        self._left = loop.engine.begin(micro_batches)
         self.loop = loop
         self.is_finished = False
         self.has_samples = False
-        self._parts = parts
+        self._micro_batches = micro_batches
         self._current: int | None = None
         self._has_begun = False  # its backward
 
@@ -43,8 +43,8 @@ class OpenStep:
             if self._current is not None:
                 raise UserError("call training.backward(loss) for each micro-batch")
             self._current = self._left.pop(0)
-            self.has_samples = self._parts[self._current].samples > 0
-            yield self.loop.engine.place(self._parts[self._current])
+            self.has_samples = self._micro_batches[self._current].samples > 0
+            yield self.loop.engine.place(self._micro_batches[self._current])
 
     def check(self, loss: Any) -> torch.Tensor:
         """Check that there is a micro-batch whose gradient is missing, and its loss."""
@@ -160,7 +160,7 @@ class OpenForm:
     def _begin(self, share: Sequence[MicroBatch]) -> Any:
         step = OpenStep(self._session.current_loop, share)
         batches = step.micro_batches()
-        batch = batches if self._lockstep.has_micro_batches else next(batches)
+        batch = batches if self._lockstep.splits_shares else next(batches)
         self._step = step
         return batch
 

@@ -95,7 +95,7 @@ class Balancing(StepObserver):
         if not is_learning:
             for change in self._stragglers.observe(step - 1, reports.times, reports.data_sec):
                 self._report_slow(step, change)
-        max_growth = math.inf if self._loop.engine.has_micro_batches else MAX_GROWTH
+        max_growth = math.inf if self._loop.engine.splits_shares else MAX_GROWTH
         plan = planner.observe(reports.times, max_growth) if planner is not None else None
         if is_learning and planner is not None and planner.costs is not None:
             self._stragglers = StragglerDetector(self._world.size, planner.costs)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
@@ -44,7 +44,7 @@ class Setup:
     """The ID of this job, and of those that kaitian-supervise starts in its place."""
     path: Path | None = None
     """The run folder's path on rank 0; None if nothing is written."""
-    parted: PartedModel | None = None
+    sharded_model: ShardedModel | None = None
     """The model as one whose parameters are in parts; None if they are whole."""
     dataset_size: str = ""
     """The numbers of training and validation samples; the same on every rank."""

@@ -32,7 +32,7 @@ from kaitian_mpi.train.state_transfer import (
 from kaitian_mpi.train.task import Computation, Task
 
 if TYPE_CHECKING:
-    from kaitian_mpi.distributed.late_values import PartedModel
+    from kaitian_mpi.distributed.sharded_model import ShardedModel
 
 _PARTS = {
     "model": "the model",
@@ -68,7 +68,7 @@ class State:
         self._schedules = Schedules(task, self.optimizers, total_steps)
         self.partition = Partition(self.model, self.optimizers)
         """This rank's part of the model's and the optimizers' state."""
-        self.parted: PartedModel | None = None
+        self.sharded_model: ShardedModel | None = None
         """The model as one whose parameters are in parts; None if they are whole."""
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)

@@ -34,7 +34,7 @@ class Step:
     """Samples of each rank, which add up to `samples`."""
     mean_loss: torch.Tensor
     """The mean over the global batch, on the device; the same on all ranks."""
-    own_samples: int
+    rank_samples: int
     """This rank's samples."""
     is_finite: bool
     """Whether its gradient is finite; if not, all ranks have skipped the optimizer's step."""
@@ -53,7 +53,7 @@ class Step:
         times, count = self.times, max(1, self.times.steps)
         work_sec = times.computed / count + self.data_sec
         wait_sec = times.waited / count
-        return times.steps, self.own_samples, work_sec, wait_sec, self.data_sec, wants_checkpoint
+        return times.steps, self.rank_samples, work_sec, wait_sec, self.data_sec, wants_checkpoint
 
 
 class StepObserver:
@@ -92,42 +92,44 @@ class StepInProgress(Participation):
     """The step that is being made: this rank's share of it, and its part in batch norms' sums."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(lambda: self.own_weight)
+        super().__init__(lambda: self.rank_weight)
         self.clock = StepClock(device)
         self._pace = device.pace
         self.number = 0
         self.batch_sizes: list[int] = []
-        self.samples = self.own_samples = 0
+        self.samples = self.rank_samples = 0
         self.weights: Sequence[float] = ()
         """Of this rank's micro-batches: how many terms the mean of each is over."""
-        self.own_weight = 0.0
+        self.rank_weight = 0.0
         self._fraction = Fraction(0.0, 0.0)
         self._losses: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
 
     def begin(
-        self, number: int, task: Task, parts: Sequence[MicroBatch], batch_sizes: list[int]
+        self, number: int, task: Task, micro_batches: Sequence[MicroBatch], batch_sizes: list[int]
     ) -> None:
         """Begin a step, counted from 1, with this rank's share. Collective."""
-        self.begin_own(number, batch_sizes, sum(part.samples for part in parts))
+        rank_samples = sum(micro_batch.samples for micro_batch in micro_batches)
+        self.begin_with_samples(number, batch_sizes, rank_samples)
         self.weights = [
-            task.weigh(part.batch, part.samples) if part.samples else 0 for part in parts
+            task.weight_of(micro_batch.batch, micro_batch.samples) if micro_batch.samples else 0
+            for micro_batch in micro_batches
         ]
-        self.own_weight = sum(self.weights, 0.0)
+        self.rank_weight = sum(self.weights, 0.0)
         # The sum of the ranks' weights is known if these are their samples; else it starts here.
         total = self.samples if task.weight is None else None
-        self._fraction = Fraction(self.own_weight, total)
+        self._fraction = Fraction(self.rank_weight, total)
 
-    def begin_own(self, number: int, batch_sizes: list[int], own_samples: int) -> None:
-        """Begin a step, counted from 1, whose weights are not this rank's matter."""
+    def begin_with_samples(self, number: int, batch_sizes: list[int], rank_samples: int) -> None:
+        """Begin a step, counted from 1, with this rank's number of samples and without weights."""
         self.number = number
         self._losses = []
         self._outputs = []
         self.batch_sizes = batch_sizes
         self.samples = sum(batch_sizes)
-        self.own_samples = own_samples
+        self.rank_samples = rank_samples
         self.weights = ()
-        self.own_weight = float(own_samples)
+        self.rank_weight = float(rank_samples)
 
     def start_clock(self) -> None:
         """Begin the time of the step, perhaps again. Not collective."""
@@ -152,13 +154,13 @@ class StepInProgress(Participation):
         if is_last:
             enter_phase("the sum of gradients", step=self.number, waits=True)
 
-    def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
-        """Return what a micro-batch adds to the mean loss over this rank's share."""
+    def weight_loss(self, loss: torch.Tensor, index: int) -> torch.Tensor:
+        """Return a micro-batch's loss, weighted so that their sum is this rank's mean loss."""
         weight = self.weights[index]
-        if self.own_weight and not weight:
+        if self.rank_weight and not weight:
             return loss  # perhaps NaN; the caller makes a gradient of zero of it
-        if weight != self.own_weight:
-            loss = loss * (weight / self.own_weight)
+        if weight != self.rank_weight:
+            loss = loss * (weight / self.rank_weight)
         self._losses.append(loss.detach())
         return loss
 
@@ -168,42 +170,42 @@ class StepInProgress(Participation):
 
         0 if none of its samples counts; None if it has no samples.
         """
-        return self._fraction.value if self.own_samples else None
+        return self._fraction.value if self.rank_samples else None
 
-    def weight_of_part(self, index: int) -> float | Callable[[], float] | None:
-        """Return what a micro-batch's weighed gradient is to be multiplied with, in a sum of all.
+    def weight_of_micro_batch(self, index: int) -> float | Callable[[], float] | None:
+        """Return the factor of a micro-batch's weighted gradient in the sum over all ranks.
 
-        0 for one in which nothing counts, beside others: its loss was not weighed.
+        0 for one of weight 0 beside others: its loss was not weighted.
         """
         return self.weight_of_share if self.weights[index] or not self.counts else 0.0
 
-    def own_loss(self) -> torch.Tensor:
-        """Return the mean loss over this rank's share, once all of it is weighed."""
+    def rank_loss(self) -> torch.Tensor:
+        """Return the mean loss over this rank's share, once all its losses are weighted."""
         first, *others = self._losses
         return torch.stack(self._losses).sum() if others else first
 
     def mean_loss(self) -> torch.Tensor:
         """Return the mean over the global batch of the loss. Collective."""
-        weight = self._fraction.value() if self.own_samples else 0.0
-        own = self.own_loss() * weight
-        total = own if weight else torch.zeros_like(own)
+        weight = self._fraction.value() if self.rank_samples else 0.0
+        loss = self.rank_loss() * weight
+        total = loss if weight else torch.zeros_like(loss)
         dist.all_reduce(total)
         return total
 
     @property
     def counts(self) -> bool:
         """Whether anything of this rank's share counts."""
-        return self.own_weight > 0
+        return self.rank_weight > 0
 
     @contextmanager
-    def waits(self, what: str = _BATCH_NORM) -> Iterator[None]:
+    def waits(self, phase: str = _BATCH_NORM) -> Iterator[None]:
         """Return the context of a sum within a step, which may wait for other ranks."""
         self._pace.catch_up()
-        before = self.clock.enter(what)
+        before = self.clock.enter(phase)
         if not before:  # between two steps
             yield
             return
-        enter_phase(what, step=self.number, waits=True)
+        enter_phase(phase, step=self.number, waits=True)
         yield
         enter_phase("forward or backward", step=self.number)
         self.clock.enter(before)
@@ -214,7 +216,7 @@ class StepInProgress(Participation):
         if not self.counts and output.requires_grad:
             self._outputs.append(output)
 
-    def take_part_in_backward(self) -> None:
+    def join_backward(self) -> None:
         """Join the other ranks' backward, if this rank's loss has no gradient. Collective."""
         outputs = self._outputs
         self._outputs = []

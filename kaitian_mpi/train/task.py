@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.gradients import check_dense
-from kaitian_mpi.distributed.late_values import PartedModel, check_without_torch_func
+from kaitian_mpi.distributed.sharded_model import ShardedModel, check_without_torch_func
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
@@ -218,7 +218,7 @@ class Task:
             return {name: one for name, one in self.extra_state.items() if one is not None}
         return {"extra_state": self.extra_state}
 
-    def weigh(self, batch: Any, samples: int) -> float:
+    def weight_of(self, batch: Any, samples: int) -> float:
         """Return how many terms a batch's mean is over.
 
         Raises:
@@ -314,23 +314,23 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed(model: nn.Module, parted: PartedModel | None = None) -> Iterator[nn.Module]:
+def borrowed(model: nn.Module, sharded_model: ShardedModel | None = None) -> Iterator[nn.Module]:
     """Compute with a model itself in the block, of which no trace is left. Not collective.
 
     A gradient is freed as soon as it is complete, so that there is never more than a few. If the
-    model is `parted`, its parameters have any values.
+    model is `sharded_model`, its parameters have any values.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [buffer.clone() for buffer in model.buffers()]
     parameters = [each for each in model.parameters() if each.requires_grad]
     hooks = [each.register_post_accumulate_grad_hook(_free) for each in parameters]
-    if parted is not None:
-        parted.begin(parted.stand_ins())
+    if sharded_model is not None:
+        sharded_model.begin(sharded_model.random_values())
     try:
         yield model.train()
     finally:
-        if parted is not None:
-            parted.end()
+        if sharded_model is not None:
+            sharded_model.end()
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():

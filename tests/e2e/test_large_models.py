@@ -64,7 +64,7 @@ def test_without_mirrors_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
     script = str(PLANTED / "planted_large.py")
     command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script)
     ended = run_alone(*command, "5", cwd=tmp_path)
-    assert "no mirrors, as --no-mirrors asks" in ended.out
+    assert "no mirrors, because of --no-mirrors" in ended.out
     assert "continuing from step 4" in ended.out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["finished"]

@@ -52,13 +52,13 @@ from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.distributed import shard_buckets
 from kaitian_mpi.distributed.gathering import Gathering
-from kaitian_mpi.distributed.late_values import Late
-from kaitian_mpi.distributed.shards import ShardReducer
+from kaitian_mpi.distributed.pending_parameter import PendingParameter
+from kaitian_mpi.distributed.shard_reducer import ShardReducer
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.layouts.choose import measure_exchange
 from kaitian_mpi.train.layouts.pipeline.measure import find_facts, measure_links
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
-from kaitian_mpi.train.layouts.shard import room
+from kaitian_mpi.train.layouts.shard import memory_budget
 from kaitian_mpi.train.layouts.shard.shards import Shards
 from kaitian_mpi.train.setup import prepare_without_folder
 from kaitian_mpi.train.task import Computation
@@ -182,14 +182,14 @@ def check_weights(world: Any, tolerance: float, task: kaitian_mpi.Task, **settin
 def in_parts(world: Any) -> Iterator[None]:
     """Have layout shard find no room for whole parameters in the block."""
     check_plain(world)
-    shard_needs = room.shard_needs
+    shard_needs = memory_budget.shard_needs
 
     def needs_too_much(*args: Any) -> Any:
         (whole, *parts), numbers = shard_needs(*args)
         assert parts, "no parameter can be in parts"
         return [whole._replace(owned=1 << 60), *parts], numbers
 
-    with mock.patch.object(room, "shard_needs", needs_too_much):
+    with mock.patch.object(memory_budget, "shard_needs", needs_too_much):
         yield
 
 
@@ -283,7 +283,7 @@ def late_values(world: Any, mirrors: bool = False) -> str:
         if world.rank == 1:
             delay(world, 0.1)
         share_values(reducer)
-        seen.append(any(isinstance(each, Late) for each in reducer._parameters))
+        seen.append(any(isinstance(each, PendingParameter) for each in reducer._parameters))
 
     with mock.patch.object(ShardReducer, "share_values", share_late):
         text = check_weights(world, 1e-10, make_task(), layout="shard", mirrors=mirrors)
@@ -638,9 +638,9 @@ def layers_are_measured(world: Any) -> str:
 def room_is_what_is_free(world: Any) -> str:
     """What trials have left in the allocator's cache does not count as used."""
     config, setup, _ = measured(world, "auto")
-    before, _ = room.find_room(setup, config, world)
+    before, _ = memory_budget.find_memory_budget(setup, config, world)
     world.device_kind.release_cached_memory()
-    after, _ = room.find_room(setup, config, world)
+    after, _ = memory_budget.find_memory_budget(setup, config, world)
     found = [
         (info.kind, before.by_place[info.place], after.by_place[info.place]) for info in world.infos
     ]

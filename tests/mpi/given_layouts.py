@@ -13,10 +13,10 @@ from kaitian_mpi.balance import ownership
 from kaitian_mpi.balance.ownership import Pair, with_mirrors
 from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import split_micro_batches
-from kaitian_mpi.distributed import shards as shard_sums
+from kaitian_mpi.distributed import shard_reducer
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan
-from kaitian_mpi.train.layouts.shard import room, shard_layout, shards
+from kaitian_mpi.train.layouts.shard import memory_budget, shard_layout, shards
 from kaitian_mpi.train.measure.plan import Plan, Profiles
 
 LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
@@ -29,7 +29,7 @@ def settings_of(layout: str) -> dict[str, Any]:
     return {"layout": name, "mirrors": layout != "shard"}
 
 
-class MirroredRoom(room.Room):
+class MirroredBudget(memory_budget.MemoryBudget):
     """Memory that is enough for mirrors, also without fault tolerance."""
 
     def owners(self, config: Any, world: World) -> tuple[list[Pair], str]:
@@ -46,7 +46,7 @@ def given_layout(
     shares: Callable[[], list[int]],
     stages: Callable[[int], PipelinePlan],
     memory: Callable[[], Sequence[float]],
-    parted: Callable[[frozenset[int]], frozenset[int]] = lambda numbers: numbers,
+    sharded: Callable[[frozenset[int]], frozenset[int]] = lambda numbers: numbers,
     bucket_caps: tuple[int, int] = (128, 512),
 ) -> Iterator[None]:
     """Begin loops with these plans, and with buckets so small that small models have several.
@@ -56,10 +56,10 @@ def given_layout(
         shares: returns the ranks' batch sizes.
         stages: returns the stages, given the number of layers.
         memory: returns the ranks' memory, in proportion.
-        parted: returns which parameters are in parts, given the numbers of those that can be.
+        sharded: returns which parameters are in parts, given the numbers of those that can be.
         bucket_caps: the bytes of the buckets of a layout that sums to owners.
     """
-    plan_of, find_room = Profiles.plan, room.find_room
+    plan_of, find_memory_budget = Profiles.plan, memory_budget.find_memory_budget
 
     def plan(*args: Any) -> Plan:
         return replace(plan_of(*args), batch_sizes=shares())
@@ -76,24 +76,26 @@ def given_layout(
             pipeline=planned,
         )
 
-    def given_room(setup: Any, config: Any, world: World) -> tuple[room.Room, int]:
-        _, reserved = find_room(setup, config, world)
+    def given_budget(
+        setup: Any, config: Any, world: World
+    ) -> tuple[memory_budget.MemoryBudget, int]:
+        _, reserved = find_memory_budget(setup, config, world)
         optimizers = setup.task.make_optimizers(setup.task.model)
-        needs, numbers = room.shard_needs(config, setup.task.model, optimizers)
+        needs, numbers = memory_budget.shard_needs(config, setup.task.model, optimizers)
         enough = 9.0 * needs[-1].owned
         places = [info.place for info in world.infos]
         by_place = {place: enough * each for place, each in zip(places, memory(), strict=True)}
-        is_parted = layout == "parts" and len(needs) > 1
-        kind = MirroredRoom if layout == "mirrors" else room.Room
-        chosen = parted(numbers) if is_parted else frozenset()
-        return kind(by_place, needs[is_parted], chosen), reserved
+        is_sharded = layout == "parts" and len(needs) > 1
+        kind = MirroredBudget if layout == "mirrors" else memory_budget.MemoryBudget
+        chosen = sharded(numbers) if is_sharded else frozenset()
+        return kind(by_place, needs[is_sharded], chosen), reserved
 
     with ExitStack() as patches:
         for owner, name, value in (
             (Profiles, "plan", plan),
             (PipelineFacts, "plan", plan_stages),
-            (shard_layout, "find_room", given_room),
-            (room, "_MIN_PARTED_BYTES", 64),
+            (shard_layout, "find_memory_budget", given_budget),
+            (memory_budget, "_MIN_SHARDED_BYTES", 64),
             *_small_buckets(bucket_caps),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
@@ -102,9 +104,13 @@ def given_layout(
 
 def _small_buckets(caps: tuple[int, int]) -> Iterator[tuple[Any, str, Any]]:
     """Yield what to set so that buckets are small, each as its owner, name and value."""
-    for module in (ownership, predictions, shard_sums, shards, room):
+    for module in (ownership, predictions, shard_reducer, shards, memory_budget):
         if hasattr(module, "BUCKET_CAPS"):
             yield module, "BUCKET_CAPS", caps
-    defaults = shard_sums.ShardReducer.__init__.__kwdefaults__
+    defaults = shard_reducer.ShardReducer.__init__.__kwdefaults__
     if "bucket_caps" in defaults:
-        yield shard_sums.ShardReducer.__init__, "__kwdefaults__", {**defaults, "bucket_caps": caps}
+        yield (
+            shard_reducer.ShardReducer.__init__,
+            "__kwdefaults__",
+            {**defaults, "bucket_caps": caps},
+        )

@@ -400,7 +400,7 @@ def in_layout(
         free[rng.randrange(size)] = 3.0
         return free
 
-    def parted(numbers: frozenset[int]) -> frozenset[int]:
+    def sharded(numbers: frozenset[int]) -> frozenset[int]:
         return frozenset(n for n in sorted(numbers) if rng.random() < 0.8) or numbers
 
     return given_layout(
@@ -408,7 +408,7 @@ def in_layout(
         shares=lambda: shares(rng, case.batch, size),
         stages=lambda layers: random_stages(rng, layers, size, case.batch),
         memory=memory,
-        parted=parted,
+        sharded=sharded,
     )
 
 

@@ -6,7 +6,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 import torch
-from given_layouts import MirroredRoom
+from given_layouts import MirroredBudget
 from samples import BATCH, LENGTH, Points
 from shared.loops import LoopMaker
 from torch import nn
@@ -17,7 +17,7 @@ from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
-from kaitian_mpi.train.layouts.shard.room import Room
+from kaitian_mpi.train.layouts.shard.memory_budget import MemoryBudget
 from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.state import State
@@ -55,12 +55,12 @@ def make_state(world, task, steps=10):
     return State(task, Computation(world.device, "fp32", "contiguous"), steps)
 
 
-def shard_layout(world, memory, parted=(), mirrors=False, has_room=True):
+def shard_layout(world, memory, sharded=(), mirrors=False, can_overlap=True):
     """Return layout shard for ranks with memory in these proportions."""
     by_place = {info.place: own for info, own in zip(world.infos, memory, strict=True)}
-    need = Need(owned=0, bucket=0, buffers=0, small=0 if has_room else 10**9)
-    room = (MirroredRoom if mirrors else Room)(by_place, need, frozenset(parted))
-    return ShardLayout(room, reserved=0)
+    need = Need(owned=0, bucket=0, buffers=0, small=0 if can_overlap else 10**9)
+    budget = (MirroredBudget if mirrors else MemoryBudget)(by_place, need, frozenset(sharded))
+    return ShardLayout(budget, reserved=0)
 
 
 class RefusedError(CollectiveError):

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from kaitian_mpi import Task, Training
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.train.engine import Engine, Summed, apply_step
+from kaitian_mpi.train.engine import Engine, StepSum, apply_step
 from kaitian_mpi.train.layouts import LAYOUTS as FOUND_BY_NAME
 from kaitian_mpi.train.layouts.replicate import ReplicateLayout
 
@@ -63,10 +63,10 @@ class AveragingEngine(Engine):
         return OwnGradients()
 
     def finish(self):
-        return Summed(is_finite=True, mean_loss=self.step.mean_loss())
+        return StepSum(is_finite=True, mean_loss=self.step.mean_loss())
 
     def apply(self, is_finite):
-        state, own = self._state, self.step.own_samples / self.step.samples
+        state, own = self._state, self.step.rank_samples / self.step.samples
         if not own:  # what it has computed is of no sample
             state.zero_gradients()
         apply_step(self._task, state, is_finite, self.step.samples)

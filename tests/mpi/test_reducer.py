@@ -274,7 +274,9 @@ def test_one_bucket_is_summed_by_the_caller(world, reducer_of, caps, threads):
         model(torch.ones(2, 3, 8, 8)).sum().backward()
         assert events[-1:] == [True]  # all gradients are ready
         events.clear()
-        with pytest.raises(UnsupportedError, match="got a gradient after its bucket was sent"):
+        with pytest.raises(
+            UnsupportedError, match="received a gradient after its bucket was reduced"
+        ):
             model(torch.ones(2, 3, 8, 8)).sum().backward()
         model.zero_grad()
         summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())

@@ -16,7 +16,11 @@ from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
-from kaitian_mpi.train.layouts.shard.room import Room, find_room, shard_needs
+from kaitian_mpi.train.layouts.shard.memory_budget import (
+    MemoryBudget,
+    find_memory_budget,
+    shard_needs,
+)
 from kaitian_mpi.train.layouts.shard.shard_layout import use_shards
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import weights as weights_of
@@ -312,7 +316,7 @@ def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimiz
 @pytest.mark.sizes(2)
 def test_what_an_optimizer_allocates_while_it_steps_is_left_for_it(world):
     """AdamW's `foreach` allocates as much as the parameters that it steps."""
-    rooms, optimizers = {}, {"each": False, "at once": True}
+    budgets, optimizers = {}, {"each": False, "at once": True}
     for name, foreach in optimizers.items():
         model = nn.Linear(1000, 1000, bias=False)
         task = Task(
@@ -322,34 +326,34 @@ def test_what_an_optimizer_allocates_while_it_steps_is_left_for_it(world):
             loss=compute_loss,
         )
         config = TrainingConfig(layout="shard", mirrors=False)
-        rooms[name], _ = find_room(Setup(task, NoFolder()), config, world)
-        taken = rooms[name].bytes_of_steps(config, world)
+        budgets[name], _ = find_memory_budget(Setup(task, NoFolder()), config, world)
+        taken = budgets[name].optimizer_bytes(config, world)
         assert sum(taken) == pytest.approx(4e6 * foreach)
-    for place, size in rooms["each"].by_place.items():
-        assert rooms["at once"].by_place[place] == pytest.approx(size * 3 / 4, rel=0.05)
+    for place, size in budgets["each"].by_place.items():
+        assert budgets["at once"].by_place[place] == pytest.approx(size * 3 / 4, rel=0.05)
 
 
 @pytest.mark.sizes(2)
 def test_the_memory_for_the_next_parameter_in_parts_is_planned(world):
     model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 500, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
-    (_, need), parted = shard_needs(TrainingConfig(layout="shard"), model, [optimizer])
+    (_, need), sharded = shard_needs(TrainingConfig(layout="shard"), model, [optimizer])
     assert need.small == 4e6
     pairs = without_mirrors([1.0] * world.size)
-    for factor, has_room in ((1.1, False), (2.0, True)):
+    for factor, can_overlap in ((1.1, False), (2.0, True)):
         each = factor * need.owned / world.size
-        room = Room({info.place: each for info in world.infos}, need, parted)
-        assert room.can_overlap(pairs, world) == has_room
+        budget = MemoryBudget({info.place: each for info in world.infos}, need, sharded)
+        assert budget.can_overlap(pairs, world) == can_overlap
 
 
 @pytest.fixture
 def train(world, monkeypatch):
     """Return what trains a task in shards, and compares it with one process."""
 
-    def train(task, micro_batch_size=2, epochs=2, between=lambda model, step: None, parted=()):
+    def train(task, micro_batch_size=2, epochs=2, between=lambda model, step: None, sharded=()):
         monkeypatch.setattr("kaitian_mpi.distributed.owners_values.is_compiling", lambda: False)
         initial, taken, step = copy.deepcopy(task.model), [], 0
-        layout = loops.shard_layout(world, [3, 1, 2][: world.size], parted)
+        layout = loops.shard_layout(world, [3, 1, 2][: world.size], sharded)
         run = loops.Run(
             world, loops.uneven(world), task=task, layout=layout,
             micro_batch_size=micro_batch_size, epochs=9,
@@ -417,8 +421,8 @@ def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     )
 
 
-@pytest.mark.parametrize("parted", [(), (0, 2)])
-def test_parameters_are_frozen_and_unfrozen_between_steps(train, parted):
+@pytest.mark.parametrize("sharded", [(), (0, 2)])
+def test_parameters_are_frozen_and_unfrozen_between_steps(train, sharded):
     model = small(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
     model[2].requires_grad_(False)
 
@@ -429,7 +433,7 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(train, parted):
             model[0].requires_grad_(False)
 
     task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd, clip_norm=0.5)
-    train(task, between=between, parted=parted)
+    train(task, between=between, sharded=sharded)
 
 
 class Renormed(nn.Module):
@@ -491,9 +495,9 @@ class Empty(nn.Module):
         return self.layers(x) + self.nothing.sum() + self.other.sum()
 
 
-@pytest.mark.parametrize("parted", [(), (2,)])
-def test_parameters_of_no_rows_do_no_harm(train, parted):
-    train(Task(model=Empty(), data=Points(), loss=compute_loss, optimizer=sgd), parted=parted)
+@pytest.mark.parametrize("sharded", [(), (2,)])
+def test_parameters_of_no_rows_do_no_harm(train, sharded):
+    train(Task(model=Empty(), data=Points(), loss=compute_loss, optimizer=sgd), sharded=sharded)
 
 
 class Words(nn.Module):

@@ -245,7 +245,7 @@ def check_exact(world, task, is_open=False, **settings):
     assert gather_values(world.comm, found.tolist()) == [found.tolist()] * world.size
     assert [step.number for step in steps] == list(range(1, 22))
     assert [step.samples for step in steps] == [*[BATCH] * 6, 6] * EPOCHS
-    taken = gather_values(world.comm, [step.own_samples for step in steps])
+    taken = gather_values(world.comm, [step.rank_samples for step in steps])
     assert [step.batch_sizes for step in steps] == [list(each) for each in zip(*taken, strict=True)]
     assert all(step.is_finite for step in steps)
 

@@ -43,7 +43,7 @@ class Job:
         self.slow_steps = pick([0.0, 0.02])
         self.late, self.partial = pick([0.0, 0.0, 0.2]), pick([0.0, 0.1])
         self.communication = pick([0.0, 1e-3, 0.1])
-        self.has_micro_batches = pick([True, False])
+        self.splits_shares = pick([True, False])
         unit, part = 10 ** chance.uniform(-6, 0), pick([0.0, 0.1, 1.0, 10.0])
         limited = pick([0.0, 0.0, 0.5, 1.0])
         self.costs = [
@@ -97,7 +97,7 @@ def follow_measured(job: Job) -> int:
 
 
 def rebalance(job: Job, rebalancer: Rebalancer, steps: int) -> int:
-    max_growth = math.inf if job.has_micro_batches else MAX_GROWTH
+    max_growth = math.inf if job.splits_shares else MAX_GROWTH
     stragglers = StragglerDetector(job.ranks, rebalancer.costs)
     largest, plans = list(rebalancer.batch_sizes), 0
     for step in range(steps):

@@ -217,7 +217,7 @@ def balancing(tmp_path, costs=None, adaptive=True):
     loop = SimpleNamespace(world=world, plan=Plan([32, 32], [1.0, 1.0], costs, None))
     loop.shares = SimpleNamespace(workers=0)
     loop.sampler = SimpleNamespace(set_plan=list)
-    loop.engine = SimpleNamespace(has_micro_batches=True)
+    loop.engine = SimpleNamespace(splits_shares=True)
     config = TrainConfig(balance="adaptive" if adaptive else "static")
     with patch.object(rebalancing, "gather_values", lambda _, value: [value] * 2):
         return Balancing(config, loop, DiskFolder(tmp_path), Sinks())

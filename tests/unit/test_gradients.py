@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kaitian_mpi.distributed.gradients import judge, values_of
+from kaitian_mpi.distributed.gradients import finite_and_norm, values_of
 
 KINDS = torch.float32, torch.float64, torch.bfloat16
 
@@ -25,11 +25,11 @@ def test_many_gradients_are_judged_by_reading_once():
     torch.manual_seed(3)
     gradients = [torch.randn(size, 3).to(kind) for size in range(9) for kind in KINDS]
     with Reads() as reads:
-        is_finite, squared_norm = judge(gradients)
+        is_finite, squared_norm = finite_and_norm(gradients)
     assert (is_finite, reads.count) == (True, 0)
     expected = sum(gradient.double().square().sum().item() for gradient in gradients)
     assert squared_norm == pytest.approx(expected, rel=1e-6)
-    assert judge([]) == judge([torch.empty(0)]) == (True, 0.0)
+    assert finite_and_norm([]) == finite_and_norm([torch.empty(0)]) == (True, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_many_gradients_are_judged_by_reading_once():
 )
 def test_only_what_is_not_finite_counts_as_such(value, is_finite):
     """The sum of large numbers' squares is infinite, and they are not."""
-    assert judge([torch.ones(5), torch.full((4,), value)])[0] is is_finite
+    assert finite_and_norm([torch.ones(5), torch.full((4,), value)])[0] is is_finite
 
 
 def test_numbers_of_several_dtypes_keep_their_digits():

@@ -95,10 +95,10 @@ def test_copies_of_weights_for_autocast_take_memory_where_these_are_whole():
 
 
 def test_parameters_are_in_parts_where_they_do_not_fit_whole():
-    whole, parted = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
+    whole, sharded = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
     assert whole.step_sec
     assert whole.why == ""
-    assert parted.why == "parameters sharded, too"
+    assert sharded.why == "parameters sharded, too"
 
 
 def test_each_layout_is_the_fastest_somewhere():

@@ -109,7 +109,7 @@ def task_of(model, factor=1.0):
     return SimpleNamespace(
         model=model,
         loss=lambda model, batch: model(batch[0]).sum() / factor * factor,
-        weigh=lambda batch, samples: samples * factor,
+        weight_of=lambda batch, samples: samples * factor,
     )
 
 

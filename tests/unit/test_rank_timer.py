@@ -102,7 +102,7 @@ def test_memory_is_released_once_the_failed_step_has_let_go_of_it():
     gauge = MemoryGauge(make_world(Failing(1000, is_host=False)))
     assert gauge.try_step(5, fail) is None
     assert held == [[], [False]]
-    assert not gauge.has_room_for(5)
+    assert not gauge.can_hold(5)
 
 
 def make_world(device, size=1):
@@ -324,7 +324,7 @@ def test_every_way_of_saying_too_little_memory_is_known(device):
 def test_ranks_on_one_device_share_its_memory():
     gauge = MemoryGauge(make_world(CpuDevice()))
     assert [gauge.try_step(batch, float) for batch in (8, 16)] == [8, 16]
-    assert gauge.has_room_for(17)
+    assert gauge.can_hold(17)
 
     class Gpu(CpuDevice):
         def memory_limit_bytes(self, index, sharers):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.balance.ownership import Part
-from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
+from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
 
 
 def bucket_of(*sizes):
@@ -18,15 +18,15 @@ def bucket_of(*sizes):
 @pytest.mark.parametrize("weight", [None, 0.0, 2.0])
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_a_bucket_gives_back_the_buffers_that_it_takes(sizes, weight, has_gradient):
-    spares, bucket = Spares(1), bucket_of(*sizes)
-    spares.prepare([bucket_of(2, 2)])
-    (free,) = spares._free.values()
+    pool, bucket = BufferPool(1), bucket_of(*sizes)
+    pool.prepare([bucket_of(2, 2)])
+    (free,) = pool._free.values()
     (prepared,) = free
     for _ in range(2):
         for parameter in bucket.parameters:
             parameter.grad = torch.ones_like(parameter) if has_gradient else None
-        buffer = bucket.fill(weight, spares)
+        buffer = bucket.fill(weight, pool)
         assert buffer.tolist() == [(weight or 0.0) * has_gradient] * 4
-        bucket.release(buffer, spares)
+        bucket.release(buffer, pool)
         assert len(free) == 1
         assert free[0] is prepared

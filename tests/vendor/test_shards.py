@@ -18,15 +18,15 @@ from uneven import SHARES, loss_of, network
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.collectives import across_groups, hybrid
-from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.shard_buckets import ShardBucket
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi import pairwise
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import keep_ranks
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.layouts.choose import measure_exchange
-from kaitian_mpi.train.layouts.shard.room import Room, shard_needs
+from kaitian_mpi.train.layouts.shard.memory_budget import MemoryBudget, shard_needs
 from kaitian_mpi.train.layouts.shard.shards import Shards
 
 MEMORY = [1, 3, 2, 5]
@@ -61,20 +61,20 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
     labels = torch.randint(5, (4, sum(shares)), generator=generator)
     alone = network().to(dtype)
     ours = copy.deepcopy(alone)
-    parted, kept = None, {}
+    sharded, kept = None, {}
     if in_parts:  # all but the last
         rows = [(number, 0, len(p)) for number, p in enumerate(ours.parameters())][:-1]
-        parted = PartedModel(ours, range(len(rows)), world.device)
-        kept = parted.keep(rows if world.rank == 0 else [])
+        sharded = ShardedModel(ours, range(len(rows)), world.device)
+        kept = sharded.shard(rows if world.rank == 0 else [])
     else:
         ours = ours.to(world.device)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (alone, ours)]
-    shards = Shards(ours, optimizers[1:], parted, kept)
+    shards = Shards(ours, optimizers[1:], sharded, kept)
     hosts = [str(rank) for rank in range(world.size)]
     shards.assign(world, with_mirrors(memory, hosts) if mirrors else without_mirrors(memory))
-    gathering = shards.gathering(parted, world, lambda what: nullcontext()) if in_parts else None
+    gathering = shards.gathering(sharded, world, lambda what: nullcontext()) if in_parts else None
     reducer = shards.reducer(ours, bucket_caps=(2000, 4000), gathering=gathering)
-    reducer.rounds = 2
+    reducer.begin_step(rounds=2)
     fake_library.calls.clear()
     for step in range(4):
         loss_of(images[step], labels[step], 1, alone).backward()
@@ -86,10 +86,10 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
         for piece in pieces:
             reducer.arm(own / sum(shares))
             if in_parts:
-                parted.begin(gathering.bring)
+                sharded.begin(gathering.unshard)
             loss_of(*piece, len(piece[0]) / own, ours).backward()
             if in_parts:
-                parted.end()
+                sharded.end()
                 reducer.end_round()
         if not pieces:
             reducer.arm(None)
@@ -102,11 +102,11 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
         reducer.share_values()
         reducer.check_values()
         if in_parts:
-            parted.begin(gathering.bring_any)
+            sharded.begin(gathering.unshard_any)
         here = [values(p) for p in ours.parameters()]
         if in_parts:
-            parted.end()
-            gathering.end_any()
+            sharded.end()
+            gathering.join_others()
         assert agree(world, torch.cat([each.flatten() for each in here]))
     reducer.close()
     assert {p.device.type for p in ours.parameters()} == {world.device.type}
@@ -331,7 +331,7 @@ def test_what_mirrors_copy_until_values_have_arrived_is_planned(world):
     shards.assign(world, pairs)
     reducer = shards.reducer(model, bucket_caps=(1 << 18, 1 << 18))
     needs, _ = shard_needs(TrainingConfig(layout="shard"), model, [optimizer])
-    planned = Room({}, needs[0]).copied(pairs, world)[world.rank]
+    planned = MemoryBudget({}, needs[0]).copied(pairs, world)[world.rank]
     for _ in range(2):
         reducer.arm(1.0)
         model(torch.ones(3, 256, device=world.device)).square().sum().backward()

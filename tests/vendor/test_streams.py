@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.distributed.gathering import Gathering
-from kaitian_mpi.distributed.late_values import PartedModel
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import ShardBucket
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.train.layouts.shard.shards import Shards
 
 STEPS = 2
@@ -139,18 +139,20 @@ class InShards:
     in_parts = False
 
     def __init__(self, world, model, optimizers):
-        self._world, self._parted, kept = world, None, {}
+        self._world, self._sharded_model, kept = world, None, {}
         if self.in_parts:
             rows = [(number, 0, len(p)) for number, p in enumerate(model.parameters())]
-            self._parted = PartedModel(model, range(len(rows)), world.device)
-            kept = self._parted.keep(rows if world.rank == 0 else [])
-        self.model = model.to(world.device) if self._parted is None else model
+            self._sharded_model = ShardedModel(model, range(len(rows)), world.device)
+            kept = self._sharded_model.shard(rows if world.rank == 0 else [])
+        self.model = model.to(world.device) if self._sharded_model is None else model
         self._optimizers = optimizers(model)
-        self._shards = Shards(self.model, self._optimizers, self._parted, kept)
+        self._shards = Shards(self.model, self._optimizers, self._sharded_model, kept)
         self._shards.assign(world, without_mirrors([1.0] * world.size))
         self._gathering = None
-        if self._parted is not None:
-            self._gathering = self._shards.gathering(self._parted, world, lambda _: nullcontext())
+        if self._sharded_model is not None:
+            self._gathering = self._shards.gathering(
+                self._sharded_model, world, lambda _: nullcontext()
+            )
         self._reducer = self._shards.reducer(
             self.model,
             overlaps=self.overlaps,
@@ -159,10 +161,10 @@ class InShards:
 
     def train(self, x):
         self._reducer.arm(1 / self._world.size)
-        with self._whole("bring"):
+        with self._whole("unshard"):
             found = self.model(x)
             found.square().mean().backward()
-        if self._parted is not None:
+        if self._sharded_model is not None:
             self._reducer.end_round()
         self._reducer.finish()
         for optimizer in self._optimizers:
@@ -173,19 +175,19 @@ class InShards:
 
     @contextmanager
     def _whole(self, source):
-        if self._parted is None:
+        if self._sharded_model is None:
             yield
             return
-        self._parted.begin(getattr(self._gathering, source), self._gathering.keep)
+        self._sharded_model.begin(getattr(self._gathering, source), self._gathering.write_back)
         yield
-        self._parted.end()
+        self._sharded_model.end()
 
     def values(self):
         self._reducer.check_values()
-        with self._whole("bring_any"):
+        with self._whole("unshard_any"):
             found = [values(parameter) for parameter in self.model.parameters()]
         if self._gathering is not None:
-            self._gathering.end_any()
+            self._gathering.join_others()
         return found
 
     def close(self):
@@ -237,11 +239,11 @@ def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way
 def test_the_memory_of_values_in_parts_is_kept_for_each_stream_that_uses_them(world):
     model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)]), torch.ones(3, 64)
     expected = torch.full((3, 64), 66.0)
-    parted = PartedModel(model, range(4), world.device)
-    parted.keep([])
+    sharded = ShardedModel(model, range(4), world.device)
+    sharded.shard([])
     x = x.to(world.device)
     for _ in range(3):  # the first of a kind waits for the device
-        parted.begin(lambda number: parted.room_for(number).fill_(number + 1.0))
+        sharded.begin(lambda number: sharded.empty_values(number).fill_(number + 1.0))
         side = Side(x)
         with side.current():
             model[0](x)
@@ -250,4 +252,4 @@ def test_the_memory_of_values_in_parts_is_kept_for_each_stream_that_uses_them(wo
         with side.current():
             model[1](x)
         assert torch.equal(values(found), expected)
-        parted.end()
+        sharded.end()

@@ -541,7 +541,7 @@ def test_host_sums_do_not_wait_for_the_device(world, monkeypatch):
     weights._samples = world.rank + 1
     weights._start_sum()
     step = StepInProgress(world.device_kind)
-    task = SimpleNamespace(weight=len, weigh=lambda batch, samples: world.rank + 1.0)
+    task = SimpleNamespace(weight=len, weight_of=lambda batch, samples: world.rank + 1.0)
     step.begin(1, task, [SimpleNamespace(samples=1, batch=None)], [1] * world.size)
     weights._weigh()
     share = (world.rank + 1) / total.item()

@@ -138,14 +138,17 @@ class Share(NamedTuple):
     epoch: int
     seed: int
     """Seeds the random numbers that a data-loading process draws for these samples."""
-    parts: list[tuple[int, list[int]]]
+    micro_batches: list[tuple[int, list[int]]]
     """The number of samples of each micro-batch, and the indices to load for it."""
 
 
 def split_share(
     indices: Sequence[int], micro_batch_size: int | None, min_batch: int, stand_in: int = 0
 ) -> list[tuple[int, list[int]]]:
-    """Return the parts of a `Share`; without samples, one with 0, of those from `stand_in` on."""
+    """Return the `micro_batches` of a `Share`.
+
+    Without samples, one of 0 samples, with the indices from `stand_in` on.
+    """
     if not indices:
         return [(0, list(range(stand_in, stand_in + min_batch)))]
     sizes, left = split_micro_batches(len(indices), micro_batch_size, min_batch), iter(indices)
@@ -163,7 +166,7 @@ class StepBatches(Dataset[list[MicroBatch]]):
         if get_worker_info() is not None:
             self._prepare_process(share)
         try:
-            return [MicroBatch(size, self._batches[chosen]) for size, chosen in share.parts]
+            return [MicroBatch(size, self._batches[chosen]) for size, chosen in share.micro_batches]
         except StopIteration as error:  # torch's loader would take it for the end of the epoch
             raise RuntimeError("the dataset, or collate, raised StopIteration") from error
 

@@ -220,7 +220,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(word))
 
 
-class OwnShares:
+class RankShares:
     """A rank's shares of the steps of one loop, in the order of its sampler; not collective.
 
     Attributes:
@@ -232,17 +232,17 @@ class OwnShares:
         self,
         loader: ShareLoader,
         sampler: LoadAdaptiveSampler,
-        parts_of: Callable[[list[int]], list[tuple[int, list[int]]]],
+        split_indices: Callable[[list[int]], list[tuple[int, list[int]]]],
         seed: int,
         rank: int,
         ranks: int,
     ) -> None:
-        """Load nothing yet; `parts_of` divides a share's indices into micro-batches."""
+        """Load nothing yet; `split_indices` divides a share's indices into micro-batches."""
         self.workers = loader.workers
         self.waited_sec = 0.0
         self._loader = loader
         self._sampler = sampler
-        self._parts_of = parts_of
+        self._split_indices = split_indices
         self._seed = seed
         self._rank = rank
         self._ranks = ranks
@@ -253,7 +253,7 @@ class OwnShares:
         """Whether the next share continues those before, wherever the run is."""
         return self._loading is not None
 
-    def next(self, epoch: int, position: int) -> list[MicroBatch] | None:
+    def next_share(self, epoch: int, position: int) -> list[MicroBatch] | None:
         """Return the next share; None at the end of the epoch.
 
         Unless shares are loading, the next one begins at a position in an epoch.
@@ -263,17 +263,17 @@ class OwnShares:
             self._go_to(epoch)
             self._sampler.position = position
             self._loading = self._loader.load(self._share(indices) for indices in self._sampler)
-        parts = next(self._loading, None)
-        if parts is None:
+        micro_batches = next(self._loading, None)
+        if micro_batches is None:
             self._loading = None
         self.waited_sec = time.perf_counter() - waiting_since
-        return parts
+        return micro_batches
 
     def drop(self) -> None:
         """Forget the shares that are loading."""
         self._loading = None
 
-    def first(self, epoch: int, count: int) -> list[list[int]]:
+    def first_indices(self, epoch: int, count: int) -> list[list[int]]:
         """Go to an epoch; return the indices of this rank's shares of its first samples."""
         self._go_to(epoch)
         return list(self._sampler.first_shares(count))
@@ -290,7 +290,7 @@ class OwnShares:
         """Return what to load for the step with these samples, which the sampler is at."""
         place = self._sampler.position * self._ranks + self._rank
         seed = int(random_bits(self._seed, self._sampler.epoch, [place])[0]) & 0xFFFF_FFFF
-        return Share(self._sampler.epoch, seed, self._parts_of(indices))
+        return Share(self._sampler.epoch, seed, self._split_indices(indices))
 
 
 def _listed(indices: torch.Tensor | range) -> list[int]:

@@ -28,8 +28,8 @@ from kaitian_mpi.balance.layouts import (
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.balance.pipeline_cost import Layer
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.late_values import is_compiled
-from kaitian_mpi.distributed.shard_buckets import ShardBucket, Spares
+from kaitian_mpi.distributed.pending_parameter import is_compiled
+from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rounds
 from kaitian_mpi.mpi.world import World
@@ -41,7 +41,7 @@ from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
 from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
 from kaitian_mpi.train.layouts.replicate import ReplicateLayout
-from kaitian_mpi.train.layouts.shard.room import shard_needs
+from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs
 from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.measure.allreduce import (
     choose_algorithm,
@@ -208,7 +208,7 @@ def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceC
         parameter = nn.Parameter(torch.zeros(rows * world.size, device=world.device))
         parts = [Part(0, rank * rows, (rank + 1) * rows, rank) for rank in range(world.size)]
         bucket = ShardBucket({0: parameter}, parts, world.size, world.rank, pads=has_library)
-        whole = bucket.values(Spares(0))
+        whole = bucket.values(BufferPool(0))
         works["scatter", size] = partial(exchange, bucket.start_sum, bucket.padded, whole)
         works["gather", size] = partial(exchange, bucket.start_gather, whole)
     seconds = time_in_rounds(world.comm, works, _ROUNDS, _MAX_SEC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kaitian_mpi.distributed.shards import ShardReducer
+from kaitian_mpi.distributed.shard_reducer import ShardReducer
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.layouts.divided_state import DividedState
 from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kaitian_mpi.balance.cost_model import RankCost, scores
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
@@ -220,7 +220,7 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup, copies: b
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
-    own = min_batch_of(setup.task, setup.train, computation, copies, setup.parted)
+    own = min_batch_of(setup.task, setup.train, computation, copies, setup.sharded_model)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     found = max(gather_values(world.comm, own))
     why = "the model cannot train on a single sample"
@@ -243,7 +243,7 @@ def min_batch_of(
     data: Any,
     computation: Computation,
     copies: bool = True,
-    parted: PartedModel | None = None,
+    sharded_model: ShardedModel | None = None,
 ) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
@@ -251,7 +251,7 @@ def min_batch_of(
     """
     if task.loss is None:
         return min_batch_by_layers(task.model)
-    computes = computation, copies, parted
+    computes = computation, copies, sharded_model
     with aside(computation.device), torch.no_grad():
         if _works(task, data, [0], *computes):
             return 1
@@ -264,14 +264,14 @@ def _works(
     indices: Sequence[int],
     computation: Computation,
     copies: bool,
-    parted: PartedModel | None,
+    sharded_model: ShardedModel | None,
 ) -> bool:
     try:
         batch = data[indices]
-        weight = task.weigh(batch, len(indices))
-        if not (copies or parted):
+        weight = task.weight_of(batch, len(indices))
+        if not (copies or sharded_model):
             task.model.to(computation.device)
-        with nullcontext() if copies else borrowed(task.model, parted) as model:
+        with nullcontext() if copies else borrowed(task.model, sharded_model) as model:
             if model is None:
                 model = copy.deepcopy(task.model).to(computation.device).train()
             loss = computation.loss(task, model, computation.place(batch))

@@ -102,7 +102,7 @@ class RankTimer:
         self._device = world.device_kind
         self._task = setup.task
         self._data = setup.train
-        self._parted = setup.parted
+        self._sharded_model = setup.sharded_model
         # In the order of training, so that samples of different sizes come as they do there.
         sampler = LoadAdaptiveSampler(
             setup.train, [1], 0, shuffle=self._task.shuffles, seed=config.seed
@@ -141,7 +141,7 @@ class RankTimer:
                     raise
                 raise self._too_small("a copy of the model") from error
         else:
-            self._copy = self._end.enter_context(borrowed(self._task.model, self._parted))
+            self._copy = self._end.enter_context(borrowed(self._task.model, self._sharded_model))
             self._optimizers = []
         self._computation = self._fastest(self._first_batch)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
@@ -248,7 +248,7 @@ class RankTimer:
         enough = min(self._equal_share * (1 if is_host else 2), self._max_batch)
         long_sec = min(part_sec / 2, _LONG_STEP_SEC if is_host else part_sec)
         grown: dict[int, float] = {}
-        while memory.has_room_for(batch):
+        while memory.can_hold(batch):
             seconds = memory.try_step(batch, self._time_step)
             if seconds is None:
                 self._batches.clear()
@@ -354,7 +354,7 @@ class MemoryGauge:
             self._peaks[batch] = self._device.memory_peak_bytes(self._index)
         return seconds
 
-    def has_room_for(self, batch: int) -> bool:
+    def can_hold(self, batch: int) -> bool:
         """Return whether a batch is expected to fit; True with less than two measurements."""
         if self._too_large is not None and batch >= self._too_large:
             return False
@@ -363,7 +363,7 @@ class MemoryGauge:
 
     def largest_batch(self, wanted: int) -> int | None:
         """Return the largest batch that fits, at least 1; None if `wanted` fits."""
-        if self.has_room_for(wanted):
+        if self.can_hold(wanted):
             return None
         tried = max(self._peaks, default=1)
         base, per_sample = self._line()

@@ -44,7 +44,7 @@ class PipelineEngine(Engine):
 
     def _prepare(self) -> None:
         world = self._world
-        stages, layers = self.stages_plan.stages, self._partition.layers
+        stages, layers = self.stages_plan.stages, self._stages.layers
         own = self._task, layers, self._computation, stages, world.rank, self.stages_plan.ahead
         hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
         hooks["is_mixed"] = len(set(world.kinds)) > 1
@@ -61,15 +61,15 @@ class PipelineEngine(Engine):
         )
 
     def _make_gradients(self) -> StageGradients:
-        targets: Any = self._partition.targets
-        return StageGradients(targets, self._partition.owners, self._world.rank, self.step.waits)
+        targets: Any = self._stages.targets
+        return StageGradients(targets, self._stages.owners, self._world.rank, self.step.waits)
 
     def close(self, together: bool = True) -> None:
         super().close(together)
         self._peers.close()
 
     @property
-    def _partition(self) -> Stages:
+    def _stages(self) -> Stages:
         assert isinstance(self._state.partition, Stages)
         return self._state.partition
 
@@ -84,38 +84,37 @@ class PipelineEngine(Engine):
         self.step.clock.enter(StepClock.FORWARD if is_forward else StepClock.BACKWARD)
         enter_phase("forward" if is_forward else "backward", step=self._state.progress.step + 1)
 
-    def train(self, parts: Sequence[MicroBatch]) -> None:
-        """Compute the next global batch, of which `parts` are those that this rank reads."""
+    def train(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute the next global batch; `micro_batches` are those that this rank reads."""
         step, number, runner = self.step, self._state.progress.step + 1, self._runner
         samples = sum(self.sampler.shares_at(self._state.progress.position))
         sizes = self._sizes(samples)
         own = runner.own(len(sizes))
         by_rank = self.stages_plan.first_samples(sizes, self._world.size)
-        step.begin_own(number, by_rank, sum(sizes[each] for each in own))
+        step.begin_with_samples(number, by_rank, sum(sizes[index] for index in own))
         set_learning_rates(self._config, self._state, samples, len(self._setup.train))
         self._state.buffers.save()
         self._pace.go_to(number)
         step.start_clock()
-        gradients, weights = self.gradients, dict[int, float]()
-        gradients.samples = samples
+        weights: dict[int, float] = {}
         if runner.is_last:
-            for each, part in zip(own, parts, strict=True):
-                weights[each] = self._task.weigh(part.batch, part.samples)
-            gradients.weight = sum(weights.values())
+            for index, micro_batch in zip(own, micro_batches, strict=True):
+                weights[index] = self._task.weight_of(micro_batch.batch, micro_batch.samples)
         batches = {}
         if runner.reads_batches:
-            placed = [self._computation.place(part.batch) for part in parts]
+            placed = [self._computation.place(micro_batch.batch) for micro_batch in micro_batches]
             batches = dict(zip(own, placed, strict=True))
-        fractions = {each: weight / samples for each, weight in weights.items()}
+        fractions = {index: weight / samples for index, weight in weights.items()}
         seeds = random_bits(self._config.seed, number, range(len(sizes))).tolist()
-        gradients.losses = runner.train(len(sizes), batches, fractions, seeds)
+        losses = runner.train(len(sizes), batches, fractions, seeds)
+        self.gradients.backward_done(losses, sum(weights.values()), samples)
         step.bucket_ready(True)
 
     def _sizes(self, samples: int) -> list[int]:
         """Return the samples of each micro-batch of a step."""
         return split_micro_batches(samples, self.stages_plan.micro_batch, self.sampler.min_batch)
 
-    def parts_of(self, indices: list[int]) -> list[tuple[int, list[int]]]:
+    def split_indices(self, indices: list[int]) -> list[tuple[int, list[int]]]:
         sizes = self._sizes(len(indices))
         runs = [indices[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
         runner = self._runner
@@ -128,7 +127,7 @@ class PipelineEngine(Engine):
     def pool_statistics(self) -> None:
         """Give every rank the buffers of all stages."""
         enter_phase("the buffers of other stages", waits=True)
-        self._partition.share_buffers(self._world)
+        self._stages.share_buffers(self._world)
 
     def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
         """Yield what the last stage finds of its micro-batches of the validation data."""

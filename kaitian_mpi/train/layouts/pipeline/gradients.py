@@ -1,4 +1,4 @@
-"""Gradients in layout pipeline: summed over the ranks that share parameters, and judged."""
+"""Gradients in layout pipeline: summed over the ranks that share parameters, and checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from kaitian_mpi.distributed.gradients import (
     Bucket,
     check_dense,
-    judge,
-    partition,
+    finite_and_norm,
+    group_into_buckets,
     sum_on_host,
     values_of,
 )
@@ -62,38 +62,51 @@ class StageGradients:
         self.factor = 1.0
         self._is_finite = True
         self.number = torch.zeros((), dtype=torch.float64)
-        self.losses: list[torch.Tensor] = []
-        """This rank's losses in the step, each times its weight over `samples`."""
-        self.weight = 0.0
-        self.samples = 1
+        self._losses: list[torch.Tensor] = []
+        self._weight = 0.0
+        self._samples = 1
 
     def arm(self, *_: Any) -> None:
         raise UserError("--layout pipeline requires Task(loss=...)")
+
+    def backward_done(self, losses: list[torch.Tensor], weight: float, samples: int) -> None:
+        """Take over a step whose backwards this rank has done. Not collective.
+
+        Args:
+            losses: of this rank's micro-batches, each times its weight over `samples`.
+            weight: of all its micro-batches; 0 unless it computes losses.
+            samples: of the global batch.
+        """
+        self._losses = losses
+        self._weight = weight
+        self._samples = samples
 
     def finish(self) -> None:
         """Complete the gradients, and exchange what all ranks must know of them. Collective."""
         for group, numbers in self._groups:
             parameters = [self._targets[n] for n in numbers if self._targets[n].requires_grad]
-            for part in partition(parameters, (_BUCKET_BYTES, _BUCKET_BYTES)):
-                bucket = Bucket({place: parameters[place] for place in part})
+            for indices in group_into_buckets(parameters, (_BUCKET_BYTES, _BUCKET_BYTES)):
+                bucket = Bucket({index: parameters[index] for index in indices})
                 bucket.fill(1.0)
                 dist.all_reduce(bucket.gradients, group=group)
                 bucket.settle()
-        own = [t.grad for n, t in self._targets.items() if self._rank == self._owners[n][0]]
-        found = [gradient for gradient in own if gradient is not None]
-        check_dense(found)
-        is_finite, squared_norm = judge(found)
-        loss = sum(values_of(self.losses), 0.0)
-        facts = [loss, self.weight, squared_norm, float(not is_finite)]
+        gradients = [
+            target.grad
+            for number, target in self._targets.items()
+            if self._rank == self._owners[number][0] and target.grad is not None
+        ]
+        check_dense(gradients)
+        is_finite, squared_norm = finite_and_norm(gradients)
+        loss = sum(values_of(self._losses), 0.0)
+        facts = [loss, self._weight, squared_norm, float(not is_finite)]
         total = torch.tensor(facts, dtype=torch.float64)
         sum_on_host(total).wait()
         loss, weight, self.squared_norm, faults = total.tolist()
         self._is_finite = faults == 0
-        self.factor = self.samples / weight if weight else 1.0
+        self.factor = self._samples / weight if weight else 1.0
         self.number = torch.tensor(loss * self.factor, dtype=torch.float64)
         self.squared_norm *= self.factor**2
-        self.losses = []
-        self.weight = 0.0
+        self.reset()
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity."""
@@ -106,8 +119,8 @@ class StageGradients:
         """Do nothing: no values are under way."""
 
     def reset(self) -> None:
-        self.losses = []
-        self.weight = 0.0
+        self._losses = []
+        self._weight = 0.0
 
     def close(self) -> None:
         """End the groups. Not collective."""

@@ -32,7 +32,7 @@ from kaitian_mpi.train.layouts.pipeline.chain import (
     set_data,
     take_apart,
 )
-from kaitian_mpi.train.layouts.shard.room import steps_at_once, usual_states
+from kaitian_mpi.train.layouts.shard.memory_budget import steps_at_once, usual_states
 from kaitian_mpi.train.measure.plan import profile_unmeasured
 from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
 from kaitian_mpi.train.setup import Setup

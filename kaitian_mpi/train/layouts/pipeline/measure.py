@@ -97,12 +97,12 @@ class PipelineFacts:
 
     def _too_large(self, job: PipelineJob) -> str:
         needed = sum(layer.weight_bytes + layer.state_bytes for layer in self.layers)
-        room = (max(0.0, facts.memory_bytes - facts.base_bytes) for facts in job.ranks)
-        has = ", ".join(f"{each / 1e6:.0f}" for each in room)
+        free = (max(0.0, facts.memory_bytes - facts.base_bytes) for facts in job.ranks)
+        available = ", ".join(f"{free_bytes / 1e6:.0f}" for free_bytes in free)
         return (
             f"--layout pipeline: the layers, their gradients and optimizer state take "
-            f"{needed / 1e6:.0f} MB, besides activations, and the ranks have room for {has} MB; "
-            "start more ranks, divide the model in smaller layers, or use a smaller model"
+            f"{needed / 1e6:.0f} MB without activations, and the ranks have {available} MB of free "
+            "memory; start more ranks, divide the model into smaller layers, or use a smaller model"
         )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.pipeline import Stage
-from kaitian_mpi.distributed.late_values import Late
+from kaitian_mpi.distributed.pending_parameter import PendingParameter
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -52,7 +52,7 @@ class Stages(DividedState[int]):
         super().__init__(model, optimizers, frozenset(range(len(parameters))))
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._of_layer = [{numbers[p] for p in layer.parameters()} for layer in layers]
-        self._elsewhere = type("Elsewhere", (Late,), {"arrive": self._refuse})
+        self._elsewhere = type("Elsewhere", (PendingParameter,), {"materialize": self._refuse})
         self._strides = [parameter.stride() for parameter in parameters]
         self._present = set(self.owned)
         """The parameters that this rank has."""
@@ -180,7 +180,7 @@ class Stages(DividedState[int]):
         self._new.pop(number, None)
         self._present.discard(number)
         parameter = self._parameters[number]
-        if not isinstance(parameter, Late):
+        if not isinstance(parameter, PendingParameter):
             # On the stage's device, as the model's own code may ask where the parameters are.
             nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
             set_data(parameter, nothing.expand(parameter.shape))
@@ -192,7 +192,7 @@ class Stages(DividedState[int]):
     def _settle(self, number: int) -> None:
         """Give a parameter of this rank's its value, on its device."""
         parameter, value = self._parameters[number], self._new.pop(number, None)
-        if isinstance(parameter, Late):
+        if isinstance(parameter, PendingParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         if value is not None:
             data = torch.empty_strided(

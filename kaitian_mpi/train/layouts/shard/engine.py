@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kaitian_mpi.distributed.late_values import PartedModel
-from kaitian_mpi.distributed.shards import ShardReducer
+from kaitian_mpi.distributed.shard_reducer import ShardReducer
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.watchdog import enter_phase
@@ -26,49 +26,53 @@ class ShardEngine(Engine):
     gradients: ShardReducer
 
     def _prepare(self) -> None:
-        # The most samples of a micro-batch, of each rank.
-        self._micro_batches = gather_values(self._world.comm, self._plan.micro_batch_size)
+        self._rounds = 1  # the micro-batches of the rank with most, in the current step
+        # The largest micro-batch of each rank, in samples.
+        self._micro_batch_sizes = gather_values(self._world.comm, self._plan.micro_batch_size)
 
     def _make_gradients(self) -> ShardReducer:
         state, step = self._state, self.step
         assert isinstance(state.partition, Shards)
         options: dict[str, Any] = {"on_bucket": step.bucket_ready, "waits": step.waits}
-        if state.parted is not None:
-            options["gathering"] = state.partition.gathering(state.parted, self._world, step.waits)
+        if state.sharded_model is not None:
+            options["gathering"] = state.partition.gathering(
+                state.sharded_model, self._world, step.waits
+            )
         return state.partition.reducer(state.model, **options)
 
     def close(self, together: bool = True) -> None:
-        self._end_forward(keeps=False)
+        self._end_forward(keeps_changes=False)
         super().close(together)
 
     def undo(self) -> None:
-        self._end_forward(keeps=False)
+        self._end_forward(keeps_changes=False)
         super().undo()
 
-    def begin(self, parts: Sequence[MicroBatch]) -> list[int]:
-        order = super().begin(parts)
-        self.gradients.rounds = self._most_parts(self.step.batch_sizes)
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        order = super().begin(micro_batches)
+        self._rounds = self._most_micro_batches(self.step.batch_sizes)
+        self.gradients.begin_step(self._rounds)
         return order
 
-    def _most_parts(self, shares: Sequence[int]) -> int:
-        """Return the most micro-batches that any rank takes; the same on every rank."""
-        if not self.has_micro_batches:
+    def _most_micro_batches(self, shares: Sequence[int]) -> int:
+        """Return the number of micro-batches of the rank with most; the same on every rank."""
+        if not self.splits_shares:
             return 1
         least = self.sampler.min_batch
         counts = [
             len(split_share(range(share), limit, least))
-            for share, limit in zip(shares, self._micro_batches, strict=True)
+            for share, limit in zip(shares, self._micro_batch_sizes, strict=True)
         ]
         return max(counts)
 
-    def place(self, part: MicroBatch) -> Any:
+    def place(self, micro_batch: MicroBatch) -> Any:
         gathering = self.gradients.gathering
         if gathering is not None:
-            self._parted.begin(gathering.bring, gathering.keep)
-        return super().place(part)
+            self._sharded_model.begin(gathering.unshard, gathering.write_back)
+        return super().place(micro_batch)
 
     def _arm(self, index: int, is_last: bool) -> None:
-        gradients, rounds = self.gradients, self.gradients.rounds
+        gradients = self.gradients
         if gradients.is_outdated:
             if gradients.has_begun or gradients.gathering is not None:
                 raise UserError(
@@ -76,9 +80,9 @@ class ShardEngine(Engine):
                     "the next batch, not within a step"
                 )
             self._follow_unfreezing()
-            self.gradients.rounds = rounds
-        loss_of_share = self.step.own_loss() if is_last and self._loss_travels else None
-        self.gradients.arm(self.step.weight_of_part(index), loss_of_share)
+            self.gradients.begin_step(self._rounds)
+        loss_of_share = self.step.rank_loss() if is_last and self._loss_travels else None
+        self.gradients.arm(self.step.weight_of_micro_batch(index), loss_of_share)
 
     def _backward_done(self) -> None:
         if self.gradients.gathering is not None:
@@ -94,20 +98,20 @@ class ShardEngine(Engine):
         if gathering is None:
             yield
             return
-        self._parted.begin(gathering.bring_any, gathering.keep)
+        self._sharded_model.begin(gathering.unshard_any, gathering.write_back)
         try:
             yield
         finally:
-            self._parted.end()
+            self._sharded_model.end()
         enter_phase("waiting for the other ranks' forwards", waits=True, limited=False)
-        gathering.end_any()
+        gathering.join_others()
 
-    def _end_forward(self, keeps: bool = True) -> None:
-        """Let go of the parameters in parts that were brought. Not collective."""
+    def _end_forward(self, keeps_changes: bool = True) -> None:
+        """Release the parameters that were gathered. Not collective."""
         if self.gradients.gathering is not None:
-            self._parted.end(keeps=keeps)
+            self._sharded_model.end(keeps_changes=keeps_changes)
 
     @property
-    def _parted(self) -> PartedModel:
-        assert self._state.parted is not None
-        return self._state.parted
+    def _sharded_model(self) -> ShardedModel:
+        assert self._state.sharded_model is not None
+        return self._state.sharded_model

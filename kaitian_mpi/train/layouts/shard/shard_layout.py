@@ -1,4 +1,4 @@
-"""How layout shard divides a model: the room that ranks have for it, and who owns what."""
+"""How layout shard divides a model: the budget that ranks have for it, and who owns what."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.late_values import PartedModel
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.shard.engine import ShardEngine
-from kaitian_mpi.train.layouts.shard.room import Room, find_room
+from kaitian_mpi.train.layouts.shard.memory_budget import MemoryBudget, find_memory_budget
 from kaitian_mpi.train.layouts.shard.shards import Key, Shards, divide_parameters, steps_by_element
 from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, find_profiles
 from kaitian_mpi.train.setup import Setup
@@ -30,9 +30,9 @@ class ShardLayout(Layout):
     name = "shard"
     engine = ShardEngine
 
-    def __init__(self, room: Room, reserved: int) -> None:
-        """Divide a model by the ranks' room; `reserved` bytes of it are this rank's."""
-        self._room = room
+    def __init__(self, budget: MemoryBudget, reserved: int) -> None:
+        """Divide a model by the ranks' budget; `reserved` bytes of it are this rank's."""
+        self._budget = budget
         self._reserved = reserved
         # Of the parameters in parts, what this rank has before there are owners.
         self._values: dict[Key, torch.Tensor] = {}
@@ -44,21 +44,23 @@ class ShardLayout(Layout):
         Raises:
             AgreedError: it does not fit.
         """
-        return cls(*find_room(setup, config, world))
+        return cls(*find_memory_budget(setup, config, world))
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
-        room, model = self._room, setup.task.model
-        if not room.parted:
+        budget, model = self._budget, setup.task.model
+        if not budget.sharded:
             model.to(world.device)
             return setup
-        parted = PartedModel(model, room.parted, world.device)
+        sharded_model = ShardedModel(model, budget.sharded, world.device)
         parameters = list(model.parameters())
-        pairs, _ = room.owners(config, world)
+        pairs, _ = budget.owners(config, world)
         by_rows = steps_by_element(setup.task.make_optimizers(model))
-        parts = divide_parameters(parameters, range(len(parameters)), room.parted, pairs, by_rows)
+        parts = divide_parameters(
+            parameters, range(len(parameters)), budget.sharded, pairs, by_rows
+        )
         own = [part for part in parts if world.rank in (part.owner, part.mirror)]
-        self._values = parted.keep([(part.parameter, part.begin, part.end) for part in own])
-        return replace(setup, parted=parted)
+        self._values = sharded_model.shard([(part.parameter, part.begin, part.end) for part in own])
+        return replace(setup, sharded_model=sharded_model)
 
     def find_profiles(
         self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
@@ -68,26 +70,28 @@ class ShardLayout(Layout):
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
     ) -> State:
-        parted = setup.parted
-        with nullcontext() if parted is None else parted.making_optimizers():
-            state = State(setup.task, computation, total_steps, config.wire, moves=parted is None)
-        state.parted = parted
+        sharded_model = setup.sharded_model
+        with nullcontext() if sharded_model is None else sharded_model.making_optimizers():
+            state = State(
+                setup.task, computation, total_steps, config.wire, moves=sharded_model is None
+            )
+        state.sharded_model = sharded_model
         use_shards(state, setup.task, self._values)
         return state
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
-        room, shards = self._room, state.partition
+        budget, shards = self._budget, state.partition
         assert isinstance(shards, Shards)
-        pairs, why = room.owners(config, world)
-        shards.overlaps = room.can_overlap(pairs, world)
+        pairs, why = budget.owners(config, world)
+        shards.overlaps = budget.can_overlap(pairs, world)
         shards.assign(world, pairs)
         self._values = {}
-        print_rank_0(world, room.describe(*shards.held(world.size), why))
+        print_rank_0(world, budget.describe(*shards.held(world.size), why))
 
     def planned_bytes(
         self, config: TrainingConfig, world: World, plan: Plan, profiles: Profiles
     ) -> list[int | None]:
-        stepping = self._room.bytes_of_steps(config, world)
+        stepping = self._budget.optimizer_bytes(config, world)
         return profiles.planned_bytes(world.infos, plan.batch_sizes, stepping)
 
 
@@ -105,4 +109,4 @@ def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> 
             "--layout shard: an embedding with max_norm changes only those rows that a rank's own "
             "samples use; leave that out, or limit the norms of all rows between two steps"
         )
-    state.partition = Shards(state.model, state.optimizers, state.parted, values)
+    state.partition = Shards(state.model, state.optimizers, state.sharded_model, values)

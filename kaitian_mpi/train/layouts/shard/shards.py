@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, NO_MIRROR, Pair, Part, divide
 from kaitian_mpi.distributed.gathering import Gathering
-from kaitian_mpi.distributed.gradients import partition
-from kaitian_mpi.distributed.late_values import PartedModel
-from kaitian_mpi.distributed.shards import ShardReducer
+from kaitian_mpi.distributed.gradients import group_into_buckets
+from kaitian_mpi.distributed.shard_reducer import ShardReducer
+from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Key = tuple[int, int, int]
 """A parameter's number, and the rows from one to before another."""
 
-# Those of which each element's update depends on that element alone, so that rows can be parted.
+# Those of which each element's update depends on that element alone, so that rows can be sharded.
 _BY_ELEMENT = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Rprop, optim.ASGD),
@@ -53,7 +53,7 @@ class OwnedValues(Protocol):
     def numbers(self) -> Collection[int]:
         """Of these parameters; the same on every rank."""
 
-    def place(self, number: int, values: torch.Tensor) -> nn.Parameter:
+    def make_target(self, number: int, values: torch.Tensor) -> nn.Parameter:
         """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
 
 
@@ -81,7 +81,7 @@ class Shards(DividedState[Part]):
         """
         numbers = frozenset[int]() if owned is None else frozenset(owned.numbers)
         super().__init__(model, optimizers, numbers)
-        self._place = None if owned is None else owned.place
+        self._make_target = None if owned is None else owned.make_target
         self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
         self.parts: list[Part] = []
         """Of all ranks; empty before `assign`."""
@@ -217,10 +217,10 @@ class Shards(DividedState[Part]):
         if self._reducer is not None:
             self._reducer.check_values()
 
-    def gathering(self, model: PartedModel, world: World, waits: Any) -> Gathering:
+    def gathering(self, model: ShardedModel, world: World, waits: Any) -> Gathering:
         """Return what brings the parameters of `model`, whose values are owned, from the owners."""
         exchange = partial(gather_values, world.comm)
-        options = {"waits": waits, "is_ahead": self.overlaps}
+        options = {"waits": waits, "prefetches": self.overlaps}
         return Gathering(model, self.parts, self.targets, exchange, **options)
 
     def follow_data(self) -> None:
@@ -291,8 +291,8 @@ class Shards(DividedState[Part]):
             return _target(parameter, part)
         if part.owner != rank:  # a mirror has no other use for them
             return nn.Parameter(self._values[key].to(parameter.device, copy=False))
-        assert self._place is not None
-        target = self._place(part.parameter, self._values[key])
+        assert self._make_target is not None
+        target = self._make_target(part.parameter, self._values[key])
         self._values[key] = target.detach()
         return target
 
@@ -346,7 +346,7 @@ def divide_parameters(
     parts. If not `by_rows`, only whole ones are owned.
     """
     counts = _counts(parameters, stepped, owned)
-    order = [n for bucket in partition(parameters, BUCKET_CAPS) for n in bucket]
+    order = [n for bucket in group_into_buckets(parameters, BUCKET_CAPS) for n in bucket]
     return divide(counts, [*map(_rows, parameters)], pairs, order, by_rows)
 
 
@@ -413,7 +413,7 @@ def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str,
     for name, value in state.items():
         if _has_rows(value, end - begin):
             value = value[rows[0] - begin : rows[1] - begin]
-            if value.stride(0) == 0:  # all rows have the memory of one number: see `PartedModel`
+            if value.stride(0) == 0:  # all rows have the memory of one number: see `ShardedModel`
                 value = value.clone(memory_format=torch.contiguous_format)
         cut[name] = value
     return cut

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kaitian_mpi.distributed.late_values import PartedModel, check_without_torch_func
+from kaitian_mpi.distributed.sharded_model import ShardedModel, check_without_torch_func
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.layouts.shard.shards import _cut, _join, _kept, steps_by_element
 
@@ -17,8 +17,8 @@ class Owner:
 
     def __init__(self, model):
         self.values = [p.detach().clone() for p in model.parameters()]
-        self.parted = PartedModel(model, range(len(self.values)), torch.device("cpu"))
-        self.parted.keep([])
+        self.sharded = ShardedModel(model, range(len(self.values)), torch.device("cpu"))
+        self.sharded.shard([])
 
     def give(self, number):
         return self.values[number].clone()
@@ -27,11 +27,11 @@ class Owner:
         self.values[number].copy_(values)
 
     def __enter__(self):
-        self.parted.begin(self.give, self.keep)
-        return self.parted
+        self.sharded.begin(self.give, self.keep)
+        return self.sharded
 
     def __exit__(self, *_):
-        self.parted.end()
+        self.sharded.end()
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -50,7 +50,7 @@ def test_no_cast_of_a_parameter_stays(is_frozen):
             return model(inputs), [p.grad for p in model.parameters()]
 
     owner = Owner(model)
-    kept, pack = [], owner.parted._pack
+    kept, pack = [], owner.sharded._pack
 
     def watch(tensor):
         saved = pack(tensor)
@@ -58,7 +58,7 @@ def test_no_cast_of_a_parameter_stays(is_frozen):
             kept.append(tensor)
         return saved
 
-    owner.parted._pack = watch
+    owner.sharded._pack = watch
     with owner:
         found, gradients = compute(model)
     expected, others = compute(one)
@@ -75,14 +75,14 @@ def test_no_cast_of_a_parameter_stays(is_frozen):
 def test_autocast_keeps_no_parameter_in_its_cache():
     model = nn.Sequential(*[nn.Linear(24, 24, bias=False) for _ in range(4)])
     owner, casts = Owner(model), []
-    pack = owner.parted._pack
+    pack = owner.sharded._pack
 
     def watch(tensor):
         if tensor.dtype == torch.bfloat16 and tensor.shape == (24, 24):
             casts.append(StorageWeakRef(tensor.untyped_storage()))
         return pack(tensor)
 
-    owner.parted._pack = watch
+    owner.sharded._pack = watch
     with owner, torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(2, 24, requires_grad=True))
         assert len(casts) == 4
@@ -92,15 +92,15 @@ def test_autocast_keeps_no_parameter_in_its_cache():
 def test_what_is_made_like_parameters_takes_no_memory_and_has_the_right_numbers():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     owner = Owner(model)
-    with owner.parted.making_optimizers():
+    with owner.sharded.making_optimizers():
         adagrad = optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-        with pytest.raises(UserError, match=r"the task's optimizer uses the values of 0.weight"):
+        with pytest.raises(UserError, match=r"the optimizer uses the values of 0.weight"):
             [p.clone() for p in model.parameters()]
     for parameter, state in adagrad.state.items():
         assert state["sum"].shape == parameter.shape
         assert state["sum"].untyped_storage().nbytes() == 4
         assert state["sum"].flatten().tolist() == [0.5] * parameter.numel()
-    with pytest.raises(UserError, match=r"0.weight is in parts"):
+    with pytest.raises(UserError, match=r"0.weight is sharded"):
         torch.zeros_like(model[0].weight)
 
 

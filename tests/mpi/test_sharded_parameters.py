@@ -59,12 +59,12 @@ def make_task(optimizer, clip_norm=None):
 
 @pytest.fixture
 def make_run(world):
-    def make(optimizer="adamw", clip_norm=None, has_room=True, **options):
+    def make(optimizer="adamw", clip_norm=None, can_overlap=True, **options):
         task = make_task(optimizer, clip_norm)
         # The last of the parameters stays whole.
-        parted = range(len(list(task.model.parameters())) - 1)
+        sharded = range(len(list(task.model.parameters())) - 1)
         memory = [3, 1, 2][: world.size]  # the batches are 1 : 2 : 3
-        layout = loops.shard_layout(world, memory, parted, has_room=has_room)
+        layout = loops.shard_layout(world, memory, sharded, can_overlap=can_overlap)
         options = {"layout": layout, "epochs": 9, **options}
         return task, loops.Run(world, loops.uneven(world), task=task, **options)
 
@@ -103,16 +103,16 @@ def test_values_move_to_other_owners_and_their_mirrors(world, make_run, tmp_path
     train(world, run, 2, taken := [])
     run.loop.close()
     memory = [1, 3, 1][: world.size]
-    parted = range(len(list(task.model.parameters())) - 1)
-    run.maker.layout = loops.shard_layout(world, memory, parted, mirrors=world.size > 1)
+    sharded = range(len(list(task.model.parameters())) - 1)
+    run.maker.layout = loops.shard_layout(world, memory, sharded, mirrors=world.size > 1)
     run.make_loop()
     train(world, run, 5, taken)
     run.close()
     check(world, run, task, initial, taken, tmp_path)
     # Nothing is whole on a rank, besides the last parameter.
     with torch._C.DisableTorchFunctionSubclass():
-        *parted, last = (p.untyped_storage().nbytes() for p in task.model.parameters())
-    assert (set(parted), last) == ({8}, 4 * 8)
+        *sharded, last = (p.untyped_storage().nbytes() for p in task.model.parameters())
+    assert (set(sharded), last) == ({8}, 4 * 8)
 
 
 def test_a_parameter_cannot_be_used_between_steps(world, make_run):
@@ -121,7 +121,7 @@ def test_a_parameter_cannot_be_used_between_steps(world, make_run):
     weight = task.model.first.weight
     uses = task.model.state_dict, weight.sum, weight.tolist, lambda: copy.deepcopy(weight)
     for use in (*uses, lambda: task.model(torch.ones(1, 3)), lambda: weight.data):
-        with pytest.raises(UserError, match="in parts on the ranks"):
+        with pytest.raises(UserError, match="is sharded, and whole only"):
             use()
     assert (weight.shape, weight.dtype, weight.grad) == ((16, 3), torch.float64, None)
     run.close()
@@ -141,8 +141,10 @@ def test_parameters_must_be_used_in_the_same_order(world, make_run):
         run.close()
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_the_next_parameter_is_gathered_while_one_computes(world, make_run, monkeypatch, has_room):
+@pytest.mark.parametrize("can_overlap", [True, False])
+def test_the_next_parameter_is_gathered_while_one_computes(
+    world, make_run, monkeypatch, can_overlap
+):
     """If there is room for it; from the second step on, when the order is known."""
     rounds = [[]]
 
@@ -157,18 +159,18 @@ def test_the_next_parameter_is_gathered_while_one_computes(world, make_run, monk
         rounds.append([])
         function(gathering)
 
-    for name in ("bring", "_start"):
+    for name in ("unshard", "_start"):
         monkeypatch.setattr(Gathering, name, noting(name, getattr(Gathering, name)))
     monkeypatch.setattr(Gathering, "end_round", end_round)
-    _, run = make_run(has_room=has_room, evaluates=False)
+    _, run = make_run(can_overlap=can_overlap, evaluates=False)
     train(world, run, 3, [])
     run.close()
     first, second, *_ = rounds
-    order = [number for name, number in second if name == "bring"]
-    assert first == [("bring", number) for number in order]
+    order = [number for name, number in second if name == "unshard"]
+    assert first == [("unshard", number) for number in order]
     ahead = [("_start", number) for number in order[1:]]
     both = itertools.chain(*itertools.zip_longest(second[::2], ahead))
-    assert second == ([each for each in both if each is not None] if has_room else first)
+    assert second == ([each for each in both if each is not None] if can_overlap else first)
 
 
 class Square(torch.autograd.Function):
@@ -210,7 +212,7 @@ class Together(nn.Module):
 def test_functions_use_several_parameters(train_alike):  # noqa: F811
     model = Together()
     task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd, clip_norm=0.1)
-    train_alike(task, micro_batch_size=None, epochs=1, parted=range(len(list(model.parameters()))))
+    train_alike(task, micro_batch_size=None, epochs=1, sharded=range(len(list(model.parameters()))))
 
 
 class Decayed(nn.Module):
@@ -244,7 +246,7 @@ def shrink_data(weight):
 def test_a_forward_may_change_parameters_in_place(train_alike, change):  # noqa: F811
     model = Decayed(change)
     task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd)
-    train_alike(task, micro_batch_size=None, parted=[0, 2, 3])
+    train_alike(task, micro_batch_size=None, sharded=[0, 2, 3])
 
 
 def set_data(weight):
@@ -263,7 +265,7 @@ def test_changes_that_would_be_lost_are_refused(world, change, mirrors, match):
         return
     task = Task(model=Decayed(change), data=Points(), loss=compute_loss, optimizer=sgd)
     memory = [3, 1, 2][: world.size]
-    layout = loops.shard_layout(world, memory, parted=[0, 2, 3], mirrors=mirrors)
+    layout = loops.shard_layout(world, memory, sharded=[0, 2, 3], mirrors=mirrors)
     run = loops.Run(world, loops.uneven(world), task=task, layout=layout)
     with pytest.raises(UserError, match=match):
         next(run.epoch())

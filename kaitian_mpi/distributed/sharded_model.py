@@ -1,0 +1,329 @@
+"""A model whose parameters are sharded over the ranks, and whole only while they are used.
+
+What autograd would save of a parameter's values is replaced by a note, with which backward gathers
+them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.distributed.collectives.staging import ends_of_streams, keep_for_current_stream
+from kaitian_mpi.distributed.pending_parameter import (
+    EXPOSES_MEMORY,
+    SETS_DATA,
+    PendingParameter,
+    is_compiled,
+)
+from kaitian_mpi.errors import UserError
+
+_RANDOM_STD = 0.02
+
+Source = Callable[[int], torch.Tensor]
+"""Returns the whole values of the parameter of this number, in memory of their own."""
+
+WriteBack = Callable[[int, torch.Tensor], None]
+"""Takes back the whole values of a parameter, which a forward may have changed in place."""
+
+
+class _SavedNote(NamedTuple):
+    """Saved for backward instead of a tensor with a parameter's values, or with a cast of them."""
+
+    number: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: Sequence[Any]
+    offset: Any
+
+
+class _Unsharded:
+    """The gathered values of a parameter, for any stream: each waits for the one that gathered.
+
+    Their memory is reused only once all of these streams are done with it.
+
+    Attributes:
+        values: for code that needs their shape or dtype only, on any stream.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """Wrap values that the current stream has gathered."""
+        self.values = values
+        self._module: Any = device_of(values.device).streams()
+        self._streams = self._current()
+        self._ends = ends_of_streams([values])
+
+    def on_current_stream(self) -> torch.Tensor:
+        """Return the values for the current stream."""
+        current = self._current()
+        if not current <= self._streams:
+            for end in self._ends:
+                end.let_current_stream_wait()
+            keep_for_current_stream(self.values)
+            self._streams |= current
+        return self.values
+
+    def after_all_streams(self) -> torch.Tensor:
+        """Return the values for the current stream, which waits for all other streams' changes."""
+        for stream in self._streams - self._current():
+            self._module.current_stream(self.values.device).wait_event(stream.record_event())
+        return self.on_current_stream()
+
+    def _current(self) -> set[Any]:
+        if self._module is None:
+            return set()
+        return {self._module.current_stream(self.values.device)}
+
+
+class ShardedModel:
+    """A model with sharded parameters, which are gathered when they are used.
+
+    Between `begin` and `end` a use gathers the values from a source; at other times it raises a
+    `UserError`. The parameters stay the same objects, with their gradients and hooks.
+
+    Attributes:
+        numbers: of the sharded parameters, in the order of the model's `parameters()`.
+    """
+
+    def __init__(self, model: nn.Module, numbers: Collection[int], device: torch.device) -> None:
+        """Leave the model as it is until `shard`; its parameters are then used on `device`.
+
+        Raises:
+            UserError: the model is compiled.
+        """
+        if any(is_compiled(module) for module in model.modules()):
+            raise UserError(
+                "torch.compile does not support sharded parameters, and the model does not fit "
+                "whole on each rank; remove torch.compile"
+            )
+        parameters = list(model.named_parameters())
+        self.numbers = frozenset(numbers)
+        self._model = model
+        self._parameters = {number: parameters[number][1] for number in numbers}
+        self._number_of = {parameters[number][1]: number for number in numbers}
+        methods = {"materialize": self._unshard_used}
+        self._sharded_class: type[PendingParameter] = type("Sharded", (PendingParameter,), methods)
+        self._names = {number: parameters[number][0] for number in numbers}
+        self._device = device
+        self._unsharded: dict[int, _Unsharded] = {}  # those used last
+        self._versions: dict[int, int] = {}  # of these; -1 if the values may change unseen
+        self._addresses: dict[int, int] = {}  # the address of each parameter's values
+        self._number_at: dict[int, int] = {}  # the parameter whose values are at an address
+        self._source: Source | None = None
+        self._write_back: WriteBack | None = None
+        self._hooks: Any = None
+
+    def shard(self, rows: Collection[tuple[int, int, int]]) -> dict[Any, torch.Tensor]:
+        """Free the sharded parameters' values but for some rows, and move the rest to the device.
+
+        Returns:
+            These rows on the device, by the number of a parameter, begin and end.
+        """
+        kept: dict[Any, torch.Tensor] = {}
+        wanted = {number: [key for key in rows if key[0] == number] for number in self.numbers}
+        for number, parameter in self._parameters.items():
+            for key in wanted[number]:
+                kept[key] = parameter.detach()[key[1] : key[2]].to(self._device, copy=True)
+            self._reshard(number)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._model.to(self._device)
+        return kept
+
+    def make_target(self, number: int, values: torch.Tensor) -> nn.Parameter:
+        """Return the parameter that an optimizer steps for some rows of one, on the device."""
+        needs_gradient = self._parameters[number].requires_grad
+        return nn.Parameter(values.to(self._device), requires_grad=needs_gradient)
+
+    def begin(self, source: Source, write_back: WriteBack | None = None) -> None:
+        """Gather parameters from `source` when they are used, until `end`; in this thread.
+
+        `write_back` gets the values that a forward has changed in place.
+        """
+        if self._source is None:
+            self._source = source
+            self._write_back = write_back
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def end(self, keeps_changes: bool = True) -> None:
+        """Free all gathered values. Does nothing without `begin`.
+
+        If not `keeps_changes`, values that a forward has changed are not written back.
+        """
+        if self._source is not None:
+            self._source = None
+            hooks = self._hooks
+            self._hooks = None
+            hooks.__exit__()
+            write_back = self._write_back if keeps_changes else None
+            self._write_back = None
+            resharded = [(number, self._reshard(number)) for number in [*self._unsharded]]
+            for number, changed in resharded:
+                if write_back is not None and changed is not None:
+                    write_back(number, changed)
+
+    def unshard(self, numbers: Sequence[int]) -> None:
+        """Gather these parameters, and free the values of all others."""
+        if self._source is None and self._sharded_class.fills_no_memory:
+            raise UserError(
+                f"the optimizer uses the values of {self._names[numbers[0]]} when it is created, "
+                "but this parameter is sharded, as the model does not fit whole on each rank; use "
+                "another optimizer, or devices with more memory"
+            )
+        if self._source is None:
+            raise UserError(
+                f"the parameter {self._names[numbers[0]]} is sharded, and whole only while a step "
+                "or an evaluation computes with it; read the weights from a checkpoint, or from "
+                "checkpoints/model.pt when the run is finished"
+            )
+        for number in dict.fromkeys(numbers):
+            if number in self._unsharded:
+                self._unsharded[number].on_current_stream()
+                continue
+            for other in [known for known in self._unsharded if known not in numbers]:
+                changed = self._reshard(other)
+                if self._write_back is not None and changed is not None:
+                    self._write_back(other, changed)
+            values = self._source(number)
+            self._unsharded[number] = _Unsharded(values)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._set(number, values)
+                self._versions[number] = self._parameters[number]._version
+
+    def _unshard_used(self, parameters: Sequence[PendingParameter], function: Any) -> None:
+        """Gather all parameters that a function uses; none may be freed before it is called."""
+        numbers = [self._number_of[parameter] for parameter in parameters]
+        if function == SETS_DATA and self._source is not None:
+            raise UserError(
+                f"{self._names[numbers[0]]}.data was set by a forward, but the parameter is "
+                "sharded; change it in place, as by copy_() with torch.no_grad(), or use devices "
+                "on which the model fits whole"
+            )
+        self.unshard(numbers)
+        if function in EXPOSES_MEMORY:
+            self._versions |= dict.fromkeys(numbers, -1)
+
+    @contextmanager
+    def making_optimizers(self) -> Iterator[None]:
+        """Let optimizers create state in the block, as Adagrad does, without memory for it yet."""
+        self._sharded_class.fills_no_memory = True
+        try:
+            yield
+        finally:
+            self._sharded_class.fills_no_memory = False
+
+    def random_values(self) -> Source:
+        """Return a source of random values, to measure a step without communication."""
+        largest = max(parameter.numel() for parameter in self._parameters.values())
+        memory: dict[torch.dtype, torch.Tensor] = {}
+
+        def source(number: int) -> torch.Tensor:
+            parameter = self._parameters[number]
+            if parameter.dtype not in memory:
+                values = torch.empty(largest, dtype=parameter.dtype, device=self._device)
+                memory[parameter.dtype] = values.normal_(std=_RANDOM_STD)
+            return memory[parameter.dtype][: parameter.numel()].view(parameter.shape)
+
+        return source
+
+    def empty_values(self, number: int) -> torch.Tensor:
+        """Return new memory for a whole parameter, on the device."""
+        parameter = self._parameters[number]
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+
+    def stream(self) -> Any:
+        """Return the device's current stream; None if it has none."""
+        module = device_of(self._device).streams()
+        return None if module is None else module.current_stream(self._device)
+
+    def name(self, number: int) -> str:
+        return self._names[number]
+
+    def _set(self, number: int, values: torch.Tensor) -> None:
+        """Set a parameter's values, by whose address `_pack` recognizes it."""
+        if self._number_at.get(before := self._addresses.get(number, 0)) == number:
+            del self._number_at[before]
+        self._parameters[number].data = values
+        self._addresses[number] = values.untyped_storage().data_ptr()
+        self._number_at[self._addresses[number]] = number
+
+    def _reshard(self, number: int) -> torch.Tensor | None:
+        """Free a parameter's values, unless other tensors still refer to them.
+
+        Returns:
+            The values, if they may have changed.
+        """
+        parameter, gathered = self._parameters[number], self._unsharded.pop(number, None)
+        with torch._C.DisableTorchFunctionSubclass():
+            is_changed = self._versions.pop(number, None) != parameter._version
+            nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=self._device)
+            self._set(number, nothing.expand(parameter.shape))
+        parameter.__class__ = self._sharded_class
+        torch.clear_autocast_cache()  # which would keep a cast of each
+        return gathered.after_all_streams() if is_changed and gathered is not None else None
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which has no memory itself
+            return tensor
+        number = self._number_at.get(tensor.untyped_storage().data_ptr())
+        if number is not None and tensor.dtype != self._parameters[number].dtype:
+            return tensor
+        strides, offset = tensor.stride(), tensor.storage_offset()
+        if number is None:
+            number = self._number_of_cast(tensor)
+        elif (
+            number not in self._unsharded
+        ):  # a function of autograd's has saved it, and used another
+            strides = torch.empty(tensor.size(), device="meta").stride()
+        if number is None:
+            return tensor
+        return _SavedNote(number, tensor.dtype, tensor.size(), strides, offset)
+
+    def _number_of_cast(self, tensor: torch.Tensor) -> int | None:
+        """Return the parameter of which a tensor is a cast, as autocast makes it; None if none.
+
+        The values are compared: an activation may have the same size. The host waits for the
+        device, as it does in the exchange of the values.
+        """
+        for number, gathered in self._unsharded.items():
+            values = gathered.values
+            size = values.numel() * tensor.element_size()
+            is_cast = tensor.is_floating_point() and tensor.dtype != values.dtype
+            if is_cast and tensor.untyped_storage().nbytes() == size:
+                values = gathered.on_current_stream()
+                flat = tensor.as_strided((values.numel(),), (1,), 0)
+                if torch.equal(flat, values.view(-1).to(tensor.dtype)):
+                    return number
+        return None
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedNote):
+            return saved  # type: ignore[no-any-return]
+        self.unshard([saved.number])
+        values = self._unsharded[saved.number].on_current_stream().to(saved.dtype)
+        return values.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def check_without_torch_func(model: nn.Module, error: RuntimeError) -> None:
+    """Check that a forward has not failed because the model's parameters are sharded.
+
+    Raises:
+        UserError: it uses a gradient of torch.func, which does not support hooks of autograd.
+    """
+    are_sharded = any(isinstance(parameter, PendingParameter) for parameter in model.parameters())
+    if are_sharded and "saved tensor hooks" in str(error):
+        raise UserError(
+            "the loss uses a gradient of torch.func, which does not support sharded parameters; "
+            "use torch.autograd.grad, or devices on which the model fits whole"
+        ) from error
+
+
+def can_be_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter can be sharded by rows: a real, contiguous one can."""
+    is_plain = type(parameter) is nn.Parameter and parameter.is_contiguous()
+    return is_plain and parameter.dim() > 0 and parameter.is_floating_point()
