@@ -1,9 +1,10 @@
 """Adaptive batches in a script's own trainer: what `kaitian-run --adaptive` installs.
 
 Every trainer passes three places of torch. A `DataLoader` gives each rank its planned slice of the
-ranks' batches (batches.py). `DistributedDataParallel` averages the ranks' gradients: each is
-weighted by its slice on its way into the model (weights.py), so that the average is the gradient of
-the global batch. When a backward has ended, the ranks exchange their times, and after it they plan.
+ranks' batches (planned_batches.py). `DistributedDataParallel` averages the ranks' gradients: each
+is weighted by its slice on its way into the model (output_weights.py), so that the average is the
+gradient of the global batch. When a backward has ended, the ranks exchange their times, and after
+it they plan.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ from kaitian_mpi.distributed.sync_batch_norm import (
     participate,
 )
 from kaitian_mpi.errors import AgreedError
-from kaitian_mpi.integrations.batches import Cut, cut_loaders
+from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan, StepTimer
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
 from kaitian_mpi.integrations.loss_weights import Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
-from kaitian_mpi.integrations.plan import AdaptivePlan, StepTimer
-from kaitian_mpi.integrations.taken import Given, Iteration, Taken, TakenBatches, tensors_in
+from kaitian_mpi.integrations.output_weights import OutputWeights
+from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler, plan_loaders
+from kaitian_mpi.integrations.taken_batches import (
+    BatchRows,
+    Iteration,
+    TakenBatch,
+    TakenBatches,
+    tensors_in,
+)
 from kaitian_mpi.integrations.weighted_gradients import require_gradient, unweight_inputs
-from kaitian_mpi.integrations.weights import Weights
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -71,7 +78,7 @@ class Adaptive:
         self._comm = world.comm.Dup()
         self._times = StepTimer(self._comm, world.device_kind)
         self._ranks = Ranks(world, self._comm, self._times.waiting)
-        self._weights = Weights(self._ranks)
+        self._weights = OutputWeights(self._ranks)
         self._trains_in_eval_mode = False  # whether a model has
         # A forward's rows for each of the batch's; 0 if its first dimension is others.
         self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
@@ -79,27 +86,29 @@ class Adaptive:
         )
         # By the rows of a rank's full batch in the script.
         self._plans: dict[int, AdaptivePlan] = {}
-        self._cut: Cut | None = None  # of the loader that trains
+        self._train_sampler: PlannedBatchSampler | None = None  # of the loader that trains
         self._taken = TakenBatches()
-        self._in_step: Taken | None = None  # of all forwards in the trainer's step, if it has one
-        self._of_forward: Taken | None = None  # of the forward that is computed, if known
-        self._now = self._in_forward = Given(1, world.size)
-        self._sums = False  # whether the next backward sums the gradients
-        self._restore = [cut_loaders(self), self._extend_ddp()]
+        self._step_batch: TakenBatch | None = None  # of all forwards in the trainer's current step
+        self._forward_batch: TakenBatch | None = None  # of the forward that is computed, if known
+        self._train_rows = self._forward_rows = BatchRows(1, world.size)
+        self._next_backward_sums = False  # the gradients over the ranks
+        self._restore = [plan_loaders(self), self._extend_ddp()]
         self._restore.append(register_optimizer_step_post_hook(self._check_supported).remove)
         register_close(self._receive_all)
 
     def close(self) -> None:
-        """Take the extensions away again; loaders that have been cut stay equal. Collective."""
+        """Remove the extensions; loaders that follow the plan keep its shares. Collective."""
         while self._restore:
             self._restore.pop()()
         unregister_close(self._receive_all)
         self._receive_all()
         _installed.clear()
 
-    def divide(self, cut: Cut, rows: int) -> list[int]:
+    def divide(self, sampler: PlannedBatchSampler, rows: int) -> list[int]:
         """Return how many rows of a batch each rank takes."""
-        plan = self._plans.get(cut.rows) or AdaptivePlan(cut.rows, self.world.infos, min_batch=2)
+        plan = self._plans.get(sampler.rank_rows)
+        if plan is None:
+            plan = AdaptivePlan(sampler.rank_rows, self.world.infos, min_batch=2)
         return plan.divide(rows)
 
     def is_training(self) -> bool:
@@ -110,36 +119,36 @@ class Adaptive:
     def has_new_plan(self) -> bool:
         """Return whether the ranks' times of the last step have changed the plan. Collective."""
         times = self._times.receive()
-        if times is None or self._cut is None:
+        if times is None or self._train_sampler is None:
             return False
-        plan = self._plans[self._cut.rows]
+        plan = self._plans[self._train_sampler.rank_rows]
         reason = plan.observe(times)
         if reason:
             print_rank_0(self.world, f"step {self._times.steps}: new plan {plan.shares}: {reason}")
         return bool(reason)
 
-    def gives(self, iteration: Iteration, given: Given, batch: Any) -> None:
-        """Take note that the script takes a batch."""
-        self._taken.take(iteration, given, batch, self.is_training())
+    def batch_taken(self, iteration: Iteration, rows: BatchRows, batch: Any) -> None:
+        """Record that the script has taken a batch."""
+        self._taken.take(iteration, rows, batch, self.is_training())
 
-    def gives_uncut(self, is_stream: bool) -> None:
-        """Take note that the script iterates over a loader that is not cut."""
-        self._taken.take_uncut(self.is_training(), is_stream)
+    def unplanned_loader_iterated(self, is_stream: bool) -> None:
+        """Record that the script iterates over a loader that does not follow the plan."""
+        self._taken.add_unplanned_loader(self.is_training(), is_stream)
 
     @contextlib.contextmanager
-    def step_of(self, inputs: Any) -> Iterator[Given | None]:
-        """Let all forwards have the batch of these inputs, the next that its trainer has taken.
+    def step_of(self, inputs: Any) -> Iterator[BatchRows | None]:
+        """Attribute all forwards in the block to these inputs' batch, the trainer's next one.
 
-        The context gives the rows of that batch, or None if it is not known.
+        Yields the rows of that batch, or None if it is not known.
         """
-        self._in_step = self._taken.train(inputs, in_order=True)
+        self._step_batch = self._taken.train(inputs, in_order=True)
         try:
-            yield self._in_step.given if self._in_step is not None else None
+            yield self._step_batch.rows if self._step_batch is not None else None
         finally:
-            self._in_step = None
+            self._step_batch = None
 
     def _extend_ddp(self) -> Callable[[], None]:
-        """Watch every model that DDP wraps from now on; return what ends that."""
+        """Watch every model that DDP wraps from now on; return a function that undoes this."""
         create = DistributedDataParallel.__init__
 
         @functools.wraps(create)
@@ -171,24 +180,24 @@ class Adaptive:
 
     def counts(self) -> bool:
         """Return whether the rows of the forward that begins count, and are not a stand-in."""
-        return self._in_forward.own > 0 or self._weights.counts_stand_ins
+        return self._forward_rows.this_rank > 0 or self._weights.counts_stand_ins
 
     def before_forward(
         self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Find out which batch a forward has, and return its inputs, for gradients to leave by.
+        """Find the batch of a forward, and return its inputs, through which gradients may leave.
 
         Collective when a loader is new, in training mode. In eval mode gradients may be computed or
-        not, and a rank may be alone: the batch is one that is trained on if there is a backward.
+        not, and a rank may be alone: the batch counts as training data if there is a backward.
         """
         inputs = args, kwargs
         if not (torch.is_grad_enabled() and model.module.training):
-            self._of_forward = self._taken.evaluate(inputs)
-            if self._of_forward is not None:
-                self._in_forward = self._of_forward.given
+            self._forward_batch = self._taken.evaluate(inputs)
+            if self._forward_batch is not None:
+                self._forward_rows = self._forward_batch.rows
         else:
-            self._of_forward = self._in_step or self._taken.train(inputs)
-            self._in_forward = self._train_on(self._of_forward, model)
+            self._forward_batch = self._step_batch or self._taken.train(inputs)
+            self._forward_rows = self._train_on(self._forward_batch, model)
         if not torch.is_grad_enabled():
             return None
         self._weights.begin_forward(model)
@@ -208,91 +217,94 @@ class Adaptive:
             _check_output(model, output)
             return None
         rows = first_length(args, kwargs) or 0
-        forward = Forward(functools.partial(self._count, self._of_forward, model, rows), rows)
+        forward = Forward(functools.partial(self._count, self._forward_batch, model, rows), rows)
         if model.module.training:
             forward.batch()
         inputs = args, dict(kwargs)
         return self._weights.weight_output(model, inputs, output, forward, self._backward_done)
 
     def end_forward(self) -> None:
-        """Watch the forward no more, also where it has failed."""
+        """Stop watching the forward, even if it has failed."""
         self._weights.end_forward()
 
     def _count(
-        self, taken: Taken | None, model: DistributedDataParallel, rows: int
-    ) -> tuple[Given, int]:
-        """Return the batch of a forward with gradients, and how many rows that has for each.
+        self, taken: TakenBatch | None, model: DistributedDataParallel, rows: int
+    ) -> tuple[BatchRows, int]:
+        """Return the rows of a forward with gradients, and the input's length for each of them.
 
-        The second is as in the model's first forward; 0 if its first dimension is others.
+        The latter as in the model's first forward; 0 if the first dimension is not the batch.
         """
         self._trains_in_eval_mode |= not model.module.training
-        given = self._train_on(taken, model)
-        in_batch = max(given.own, 1)
+        batch_rows = self._train_on(taken, model)
+        in_batch = max(batch_rows.this_rank, 1)
         ratio = self._ratios.setdefault(model, 0 if rows % in_batch else rows // in_batch)
         self._times.batches += 1
-        self._sums = model.require_backward_grad_sync
-        return given, ratio
+        self._next_backward_sums = model.require_backward_grad_sync
+        return batch_rows, ratio
 
-    def _train_on(self, taken: Taken | None, model: DistributedDataParallel) -> Given:
-        """Let a batch be one that is trained on. Collective when its loader is new."""
+    def _train_on(self, taken: TakenBatch | None, model: DistributedDataParallel) -> BatchRows:
+        """Count a batch as training data; return its rows. Collective when its loader is new."""
         group: Any = model.process_group
         if taken is None or group.size() != self.size:
             raise _refusal(self._taken)
-        if taken.iteration.cut is not self._cut:
-            self._begin(taken.iteration.cut, model.module)
-        if taken.given.is_padded:
+        if taken.iteration.sampler is not self._train_sampler:
+            self._begin(taken.iteration.sampler, model.module)
+        if taken.rows.is_padded:
             raise AgreedError(
                 "--adaptive divides a partial batch that is the first one only if the model is in "
                 "training mode before it is taken; call model.train() before the loop"
             )
-        self._now = taken.given
-        return taken.given
+        self._train_rows = taken.rows
+        return taken.rows
 
-    def _begin(self, cut: Cut, model: nn.Module) -> None:
-        """Let the plan follow the speed of the ranks on this loader's batches. Collective."""
-        if cut.refusal:
-            raise AgreedError(cut.refusal)
-        cut.trains = True
-        self._cut = cut
-        if cut.rows in self._plans:
+    def _begin(self, sampler: PlannedBatchSampler, model: nn.Module) -> None:
+        """Make this loader's batches follow the ranks' speed. Collective."""
+        if sampler.refusal:
+            raise AgreedError(sampler.refusal)
+        sampler.trains = True
+        self._train_sampler = sampler
+        if sampler.rank_rows in self._plans:
             return  # such as the loader of another epoch
-        rows = self._ranks.gather_at("the first batch of a loader", cut.rows)
+        rows = self._ranks.gather_at("the first batch of a loader", sampler.rank_rows)
         if len(set(rows)) > 1:
             raise AgreedError(
                 f"--adaptive divides the ranks' batches itself, which are {rows} rows now; "
                 "give every rank the same batch size"
             )
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-        own_statistics = any(not isinstance(m, SyncBatchNorm) for m in norms)
-        self._plans[cut.rows] = AdaptivePlan(cut.rows, self.world.infos, 2 if own_statistics else 1)
+        is_synchronized = all(isinstance(norm, SyncBatchNorm) for norm in norms)
+        min_batch = 1 if is_synchronized else 2
+        self._plans[sampler.rank_rows] = AdaptivePlan(
+            sampler.rank_rows, self.world.infos, min_batch
+        )
         print_rank_0(
             self.world,
-            f"adaptive: batches of {cut.rows * self.size} rows over {self.size} ranks follow the "
-            "ranks' speed",
+            f"adaptive: batches of {sampler.rank_rows * self.size} rows over {self.size} ranks "
+            "follow the ranks' speed",
         )
 
     def _backward_done(self) -> None:
         """Mark when all gradients are computed; DDP's callback waits for the ranks after this."""
-        if self._sums:
-            self._sums = False
+        if self._next_backward_sums:
+            self._next_backward_sums = False
             self._times.computed()
             torch.autograd.Variable._execution_engine.queue_callback(self._summed)
 
     def _summed(self) -> None:
-        self._times.summed(self._now.own)
+        self._times.summed(self._train_rows.this_rank)
 
     def _receive_all(self) -> None:
         self._times.receive()
 
     def _check_supported(self, *_: Any) -> None:
-        """Refuse a trainer whose batches or gradients are not in our reach. Collective."""
-        # Else it is a step of a preparation.
-        if self._cut is None and self._taken.is_iterated:
+        """Refuse a trainer whose batches or gradients cannot be reached. Collective."""
+        # Without a loader, it is a step of a preparation.
+        if self._train_sampler is None and self._taken.is_iterated:
             raise _refusal(self._taken)
 
 
 class _Rows(Participation):
-    """How a rank's rows take part in the statistics; their gradients are weighted already."""
+    """Whether a rank's rows count in the statistics; their gradients are weighted already."""
 
     def __init__(self, adaptive: Adaptive) -> None:
         super().__init__()
@@ -350,15 +362,17 @@ def _check_output(model: DistributedDataParallel, output: Any) -> None:
 def _refusal(taken: TakenBatches) -> AgreedError:
     """Return the error that says why the script's batches cannot be divided."""
     objects: list[Any] = gc.get_objects()
-    kinds = {type(each).__name__ for each in objects}
-    named = [text for name, text in _UNSUPPORTED.items() if name in kinds]
+    type_names = {type(value).__name__ for value in objects}
+    unsupported = [text for name, text in _UNSUPPORTED.items() if name in type_names]
     if taken.reads_stream:
-        named.insert(0, _UNSUPPORTED["IterableDatasetShard"])
-    # A proxy says of itself what it stands for; its type does not.
-    modules = (each for each in objects if issubclass(type(each), nn.Module))
-    if any(is_lightning(each) and not each.automatic_optimization for each in modules):
-        named.append("Lightning's manual optimization: leave out automatic_optimization=False")
-    reason = f"it does not work with {named[0]}" if named else _NEEDS
+        unsupported.insert(0, _UNSUPPORTED["IterableDatasetShard"])
+    # By type, as a proxy answers for the object that it stands for.
+    modules = (value for value in objects if issubclass(type(value), nn.Module))
+    if any(is_lightning(module) and not module.automatic_optimization for module in modules):
+        unsupported.append(
+            "Lightning's manual optimization: leave out automatic_optimization=False"
+        )
+    reason = f"it does not work with {unsupported[0]}" if unsupported else _NEEDS
     return AgreedError(f"--adaptive cannot divide this script's batches: {reason}")
 
 

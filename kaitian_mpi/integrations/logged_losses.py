@@ -25,28 +25,28 @@ from kaitian_mpi.integrations.losses import (
     evaluating,
     labels_in,
 )
+from kaitian_mpi.integrations.output_weights import OutputWeights
 from kaitian_mpi.integrations.rank_means import means_over_rows
-from kaitian_mpi.integrations.taken import Given
-from kaitian_mpi.integrations.weights import Weights
+from kaitian_mpi.integrations.taken_batches import BatchRows
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import warn_rank_0
 
 
 class _Training:
-    """What is kept of a Trainer that trains."""
+    """A Trainer that trains, and the sum of its losses."""
 
     def __init__(self, first_step: int, loss: Loss | None) -> None:
         self.first_step = first_step
         self.loss = loss
-        """That which the Trainer computes; None without labels: the model's outputs decide."""
+        """The loss that the Trainer computes; None without labels: the model's outputs decide."""
         self.sum: Any = 0.0
-        """Of the losses of its steps, weighted as their gradients are."""
+        """The sum of the steps' losses, weighted as their gradients are."""
 
 
 def weight_losses(
-    weights: Weights, step_of: Callable[[Any], AbstractContextManager[Given | None]]
+    weights: OutputWeights, step_of: Callable[[Any], AbstractContextManager[BatchRows | None]]
 ) -> None:
-    """Make the Trainer's gradients and what it logs means over the rows of all ranks.
+    """Make the Trainer's gradients and logged losses means over the rows of all ranks.
 
     Its own loss decides, not the model's: a subclass, such as TRL's, may compute another one. The
     Trainer averages the ranks' losses (trainer.py, `_maybe_log_save_evaluate`); so a rank's
@@ -55,7 +55,7 @@ def weight_losses(
 
     Args:
         weights: of the gradients.
-        step_of: returns the context of a step on a batch, which gives the rows of its batch.
+        step_of: returns the context of a step on these inputs, which yields the batch's rows.
     """
     if hasattr(Trainer.training_step, "weighted"):
         return
@@ -78,10 +78,10 @@ def weight_losses(
             training.loss.counts_stand_ins = items is not None
             find_rules = functools.partial(_find_rules, trainer, inputs, items)
             training.loss.observe(labels, find_rules, together=True)
-        with step_of(inputs) as given, means_over_rows(given):
+        with step_of(inputs) as rows, means_over_rows(rows):
             mean = compute(trainer, model, inputs, *args, **kwargs) * weights.latest()
         if is_first and training.loss is not None and training.loss.rule != SUM:
-            _note_multiplied(weights.world, trainer, items)
+            _warn_if_multiplied(weights.world, trainer, items)
         training.sum = training.sum + mean
         return mean
 
@@ -113,9 +113,9 @@ def _begin(trainer: Trainer, loss: Loss | None) -> _Training:
     return _Training(trainer.state.global_step, loss)
 
 
-def _note_multiplied(world: World, trainer: Trainer, items: Any) -> None:
-    is_own = type(trainer).compute_loss is not Trainer.compute_loss
-    if items is not None and trainer.model_accepts_loss_kwargs and not is_own:
+def _warn_if_multiplied(world: World, trainer: Trainer, items: Any) -> None:
+    is_subclass_loss = type(trainer).compute_loss is not Trainer.compute_loss
+    if items is not None and trainer.model_accepts_loss_kwargs and not is_subclass_loss:
         warn_rank_0(
             world,
             "adaptive: this Trainer multiplies the model's loss, a mean, by the number of "

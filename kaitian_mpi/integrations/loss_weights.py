@@ -22,7 +22,7 @@ from kaitian_mpi.integrations.losses import (
     left_open,
     may_tell,
 )
-from kaitian_mpi.integrations.taken import Given
+from kaitian_mpi.integrations.taken_batches import BatchRows
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -46,10 +46,10 @@ class Ranks(NamedTuple):
 
     def sum(self, number: int) -> int:
         """Return the sum of the ranks' numbers. Collective."""
-        own = np.array([number], dtype=np.int64)
-        total = np.empty_like(own)
+        addend = np.array([number], dtype=np.int64)
+        total = np.empty_like(addend)
         with self.waiting():
-            wait_request(self.comm.Iallreduce(own, total))
+            wait_request(self.comm.Iallreduce(addend, total))
         return int(total[0])
 
     def gather_at(self, point: str, value: Any) -> list[Any]:
@@ -65,14 +65,14 @@ class Ranks(NamedTuple):
                 f"--adaptive finds the ranks at different points: {by_value(names)}; compute the "
                 "same forwards and backwards on every rank"
             )
-        return [own for _, own in gathered]
+        return [rank_value for _, rank_value in gathered]
 
 
 class Loss:
     """A loss's known dependence on its rows, which gives the weight of each rank's part.
 
-    A batch whose rows have as many labels each does not tell a mean over rows from one over
-    labels. Then both remain, until a batch by which they differ.
+    If all rows of a batch have equally many labels, a mean over rows equals one over labels. Then
+    both remain possible, until a batch in which they differ.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Loss:
         rules: Sequence[Rule] = (),
         fallback: Sequence[Rule] = (),
     ) -> None:
-        """Know nothing of the loss that `owner` returns, or what is taken for granted: `rules`.
+        """Start without knowledge of the loss that `owner` returns, or with assumed `rules`.
 
-        If the first batch tells nothing on any rank, the `fallback` is, if there is one.
+        If the first batch decides nothing on any rank, the `fallback` is assumed, if there is one.
         """
         self._fallback = list(fallback)
         self.rules = list(rules)
@@ -93,16 +93,16 @@ class Loss:
         """Whether it is divided by the labels of all ranks, those of stand-in rows included."""
         self._ranks = ranks
         self._owner = owner
-        self._votes: list[Rule] = []  # what this rank's rows have told since the ranks agreed
-        self._still_open: list[Rule] = []  # of these, those by which other entries count
-        self._is_open = False  # whether one of those is left beside the likeliest
+        self._votes: list[Rule] = []  # rules that fit this rank's rows since the ranks agreed
+        self._still_open: list[Rule] = []  # of these, the rules by which other entries count
+        self._is_open = False  # whether one of those remains beside the likeliest
         self._compared = 0
-        self._said = ""
+        self._last_message = ""
 
     def observe(
         self, labels: Labels, compare: Callable[[], list[Rule]], together: bool = False
     ) -> None:
-        """Find out by `compare` how the loss depends on this rank's rows, if they may tell more.
+        """Find out by `compare` how the loss depends on this rank's rows, if that is still open.
 
         Args:
             labels: of these rows.
@@ -111,16 +111,16 @@ class Loss:
         """
         if self._votes or len(self.rules) == 1 or self._compared == _MAX_COMPARED:
             return
-        tells = not self.rules or may_tell(self.rules, labels)
+        may_decide = not self.rules or may_tell(self.rules, labels)
         if together:
-            tells = bool(self._ranks.sum(tells))
-        if tells:
+            may_decide = bool(self._ranks.sum(may_decide))
+        if may_decide:
             self._votes = compare()
             self._still_open = left_open(self._votes, labels)
             self._compared += 1
 
-    def weight(self, given: Given, labels: Labels) -> float:
-        """Return what this rank's gradient of a batch is multiplied by, for DDP's average.
+    def weight(self, rows: BatchRows, labels: Labels) -> float:
+        """Return the factor of this rank's gradient of a batch in DDP's average.
 
         Collective, unless the loss is known to be a sum or mean over rows.
 
@@ -134,14 +134,14 @@ class Loss:
                 self.rules = self._fallback
                 self._owner = ""
         rule = self.rule
-        self._say(rule)
+        self._report(rule)
         if rule == MEAN:
-            return given.own * self._ranks.comm.size / given.all_ranks
+            return rows.this_rank * self._ranks.comm.size / rows.all_ranks
         if rule == SUM:
-            # A trainer that counts the labels counts those of a row that is there again, too.
-            return float(given.own > 0 or self.counts_stand_ins)
-        own = count_labels(labels, rule) if given.own else 0
-        return own * self._ranks.comm.size / max(self._ranks.sum(own), 1)
+            # A trainer that counts the labels also counts those of a stand-in row.
+            return float(rows.this_rank > 0 or self.counts_stand_ins)
+        count = count_labels(labels, rule) if rows.this_rank else 0
+        return count * self._ranks.comm.size / max(self._ranks.sum(count), 1)
 
     @property
     def rule(self) -> Rule:
@@ -150,8 +150,8 @@ class Loss:
 
     def _agree(self) -> None:
         """Keep the rules that fit the rows of the most ranks. Collective."""
-        own = self._votes, self._still_open
-        gathered = self._ranks.gather_at("a backward of a new loss", own)
+        rank_votes = self._votes, self._still_open
+        gathered = self._ranks.gather_at("a backward of a new loss", rank_votes)
         votes = [[Rule(*rule) for rule in rules] for rules, _ in gathered]
         self._votes = []
         self._still_open = []
@@ -165,52 +165,52 @@ class Loss:
                 "--adaptive"
             )
 
-    def _say(self, rule: Rule) -> None:
-        # Other rules than the usual ones remain as long as an entry never comes.
+    def _report(self, rule: Rule) -> None:
+        # Unusual rules remain possible until an entry occurs that excludes them.
         usual = [other for other in self.rules if other in USUAL]
         is_known = self.rules == [rule] or (usual == [rule] and not self._is_open)
         is_known &= bool(self._owner)
         owner = f" of the {self._owner}" if self._owner else ""
         text = f"adaptive: the loss{owner} is {'' if is_known else 'taken as '}{rule.text}"
-        if text != self._said:
-            self._said = text
+        if text != self._last_message:
+            self._last_message = text
             print_rank_0(self._ranks.world, text)
 
 
 class Forward:
-    """A forward of a model in DDP, and the batch whose rows it has."""
+    """A forward of a model in DDP, and the rows of its batch."""
 
-    def __init__(self, take: Callable[[], tuple[Given, int]], rows: int) -> None:
-        """Take the batch by `take()`, once.
+    def __init__(self, take: Callable[[], tuple[BatchRows, int]], input_length: int) -> None:
+        """Call `take` once, when the batch is needed.
 
         Args:
-            take: returns the batch, and the length that the inputs should have for each of its
-                rows, or 0 if that varies.
-            rows: the length of the model's inputs.
+            take: returns the batch's rows, and the length of the inputs for each of its rows, or 0
+                if that varies.
+            input_length: the length of the model's inputs.
         """
         self._take = take
-        self._rows = rows
-        self._batch: tuple[Given, int] | None = None
+        self._input_length = input_length
+        self._batch: tuple[BatchRows, int] | None = None
 
-    def batch(self) -> tuple[Given, int]:
-        """Return the batch, and the inputs' length for each row; takes it in the first call."""
+    def batch(self) -> tuple[BatchRows, int]:
+        """Return the batch's rows, and the inputs' length for each; first called by `take`."""
         if self._batch is None:
             self._batch = self._take()
         return self._batch
 
     def check_rows(self) -> None:
-        """Raise a UserError if the model was not given the rows that the loader has given."""
-        given, ratio = self.batch()
-        in_batch = max(given.own, 1)
-        if ratio and self._rows != ratio * in_batch and self._rows % in_batch:
+        """Raise a UserError if the model's inputs are not all rows of the loader's batch."""
+        rows, ratio = self.batch()
+        in_batch = max(rows.this_rank, 1)
+        if ratio and self._input_length != ratio * in_batch and self._input_length % in_batch:
             raise UserError(
-                f"--adaptive has given this rank a batch of {in_batch} rows, and the model was "
-                f"trained on {self._rows}; train on each batch as the loader gives it"
+                f"--adaptive has given this rank a batch of {in_batch} rows, but the model was "
+                f"trained on {self._input_length}; train on each batch as the loader gives it"
             )
 
 
 class ForwardWeight:
-    """What the gradient of a loss is multiplied by on its way into a forward."""
+    """The factor of a loss's gradient on its way into a forward."""
 
     def __init__(
         self, forward: Forward, loss: Loss, labels: Labels, backward_done: Callable[[], None]

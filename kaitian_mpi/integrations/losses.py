@@ -1,4 +1,4 @@
-"""Finds out how a loss depends on its rows, by which the ranks' gradients are weighted."""
+"""Finds the rule by which a loss depends on its rows; the ranks' gradients are weighted by it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import UserError
 
 _IGNORED = -100  # of torch's cross entropy
+# By a fitting rule, the expected loss is off by a rounding error: at most so many times that of the
+# rule that fits best, as means over rows and over labels add up the same terms in other orders.
+_ROUNDING_FACTOR = 30
+# Relative rounding error of a loss in float32, which is that of its dtype or of the sums before it.
+_FLOAT32_ROUNDING = 1e-6
+# Each name, ignored entry and first entry makes an unusual rule, and one of so many may fit by
+# chance: so it must fit to about the rounding in float32, while no usual rule fits nearly as well.
+_UNUSUAL_FITS = 3e-6
+_USUAL_MISFITS = 1e-5
 
 
 class Rule(NamedTuple):
@@ -36,14 +45,15 @@ TOKENS = Rule("the mean over labels", "labels")
 SHIFTED_TOKENS = Rule("the mean over labels after the first", "labels", first=1)
 USUAL = (TOKENS, SHIFTED_TOKENS, MEAN, SUM)
 UNKNOWN = Rule("neither a mean nor a sum over rows")
-MAX_DEVIATION = 0.05  # a term that depends on the whole batch, as for balancing experts, is small
+# A term that depends on the whole batch, as for balancing experts, is smaller than this.
+MAX_DEVIATION = 0.05
 
 Labels = Mapping[str, torch.Tensor]
 """A forward's tensors that may be labels, as `labels_in` returns them."""
 
 
 def find_rules(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> list[Rule]:
-    """Return how the loss that a model's forward returns may depend on its rows."""
+    """Return the rules by which the loss of a model's forward may depend on its rows."""
     return compare_parts(model, lambda args, kwargs: loss_of(model(*args, **kwargs)), args, kwargs)
 
 
@@ -53,16 +63,16 @@ def compare_parts(
     args: Any,
     kwargs: Mapping[str, Any],
 ) -> list[Rule]:
-    """Return how the loss that `compute(args, kwargs)` returns may depend on the rows.
+    """Return the rules by which the loss of `compute(args, kwargs)` may depend on the rows.
 
     Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
-    losses add up to a sum, or their mean by rows or by labels is the loss. Rows with as many labels
-    each do not tell these means apart, so some of their labels are ignored in a second comparison.
-    Whether each row's first label counts is seen if it is changed. A single row is taken twice.
+    losses add up to a sum, or their mean by rows or by labels is the loss. If all rows have equally
+    many labels, both means are equal, so a second comparison ignores some labels. A third one
+    changes each row's first label, to see if it counts. A single row is used twice.
 
-    What is assumed if other ranks' rows fit as well comes first. Returns [] where the rows tell
-    nothing: their loss is not finite, or the model does not take a single row twice. Every rank
-    computes as often, as the loss may be collective.
+    The likeliest rule comes first. Returns [] if the rows decide nothing: their loss is not finite,
+    or the model does not accept a single row twice. Every rank computes equally often, as the loss
+    may be collective.
     """
     rows = first_length(args, kwargs) or 0
     if rows != 1:
@@ -82,30 +92,30 @@ def _compare(
     rows: int,
 ) -> list[Rule]:
     counts = _counts_of_rules(args, kwargs, rows)
-    # Parts with unlike numbers of labels tell rows and labels apart.
+    # If the parts have different numbers of labels, a mean over rows is not one over labels.
     order = sum(counts.values(), torch.zeros(rows)).argsort(stable=True)
     parts = order[: rows // 2], order[rows // 2 :]
-    given = [(part, (args, kwargs)) for part in (order, *parts)]
+    forwards = [(part, (args, kwargs)) for part in (order, *parts)]
     unlike = _with_unlike_rows(args, kwargs, counts, parts)
-    given += [(part, unlike) for part in (order, parts[0])]
+    forwards += [(part, unlike) for part in (order, parts[0])]
     if TOKENS in counts:
         changed = {**kwargs, "labels": _with_other_first(kwargs["labels"])}
-        given.append((order, (args, changed)))
+        forwards.append((order, (args, changed)))
     with evaluating(model):
-        computed = [compute(*_rows_of(part, *inputs, rows)) for part, inputs in given]
-    found = [loss for loss in computed if loss is not None]
-    if len(found) < len(given):
+        outputs = [compute(*_rows_of(part, *inputs, rows)) for part, inputs in forwards]
+    losses = [loss for loss in outputs if loss is not None]
+    if len(losses) < len(forwards):
         return [UNKNOWN]  # in eval mode it returns none
-    rounding = torch.finfo(found[0].dtype).eps
-    whole, first, second, unlike_whole, unlike_first, *other_first = map(float, found)
+    rounding = torch.finfo(losses[0].dtype).eps
+    whole, first, second, unlike_whole, unlike_first, *other_first = map(float, losses)
     rules = _fitting_parts((whole, first, second), counts, parts, rounding)
     if len(rules) > 1:
         labels = labels_in(*unlike)
         counts = {rule: _count_by_row(labels[rule.labels], rule) for rule in counts}
         fitting = _fitting_parts((unlike_whole, unlike_first, second), counts, parts, rounding)
         rules = [rule for rule in rules if rule in fitting] or rules
-    is_told = TOKENS in counts and bool((kwargs["labels"] != changed["labels"]).any())
-    if is_told and TOKENS in rules and SHIFTED_TOKENS in rules:  # as many labels in each row
+    has_other_first = TOKENS in counts and bool((kwargs["labels"] != changed["labels"]).any())
+    if has_other_first and TOKENS in rules and SHIFTED_TOKENS in rules:
         rules.remove(SHIFTED_TOKENS if other_first[0] != whole else TOKENS)
     return rules
 
@@ -116,25 +126,25 @@ def _with_unlike_rows(
     counts: Mapping[Rule, torch.Tensor],
     parts: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return the arguments with one label in each row of the first part, if rows are alike by it.
+    """Return the arguments with one label in each row of the first part, if the parts are alike.
 
-    Or with as many as there is room for, if they have one. The others are ignored. For both, only
-    entries that the labels have anyway are taken.
+    If rows have only one label each, then with as many labels as fit. All other entries are
+    ignored. Only entries that already occur in the labels are used.
     """
     labels, changed = labels_in(args, kwargs), {}
-    for rule, by_row in counts.items():
+    for rule, label_counts in counts.items():
         entries = labels[rule.labels]
-        first, second = (float(by_row[part].float().mean()) for part in parts)
+        first, second = (float(label_counts[part].float().mean()) for part in parts)
         if first == second and id(entries) not in changed and entries.eq(rule.ignored).any():
-            own = entries[:, rule.first :].flatten(1)
-            counted = own.ne(rule.ignored)
+            by_row = entries[:, rule.first :].flatten(1)
+            counted = by_row.ne(rule.ignored)
             kept = counted.cumsum(1) == counted.sum(1, keepdim=True)
             kept[parts[1].to(kept.device)] = True
-            unlike = own.where(kept, rule.ignored)
-            if torch.equal(unlike, own):
-                label = own.where(counted, own.min()).amax(1, keepdim=True)
+            unlike = by_row.where(kept, rule.ignored)
+            if torch.equal(unlike, by_row):
+                label = by_row.where(counted, by_row.min()).amax(1, keepdim=True)
                 kept[parts[0].to(kept.device)] = counted[parts[0].to(kept.device)]
-                unlike = own.where(kept, label)
+                unlike = by_row.where(kept, label)
             unlike = unlike.to(entries.dtype).view_as(entries[:, rule.first :])
             changed[id(entries)] = torch.cat([entries[:, : rule.first], unlike], dim=1)
     return _pytree.tree_map(lambda value: changed.get(id(value), value), (args, dict(kwargs)))  # type: ignore[no-any-return]
@@ -154,10 +164,10 @@ def _twice(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]
 
 
 def _with_other_first(labels: torch.Tensor) -> torch.Tensor:
-    """Return the labels with each row's first one changed, to one that another row may have."""
-    least, most = labels.min(), labels.max()
+    """Return the labels with each row's first one changed, to the least or greatest of all."""
+    least, greatest = labels.min(), labels.max()
     changed = labels.clone()
-    changed[:, 0] = torch.where(labels[:, 0] == most, least, most)
+    changed[:, 0] = torch.where(labels[:, 0] == greatest, least, greatest)
     return changed
 
 
@@ -167,60 +177,69 @@ def _fitting_parts(
     parts: tuple[torch.Tensor, torch.Tensor],
     rounding: float,
 ) -> list[Rule]:
-    """Return the rules by which two parts' losses make up that of the whole: `losses[0]`."""
-    whole, *of_parts = losses
-    expected = {SUM: sum(of_parts), MEAN: _weighted(of_parts, [len(part) for part in parts])}
-    for rule, by_row in counts.items():
-        expected[rule] = _weighted(of_parts, [int(by_row[part].sum()) for part in parts])
-    off = {rule: abs(value - whole) for rule, value in expected.items()}
-    return _fitting(off, abs(whole), rounding)
+    """Return the rules that relate two parts' losses to that of the whole: `losses[0]`."""
+    whole, *part_losses = losses
+    row_counts = [len(part) for part in parts]
+    expected = {SUM: sum(part_losses), MEAN: _weighted(part_losses, row_counts)}
+    for rule, label_counts in counts.items():
+        part_counts = [int(label_counts[part].sum()) for part in parts]
+        expected[rule] = _weighted(part_losses, part_counts)
+    errors = {rule: abs(value - whole) for rule, value in expected.items()}
+    return _fitting(errors, abs(whole), rounding)
 
 
-def _fitting(off: Mapping[Rule, float], loss: float, rounding: float) -> list[Rule]:
-    """Return the rules by which a loss is what was expected, from how far it is off by each.
+def _fitting(errors: Mapping[Rule, float], loss: float, rounding: float) -> list[Rule]:
+    """Return the rules that fit a loss, by the error of the loss that each rule predicts.
 
-    By rows with as many labels each, both means agree, but for the rounding of the losses; later
-    batches may not be so, and labels come first. Without a finite loss none fits.
+    If all rows have equally many labels, both means fit, up to rounding; as later batches may
+    differ, the mean over labels comes first. Without a finite loss no rule fits.
     """
-    off = {rule: value for rule, value in off.items() if math.isfinite(value)}
-    usual = {rule: off[rule] for rule in USUAL if rule in off}
+    errors = {rule: error for rule, error in errors.items() if math.isfinite(error)}
+    usual = {rule: errors[rule] for rule in USUAL if rule in errors}
     if not usual:
         return []
-    near = 30 * min(usual.values()) + max(rounding, 1e-6) * loss
-    close = [rule for rule in usual if off[rule] <= near]
-    close.sort(key=lambda rule: (not rule.labels, off[rule]))
-    # There are so many others that one may be near by chance, and certainly in half precision.
-    most = 3e-6 * loss if rounding < 1e-6 else -1.0
-    others = [rule for rule in off if rule not in usual and off[rule] <= most]
-    if others and off[close[0]] > 1e-5 * loss:
-        return others
-    return [*close, *others] if off[close[0]] <= MAX_DEVIATION * loss else [UNKNOWN]
+    tolerance = _ROUNDING_FACTOR * min(usual.values()) + max(rounding, _FLOAT32_ROUNDING) * loss
+    fitting = [rule for rule in usual if errors[rule] <= tolerance]
+    fitting.sort(key=lambda rule: (not rule.labels, errors[rule]))
+    likeliest_error = errors[fitting[0]]
+    unusual: list[Rule] = []
+    if rounding < _FLOAT32_ROUNDING:  # in half precision, some would fit by chance
+        unusual = [
+            rule
+            for rule, error in errors.items()
+            if rule not in usual and error <= _UNUSUAL_FITS * loss
+        ]
+    if unusual and likeliest_error > _USUAL_MISFITS * loss:
+        return unusual
+    return [*fitting, *unusual] if likeliest_error <= MAX_DEVIATION * loss else [UNKNOWN]
 
 
 def agreed_rules(votes: list[list[Rule]], before: Sequence[Rule]) -> list[Rule]:
-    """Return the rules that fit the rows of the most ranks, from those that fit each rank's.
+    """Return the rules that fit the rows of most ranks, from each rank's votes.
 
-    Of those that have fitted batches `before`, if there are any. Without votes these remain.
+    Only rules that have fitted the batches `before`, if any. Without votes these remain.
     """
     counted = Counter(rule for rules in votes for rule in rules)
     if UNKNOWN in counted:
         return [UNKNOWN]
     fitting = {rule: count for rule, count in counted.items() if rule in before} or counted
-    most = max(fitting.values(), default=0)
-    return [rule for rule, count in fitting.items() if count == most] or list(before)
+    max_count = max(fitting.values(), default=0)
+    return [rule for rule, count in fitting.items() if count == max_count] or list(before)
 
 
 def may_tell(rules: Sequence[Rule], labels: Labels) -> bool:
-    """Return whether rows may tell which of the rules holds: some of their labels are ignored."""
-    found = [labels[rule.labels].eq(rule.ignored).any() for rule in rules if rule.labels in labels]
-    # Together, as an accelerator is waited for.
-    return bool(torch.stack([flag.to(found[0].device) for flag in found]).any()) if found else False
+    """Return whether rows may decide between rules, as some of their labels are ignored."""
+    flags = [labels[rule.labels].eq(rule.ignored).any() for rule in rules if rule.labels in labels]
+    if not flags:
+        return False
+    # Together, as the host waits for an accelerator.
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
 
 def left_open(rules: Sequence[Rule], labels: Labels) -> list[Rule]:
-    """Return the rules by which other entries of these rows count than by the first, the likeliest.
+    """Return the rules that count other entries of these rows than the first, likeliest rule.
 
-    A mask may mark the labels that count: by both, the same entries do, and nothing is open.
+    A mask may mark the labels that count: both rules count the same entries, so none is open.
     """
     likeliest = rules[0].labels if rules else ""
     first = _counts(labels[likeliest], rules[0]).cpu() if likeliest in labels else None
@@ -236,8 +255,8 @@ def left_open(rules: Sequence[Rule], labels: Labels) -> list[Rule]:
 def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:
     """Return how many entries of each row count, by every rule of labels that a loss may have.
 
-    Labels may have any name, and be a mask. Only those named `labels`, with torch's ignored index,
-    are assumed where the rows have as many each.
+    Labels may have any name, and be a mask. If all rows have equally many of them, only those named
+    `labels`, with torch's ignored index, are assumed.
     """
     counts: dict[Rule, torch.Tensor] = {}
     for name, labels in labels_in(args, kwargs).items():

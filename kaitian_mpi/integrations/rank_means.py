@@ -11,38 +11,38 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import operations
 
-from kaitian_mpi.integrations.taken import Given
+from kaitian_mpi.integrations.taken_batches import BatchRows
 
 
 @contextmanager
-def means_over_rows(given: Given | None) -> Iterator[None]:
-    """Let the means of the ranks' means be those over their rows, in a step of a trainer.
+def means_over_rows(rows: BatchRows | None) -> Iterator[None]:
+    """Weight the means of the ranks' means by their rows, in a step of a trainer.
 
-    Trainers, such as TRL's of rewards, log what is computed on each rank and gathered:
-    `accelerator.gather(own_mean).mean()`. The gathered values count by the rows that each rank
-    has; only their mean does, not what else is done with them.
+    Trainers, such as TRL's of rewards, log values that each rank computes and all gather:
+    `accelerator.gather(rank_mean).mean()`. The mean of the gathered values is weighted by the rows
+    of each rank; other functions of them are not.
 
     Args:
-        given: the rows of the step; None if they are not known.
+        rows: of the step's batch; None if they are not known.
     """
     gather = operations._gpu_gather
-    if given is None:
+    if rows is None:
         yield
         return
-    operations._gpu_gather = _gather_with_rows(gather, given)
+    operations._gpu_gather = _gather_with_rows(gather, rows)
     try:
         yield
     finally:
         operations._gpu_gather = gather
 
 
-def _gather_with_rows(gather: Callable[[Any], Any], given: Given) -> Callable[[Any], Any]:
+def _gather_with_rows(gather: Callable[[Any], Any], rows: BatchRows) -> Callable[[Any], Any]:
     @functools.cache
     def rows_on(device: torch.device) -> torch.Tensor:
-        own = torch.tensor([given.own], dtype=torch.float32, device=device)
-        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, own)
-        return torch.cat(rows)
+        rank_rows = torch.tensor([rows.this_rank], dtype=torch.float32, device=device)
+        all_rows = [torch.empty_like(rank_rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_rows, rank_rows)
+        return torch.cat(all_rows)
 
     def gather_tensor(tensor: torch.Tensor) -> Any:
         gathered = gather(tensor)
@@ -56,7 +56,7 @@ def _gather_with_rows(gather: Callable[[Any], Any], given: Given) -> Callable[[A
 
 
 class _RankValues(torch.Tensor):
-    """A value of each rank, shape (ranks,); what is computed from it is a plain tensor."""
+    """A value of each rank, shape (ranks,); functions of it return plain tensors."""
 
     rows: torch.Tensor
     """How many rows each rank has, shape (ranks,)."""

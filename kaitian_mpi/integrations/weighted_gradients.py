@@ -14,18 +14,18 @@ _MAX_COPIED = 1 << 16
 
 
 class Weight(Protocol):
-    """What the gradient of a model's output is multiplied by."""
+    """The factor of the gradient of a model's output."""
 
     @property
     def factor(self) -> float:
         """Return the factor on this rank, in a backward. Collective where ranks count labels."""
 
     def backward_done(self) -> None:
-        """Take note that all gradients are computed, before DDP waits for other ranks."""
+        """Called when all gradients are computed, before DDP waits for other ranks."""
 
 
 def require_gradient(values: Any) -> bool:
-    """Return whether there is a tensor with a gradient, as torch's pytree sees it."""
+    """Return whether any tensor in these values, as a pytree, requires a gradient."""
     return any(
         isinstance(value, torch.Tensor) and value.requires_grad
         for value in _pytree.tree_leaves(values)
@@ -33,33 +33,33 @@ def require_gradient(values: Any) -> bool:
 
 
 def weight_output(output: Any, loss: torch.Tensor | None, of_loss: Weight, others: Weight) -> Any:
-    """Return a model's output, through which gradients will flow weighted.
+    """Return a model's output, with weighted gradients.
 
-    Those that flow through `loss`, if that is in the output, are multiplied by `of_loss`.
+    The gradient of `loss`, if that is in the output, is multiplied by `of_loss`.
     """
 
     def weight_tensor(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
-        return _Weigh.apply(value, of_loss if value is loss else others)
+        return _WeightGradient.apply(value, of_loss if value is loss else others)
 
     return _pytree.tree_map(weight_tensor, output)
 
 
 def unweight_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a forward's arguments, through which gradients will leave for other models.
+    """Return a forward's arguments, with unweighted gradients for other models.
 
-    What is computed from the output of a model will be weighted there, so a gradient that leaves
-    for it is divided by that weight: it has been weighted already.
+    A gradient that leaves for another model is weighted again there, by that model's output. So it
+    is divided by that weight here: it has been weighted already.
     """
 
-    def unweigh(value: Any) -> Any:
+    def unweight_tensor(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None:
             return value
         weights = _weights_before(value)
-        return _Unweigh.apply(value, weights) if weights else value
+        return _UnweightGradient.apply(value, weights) if weights else value
 
-    return _pytree.tree_map(unweigh, (args, dict(kwargs)))
+    return _pytree.tree_map(unweight_tensor, (args, dict(kwargs)))
 
 
 def depends_on_hidden_output(output: Any) -> bool:
@@ -82,14 +82,14 @@ def _weights_before(tensor: torch.Tensor) -> list[Weight]:
             continue
         seen.add(node)
         function = getattr(node, "_forward_cls", None)
-        if function is _Weigh:
+        if function is _WeightGradient:
             weights.append(node.weight)
-        elif function is not _Unweigh:
+        elif function is not _UnweightGradient:
             nodes += [before for before, _ in node.next_functions]
     return weights
 
 
-class _Weigh(torch.autograd.Function):
+class _WeightGradient(torch.autograd.Function):
     """The identity, with a weighted gradient.
 
     A hook on the model's own tensor would not do: one output may be computed from another, so the
@@ -116,7 +116,7 @@ class _Weigh(torch.autograd.Function):
         return gradient if factor == 1 else gradient * factor, None
 
 
-class _Unweigh(torch.autograd.Function):
+class _UnweightGradient(torch.autograd.Function):
     """The identity, with a gradient that is divided by the weight it will be multiplied by."""
 
     @staticmethod

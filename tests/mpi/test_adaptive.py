@@ -437,7 +437,7 @@ def second_gradients(adaptive):
     [
         (uncut_after_a_validation, "cannot divide this script.s batches"),
         (two_loaders, "this step has batches of two"),
-        (other_rows, "has given this rank a batch of 4 rows, and the model was trained on 3"),
+        (other_rows, "has given this rank a batch of 4 rows, but the model was trained on 3"),
         (second_gradients, "gradients of gradients"),
         (hidden_output_in_eval_mode, "no tensor with a gradient in what the model returns"),
         (hidden_input, "input was computed by another model, and is not seen"),

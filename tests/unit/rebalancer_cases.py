@@ -23,7 +23,7 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
 from kaitian_mpi.balance.shares import apportion, plan_fastest
 from kaitian_mpi.balance.stragglers import StragglerDetector
-from kaitian_mpi.integrations.plan import AdaptivePlan
+from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
 
 STEPS = 300
 

@@ -109,7 +109,7 @@ def test_a_mean_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
         world=world, comm=world.comm, sum=int, gather_at=lambda point, own: [own]
     )
     other = Rule("the mean over mask but 0", "mask", 0)
-    given = SimpleNamespace(own=1, all_ranks=1)
+    rows = SimpleNamespace(this_rank=1, all_ranks=1)
     for rule, mask, word in (
         (MEAN, [[1, 1]], "is"),
         (MEAN, [[1, 0]], "is taken as"),
@@ -119,7 +119,7 @@ def test_a_mean_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
         loss = loss_weights.Loss(ranks, "model")
         labels = {"mask": torch.tensor(mask), "labels": torch.tensor([[3, -100]])}
         loss.observe(labels, lambda rule=rule: [rule, other])
-        assert loss.weight(given, labels) == 1
+        assert loss.weight(rows, labels) == 1
         assert said.pop() == f"adaptive: the loss of the model {word} {rule.text}"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaitian_mpi.integrations.plan import StepTimer
+from kaitian_mpi.integrations.adaptive_plan import StepTimer
 
 
 class Clock:

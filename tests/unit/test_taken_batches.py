@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_adaptive_batches import Planner, distributed, prepared
+from test_planned_batches import Planner, distributed, prepared
 from torch import nn
 from torch.utils.data import DataLoader
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.batches import cut_loaders
-from kaitian_mpi.integrations.taken import TakenBatches, tensors_in
+from kaitian_mpi.integrations.planned_batches import plan_loaders
+from kaitian_mpi.integrations.taken_batches import TakenBatches, tensors_in
 
 BATCHES, ROWS = 7, 2
 
@@ -27,12 +27,12 @@ class Script(Planner):
         """Of each forward: the number of its batch, and of that which was said."""
         self._numbers: dict[int, int] = {}  # by how many batches were taken before
 
-    def gives(self, iteration, given, batch):
-        self.taken.take(iteration, given, batch, self.in_training)
+    def batch_taken(self, iteration, rows, batch):
+        self.taken.take(iteration, rows, batch, self.in_training)
         self._numbers[iteration.waiting[-1].number] = number_of(batch)
 
-    def gives_uncut(self, is_stream):
-        self.taken.take_uncut(self.in_training, is_stream)
+    def unplanned_loader_iterated(self, is_stream):
+        self.taken.add_unplanned_loader(self.in_training, is_stream)
 
     def train(self, batch, inputs=None, **options):
         found = self.taken.train(batch if inputs is None else inputs, **options)
@@ -50,7 +50,7 @@ def number_of(batch):
 @pytest.fixture
 def script():
     script = Script()
-    restore = cut_loaders(script)
+    restore = plan_loaders(script)
     yield script
     restore()
 
@@ -139,7 +139,7 @@ def twice(script):
 def of_accelerate(script):
     accelerate = pytest.importorskip("accelerate.data_loader")
     made = numbered(prepared)
-    own = made.batch_sampler._own
+    own = made.batch_sampler._original
     loader = accelerate.DataLoaderShard(
         made.dataset, device="cpu", batch_sampler=own, collate_fn=made.collate_fn
     )
@@ -244,8 +244,8 @@ def of_two_batches(script):
         (zipped, "this step has batches of two, as zip"),
         (threaded, "another thread takes ahead"),
         (of_two_batches, "tensors are of two batches"),
-        (takes_ahead(1, changed), "cannot tell which of 2 batches"),
-        (skips(3, changed), "cannot tell which of 4 batches"),
+        (takes_ahead(1, changed), "cannot tell which of the last 2 batches"),
+        (skips(3, changed), "cannot tell which of the last 4 batches"),
     ],
 )
 def test_what_cannot_be_told_is_refused_at_the_first_forward(script, run, message):

@@ -1,4 +1,4 @@
-"""How a loader's batches are cut by a plan, and what a loader that does not train gives."""
+"""How a plan divides a loader's batches, and what a loader that does not train yields."""
 
 import copy
 import itertools
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from kaitian_mpi.integrations.batches import cut_loaders
-from kaitian_mpi.integrations.plan import AdaptivePlan
+from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
+from kaitian_mpi.integrations.planned_batches import plan_loaders
 
 accelerate = pytest.importorskip("accelerate.data_loader")
 RANKS, ROWS = 3, 2
@@ -29,7 +29,7 @@ class Planner:
         self.changes: dict[int, list[int]] = {}  # by the number of batches given before
         self._given = itertools.count()
 
-    def divide(self, cut, rows):
+    def divide(self, sampler, rows):
         return self.plan.divide(rows)
 
     def is_training(self):
@@ -40,10 +40,10 @@ class Planner:
         self.plan.shares = new or self.plan.shares
         return new is not None
 
-    def gives(self, iteration, given, batch):
+    def batch_taken(self, iteration, rows, batch):
         pass
 
-    def gives_uncut(self, is_stream):
+    def unplanned_loader_iterated(self, is_stream):
         pass
 
 
@@ -67,7 +67,7 @@ def epoch(
     for rank in range(RANKS):
         plan = Planner(rank, shares or [ROWS] * RANKS)
         plan.changes, plan.in_training = changes or {}, mode
-        restore = cut_loaders(plan) if shares else lambda: None
+        restore = plan_loaders(plan) if shares else lambda: None
         try:
             loader = make(list(range(length)), rank, drop_last, num_workers=workers)
             if skipped:
@@ -153,7 +153,7 @@ class Processes(list):
 def test_a_new_plan_keeps_the_workers():
     planner = Planner(0, [2, 2, 2])
     planner.changes = {2: [4, 1, 1], 3: [1, 1, 4]}
-    restore = cut_loaders(planner)
+    restore = plan_loaders(planner)
     try:
         loader = distributed(Processes(range(30)), 0, False, num_workers=1)
         loader.batch_sampler.trains = True
@@ -173,7 +173,7 @@ def test_a_new_plan_keeps_the_workers():
 
 def test_copies_and_older_iterators_do_no_harm():
     planner = Planner(0, [1, 1, 4])
-    restore = cut_loaders(planner)
+    restore = plan_loaders(planner)
     try:
         loader = distributed(list(range(24)), 0, False)
         cut = loader.batch_sampler

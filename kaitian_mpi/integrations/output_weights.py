@@ -1,4 +1,4 @@
-"""The weights of this process's models: each gradient by the loss that it comes from."""
+"""The weights of the gradients of models' outputs, each by the loss that it comes from."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kaitian_mpi.integrations.weighted_gradients import depends_on_hidden_output
 _EXAMINED_FORWARDS = 2  # the second may be of the model's own output
 
 
-class Weights:
-    """What the gradients of the watched models' outputs are multiplied by.
+class OutputWeights:
+    """The factors of the gradients of the watched models' outputs.
 
-    If a trainer's loss is known, it is that of all outputs. Else the loss that a model returns is
-    compared, and a gradient through any other output is taken for that of a mean over rows. So is
-    the loss of Lightning's `training_step`, which has effects, so that it cannot be compared,
-    unless a model inside has returned it, or its graph tells that it is none.
+    If a trainer's loss is known, its rule applies to all outputs. Else the loss that a model
+    returns is compared, and a gradient through any other output is assumed to be that of a mean
+    over rows. So is that of the loss of Lightning's `training_step`, which cannot be compared as it
+    has side effects, unless an inner model has returned it, or its graph shows another rule.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -56,7 +56,7 @@ class Weights:
         self._latest: ForwardWeight | None = None
 
     def watch(self, model: DistributedDataParallel) -> None:
-        """Know nothing yet of the loss that a model may return."""
+        """Begin to watch a model, without knowledge of the loss that it may return."""
         self._returned[model] = self.new_loss("model")
         self._of_steps[model] = Loss(self._ranks, "training_step", fallback=[MEAN])
 
@@ -65,30 +65,30 @@ class Weights:
         return any(model.module.training for model in self._returned)
 
     def new_loss(self, owner: str) -> Loss:
-        """Return a loss that nothing is known of."""
+        """Return a loss of which no rule is known yet."""
         return Loss(self._ranks, owner)
 
     def set_trainer_loss(self, loss: Loss | None, labels: Labels) -> None:
-        """Weight the coming forwards by the loss that a trainer computes; None: not known."""
+        """Weight the next forwards by the loss that a trainer computes; None if unknown."""
         self._trainer_loss = loss
         self._trainer_labels = labels
 
     @property
     def counts_stand_ins(self) -> bool:
-        """Return whether rows that are given again, for a rank to have a batch, are counted."""
+        """Whether stand-in rows count, which a rank has only to have a batch."""
         return self._trainer_loss is not None and self._trainer_loss.counts_stand_ins
 
     def latest(self) -> float:
-        """Return what the gradient of the latest forward is multiplied by, on this rank."""
+        """Return the factor of the latest forward's gradient on this rank."""
         return self._latest.factor if self._latest is not None else 1.0
 
     def begin_forward(self, model: DistributedDataParallel) -> None:
-        """Take note that a forward with gradients begins, whose output will be weighted."""
+        """Begin a forward with gradients, whose output will be weighted."""
         if is_lightning(model.module):
             self._inner.begin(model.module, collects=not self._of_steps[model].rules)
 
     def end_forward(self) -> None:
-        """Watch the models inside no more; a forward that fails has no output to weight."""
+        """Stop watching inner models; a forward that fails has no output to weight."""
         self._inner.end()
 
     def weight_output(
@@ -99,38 +99,36 @@ class Weights:
         forward: Forward,
         backward_done: Callable[[], None],
     ) -> Any:
-        """Return the output of a forward, through which gradients will flow weighted.
+        """Return the output of a forward, with weighted gradients.
 
         Args:
             model: the model.
             inputs: its positional and keyword arguments.
-            output: what it has returned.
+            output: its output.
             forward: its batch.
             backward_done: called when all gradients are computed, before DDP waits for other ranks.
 
         Raises:
-            AgreedError: the output of another model went into this one unseen.
+            AgreedError: this model's input was computed by another model in a hidden way.
         """
         self._examine(model, output)
         returned, labels = loss_of(output), self._trainer_labels
-        of_output = of_loss = self._trainer_loss or self._script_loss
+        output_loss = returned_loss = self._trainer_loss or self._script_loss
         call: InnerCall | None = InnerCall(model.module, *inputs)
-        has_own_loss = is_lightning(model.module)
-        if has_own_loss:
+        is_training_step = is_lightning(model.module)
+        if is_training_step:
             call = self._inner.end()
         if self._trainer_loss is None and returned is not None:
             if call is not None:
-                of_loss, labels = self._returned[model], labels_in(call.args, call.kwargs)
-                of_loss.observe(labels, functools.partial(find_rules, *call))
-            elif has_own_loss and not model.static_graph:  # its graph is not to be used twice
-                of_loss, rows = self._of_steps[model], first_length(*inputs) or 0
+                returned_loss, labels = self._returned[model], labels_in(call.args, call.kwargs)
+                returned_loss.observe(labels, functools.partial(find_rules, *call))
+            elif is_training_step and not model.static_graph:  # such a graph can be used only once
+                returned_loss, rows = self._of_steps[model], first_length(*inputs) or 0
                 outputs = self._inner.outputs
-                of_loss.observe({}, lambda: rules_of_graph(returned, outputs, rows))
-        weights = [
-            ForwardWeight(forward, loss, labels, backward_done) for loss in (of_loss, of_output)
-        ]
-        self._latest = weights[1]
-        return weight_output(output, returned, *weights)
+                returned_loss.observe({}, lambda: rules_of_graph(returned, outputs, rows))
+        returned_weight = ForwardWeight(forward, returned_loss, labels, backward_done)
+        self._latest = ForwardWeight(forward, output_loss, labels, backward_done)
+        return weight_output(output, returned, returned_weight, self._latest)
 
     def _examine(self, model: DistributedDataParallel, output: Any) -> None:
         forwards = self._examined.get(model, 0)
