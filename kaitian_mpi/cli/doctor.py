@@ -21,7 +21,7 @@ from kaitian_mpi.preflight.checks import CHECKS
 from kaitian_mpi.preflight.examination import Examination
 from kaitian_mpi.preflight.facts import JobFacts
 from kaitian_mpi.preflight.job import Job, NoAnswerError
-from kaitian_mpi.preflight.job_checks import judge
+from kaitian_mpi.preflight.job_checks import run_checks
 from kaitian_mpi.preflight.report import Report, to_json, to_text
 from kaitian_mpi.preflight.verdict import Verdict
 from kaitian_mpi.runtime.abort import (
@@ -60,7 +60,7 @@ def main() -> None:
 
     def show(job: JobFacts, verdicts: Sequence[tuple[str, Verdict]] = (), subject: str = "") -> int:
         job = replace(job, mpirun=None if launch else shutil.which("mpirun") or "")
-        verdicts = verdicts or list(judge(job, CHECKS))
+        verdicts = verdicts or list(run_checks(job, CHECKS))
         report = Report(job, verdicts, time.monotonic() - began, subject)
         if chosen.json:
             date = time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.runtime.polling import WaitContext
 
 _BUCKET = -1  # among the numbers of parameters: the next bucket of gradients
 _DONE = -2
@@ -53,7 +54,7 @@ class Gathering:
         targets: Mapping[Part, torch.Tensor],
         exchange: Callable[[Any], list[Any]],
         group: dist.ProcessGroup | None = None,
-        waits: Callable[[str], AbstractContextManager[Any]] = lambda what: nullcontext(),
+        waits: WaitContext = lambda name: nullcontext(),
         prefetches: bool = False,
     ) -> None:
         """Not collective.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,9 @@ from kaitian_mpi.distributed.pending_parameter import (
 )
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
+from kaitian_mpi.runtime.polling import WaitContext
 
 Targets = Mapping[Part, nn.Parameter]
-Waits = Callable[[str], AbstractContextManager[Any]]
 
 IN_FLIGHT = 2
 """Buckets that are under way at once, besides those that have buffers anyway: of bounded memory."""
@@ -59,7 +59,7 @@ class OwnersValues:
         model: nn.Module,
         targets: Targets,
         group: dist.ProcessGroup | None,
-        waits: Waits,
+        waits: WaitContext,
         overlap: bool,
     ) -> None:
         """Share nothing yet. Not collective.

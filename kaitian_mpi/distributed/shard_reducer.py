@@ -27,9 +27,10 @@ from kaitian_mpi.distributed.gradients import (
     sum_on_host,
     values_of,
 )
-from kaitian_mpi.distributed.owners_values import IN_FLIGHT, OwnersValues, Targets, Waits
+from kaitian_mpi.distributed.owners_values import IN_FLIGHT, OwnersValues, Targets
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
+from kaitian_mpi.runtime.polling import WaitContext
 
 
 class _BucketSum(NamedTuple):
@@ -72,7 +73,7 @@ class ShardReducer(GradientReducer):
         targets: Targets,
         group: dist.ProcessGroup | None = None,
         on_bucket: Callable[[bool], None] = lambda is_last: None,
-        waits: Waits = lambda what: nullcontext(),
+        waits: WaitContext = lambda what: nullcontext(),
         bucket_caps: tuple[int, int] = BUCKET_CAPS,
         residuals: Any = None,
         overlaps: bool = True,

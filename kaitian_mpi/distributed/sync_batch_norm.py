@@ -40,7 +40,7 @@ def is_local() -> bool:
 
 
 class Participation:
-    """How this rank takes part in the statistics: by default with equal weights, as in stock DDP.
+    """This rank's weight in the statistics: by default equal on all ranks, as in stock DDP.
 
     `weight` is called in backward; this rank's gradients are weighted in proportion to it.
     """
@@ -76,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
     participation: Participation = Participation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        # The copy takes part in no training, but is of the same process group.
+        # The copy is not trained, but has the same process group.
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -160,7 +160,7 @@ def sync_batch_norms(module: nn.Module) -> list[SyncBatchNorm]:
 
 
 def participate(module: nn.Module, participation: Participation | None) -> None:
-    """Set how this rank takes part in the statistics of a module; None: by default."""
+    """Set this rank's participation in the statistics of a module; None: the default."""
     for norm in sync_batch_norms(module):
         norm.__dict__.pop("participation", None)
         if participation is not None:

@@ -23,34 +23,35 @@ Key = TypeVar("Key", bound=Hashable)
 
 SAME_SETTINGS = "give every rank the same settings; each host reads its own --config file"
 """The advice for settings that differ between ranks."""
+_LOST = "a rank was lost during the exchange"
 
 
 def gather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     """Gather a value (anything JSON can hold) from every rank, in rank order. Collective."""
-    own = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+    content = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
     # When a rank dies, MPI may leave its part unfilled and report it only in the next call.
     lengths = np.full(comm.size, -1, dtype=np.int64)
     # Ranks may come minutes apart, as after loading their data.
-    wait_request(comm.Iallgather(np.array([own.size], dtype=np.int64), lengths))
+    wait_request(comm.Iallgather(np.array([content.size], dtype=np.int64), lengths))
     if lengths.min() < 0:
-        raise CollectiveError("the values of a rank did not arrive")
+        raise CollectiveError(_LOST)
     gathered = np.zeros(lengths.sum(), dtype=np.uint8)
-    wait_request(comm.Iallgatherv(own, (gathered, lengths.tolist())))
+    wait_request(comm.Iallgatherv(content, (gathered, lengths.tolist())))
     try:
         return [json.loads(part) for part in _parts(gathered, lengths.tolist())]
     except ValueError as error:
-        raise CollectiveError("the values of a rank did not arrive") from error
+        raise CollectiveError(_LOST) from error
 
 
 def gather_bytes(comm: MPI.Comm, content: bytes) -> list[bytes]:
     """Gather every rank's content on rank 0, in rank order; [] elsewhere. Collective."""
     lengths = gather_values(comm, len(content))
-    own = np.frombuffer(content, dtype=np.uint8)
+    sent = np.frombuffer(content, dtype=np.uint8)
     if comm.rank != 0:
-        comm.Gatherv(own, None)
+        comm.Gatherv(sent, None)
         return []
     gathered = np.empty(sum(lengths), dtype=np.uint8)
-    comm.Gatherv(own, (gathered, lengths))
+    comm.Gatherv(sent, (gathered, lengths))
     return _parts(gathered, lengths)
 
 

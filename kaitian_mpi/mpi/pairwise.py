@@ -6,6 +6,7 @@ once; sums of 8 and 16-bit integers wrap. Collective; tensors are contiguous, on
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ def exchange(
     """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are skipped.
 
     Raises:
-        CollectiveError: a rank sends more than `received[r]` has room for.
+        CollectiveError: a rank sends more than fits in `received[r]`.
     """
     ranks = others(comm.rank, comm.size)
     arriving: list[MPI.Request] = []
@@ -70,7 +71,7 @@ def exchange(
 
 
 def unlike_sizes(error: Exception) -> CollectiveError | None:
-    """Return what to raise if a rank has been sent more than it has room for, else None."""
+    """Return the error to raise if a message was longer than its buffer, else None."""
     if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
     return CollectiveError(UNLIKE_SIZES)
@@ -80,7 +81,7 @@ def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Reduction
 ) -> None:
     """Reduce every rank's flat `pieces[r]` into `result` on rank r, which may be that piece."""
-    step = _piece_elements(comm, result)
+    step = elements_per_piece(comm, result)
     # All ranks do as many rounds as the longest piece needs.
     for start in range(0, max(piece.numel() for piece in pieces), step):
         parts = [piece[start : start + step] for piece in pieces]
@@ -89,24 +90,26 @@ def reduce_scatter(
 
 def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
     """Reduce flat `tensor` over all ranks, in place; the results are bit-identical."""
-    share = -(-tensor.numel() // comm.size)
+    share = math.ceil(tensor.numel() / comm.size)
     parts = [tensor[r * share : (r + 1) * share] for r in range(comm.size)]
-    own = parts[comm.rank]
-    reduce_scatter(comm, own, parts, op)
-    exchange(comm, [own] * comm.size, parts)
+    rank_part = parts[comm.rank]
+    reduce_scatter(comm, rank_part, parts, op)
+    exchange(comm, [rank_part] * comm.size, parts)
 
 
 def elements_per_piece(comm: MPI.Comm, tensor: torch.Tensor) -> int:
     """Return how many elements of each piece of this dtype `reduce_scatter` reduces in one round.
 
-    Several calls that follow each other, each but the last for a multiple of these, do as one does.
+    Calling it for consecutive slices gives the same result as one call, if the lengths of all but
+    the last are multiples of this.
     """
-    return _piece_elements(comm, tensor)
+    piece = min(_PIECE_BYTES, max(_MIN_PIECE_BYTES, _SCRATCH_BYTES // comm.size))
+    return piece // tensor.element_size()
 
 
 def elements_per_round(comm: MPI.Comm, tensor: torch.Tensor) -> int:
     """Return how many elements of a tensor of this dtype `allreduce` reduces in one round."""
-    return _piece_elements(comm, tensor) * comm.size
+    return elements_per_piece(comm, tensor) * comm.size
 
 
 def _reduce_parts(
@@ -117,32 +120,28 @@ def _reduce_parts(
     exchange(comm, _without(parts, comm.rank), _without(list(scratch), comm.rank))
     if not length:
         return
-    own, arrived = parts[comm.rank], [scratch[rank] for rank in others(comm.rank, comm.size)]
+    arrived = [scratch[rank] for rank in others(comm.rank, comm.size)]
     # A sum of two 16-bit floats is rounded once anyway; a sum of integers is not rounded.
     is_exact = len(arrived) == 1 or not result.is_floating_point()
-    once = result.dtype not in ACCUMULATION_DTYPES or (is_exact and not op.is_average)
-    total = result if once else torch.empty(length, dtype=ACCUMULATION_DTYPES[result.dtype])
-    if not once or not arrived:
-        own = total.copy_(own)
-    for other in arrived:
-        own = op.combine(own, other, out=total)
+    in_place = result.dtype not in ACCUMULATION_DTYPES or (is_exact and not op.is_average)
+    total = result if in_place else torch.empty(length, dtype=ACCUMULATION_DTYPES[result.dtype])
+    sum_so_far = parts[comm.rank]
+    if not in_place or not arrived:
+        sum_so_far = total.copy_(sum_so_far)
+    for addend in arrived:
+        sum_so_far = op.combine(sum_so_far, addend, out=total)
     op.divide_average(total, comm.size)
-    if not once:
+    if not in_place:
         result.copy_(total)
 
 
-def others(own: int, size: int) -> list[int]:
-    """Return the other numbers, the next one first, so that not all start with the same one."""
-    return [(own + distance) % size for distance in range(1, size)]
+def others(rank: int, size: int) -> list[int]:
+    """Return the other ranks, the next one first, so that not all start with the same one."""
+    return [(rank + distance) % size for distance in range(1, size)]
 
 
 def _without(tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor | None]:
     return [None if index == rank else tensor for index, tensor in enumerate(tensors)]
-
-
-def _piece_elements(comm: MPI.Comm, tensor: torch.Tensor) -> int:
-    piece = min(_PIECE_BYTES, max(_MIN_PIECE_BYTES, _SCRATCH_BYTES // comm.size))
-    return piece // tensor.element_size()
 
 
 def _scratch(dtype: torch.dtype, elements: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ from kaitian_mpi.preflight.facts import (
     collect_mpi,
     version_in,
 )
-from kaitian_mpi.preflight.job_checks import judge, judge_libraries
+from kaitian_mpi.preflight.job_checks import check_libraries, run_checks
 from kaitian_mpi.preflight.verdict import Level, by_value, ranks_by, ranks_text
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
@@ -167,7 +167,7 @@ def join_world(
             _log.warning("%s: %s", ranks_text(ranks), fault)
     if declining := _declining_ranks(own, vendor_library):
         if own.rank == 0 and (_current is None or _current.relay.vendor_library):
-            for verdict in judge_libraries([info.library for info in infos], declining):
+            for verdict in check_libraries([info.library for info in infos], declining):
                 _log.warning("%s", verdict)
         infos = tuple(replace(info, library="") for info in infos)
         relay = replace(relay, vendor_library=False)
@@ -274,7 +274,7 @@ def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
             "every host"
         ) from None
     problems = []
-    for _, verdict in judge(JobFacts(ranks=ranks)):
+    for _, verdict in run_checks(JobFacts(ranks=ranks)):
         if verdict.level is Level.PROBLEM:
             problems.append(str(verdict))
         elif verdict.level is Level.WARNING and rank == 0 and _current is None:

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _NOT_KEPT = ("epochs", "epoch_fraction", "steps", "seconds_left")  # shown while training
 _HISTORY = "events.jsonl"  # keeps its lines when steps are repeated
+MODEL_FILE = "checkpoints/model.pt"
+"""The path of the model's weights in a run folder."""
 
 
 class RunFolder:
@@ -52,8 +54,11 @@ class RunFolder:
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Append a line to a JSON lines file."""
 
-    def save_model(self, state: dict[str, torch.Tensor], fault: OSError | None = None) -> None:
-        """Save the model's weights as `checkpoints/model.pt`, atomically; only log a `fault`."""
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Save the model's weights as `checkpoints/model.pt`, atomically."""
+
+    def log_unsaved_model(self, fault: OSError) -> None:
+        """Log why the model's weights cannot be saved; `require` then raises that."""
 
     def has(self, name: str) -> bool:
         """Return whether the last content written to a file is on disk."""
@@ -146,15 +151,14 @@ class DiskFolder(RunFolder):
         with _warned(self.path / name):
             os.utime(self.path / name)
 
-    def save_model(self, state: dict[str, torch.Tensor], fault: OSError | None = None) -> None:
+    def save_model(self, state: dict[str, torch.Tensor]) -> None:
         needed = sum({value.data_ptr(): value.nbytes for value in state.values()}.values())
-        target = self.path / "checkpoints" / "model.pt"
-        if fault is None:
-            self._fill(target, needed, lambda file: write_tensors(file, state))
-            return
-        with _warned(target):
-            self._faults[target] = fault.strerror or str(fault)
-            raise fault
+        self._fill(self.path / MODEL_FILE, needed, lambda file: write_tensors(file, state))
+
+    def log_unsaved_model(self, fault: OSError) -> None:
+        target = self.path / MODEL_FILE
+        self._faults[target] = fault.strerror or str(fault)
+        _warn(target, fault)
 
     def has(self, name: str) -> bool:
         return self._faults.get(self.path / name) == ""
@@ -200,8 +204,12 @@ def _warned(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        _log.warning("%s could not be written: %s; training continues", path, reason)
+        _warn(path, error)
+
+
+def _warn(path: Path, error: OSError) -> None:
+    reason = error.strerror or error
+    _log.warning("%s could not be written: %s; training continues", path, reason)
 
 
 def check_run_folder(config: TrainingConfig, world: World) -> None:

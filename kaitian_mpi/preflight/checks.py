@@ -40,12 +40,12 @@ _MIN_FREE_BYTES = 1 << 30
 _SLOW_MB_PER_SEC = 100.0  # a link of 1 Gbit/s has 118
 
 
-def _judge_presence(job: JobFacts) -> Iterator[Verdict]:
+def _check_presence(job: JobFacts) -> Iterator[Verdict]:
     for reason, ranks in ranks_by(job.missing).items():
         yield problem(f"{ranks_text(ranks)}: {reason}", _CHECK_RANK)
 
 
-def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
+def _check_faults(job: JobFacts) -> Iterator[Verdict]:
     faults: dict[tuple[str, str], list[int]] = {}
     for facts in job.ranks:
         for fault in facts.faults.items():
@@ -59,7 +59,7 @@ def _judge_faults(job: JobFacts) -> Iterator[Verdict]:
             )
 
 
-def _judge_software(job: JobFacts) -> Iterator[Verdict]:
+def _check_software(job: JobFacts) -> Iterator[Verdict]:
     installed = {facts.rank: facts.software.packages for facts in job.ranks}
     missing = {
         rank: ", ".join(name for name in PACKAGES if not packages.get(name))
@@ -78,7 +78,7 @@ def _judge_software(job: JobFacts) -> Iterator[Verdict]:
             yield ok(f"{name}: {by_value(versions)}")
 
 
-def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
+def _check_mpi(job: JobFacts) -> Iterator[Verdict]:
     failed = [facts.faults["mpi"] for facts in job.ranks if "mpi" in facts.faults]
     for reason in dict.fromkeys(failed):
         yield problem_from(reason, "MPI cannot be used: ", _INSTALL)
@@ -103,7 +103,7 @@ def _judge_mpi(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"{first.library}, {count_text(first.size, 'rank')}, thread level {first.threads}")
 
 
-def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
+def _check_survival(job: JobFacts) -> Iterator[Verdict]:
     known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
     if not known or job.mpirun is not None:
         return
@@ -128,14 +128,14 @@ def _judge_survival(job: JobFacts) -> Iterator[Verdict]:
         yield ok(f"fault tolerance is off, the loss of a rank ends the job; {advice}")
 
 
-def _judge_mpirun(job: JobFacts) -> Iterator[Verdict]:
+def _check_mpirun(job: JobFacts) -> Iterator[Verdict]:
     if job.mpirun:
         yield ok(f"{job.mpirun}; to examine its ranks: mpirun -np 2 kaitian-doctor")
     elif job.mpirun is not None:
         yield problem("there is no mpirun in PATH", 'install one: pip install "kaitian-mpi[mpi]"')
 
 
-def _judge_cores(job: JobFacts) -> Iterator[Verdict]:
+def _check_cores(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         on_cpu = [rank for rank in ranks if rank.devices is None or rank.devices.is_host]
         cores = job_checks.count_cores(ranks)
@@ -146,7 +146,7 @@ def _judge_cores(job: JobFacts) -> Iterator[Verdict]:
             yield ok(found if job.mpirun is None else count_text(cores, "core"), host)
 
 
-def _judge_ram(job: JobFacts) -> Iterator[Verdict]:
+def _check_ram(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         known = [facts.devices for facts in ranks if facts.devices is not None]
         if not known:
@@ -162,7 +162,7 @@ def _judge_ram(job: JobFacts) -> Iterator[Verdict]:
             yield ok(found, host)
 
 
-def _judge_storage(job: JobFacts) -> Iterator[Verdict]:
+def _check_storage(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         for storage in [facts.storage for facts in ranks if facts.storage is not None][:1]:
             found = f"{storage.folder}: {size_text(storage.free_bytes)} free"
@@ -175,7 +175,7 @@ def _judge_storage(job: JobFacts) -> Iterator[Verdict]:
                 yield ok(found, host)
 
 
-def _judge_devices(job: JobFacts) -> Iterator[Verdict]:
+def _check_devices(job: JobFacts) -> Iterator[Verdict]:
     for facts in job.ranks:
         devices = facts.devices
         if devices is not None and devices.error:
@@ -183,9 +183,9 @@ def _judge_devices(job: JobFacts) -> Iterator[Verdict]:
             yield problem_from(devices.error, where, "see docs/devices.md")
     known = {facts.rank: facts.devices for facts in job.ranks if facts.devices is not None}
     declining = [rank for rank, devices in known.items() if not devices.vendor_library]
-    yield from job_checks.judge_libraries(map(_library_of, known.values()), declining)
+    yield from job_checks.check_libraries(map(_library_of, known.values()), declining)
     for host, ranks in job.hosts.items():
-        yield from _judge_own_devices(host, ranks, uses_libraries=not declining)
+        yield from _check_own_devices(host, ranks, uses_libraries=not declining)
         devices = ranks[0].devices
         if devices is None:
             continue
@@ -198,7 +198,7 @@ def _library_of(devices: Devices) -> str:
     return next((kind.library for kind in devices.kinds if kind.name == devices.kind), "")
 
 
-def _judge_own_devices(
+def _check_own_devices(
     host: str, ranks: Sequence[RankFacts], uses_libraries: bool
 ) -> Iterator[Verdict]:
     known = [facts.devices for facts in ranks if facts.devices is not None]
@@ -224,7 +224,7 @@ def _judge_own_devices(
             )
 
 
-def _judge_drivers(job: JobFacts) -> Iterator[Verdict]:
+def _check_drivers(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         devices = ranks[0].devices
         if devices is None:
@@ -245,7 +245,7 @@ def _judge_drivers(job: JobFacts) -> Iterator[Verdict]:
             yield ok(drivers, host)
 
 
-def _judge_links(job: JobFacts) -> Iterator[Verdict]:
+def _check_links(job: JobFacts) -> Iterator[Verdict]:
     between_hosts = any(link.hosts[0] != link.hosts[1] for link in job.links)
     for link in job.links:
         speed = link.mb_per_sec
@@ -277,20 +277,20 @@ def _range(values: list[float]) -> str:
 
 
 CHECKS: Mapping[str, job_checks.Check] = {
-    "ranks": _judge_presence,
-    "examination": _judge_faults,
-    "software": _judge_software,
-    "versions": job_checks.judge_versions,
-    "mpi": _judge_mpi,
-    "mpirun": _judge_mpirun,
-    "survival": _judge_survival,
-    "devices": _judge_devices,
-    "drivers": _judge_drivers,
-    "cores": _judge_cores,
-    "binding": job_checks.judge_binding,
-    "memory": _judge_ram,
-    "shared memory": job_checks.judge_shared_memory,
-    "limits": job_checks.judge_limits,
-    "run folder": _judge_storage,
-    "links": _judge_links,
+    "ranks": _check_presence,
+    "examination": _check_faults,
+    "software": _check_software,
+    "versions": job_checks.check_versions,
+    "mpi": _check_mpi,
+    "mpirun": _check_mpirun,
+    "survival": _check_survival,
+    "devices": _check_devices,
+    "drivers": _check_drivers,
+    "cores": _check_cores,
+    "binding": job_checks.check_binding,
+    "memory": _check_ram,
+    "shared memory": job_checks.check_shared_memory,
+    "limits": job_checks.check_limits,
+    "run folder": _check_storage,
+    "links": _check_links,
 }

@@ -127,7 +127,7 @@ class Job:
         return tuple(links)
 
     def _probe(self, first: int, second: int) -> dict[str, Any]:
-        """Take part in the probe of a link; return this rank's results as fields of `LinkFacts`."""
+        """Join the probe of a link; return this rank's results as fields of `LinkFacts`."""
         other = second if self._comm.rank == first else first
         try:
             return _time_link(self._post, other) if other == second else _answer(self._post, other)

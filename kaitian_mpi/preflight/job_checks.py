@@ -35,7 +35,7 @@ _MORE_SHM = (
 _MORE_FILES = "raise it for the launcher too, such as `ulimit -n 65536` or in limits.conf"
 
 
-def judge_versions(job: JobFacts) -> Iterator[Verdict]:
+def check_versions(job: JobFacts) -> Iterator[Verdict]:
     """Check that the ranks have the same kaitian-mpi, wire protocol and MPI."""
     versions = {facts.rank: facts.software.packages.get("kaitian-mpi", "") for facts in job.ranks}
     compared = {
@@ -56,7 +56,7 @@ def judge_versions(job: JobFacts) -> Iterator[Verdict]:
         )
 
 
-def judge_shared_memory(job: JobFacts) -> Iterator[Verdict]:
+def check_shared_memory(job: JobFacts) -> Iterator[Verdict]:
     """Check that shared memory is large enough for MPI and for data-loading processes."""
     for host, ranks in job.hosts.items():
         free = ranks[0].machine.shm_free_bytes
@@ -79,7 +79,7 @@ def count_cores(ranks: Iterable[RankFacts]) -> int:
     return len(frozenset().union(*(facts.machine.cores for facts in ranks)))
 
 
-def judge_binding(job: JobFacts) -> Iterator[Verdict]:
+def check_binding(job: JobFacts) -> Iterator[Verdict]:
     """Check that mpirun lets its ranks use all cores; by default, it binds each of two ranks."""
     for host, ranks in job.hosts.items():
         cores = count_cores(ranks)
@@ -89,7 +89,7 @@ def judge_binding(job: JobFacts) -> Iterator[Verdict]:
             yield warning(found, "add --bind-to none to the command", host)
 
 
-def judge_limits(job: JobFacts) -> Iterator[Verdict]:
+def check_limits(job: JobFacts) -> Iterator[Verdict]:
     """Check that the ranks may open as many files and connections as they need."""
     size = max([len(job.ranks) + len(job.missing), *(f.mpi.size for f in job.ranks if f.mpi)])
     needed = _OWN_FILES + _FILES_PER_RANK * size
@@ -102,7 +102,7 @@ def judge_limits(job: JobFacts) -> Iterator[Verdict]:
             yield ok(f"{f'{min(limited):,}' if limited else 'any number of'} open files", host)
 
 
-def judge_libraries(libraries: Iterable[str], declining: Sequence[int]) -> Iterator[Verdict]:
+def check_libraries(libraries: Iterable[str], declining: Sequence[int]) -> Iterator[Verdict]:
     """Warn that no rank uses a vendor's library because a rank declines it.
 
     Args:
@@ -119,14 +119,14 @@ def judge_libraries(libraries: Iterable[str], declining: Sequence[int]) -> Itera
 
 
 BEFORE_JOBS: Mapping[str, Check] = {
-    "versions": judge_versions,
-    "shared memory": judge_shared_memory,
-    "binding": judge_binding,
-    "limits": judge_limits,
+    "versions": check_versions,
+    "shared memory": check_shared_memory,
+    "binding": check_binding,
+    "limits": check_limits,
 }
 
 
-def judge(
+def run_checks(
     job: JobFacts, checks: Mapping[str, Check] = BEFORE_JOBS
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and the verdicts of each check, in order."""

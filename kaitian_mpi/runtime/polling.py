@@ -7,13 +7,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.system import prctl
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+WaitContext = Callable[[str], AbstractContextManager[Any]]
+"""Returns the context of a wait for other ranks, given its name, such as "the owners' values"."""
 
 _YIELD_SEC = 300e-6  # yield before the first sleep: ranks that share cores take turns
 _MIN_NAP_SEC = 20e-6

@@ -182,9 +182,14 @@ def _keep_from_children() -> None:
 
 
 def _exit_by_signal(number: int) -> None:
-    # A slice, because the main thread may leave the block at this moment.
-    block = [_Exit(lambda: None, None, None), *_exits[-1:]][-1]
-    if read_launch(os.environ).world_rank == 0 if block.reports is None else block.reports:
+    try:
+        block = _exits[-1]
+    except IndexError:  # the main thread may leave the block at any moment
+        block = _Exit(callback=lambda: None, in_main_thread=None, reports=None)
+    reports = block.reports
+    if reports is None:
+        reports = read_launch(os.environ).world_rank == 0
+    if reports:
         write_to_launcher_stderr(f"{_REASONS[number]}; ending the job")
     try:
         message = block.callback()

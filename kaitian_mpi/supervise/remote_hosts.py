@@ -62,18 +62,18 @@ class PendingAnswer:
         host: Host,
         pythons: Sequence[str],
         seconds: float,
-        is_local: bool = False,
+        host_is_local: bool = False,
     ) -> None:
         self._asked = []
         for python in pythons:
-            command = version_command(agent, host, python, seconds, is_local)
-            place = (host.name, python, seconds, is_local)
+            command = version_command(agent, host, python, seconds, host_is_local)
+            place = (host.name, python, seconds, host_is_local)
             self._asked.append((LimitedProcess(command, seconds), place))
 
     def poll(self) -> HostAnswer | None:
         """Return the answer, or a fault of any interpreter; None until it arrives. Never blocks."""
         ended = [(process.poll(), place) for process, place in self._asked]
-        answers = [judge(end, *place) for end, place in ended if end is not None]
+        answers = [read_answer(end, *place) for end, place in ended if end is not None]
         if len(answers) < len(ended):
             return None
         return next((answer for answer in answers if answer.fault), answers[0])
@@ -85,12 +85,12 @@ class PendingAnswer:
 
 
 def version_command(
-    agent: Sequence[str], host: Host, python: str, seconds: float, is_local: bool
+    agent: Sequence[str], host: Host, python: str, seconds: float, host_is_local: bool
 ) -> list[str]:
     """Return the command that prints this package's version for an interpreter of a host."""
     words = [python, "-c", _SHOW_VERSION]
     # The remote shell splits the words again.
-    return words if is_local else probe_command(agent, host, seconds, [shlex.join(words)])
+    return words if host_is_local else probe_command(agent, host, seconds, [shlex.join(words)])
 
 
 def ask_hosts(
@@ -107,7 +107,7 @@ def ask_hosts(
     }
     commands = {key: version_command(agent, *place) for key, place in places.items()}
     answers = run_all(commands, SECONDS)
-    return {key: judge(ended, key[0], *places[key][1:]) for key, ended in answers.items()}
+    return {key: read_answer(ended, key[0], *places[key][1:]) for key, ended in answers.items()}
 
 
 def check_hosts(
@@ -123,16 +123,18 @@ def check_hosts(
         raise UserError("; ".join(faults))
 
 
-def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) -> HostAnswer:
-    """Return the answer that the end of a host's command means."""
-    said = (ended.err.strip().splitlines() or [""])[-1].strip()
+def read_answer(
+    ended: Ended, host: str, python: str, seconds: float, host_is_local: bool
+) -> HostAnswer:
+    """Return a host's answer, from the exit code and output of its command."""
+    last_line = (ended.err.strip().splitlines() or [""])[-1].strip()
     login = f"check that it is up and that {_LOGIN} {host} true"
     version = (ended.out.split() or [""])[-1]  # a login script may print something before it
     fault = ""
     if ended.code is None:
         fault = f"{host} does not answer within {seconds:g} s; {login}"
-    elif ended.code == NO_ANSWER and not is_local:
-        fault = f"{host} cannot be reached ({said or 'no message from ssh'}); {login}"
+    elif ended.code == NO_ANSWER and not host_is_local:
+        fault = f"{host} cannot be reached ({last_line or 'no message from ssh'}); {login}"
     elif ended.code in (NOT_EXECUTABLE, NOT_FOUND):
         fault = (
             f"{host} has no {python}; install the same environment at that path there, or name "
@@ -141,7 +143,7 @@ def judge(ended: Ended, host: str, python: str, seconds: float, is_local: bool) 
     elif ended.code and "PackageNotFoundError" in ended.err:
         fault = f"{host}: {python} has no kaitian-mpi; install it there with pip"
     elif ended.code:
-        fault = f"{host}: {python} fails ({said or f'exit code {ended.code}'}); run it there"
+        fault = f"{host}: {python} fails ({last_line or f'exit code {ended.code}'}); run it there"
     elif version != __version__:
         fault = (
             f"{host} has kaitian-mpi {version}, and this host {__version__}; install the same "
@@ -166,14 +168,14 @@ def examine_hosts(
     pythons = {name: interpreters_of(environments, name) or [python] for name in names}
     agent = find_agent(Command(parts=(), arguments=()), os.environ)
     answers = ask_hosts(agent, hosts, pythons, set(filter(is_local, names)))
-    verdicts = [("hostfile", verdict) for verdict in judge_hostfile(hosts, os.environ)]
+    verdicts = [("hostfile", verdict) for verdict in check_hostfile(hosts, os.environ)]
     for (name, interpreter), answer in answers.items():
         shown = f"{name}: kaitian-mpi {answer.version}, {interpreter}"
         verdicts.append(("host", problem_from(answer.fault) if answer.fault else ok(shown)))
     return verdicts
 
 
-def judge_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
+def check_hostfile(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> Iterator[Verdict]:
     """Check whether mpirun will place ranks on all of these hosts."""
     for name in MAPPING_POLICIES:
         if "oversubscribe" in environ.get(name, "") and len(hosts) > 1:

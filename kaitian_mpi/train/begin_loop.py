@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -32,9 +31,10 @@ from kaitian_mpi.train.state import sync_to_latest
 from kaitian_mpi.train.step import StepObserver
 
 _NO_CHECKPOINT = (
-    "the part of the state that a lost rank had is lost, and there is no checkpoint to continue "
-    "from; start the job again"
+    "a lost rank's part of the state is lost, and there is no checkpoint to continue from; start "
+    "the job again"
 )
+_NO_RUN_FOLDER = f"{_NO_CHECKPOINT}, with a run folder"
 
 
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
@@ -201,15 +201,15 @@ def _restore_checkpoint(run: Run, world: World, lacks_values: bool) -> None:
     # Before the first step, the parameters are all there is; where whole, they are here.
     steps = max(gather_values(world.comm, state.progress.step if run.has_started else 0))
     has_part_lost = not state.partition.is_whole and (steps > 0 or lacks_values)
-    found = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
-    if found.metadata is not None:
-        restore(world, state, found, run.config.seed, world.infos)
-        run.earlier = replace(found, file=None)
+    checkpoint = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
+    if checkpoint.metadata is not None:
+        restore(world, state, checkpoint, run.config.seed, world.infos)
+        run.earlier = replace(checkpoint, file=None)
         if has_part_lost:
-            step = f"step {state.progress.step} ({found.name})"
+            step = f"step {state.progress.step} ({checkpoint.name})"
             warn_rank_0(world, f"a lost rank had a part of the state: continuing from {step}")
     elif has_part_lost:
-        raise AgreedError(_NO_CHECKPOINT + ", with a run folder" * (run.setup.path is None))
+        raise AgreedError(_NO_RUN_FOLDER if run.setup.path is None else _NO_CHECKPOINT)
 
 
 def _fit_progress(run: Run, world: World, plan: Plan) -> None:
@@ -253,8 +253,8 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     text = f"samples per step and rank {plan.batch_sizes} ({reason})"
     if reason != FROM_BENCHMARK:  # whose table shows it
         print_rank_0(world, text)
-    what = {"batch_sizes": plan.batch_sizes, "reason": reason}
-    record_plan(world, run.setup.folder, run.sinks, step, text, what)
+    fields = {"batch_sizes": plan.batch_sizes, "reason": reason}
+    record_plan(world, run.setup.folder, run.sinks, step, text, fields)
     if run.layout.divides_state:
         world.device_kind.release_cached_memory()
         world.device_kind.return_freed_memory()  # of measurements: else it would count as used
@@ -287,11 +287,13 @@ def _report_first_start(run: Run, world: World) -> None:
     """Report that this job starts or resumes the run, and the ranks that it excludes."""
     step = run.state.progress.step
     ranks = [info.world_rank for info in world.infos]
-    text, found = "starting from scratch", dict[str, Any](emulated=run.summary.emulated)
+    emulated = run.summary.emulated
     if step:
-        text = f"resuming from step {step} ({run.earlier.name})"
-        found["checkpoint"] = run.earlier.name
-    run.sinks.event("resume" if step else "start", step, text, ranks, **found)
+        name = run.earlier.name
+        text = f"resuming from step {step} ({name})"
+        run.sinks.event("resume", step, text, ranks, emulated=emulated, checkpoint=name)
+    else:
+        run.sinks.event("start", step, "starting from scratch", ranks, emulated=emulated)
     reasons = {entry["rank"]: entry["reason"] for entry in run.summary.excluded or ()}
     for info in run.membership.all_ranks.infos:
         if reason := reasons.get(info.world_rank):
@@ -303,11 +305,11 @@ def _report_losses(run: Run, world: World, losses: list[RankLoss]) -> str:
     """Report which ranks were lost and which continue; return the reason for a new plan."""
     step = run.state.progress.step
     reason = lost_line([info for loss in losses for info in loss.lost])
-    left = "1 rank continues" if world.size == 1 else f"{world.size} ranks continue"
-    warn_rank_0(world, f"{reason} at step {step}; {left}")
+    continuing = "1 rank continues" if world.size == 1 else f"{world.size} ranks continue"
+    warn_rank_0(world, f"{reason} at step {step}; {continuing}")
     remaining = [info.world_rank for info in world.infos]
     for loss in losses:
         text = f"{lost_line(loss.lost)} at step {step}"
-        lost = [info.world_rank for info in loss.lost]
-        run.sinks.event("loss", step, text, lost, at=loss.noticed_at, remaining=remaining)
+        ranks = [info.world_rank for info in loss.lost]
+        run.sinks.event("loss", step, text, ranks, at=loss.noticed_at, remaining=remaining)
     return reason

@@ -26,7 +26,7 @@ from kaitian_mpi.train.task import Task
 
 
 class GradientSums(Protocol):
-    """What sums the gradients of a step: a `GradientReducer`, or what a layout has in its place."""
+    """Sums the gradients of a step: a `GradientReducer`, or a layout's own class."""
 
     @property
     def carries_number(self) -> bool: ...
@@ -47,12 +47,12 @@ class GradientSums(Protocol):
 
 
 class StepSum(NamedTuple):
-    """What all ranks know of a step whose gradients are summed."""
+    """The result of summing a step's gradients, the same on all ranks."""
 
     is_finite: bool
-    """Whether the gradient is; if not, it is not applied."""
+    """Whether the gradient has no NaN or infinity; if not, it is not applied."""
     mean_loss: torch.Tensor
-    """Over the global batch, without dimensions."""
+    """The mean loss over the global batch, without dimensions."""
 
 
 class Engine:
@@ -133,14 +133,13 @@ class Engine:
         participate(self._state.model, None)
 
     def split_indices(self, indices: list[int]) -> list[tuple[int, list[int]]]:
-        """Return the micro-batches of a step, by which of its samples this rank reads.
+        """Return the micro-batches of this rank's samples of a step. Not collective.
 
-        Each as its number of samples and the indices, which may be of a stand-in without samples.
-        Not collective.
+        Each as its number of samples and their indices; 0 samples have a stand-in's indices.
         """
         limit = self._plan.micro_batch_size if self.splits_shares else None
         least = self.sampler.min_batch
-        # Of a stream, which is not to begin again, those that the step has read last.
+        # A stream, which should not begin again, stands in with the samples that it read last.
         stand_in = 0 if self.sampler.shuffle else self.sampler.position - least
         return split_share(indices, limit, least, stand_in)
 
@@ -251,10 +250,10 @@ class Engine:
         return nullcontext()
 
     def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield what the task's metrics, or its loss, find of this rank's validation data.
+        """Yield the task's metrics, or its loss, of each batch of this rank's validation data.
 
-        Each with its batch, on the host, and the number of samples. `observe` is called with the
-        seconds of each.
+        Each with the batch, on the host, and its number of samples. `observe` is called with the
+        seconds that each batch took.
         """
         from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 
@@ -265,12 +264,12 @@ class Engine:
         reader = Reader(data)
         rank, most = self._world.rank, min(MAX_BATCH, size)
         with self.forwards():
-            for own in evaluation_indices(len(data), rank, shares, most):
-                batch, began = reader.read(own), time.perf_counter()
+            for indices in evaluation_indices(len(data), rank, shares, most):
+                batch, began = reader.read(indices), time.perf_counter()
                 enter_phase("evaluation")
                 with self._computation.autocast():
-                    found = function(self._task.model, self._computation.place(batch))
-                yield found, batch, len(own)
+                    result = function(self._task.model, self._computation.place(batch))
+                yield result, batch, len(indices)
                 observe(time.perf_counter() - began)
 
 
@@ -291,7 +290,7 @@ def apply_step(task: Task, state: State, is_finite: bool, samples: int) -> None:
     with state.lock:
         optimizers = state.optimizers
         if scaler.is_enabled():  # it accepts none without a gradient
-            optimizers = [each for each in optimizers if _has_gradient(each)]
+            optimizers = [optimizer for optimizer in optimizers if _has_gradient(optimizer)]
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if is_finite:

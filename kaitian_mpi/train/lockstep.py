@@ -1,4 +1,4 @@
-"""What the ranks of a training do next, all of them the same: a step, an epoch, or its end."""
+"""Keeps the ranks' scripts together: all begin the same step, epoch or evaluation, or stop."""
 
 from __future__ import annotations
 
@@ -63,11 +63,10 @@ class Lockstep:
         self.last_step: Step | None = None
         self.splits_shares = False
         self._session = session
-        self._is_unattended = False
+        self._script_is_absent = False
         self._epoch: Epoch | None = None
-        # Since the loop began, or its ranks have met.
-        self._meets = False
-        self._script_has_run = False
+        self._must_agree = False  # after a loss, until all ranks are at the next step
+        self._script_ran = False  # since the loop began, or the ranks have agreed
 
     def steps(self, epoch: Epoch | None = None) -> Iterator[Step]:
         """Train, and yield each step once it is done; to the end of the epoch, or of the run."""
@@ -93,7 +92,7 @@ class Lockstep:
         session = self._session
         if step is not None:
             self.last_step = step
-            session.guarded(session.current_loop.step_done, step, not self._is_unattended)
+            session.guarded(session.current_loop.step_done, step, not self._script_is_absent)
             if session.loop is None and not session.prepared.state.partition.is_whole:
                 session.until_done(self._ready_loop)  # the script may use the weights
         return step
@@ -107,8 +106,8 @@ class Lockstep:
             if not loop.progress.position:
                 raise UserError("iterate over each epoch that training.epochs() yields")
             loop.skip_epoch()
-            self._script_has_run = True  # the other ranks do not know of it yet
-        if self._meet(loop, Call.BEGIN_EPOCH) == Call.STOP:
+            self._script_ran = True  # other ranks have not skipped it yet
+        if self._agree(loop, Call.BEGIN_EPOCH) == Call.STOP:
             return None
         if loop.progress.epoch_is_over or loop.progress.lacks_results:
             self._end_epoch(loop)
@@ -123,7 +122,7 @@ class Lockstep:
         loop = self._ready_loop()
         if loop is None:
             return None
-        self._meet(loop, Call.EVALUATE)
+        self._agree(loop, Call.EVALUATE)
         return self._session.evaluate()
 
     def stop(self) -> None:
@@ -133,21 +132,21 @@ class Lockstep:
         if is_active and (session.loop is not None or session.membership.losses):
             loop = self._ready_loop()
             assert loop is not None
-            self._meet(loop, Call.STOP)
+            self._agree(loop, Call.STOP)
             if not session.is_done:
                 self._end_loop(loop)
         else:
             session.end_standby(is_active)
 
     def expect_no_script(self) -> None:
-        """Take note that nothing of the script's runs between two steps. Not collective."""
-        self._is_unattended = True
+        """Expect no code of the script between two steps. Not collective."""
+        self._script_is_absent = True
 
     def enter_script(self) -> None:
         """Begin the phase of the script's own code, which may last. Not collective."""
         done = self.last_step.number if self.last_step is not None else 0
         enter_phase("the script's own code", step=done, limited=False)
-        self._script_has_run = True
+        self._script_ran = True
 
     def split_shares(self, is_wanted: bool) -> None:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
@@ -158,9 +157,9 @@ class Lockstep:
     def _advance(self, crosses_epochs: bool = True) -> Sequence[MicroBatch] | None:
         session = self._session
         loop = self._ready_loop()
-        if loop is None or self._meet(loop, Call.TRAIN) == Call.STOP:
+        if loop is None or self._agree(loop, Call.TRAIN) == Call.STOP:
             return None
-        session.saving.save_due(script_has_run=not self._is_unattended)
+        session.saving.save_due(script_has_run=not self._script_is_absent)
         is_saved = session.saving.save_to_end()
         if loop.is_outdated and not is_saved:
             session.end_loop()
@@ -174,45 +173,45 @@ class Lockstep:
         """Return the loop of the active ranks; None if the work was done without this rank."""
         session = self._session
         if session.loop is None and session.begin_loop():
-            self._meets = bool(session.membership.losses)
-            self._script_has_run = False
+            self._must_agree = bool(session.membership.losses)
+            self._script_ran = False
             if self.splits_shares:
                 session.current_loop.split_shares(True)
         return session.loop
 
-    def _meet(self, loop: Loop, does: Call) -> Call:
-        """Return what to do next: what was wanted, or stop with the others.
+    def _agree(self, loop: Loop, call: Call) -> Call:
+        """Agree with the other ranks on the next call; return this rank's, or STOP with theirs.
 
         After a loss, a rank that replaces the lost one begins its script, while the others may be
         anywhere in theirs. So until all are at the next step, each evaluates whenever one of them
-        does, and all stop if one does. The rank gets the state as the other scripts have left it.
+        does, and all stop if one does. The joining rank gets the state that the other scripts have.
         """
         run = self._session.prepared
-        while self._meets:
-            enter_phase("what the other ranks do next", waits=True, limited=False)
-            calls = gather_values(loop.world.comm, (does, run.is_joining, self._script_has_run))
-            all_do, are_joining, have_run = zip(*calls, strict=True)
-            joining = [rank for rank, joins in enumerate(are_joining) if joins]
-            if any(have_run) and 0 < len(joining) < len(all_do):
+        while self._must_agree:
+            enter_phase("the other ranks' next calls", waits=True, limited=False)
+            gathered = gather_values(loop.world.comm, (call, run.is_joining, self._script_ran))
+            calls, are_joining, scripts_ran = zip(*gathered, strict=True)
+            joining = [rank for rank, is_joining in enumerate(are_joining) if is_joining]
+            if any(scripts_ran) and 0 < len(joining) < len(calls):
                 loop.copy_state(joining)
-            self._script_has_run = False
-            if not joining or set(all_do) == {Call.TRAIN}:
-                self._meets = False
-                run.is_joining = False
-            elif Call.EVALUATE in all_do and does != Call.EVALUATE:
+            self._script_ran = False
+            if not joining or set(calls) == {Call.TRAIN}:
+                self._must_agree = False
+                run.joined()
+            elif Call.EVALUATE in calls and call != Call.EVALUATE:
                 loop.evaluate()
-            elif Call.STOP in all_do and does != Call.EVALUATE:
+            elif Call.STOP in calls and call != Call.EVALUATE:
                 self._end_loop(loop)
                 return Call.STOP
-            elif does != Call.TRAIN:
+            elif call != Call.TRAIN:
                 break
-        if not self._meets:
-            is_over = loop.progress.has_all_steps and does != Call.EVALUATE
-            loop.exchange.announce(Call.FINISH if is_over else does, loop.progress.step)
-        return does
+        if not self._must_agree:
+            is_over = loop.progress.has_all_steps and call != Call.EVALUATE
+            loop.exchange.announce(Call.FINISH if is_over else call, loop.progress.step)
+        return call
 
     def _end_epoch(self, loop: Loop) -> None:
-        """End an epoch after which the script has done its part."""
+        """End an epoch after the script's own code for it."""
         loop.progress.script_is_done = True
         self._session.saving.save_due()
         loop.end_epoch()

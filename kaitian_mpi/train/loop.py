@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -125,7 +126,8 @@ class Loop:
         """The ends of epochs, and of the run, that are to come."""
         batch, least = sum(self.sampler.batch_sizes), self.sampler.min_batch
         steps_in_later_epochs = self.progress.total_steps - self.progress.step - self.steps_in_epoch
-        return 1 - -steps_in_later_epochs // steps_per_epoch(len(self._setup.train), batch, least)
+        steps_in_epoch = steps_per_epoch(len(self._setup.train), batch, least)
+        return 1 + math.ceil(steps_in_later_epochs / steps_in_epoch)
 
     def step_done(self, step: Step, script_follows: bool = True) -> None:
         """Let the observers follow a step, after which the script may use the weights."""
@@ -269,10 +271,10 @@ def _recompute_statistics(engine: Engine, shares: RankShares, state: State, setu
     As the training computes them, dropout included; its random numbers are not used up. Collective.
     """
     count = min(len(setup.train), _SAMPLES_OF_STATISTICS)
-    own = shares.first_indices(state.progress.epoch, count)
+    rank_shares = shares.first_indices(state.progress.epoch, count)
     with aside(state.computation.device), engine.forwards():
-        state.statistics.before_step(0, sum(map(len, own)), count)
-        for indices in filter(None, own):
+        state.statistics.before_step(0, sum(map(len, rank_shares)), count)
+        for indices in filter(None, rank_shares):
             enter_phase("getting a batch")
             for micro_batch in shares.read(indices):
                 batch = engine.place(micro_batch)

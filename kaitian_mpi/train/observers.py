@@ -1,4 +1,4 @@
-"""What follows steps: figures and results, reports, repairs, and signs of life between ranks."""
+"""Observers of steps: metrics and results, events, repairs, and heartbeats between ranks."""
 
 from __future__ import annotations
 
@@ -224,9 +224,11 @@ class Metrics(StepObserver):
             run.sinks.on_evaluation(_figures(run, epoch, means))
         with run.saving(self._world):
             model, fault = run.state.collect_model(self._world, run.setup.path)
-            own = weights(model) if run.owns_files and fault is None else {}
-            run.setup.folder.save_model(own, fault)
-            del model, own  # which may be mapped files
+            if fault is not None:
+                run.setup.folder.log_unsaved_model(fault)
+            elif run.owns_files:
+                run.setup.folder.save_model(weights(model))
+            del model  # it may have the memory of mapped files
         memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(

@@ -12,6 +12,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.observe.folders import snapshots_name
+from kaitian_mpi.observe.run_folder import MODEL_FILE
 from kaitian_mpi.preflight.verdict import count_text
 from kaitian_mpi.train.checkpoint.files import snapshot_files
 from kaitian_mpi.train.checkpoint.metadata import RunMetadata
@@ -19,8 +20,6 @@ from kaitian_mpi.train.checkpoint.writer import BackgroundWriter
 from kaitian_mpi.train.run import Run
 from kaitian_mpi.train.state import weights
 from kaitian_mpi.train.summary import NAME
-
-_MODEL = "checkpoints/model.pt"
 
 
 class Results:
@@ -67,14 +66,18 @@ class Results:
     def _write(self, model: dict[str, Any], why: OSError | None) -> None:
         """Write the weights, unless they are on disk already, and then the summary as finished.
 
-        Existing files are kept. A checkpoint that did not fit is no error; `why` is one of weights.
+        Existing files are kept. A checkpoint that did not fit is no error; `why` is the error by
+        which the weights could not be collected.
         """
         run = self._run
         folder = run.setup.folder
         run.checkpoints.wait()  # one that is still being written needs space
-        if not folder.has(_MODEL):  # the disk may have been full only temporarily
-            folder.save_model(weights(model) if why is None else {}, why)
-        folder.require(_MODEL)
+        if not folder.has(MODEL_FILE):  # the disk may have been full only temporarily
+            if why is None:
+                folder.save_model(weights(model))
+            else:
+                folder.log_unsaved_model(why)
+        folder.require(MODEL_FILE)
         if run.config.export:
             if why is not None:
                 raise StorageError(f"{run.config.export} could not be written: {why.strerror}")

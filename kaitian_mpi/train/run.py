@@ -107,6 +107,10 @@ class Run:
         self.checkpoints = Checkpoints(self.config, self.setup.path)
         self.summary = self.earlier.summary
 
+    def joined(self) -> None:
+        """End the joining of a rank that was on standby: it is at the same step as the others."""
+        self.is_joining = False
+
     def plan(self, world: World) -> Plan:
         """Plan for these ranks. Collective."""
         return self.layout.plan(self.config, world, self.profiles)

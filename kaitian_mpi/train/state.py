@@ -391,7 +391,7 @@ def _load_extra(name: str, value: Any, content: Any) -> None:
         value.load_state_dict(content)
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(
-            f"cannot resume: extra_state {name!r} does not load what the checkpoint has of it "
+            f"cannot resume: extra_state {name!r} cannot load its state in the checkpoint "
             f"({textwrap.shorten(f'{type(error).__name__}: {error}', 300)}); give the same object, "
             "or another run folder (--run-dir)"
         ) from error

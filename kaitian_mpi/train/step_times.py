@@ -1,4 +1,4 @@
-"""What a step takes: a rank's clock, and what the ranks tell each other of it and of the next."""
+"""Times of steps: a rank's clock, and the exchange of the ranks' times and next calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepClock:
         self._device = device
         self._steps: deque[list[tuple[str, Mark]]] = deque()
         self._phases: list[tuple[str, Mark]] = []  # of the current step, with their beginnings
-        # How many phases had begun where the last bucket was computed, and the mark there.
+        # How many phases had begun when the last bucket was computed, and the mark of that time.
         self._ready: tuple[int, Mark] | None = None
 
     def start(self) -> None:
@@ -86,10 +86,10 @@ class StepClock:
         self._ready = len(self._phases), self._device.mark()
 
     def gradients_summed(self) -> None:
-        """Mark the sum of the gradients, which began where their last bucket was computed.
+        """Mark the sum of the gradients, which began when their last bucket was computed.
 
-        From there on nothing is left to compute: what the rank has waited for since is part of the
-        sum. If no bucket was computed, all until now is waiting.
+        From then on the rank only waits, for the sum. If no bucket was computed, all time until now
+        is waiting.
         """
         begun, ready = self._ready or (0, self._phases[0][1])
         self._phases[begun:] = [(self._SUM, ready)]
@@ -131,10 +131,10 @@ class StepReports(NamedTuple):
 
 
 class ReportExchange:
-    """Gathers some numbers of every rank, while the ranks go on. Every method is collective."""
+    """Gathers numbers of every rank in the background. Every method is collective."""
 
     def __init__(self, comm: MPI.Intracomm, fields: int) -> None:
-        """Exchange so many numbers of each rank over `comm`, which nothing else may use."""
+        """Exchange `fields` numbers of each rank over `comm`, which nothing else may use."""
         self._comm = comm
         self._report = np.empty(fields)
         self._gathered = np.empty((comm.size, fields))
@@ -157,14 +157,17 @@ class ReportExchange:
         self._request = None
         return self._gathered
 
-    def abandon(self) -> None:
-        """Wait for no rank, as one may be lost; MPI keeps its buffers. Not collective."""
+    def close(self) -> None:
+        """End without waiting for other ranks, as one may be lost. Not collective.
+
+        MPI keeps the buffers of a pending exchange.
+        """
         if self._request is not None:
             keep_alive(self._request, self._report, self._gathered)
 
 
 class Call(IntEnum):
-    """What a rank does next in its script, as all have to."""
+    """The next call of a rank's script, which must be the same on all ranks."""
 
     TRAIN = 0
     SUM = 1
@@ -186,7 +189,8 @@ class Call(IntEnum):
 class StepExchange:
     """Gathers every rank's report of a step while the next step is computed.
 
-    And what each rank does next, so that ranks that part are told so, and none waits for them.
+    Also gathers each rank's next call, so that ranks whose scripts diverge report it, and no rank
+    waits forever.
     """
 
     _FIELDS = 6
@@ -200,21 +204,21 @@ class StepExchange:
         register_close(self.close)
 
     def announce(self, call: Call, step: int) -> None:
-        """Tell the other ranks what this one does after a step, and check that they do the same.
+        """Tell the other ranks this one's next call, and check that theirs are the same.
 
-        A rank that trains learns it only at its next call; in between it may wait for the others.
+        A rank that trains checks it only at its next call; in between it may wait for the others.
 
         Raises:
-            UserError: the ranks do different things.
+            UserError: the ranks' calls differ.
         """
         if self._is_closed:  # a rank was lost: the step is repeated by another loop
             return
         if call is not Call.SUM:  # amid a step nobody waits: the time would count as computing
             self._check_calls(step)
-        own, calls = np.array([call], np.int64), np.empty(self._comm.size, np.int64)
-        self._calls.append((self._comm.Iallgather(own, calls), own, calls))
+        sent, calls = np.array([call], np.int64), np.empty(self._comm.size, np.int64)
+        self._calls.append((self._comm.Iallgather(sent, calls), sent, calls))
         if call.waits:
-            enter_phase("what the other ranks do next", waits=True, limited=False)
+            enter_phase("the other ranks' next calls", waits=True, limited=False)
             self._check_calls(step)
 
     def _check_calls(self, step: int) -> None:
@@ -223,20 +227,20 @@ class StepExchange:
             self._compare(self._calls.pop(0)[-1].tolist(), step)
 
     def _compare(self, by_rank: Sequence[int], step: int) -> None:
-        """Raise an error if the ranks do different things."""
+        """Raise an error if the ranks' calls differ."""
         if len(set(by_rank)) == 1:
             return
         calls = {rank: Call(call) for rank, call in enumerate(by_rank)}
         names = {rank: str(call) for rank, call in calls.items()}
         text = (
-            f"the ranks do different things after step {step}: {by_value(names)}; make the same "
+            f"the ranks call different things after step {step}: {by_value(names)}; make the same "
             "calls on every rank, and leave loops on all of them or on none"
         )
         waiting = [rank for rank, call in calls.items() if call.waits] or [0]
         if len(waiting) == len(calls):
             raise AgreedError(text)
         if self._comm.rank != waiting[0]:
-            time.sleep(_SPEAKER_SEC)  # the first of those that know it says so, and ends the job
+            time.sleep(_SPEAKER_SEC)  # the first of the waiting ranks reports it and ends the job
         raise UserError(text)
 
     def swap(self, report: Sequence[float]) -> StepReports | None:
@@ -255,9 +259,9 @@ class StepExchange:
                 wait_request(request)
             self._comm.Free()
             return
-        self._reports.abandon()
-        for request, own, calls in self._calls:
-            keep_alive(request, own, calls)
+        self._reports.close()
+        for request, sent, calls in self._calls:
+            keep_alive(request, sent, calls)
 
     def _receive(self) -> StepReports | None:
         gathered = self._reports.receive()

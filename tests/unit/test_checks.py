@@ -32,8 +32,8 @@ NAMED = {"requested": "acme:0,acme:0"}
 MPIRUN = "/bin/mpirun"
 
 
-def judge(facts):
-    return list(job_checks.judge(facts, CHECKS))
+def run_checks(facts):
+    return list(job_checks.run_checks(facts, CHECKS))
 
 
 def job(*ranks, **others):
@@ -127,7 +127,7 @@ CASES |= {name: (Level.WARNING, *case) for name, case in WARNINGS.items()}
 
 @pytest.mark.parametrize(("level", "facts", "line"), CASES.values(), ids=CASES)
 def test_a_fault_is_named_with_what_to_do(level, facts, line):
-    worse = [verdict for _, verdict in judge(facts) if verdict.level is not Level.OK]
+    worse = [verdict for _, verdict in run_checks(facts) if verdict.level is not Level.OK]
     (found,) = [verdict for verdict in worse if line in str(verdict)]
     assert found.level is level
     assert found.advice
@@ -153,12 +153,12 @@ def test_nothing_is_said_against_what_is_well():
         JobFacts(ranks=()),
         JobFacts(ranks=(UNKNOWN,)),
     ):
-        assert {verdict.level for _, verdict in judge(facts)} <= {Level.OK}
+        assert {verdict.level for _, verdict in run_checks(facts)} <= {Level.OK}
 
 
 def test_versions_that_may_differ_are_listed_and_what_is_found_is_said_briefly():
     other = {**with_package("torch", "2.14.1"), "python": "3.12.1"}
-    found = [str(v) for name, v in judge(two(software=other)) if name == "software"]
+    found = [str(v) for name, v in run_checks(two(software=other)) if name == "software"]
     assert found[1:] == [
         "torch: 2.13.0+cpu on rank 0, 2.14.1 on rank 1",
         "Python: 3.11.7 on rank 0, 3.12.1 on rank 1",
@@ -170,11 +170,13 @@ def test_versions_that_may_differ_are_listed_and_what_is_found_is_said_briefly()
     assert differing_software(infos) == ["torch: 2.13.0 on rank 0, 2.14.1 on rank 1"]
     assert differing_software(infos[:1]) == []
     facts = job(links=tuple(replace(link((0, 1), 900.0), latency_us=us) for us in (0.4, 4.0)))
-    assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [str(verdict) for _, verdict in judge(facts)]
+    assert "2 pairs of hosts: <1 to 4 us, 900 MB/s" in [
+        str(verdict) for _, verdict in run_checks(facts)
+    ]
 
     def lines(**hosts):
         ranks = [rank_facts(machine={"open_files": n}, host=host) for host, n in hosts.items()]
-        return [v.found for name, v in judge(job(*ranks)) if name == "limits"]
+        return [v.found for name, v in run_checks(job(*ranks)) if name == "limits"]
 
     assert lines(a=9000) == ["9,000 open files"]
     assert lines(a=9000, b=9000) == ["9,000 open files on all 2 hosts"]

@@ -17,7 +17,7 @@ from kaitian_mpi.preflight import examination, job, limited_process
 from kaitian_mpi.preflight.checks import CHECKS
 from kaitian_mpi.preflight.examination import result_of, start_stage
 from kaitian_mpi.preflight.facts import JobFacts
-from kaitian_mpi.preflight.job_checks import judge
+from kaitian_mpi.preflight.job_checks import run_checks
 from kaitian_mpi.preflight.limited_process import Ended, LimitedProcess, run_all
 from kaitian_mpi.preflight.probe import examine_storage
 from kaitian_mpi.preflight.report import Report, to_json, to_text
@@ -125,4 +125,4 @@ def test_commands_run_in_batches_and_end_with_a_shells_exit_codes(tmp_path, monk
 def report_of(**parts):
     ranks = tuple(rank_facts(rank, f"host-{rank // 4}", **parts) for rank in range(40))
     facts = JobFacts(ranks=ranks, missing={40: "has died"})
-    return Report(facts, list(judge(facts, CHECKS)), 1.25)
+    return Report(facts, list(run_checks(facts, CHECKS)), 1.25)

@@ -13,7 +13,7 @@ from kaitian_mpi.preflight.limited_process import Ended
 from kaitian_mpi.supervise.environments import Environment, expand, read_environments
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.mpirun_command import parse_launcher
-from kaitian_mpi.supervise.remote_hosts import ask_hosts, judge, judge_hostfile
+from kaitian_mpi.supervise.remote_hosts import ask_hosts, check_hostfile, read_answer
 
 LIST, MODULE = "--devices cuda:0,cuda:1,rocm:0", "-m kaitian_mpi.cli"
 BOTH = [Environment("/c/python", ("cuda:0", "cuda:1")), Environment("/r/python", ("rocm:0",))]
@@ -142,7 +142,7 @@ def test_what_a_host_answers_and_what_mpirun_will_do_with_a_hostfile():
         (Ended(1, "", "x\nimportlib.metadata.PackageNotFoundError: k"), "/p has no kaitian-mpi"),
         (Ended(1, "", "Fatal Python error"), "b: /p fails (Fatal Python error); run it there"),
     ):
-        found = judge(ended, "b", "/p", 8.0, False)
+        found = read_answer(ended, "b", "/p", 8.0, False)
         assert answer in (found.fault or found.version)
     hosts = [Host(name=name) for name in "abc"]
     pythons = {"a": [sys.executable, "/nowhere/python"], "b": [], "c": ["/proc/version"]}
@@ -159,4 +159,4 @@ def test_what_a_host_answers_and_what_mpirun_will_do_with_a_hostfile():
     ):
         hosts = tuple(Host(name=f"n{number}", slots=each) for number, each in enumerate(slots))
         environ = {"PRTE_MCA_rmaps_default_mapping_policy": variable}
-        assert [str(each.level) for each in judge_hostfile(hosts, environ)] == levels
+        assert [str(each.level) for each in check_hostfile(hosts, environ)] == levels

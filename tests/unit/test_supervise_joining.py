@@ -263,7 +263,7 @@ def test_asking_a_host_waits_for_nothing(tmp_path):
     assert "slow does not answer within 0.5 s" in slow.poll().fault
     canceled.cancel()
     assert "a has no /p" in ask("a", 20, "/p", tmp_path / "none").poll().fault
-    here = PendingAnswer([], Host(name="a"), [sys.executable, "/no/python"], 20, is_local=True)
+    here = PendingAnswer([], Host(name="a"), [sys.executable, "/no/python"], 20, host_is_local=True)
     assert wait_until(lambda: here.poll() is not None, 20)
     assert "a has no /no/python" in here.poll().fault
 

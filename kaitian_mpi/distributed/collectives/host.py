@@ -142,9 +142,9 @@ class HostOperations:
             CollectiveError: the root's tensor has another size.
         """
         nbytes = tensor.nbytes
-        # With room for any short message: MPI would write what is too long beyond its end.
-        room = torch.empty(SHORT_BYTES + _SIZE_BYTES, dtype=torch.uint8)
-        message = room[: nbytes + _SIZE_BYTES]
+        # Memory for any short message: MPI would write a longer one beyond the buffer's end.
+        memory = torch.empty(SHORT_BYTES + _SIZE_BYTES, dtype=torch.uint8)
+        message = memory[: nbytes + _SIZE_BYTES]
         size, content = message[:_SIZE_BYTES], message[_SIZE_BYTES:]
         size.view(torch.int64).fill_(nbytes if self.rank == root else -1)
         if self.rank == root:
@@ -215,7 +215,9 @@ class HostOperations:
         host, source = to_host(output, read=False), to_host(tensor)
         source = separate(source, host)
         buffers = as_raw_buffer(source), as_raw_buffer(host)
-        if host.nbytes <= (SHORT_BYTES if self.size == 2 else _LONG_GATHER_BYTES):
+        # Two ranks gather long parts faster by MPI's blocking call, once both have arrived.
+        nonblocking_bytes = SHORT_BYTES if self.size == 2 else _LONG_GATHER_BYTES
+        if host.nbytes <= nonblocking_bytes:
             self._complete(self._comm.Iallgather(*buffers), host, source)
         else:
             self._sizes.check_equal([source.nbytes])

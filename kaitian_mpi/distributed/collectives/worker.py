@@ -126,7 +126,7 @@ class Worker:
                 task = self._tasks.get_nowait()
             except queue.Empty:
                 raise RuntimeError(
-                    "a future's callback waits for itself, or for a collective that comes after it"
+                    "deadlock: a future's callback waits for itself or for a later collective"
                 ) from None
             self._run_task(task)
 

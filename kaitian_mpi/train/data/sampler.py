@@ -1,4 +1,4 @@
-"""Which samples each rank has of every global step, and its shares as they are loaded."""
+"""The sampler: each rank's samples of every global step, and the loading of its shares."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from kaitian_mpi.distributed.gradients import (
     values_of,
 )
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.polling import WaitContext
 
 _BUCKET_BYTES = 8 << 20
 
@@ -38,7 +38,7 @@ class StageGradients:
         targets: Mapping[int, nn.Parameter],
         owners: Sequence[Sequence[int]],
         rank: int,
-        waits: Callable[[str], AbstractContextManager[Any]],
+        waits: WaitContext,
     ) -> None:
         """Make a group of each set of ranks that share parameters. Collective.
 

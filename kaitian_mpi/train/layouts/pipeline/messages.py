@@ -1,25 +1,23 @@
-"""What stages of a pipeline send each other, while both compute."""
+"""Messages between stages of a pipeline: activations and their gradients, during computation."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.pipeline.chain import Spec, received, take_apart
 from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups
 
 _HEADER_BYTES = 2048
-_MOST_PENDING = 8  # messages that are being sent
-
-Waits = Callable[[str], AbstractContextManager[Any]]
+_MAX_PENDING = 8  # messages that are being sent
 
 
 class _Tags(NamedTuple):
@@ -142,7 +140,7 @@ class Gradients(_Incoming):
         super().__init__(peers, source, header, _Tags.of_gradients(micro_batch))
 
     def backward(self) -> None:
-        """Backpropagate those that came, once they are waited for."""
+        """Backpropagate the gradients that have arrived; call it after waiting for them."""
         if used := self._used():
             torch.autograd.backward(used, self._tensors)
 
@@ -151,39 +149,42 @@ class Gradients(_Incoming):
         return [*itertools.compress(self._outputs, self._header.tolist())]
 
     def _empty_tensors(self) -> list[torch.Tensor]:
-        return [torch.empty_like(each, requires_grad=False) for each in self._used()]
+        return [torch.empty_like(output, requires_grad=False) for output in self._used()]
 
 
 class Outbox:
-    """What this rank sends, until it has arrived."""
+    """The messages that this rank sends, until they have arrived."""
 
-    def __init__(self, waits: Waits, peers: PeerGroups) -> None:
+    def __init__(self, waits: WaitContext, peers: PeerGroups) -> None:
         self._waits = waits
         self._peers = peers
         self._pending: list[Any] = []
 
     def send_activations(self, value: Any, target: int, micro_batch: int) -> list[torch.Tensor]:
-        """Send what a stage has returned; return those of its tensors with a gradient."""
+        """Send a stage's output; return those of its tensors that require gradients."""
         spec, tensors = take_apart(value)
         content = json.dumps(spec, separators=(",", ":")).encode()
         if len(content) > _HEADER_BYTES:
-            raise UserError("--layout pipeline: a layer returns too many tensors; pass on fewer")
+            raise UserError(
+                f"--layout pipeline: a layer returns too many tensors: their description may have "
+                f"at most {_HEADER_BYTES} bytes; return fewer tensors from each layer"
+            )
         header = torch.frombuffer(bytearray(content.ljust(_HEADER_BYTES)), dtype=torch.uint8)
         self._send(header, tensors, target, _Tags.of_activations(micro_batch))
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def send_gradients(self, leaves: Sequence[torch.Tensor], target: int, micro_batch: int) -> None:
-        """Send the gradients of what a stage has received, and which of it has one."""
+        """Send the gradients of a stage's inputs, and which inputs have one."""
         header = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         self._send(header, gradients, target, _Tags.of_gradients(micro_batch))
 
-    def wait(self, most: int = 0) -> None:
-        """Wait until at most so many messages have not arrived."""
+    def wait(self, limit: int = 0) -> None:
+        """Wait until at most `limit` messages have not arrived."""
         self._pending = [work for work in self._pending if not work.is_completed()]
-        if len(self._pending) > most:
+        if len(self._pending) > limit:
             with self._waits("activations to arrive"):
-                while len(self._pending) > most:
+                while len(self._pending) > limit:
                     self._pending.pop(0).wait()
 
     def _send(
@@ -196,4 +197,4 @@ class Outbox:
 
     def _keep(self, work: Any) -> None:
         self._pending.append(work)
-        self.wait(_MOST_PENDING)
+        self.wait(_MAX_PENDING)

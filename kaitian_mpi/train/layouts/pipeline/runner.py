@@ -16,6 +16,7 @@ from torch import nn
 
 from kaitian_mpi.balance.pipeline import Stage, schedule, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
+from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.pipeline.chain import (
     all_need_call,
     answered,
@@ -24,7 +25,7 @@ from kaitian_mpi.train.layouts.pipeline.chain import (
     run,
 )
 from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
-from kaitian_mpi.train.layouts.pipeline.messages import Activations, Gradients, Outbox, Waits
+from kaitian_mpi.train.layouts.pipeline.messages import Activations, Gradients, Outbox
 from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
@@ -43,7 +44,7 @@ class Runner:
         rank: int,
         ahead: int,
         *,
-        waits: Waits,
+        waits: WaitContext,
         peers: PeerGroups | None = None,
         is_mixed: bool = False,
         begins: Callable[[bool], None] = lambda is_forward: None,
