@@ -585,8 +585,8 @@ def test_ranks_at_different_points_are_told_so(adaptive, world):
     """Each gets what another one has sent for something else."""
     loss = adaptive._weights.new_loss("model")
     loss.observe({}, lambda: [losses.MEAN])
-    cut = SimpleNamespace(refusal="", rows=3)
+    sampler = SimpleNamespace(refusal="", rank_rows=3, begin_training=lambda: None)
     message = "the first batch of a loader on rank 0, a backward of a new loss on ranks 1, 2"
-    calls = [lambda: adaptive._begin(cut, nn.Linear(1, 1)), loss._agree, loss._agree]
+    calls = [lambda: adaptive._begin(sampler, nn.Linear(1, 1)), loss._agree, loss._agree]
     with pytest.raises(UserError, match=message):
         calls[world.rank]()

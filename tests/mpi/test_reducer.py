@@ -338,7 +338,7 @@ def test_a_layer_that_reentrant_checkpointing_repeats(world, reducer_of):
     in_one_bucket.close()
     reducer = reducer_of(model, bucket_caps=(1, 1))
     reducer.arm(1.0)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.\w+ got .*use_reentrant=False"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.\w+ received .*use_reentrant=False"):
         repeated(model, use_reentrant=True).backward()
     check(world, reducer, model, repeated)
 
