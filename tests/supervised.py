@@ -14,6 +14,9 @@ class FakeMachine:
         self.reports, self.pauses, self.saves, self.removed = [], [], [], []
         self.disk_is_full = False
 
+    def replace_job(self, job):
+        self.job = job
+
     def write_results(self, step, finished):
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "metrics.jsonl").open("a") as file:

@@ -67,6 +67,10 @@ class Bucket:
         self.residual: Residual | None = None
         """The format in which the gradients cross slow links; None if they cross as they are."""
 
+    def use_residual(self, residual: Residual | None) -> None:
+        """Let the gradients cross slow links in a residual's format."""
+        self.residual = residual
+
     @torch.no_grad()
     def fill(self, weight: float | None, number: torch.Tensor | None = None) -> None:
         """Write the weighted gradients to the buffer, of which the parameters' become views.

@@ -80,6 +80,10 @@ class Message(Queued):
         self.moved = 0
         """How many of its pieces MPI is done with."""
 
+    def set_peer_left(self, has_left: bool) -> None:
+        """Note whether the other rank has left the group; what it sent before may still arrive."""
+        self.peer_left = has_left
+
     def _source_rank(self) -> int:
         """Return the sender's rank; -1 until the message has been received."""
         return self._source

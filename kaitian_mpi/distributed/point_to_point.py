@@ -257,7 +257,7 @@ class Mailbox:
                 text = item.describe(self._comm.size)
                 self._fail(item, f"waiting for {text}, which has ended the group")
                 return
-            item.peer_left = has_left
+            item.set_peer_left(has_left)
 
     def _fail(self, item: Message, text: str) -> None:
         if item.is_receive:

@@ -211,7 +211,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         For a caller that checks `is_broken` before it uses their values: an exception in a future
         crashes DDP's reducer.
         """
-        self._worker.records_losses = True
+        self._worker.record_losses()
 
     def shutdown(self) -> None:
         """Finish what is queued, end the threads, and release the communicators.

@@ -271,7 +271,7 @@ class GradientReducer:
             bucket = Bucket({index: self._parameters[index] for index in indices})
             self._buckets.append(bucket)
             places = {self._names[index]: place for index, place in bucket.places.items()}
-            bucket.residual = self._residuals.add(bucket.buffer, places)
+            bucket.use_residual(self._residuals.add(bucket.buffer, places))
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 

@@ -238,7 +238,7 @@ class Adaptive:
         batch_rows = self._train_on(taken, model)
         in_batch = max(batch_rows.this_rank, 1)
         ratio = self._ratios.setdefault(model, 0 if rows % in_batch else rows // in_batch)
-        self._times.batches += 1
+        self._times.add_batch()
         self._next_backward_sums = model.require_backward_grad_sync
         return batch_rows, ratio
 
@@ -261,7 +261,7 @@ class Adaptive:
         """Make this loader's batches follow the ranks' speed. Collective."""
         if sampler.refusal:
             raise AgreedError(sampler.refusal)
-        sampler.trains = True
+        sampler.begin_training()
         self._train_sampler = sampler
         if sampler.rank_rows in self._plans:
             return  # such as the loader of another epoch

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class AdaptivePlan:
-    """How many rows each rank takes of a full batch; equal numbers at first.
+    """The number of rows that each rank takes of a full batch; equal at first.
 
     The costs of the ranks are learned from their first steps, and followed after that, as by a
     `Training` without a benchmark.
     """
 
     def __init__(self, rows: int, infos: Sequence[RankInfo], min_batch: int = 1) -> None:
-        """Start with `rows` for each rank, of which none will have fewer than `min_batch`."""
+        """Start with `rows` for each rank; none will have fewer than `min_batch`."""
         self.shares = [rows] * len(infos)
         self._min_batch = min(min_batch, rows)
         self._planner = Planner(self.shares, infos, min_batch=self._min_batch)
@@ -69,21 +69,24 @@ class StepTimer:
         """Exchange times over `comm`, which nothing else exchanges reports over."""
         self.steps = 0
         """The steps so far."""
-        self.batches = 0
-        """The batches since the last step, several if they are accumulated."""
+        self._batches = 0  # since the last step, several if they are accumulated
         self._clock = StepClock(device)
         self._reports = ReportExchange(comm, fields=4)
 
+    def add_batch(self) -> None:
+        """Count a batch of the current step, which has several if they are accumulated."""
+        self._batches += 1
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Take no time in the block for computation: it waits for other ranks."""
+        """Count the time of the block as waiting for other ranks, not as computing."""
         before = self._clock.enter("waiting for other ranks")
         yield
         if before:
             self._clock.enter(before)
 
     def computed(self) -> None:
-        """Take note that this rank's gradients of the step are computed."""
+        """Mark that this rank's gradients of the step are computed."""
         self._clock.gradients_ready()
 
     def summed(self, rows: int) -> None:
@@ -93,8 +96,8 @@ class StepTimer:
             rows: how many rows this rank's last batch has.
         """
         self.steps += 1
-        batches = max(self.batches, 1)
-        self.batches = 0
+        batches = max(self._batches, 1)
+        self._batches = 0
         if self.steps > 1:  # the first step's begin is not known
             self._clock.gradients_summed()
             self._clock.stop()

@@ -75,7 +75,7 @@ def weight_losses(
         labels = labels_in((), inputs)
         weights.set_trainer_loss(training.loss, labels)
         if training.loss is not None:
-            training.loss.counts_stand_ins = items is not None
+            training.loss.set_counts_stand_ins(items is not None)
             find_rules = functools.partial(_find_rules, trainer, inputs, items)
             training.loss.observe(labels, find_rules, together=True)
         with step_of(inputs) as rows, means_over_rows(rows):

@@ -99,6 +99,10 @@ class Loss:
         self._compared = 0
         self._last_message = ""
 
+    def set_counts_stand_ins(self, counts: bool) -> None:
+        """Set whether the loss is divided by the labels of all ranks, those of stand-ins too."""
+        self.counts_stand_ins = counts
+
     def observe(
         self, labels: Labels, compare: Callable[[], list[Rule]], together: bool = False
     ) -> None:

@@ -83,6 +83,10 @@ class PlannedBatchSampler(BatchSampler):
         self._epoch: _Epoch | None = None
         self._outer_rows: deque[BatchRows] | None = None  # of batches in a trainer's own loader
 
+    def begin_training(self) -> None:
+        """Follow the plan from the next batch on: a model is trained on this loader's batches."""
+        self.trains = True
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the original batch sampler, such as `sampler`."""
         if name == "_original":  # of a copy that is not complete yet

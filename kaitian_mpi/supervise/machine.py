@@ -53,7 +53,6 @@ class Machine:
         self, job: JobCommand, agent: Sequence[str], probe_sec: float, hang_sec: float
     ) -> None:
         self.job = job
-        """The job; with a hosts file, the supervisor replaces it by one on other hosts."""
         self.stopped = 0
         """The signal that requested a stop; 0 for none."""
         self._agent = agent
@@ -64,6 +63,10 @@ class Machine:
         self._missed = 0  # a stop signal received while there was no child
         self._stop_at = float("inf")  # when the stop signal is forwarded
         self._before: dict[int, Any] = {}
+
+    def replace_job(self, job: JobCommand) -> None:
+        """Run a job on other hosts from now on, as a hosts file asks."""
+        self.job = job
 
     def __enter__(self) -> Machine:
         """Install the handlers, except for stop signals that are ignored already."""

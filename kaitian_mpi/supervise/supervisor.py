@@ -243,7 +243,8 @@ class _Supervisor:
             self._left_out = machine.lost(self._job.remote)
             self._lose(self._left_out, "does not answer")
         else:
-            machine.job = self._job = self._job.with_hosts(changes.file.hosts)
+            self._job = self._job.with_hosts(changes.file.hosts)
+            machine.replace_job(self._job)
             wanted = {host.name for host in changes.wanted}
             lost = machine.lost([host for host in self._job.remote if host.name in wanted])
             self._lose(lost, "does not answer")

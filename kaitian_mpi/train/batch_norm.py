@@ -44,6 +44,10 @@ class RunningStatistics:
         self._taken = 0
         self._samples = 0
 
+    def set_fractions(self, fractions: list[float] | None) -> None:
+        """Set each norm's fraction of the statistics that is this rank's; None if unknown."""
+        self.fractions = fractions
+
     def lag(self, step_in_epoch: int) -> bool:
         """Return whether the statistics may lag behind the weights after so many steps of an epoch.
 

@@ -49,7 +49,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     )
     try:
         _report_start(run, loop, plan)
-        loop.observers += _observers(run, loop, logged)
+        loop.observers.extend(_observers(run, loop, logged))
         saving = Saving(run, world, loop.sampler)
         loop.observers.append(saving)
     except Exception:

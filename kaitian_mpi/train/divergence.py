@@ -48,7 +48,7 @@ def repair_divergence(world: World, state: State, sinks: Sinks) -> list[int]:
         counts = [count for _, count in gathered]
         healthy, agreeing = _find_majority(world, state, prints, counts)
     step = state.progress.step
-    state.equal_at_step = step
+    state.mark_equal()
     different = [rank for rank in range(world.size) if rank not in agreeing]
     if not different:
         return []

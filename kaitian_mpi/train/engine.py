@@ -80,8 +80,8 @@ class Engine:
         `keeps_state`: whether each step keeps what it changes, so that it can be undone.
         """
         self.step = StepInProgress(world.device_kind)
-        # Whether a share is split: in the open form, only for a script that asks for its parts;
-        # with `--sync-bn`, the ranks have to compute equally often.
+        # Whether a share is split into micro-batches: in the open form, only for a script that asks
+        # for them; with `--sync-bn` never, as the ranks have to compute equally often.
         self.splits_shares = setup.task.loss is not None and not config.sync_bn
         self._config = config
         self._world = world
@@ -117,20 +117,19 @@ class Engine:
             self._state.model, on_bucket=self.step.bucket_ready, residuals=self._state.residuals
         )
 
-    @property
-    def _loss_travels(self) -> bool:
-        """Whether the loss is summed along with the gradients, which saves a collective.
-
-        Not if these cross rounded, which would round it.
-        """
-        return self.gradients.carries_number and self._config.relay_dtype == "fp32"
-
     def close(self, together: bool = True) -> None:
         """Compute no more; if not `together`, wait for no rank: one may be lost."""
         if together:
             self.gradients.check_values()
         self.gradients.close()
         participate(self._state.model, None)
+
+    def split_shares(self, is_wanted: bool) -> bool:
+        """Split shares into micro-batches or not; return whether this changes. Not collective."""
+        if self.splits_shares == is_wanted or self._config.sync_bn:
+            return False
+        self.splits_shares = is_wanted
+        return True
 
     def split_indices(self, indices: list[int]) -> list[tuple[int, list[int]]]:
         """Return the micro-batches of this rank's samples of a step. Not collective.
@@ -218,8 +217,9 @@ class Engine:
         """Have the next backward sum over the ranks, if it is the step's last."""
         if is_last:
             self._follow_unfreezing()
-            loss_of_share = self.step.rank_loss() if self._loss_travels else None
-            self.gradients.arm(self.step.weight_of_micro_batch(index), loss_of_share)
+            with_loss = sums_loss(self.gradients, self._config)
+            loss = self.step.rank_loss() if with_loss else None
+            self.gradients.arm(self.step.weight_of_micro_batch(index), loss)
 
     def _backward_done(self) -> None:
         """Do what follows the backward of a micro-batch: here, nothing."""
@@ -229,7 +229,8 @@ class Engine:
         step = self.step
         self.gradients.finish()
         is_finite = self.gradients.is_finite()
-        mean_loss = self.gradients.number if self._loss_travels else step.mean_loss()
+        with_loss = sums_loss(self.gradients, self._config)
+        mean_loss = self.gradients.number if with_loss else step.mean_loss()
         if step.rank_samples == 0:
             state = self._state
             state.buffers.put_back(besides=state.statistics.synchronized_buffers())
@@ -271,6 +272,14 @@ class Engine:
                     result = function(self._task.model, self._computation.place(batch))
                 yield result, batch, len(indices)
                 observe(time.perf_counter() - began)
+
+
+def sums_loss(gradients: GradientSums, config: TrainingConfig) -> bool:
+    """Return whether the loss is summed along with the gradients, which saves a collective.
+
+    Not if these cross rounded, which would round it.
+    """
+    return gradients.carries_number and config.relay_dtype == "fp32"
 
 
 def set_learning_rates(

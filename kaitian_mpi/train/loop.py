@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -74,7 +73,8 @@ class Loop:
         self._limit = StepLimit(config.step_timeout, _WARM_UP_STEPS)
         self._evaluation_limit = StepLimit(config.step_timeout)
         self.observers: list[StepObserver] = []
-        self.is_outdated = False  # whether another loop is to go on, with another plan
+        self.is_outdated = False
+        """Whether the training continues in another loop, with another plan."""
         self._is_in_epoch = False
 
     @property
@@ -120,14 +120,6 @@ class Loop:
         left = len(self._setup.train) - progress.position
         steps = steps_per_epoch(left, batch, self.sampler.min_batch)
         return min(steps, progress.total_steps - progress.step)
-
-    @property
-    def evaluations_left(self) -> int:
-        """The ends of epochs, and of the run, that are to come."""
-        batch, least = sum(self.sampler.batch_sizes), self.sampler.min_batch
-        steps_in_later_epochs = self.progress.total_steps - self.progress.step - self.steps_in_epoch
-        steps_in_epoch = steps_per_epoch(len(self._setup.train), batch, least)
-        return 1 + math.ceil(steps_in_later_epochs / steps_in_epoch)
 
     def step_done(self, step: Step, script_follows: bool = True) -> None:
         """Let the observers follow a step, after which the script may use the weights."""
@@ -194,9 +186,12 @@ class Loop:
 
     def split_shares(self, is_wanted: bool) -> None:
         """Split shares into micro-batches from the next step on, or no longer. Not collective."""
-        if self.engine.splits_shares != is_wanted and not self._config.sync_bn:
-            self.engine.splits_shares = is_wanted
+        if self.engine.split_shares(is_wanted):
             self._load_again()
+
+    def mark_outdated(self) -> None:
+        """Let the training continue in another loop, with another plan. Not collective."""
+        self.is_outdated = True
 
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""

@@ -18,6 +18,7 @@ from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.abort import write_labeled
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import Watchdog
+from kaitian_mpi.train.data.sampler import steps_per_epoch
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.progress import TimeLeft
 from kaitian_mpi.train.rebalancing import Balancing
@@ -209,12 +210,13 @@ class Metrics(StepObserver):
     def _seconds_left(self, sums: list[dict[str, float]], elapsed: float) -> float | None:
         progress, validation = self._run.state.progress, self._run.setup.validation
         evaluation_sec = 0.0
-        computed = sum(each["compute"] for each in sums)
+        computed = sum(rank_sums["compute"] for rank_sums in sums)
         if validation is not None and computed:  # about a forward of each sample
-            forward = sum(each["forward"] for each in sums) / computed
+            forward = sum(rank_sums["forward"] for rank_sums in sums) / computed
             evaluation_sec = len(validation) * elapsed / self._sums.samples * forward
         steps_left = progress.total_steps - progress.step
-        return self._time_left.estimate(steps_left, self._loop.evaluations_left, evaluation_sec)
+        evaluations_left = _evaluations_left(self._loop, len(self._run.setup.train))
+        return self._time_left.estimate(steps_left, evaluations_left, evaluation_sec)
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
         run, progress = self._run, self._run.state.progress
@@ -261,6 +263,13 @@ class Metrics(StepObserver):
         if costs is not None:
             places = [info.place for info in self._world.infos]
             run.costs = dict(zip(places, costs, strict=True))
+
+
+def _evaluations_left(loop: Loop, samples: int) -> int:
+    """Return how many epochs of so many samples are yet to end, the current one included."""
+    batch, min_batch = sum(loop.sampler.batch_sizes), loop.sampler.min_batch
+    later_steps = loop.progress.total_steps - loop.progress.step - loop.steps_in_epoch
+    return 1 + math.ceil(later_steps / steps_per_epoch(samples, batch, min_batch))
 
 
 def _figures(run: Run, epoch: int, values: Mapping[str, float]) -> Figures:

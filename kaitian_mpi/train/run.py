@@ -241,7 +241,7 @@ def _choose_ranks(run: Run) -> None:
     membership.put_on_standby(config.spares, ranks)
     if membership.active is None:
         run.is_joining = True
-        run.state.is_begun = False  # it is that of the start, however far the active ranks get
+        run.state.mark_initial()
     run.summary = replace(
         run.earlier.summary,
         emulated=is_emulated(world),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.residual import Residuals
@@ -58,18 +59,29 @@ class State:
         wire: str = "fp32",
         *,
         moves: bool = True,
+        sharded_model: ShardedModel | None = None,
+        make_partition: Callable[[nn.Module, Sequence[Optimizer]], Partition] = Partition,
     ) -> None:
-        """Make the optimizers, and move the model to the device, if it `moves`. Not collective."""
+        """Make the optimizers. Not collective.
+
+        Args:
+            task: its model, optimizers, schedulers and extra state.
+            computation: on this rank's device.
+            total_steps: of the run.
+            wire: the format of gradients between hosts.
+            moves: whether to move the model to the device.
+            sharded_model: the model with its parameters sharded; None if they are whole.
+            make_partition: makes this rank's part of the state; by default it has all of it.
+        """
         self.computation = computation
         # Its weights keep the plain layout, which must be the same on every rank: by the layout of
         # the images alone, convolutions run at the same speed.
         self.model: nn.Module = task.model.to(computation.device) if moves else task.model
         self.optimizers = task.make_optimizers(self.model)
         self._schedules = Schedules(task, self.optimizers, total_steps)
-        self.partition = Partition(self.model, self.optimizers)
+        self.partition = make_partition(self.model, self.optimizers)
         """This rank's part of the model's and the optimizers' state."""
-        self.sharded_model: ShardedModel | None = None
-        """The model as one whose parameters are in parts; None if they are whole."""
+        self.sharded_model = sharded_model
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.buffers = SavedBuffers(self.model, self.statistics)
@@ -88,6 +100,14 @@ class State:
         """The learning rate schedulers, as the task's function returned them."""
         return self._schedules.schedulers
 
+    def mark_initial(self) -> None:
+        """Make this a freshly initialized state, however far other ranks get."""
+        self.is_begun = False
+
+    def mark_equal(self) -> None:
+        """Note that all ranks' weights are the same after the current step."""
+        self.equal_at_step = self.progress.step
+
     def set_total_steps(self, total_steps: int) -> None:
         """Change the number of steps of the whole run, and the schedules that depend on it."""
         self.progress.total_steps = total_steps
@@ -100,8 +120,8 @@ class State:
         self.buffers.restore()
 
     def forget(self) -> None:
-        """Make this no state of the run, as a part of it is lost: a checkpoint has to be loaded."""
-        self.is_begun = False
+        """Forget the state, as a part of it is lost: a checkpoint has to be loaded."""
+        self.mark_initial()
         self.zero_gradients()
         self.partition.drop()
 
@@ -150,7 +170,7 @@ class State:
         return {
             "model": model,
             "optimizers": [plain(state) for state in optimizers],
-            "optimizer_types": self._optimizer_types(),
+            "optimizer_types": _type_names(self.optimizers),
             "schedulers": self._schedules.states(),
             "begun_with": self._schedules.begun_with,
             "extra": {name: plain(value.state_dict()) for name, value in self.extra.items()},
@@ -171,13 +191,13 @@ class State:
         with other settings: then they begin again with this job's. Settings that the script has
         changed are as saved, and all of them with schedulers in extra_state.
         """
-        saved, own = state["optimizer_types"], self._optimizer_types()
-        if saved != own:
+        saved, used = state["optimizer_types"], _type_names(self.optimizers)
+        if saved != used:
             raise UserError(
                 f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
-                f"uses {', '.join(own)}; use the same optimizer, or another run folder (--run-dir)"
+                f"uses {', '.join(used)}; use the same optimizer, or another run folder (--run-dir)"
             )
-        state = self._with_own_names(state)
+        state = _named_as(state, self)
         with self.lock:
             settings = self._schedules.settings()
             try:
@@ -204,25 +224,19 @@ class State:
                 timed = {"timed_steps": progress["step"], "timed_samples": progress["samples"]}
                 progress |= timed if progress["training_sec"] else {}
             self.progress = Progress(**progress)
-            self.equal_at_step = self.progress.step
-            own_optimizers = (getattr(value, "optimizer", None) for value in self.extra.values())
-            if any(optimizer is one for optimizer in own_optimizers for one in self.optimizers):
+            self.mark_equal()
+            stepped = (getattr(value, "optimizer", None) for value in self.extra.values())
+            if any(optimizer is own for optimizer in stepped for own in self.optimizers):
                 # The script steps schedulers, in extra_state, which need the saved settings.
                 settings = self._schedules.settings()
             self._schedules.resume(state, settings, self.progress)
-            self.statistics.fractions = None
+            self.statistics.set_fractions(None)
             self.is_begun = True
-
-    def _with_own_names(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a result of `shared` with this model's names, with torch.compile or without."""
-        trainable = dict(self.model.named_parameters())
-        model, unfrozen = named_as(state["model"], self.model_state()), state["unfrozen"]
-        return state | {"model": model, "unfrozen": named_as(unfrozen, trainable)}
 
     def load_file(self, file: TensorFile) -> dict[str, Any]:
         """Load a result of `shared` from a file. Training must not have begun."""
         with self.lock:
-            content = self._with_own_names(file.content)
+            content = _named_as(file.content, self)
             model, optimizers = self.partition.take(content["model"], content["optimizers"])
             content = content | {"model": model, "optimizers": optimizers}
             if file.is_mapped:
@@ -250,9 +264,6 @@ class State:
         """
         return self.partition.model_state()
 
-    def _optimizer_types(self) -> list[str]:
-        return [type(optimizer).__name__ for optimizer in self.optimizers]
-
     def rank_state(self) -> dict[str, Any]:
         """Return the part of the state that differs between ranks."""
         device = self.computation.device
@@ -267,24 +278,39 @@ class State:
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Load a result of `rank_state` from a rank with the same host and device."""
         _copy(self.model.buffers(), state["buffers"])
-        self.statistics.fractions = state["batch_norm_fractions"]
+        self.statistics.set_fractions(state["batch_norm_fractions"])
         self.residuals.load_state_dict(state["residuals"])
         torch.set_rng_state(state["random_state"])
         device = self.computation.device
         if state["device_random_state"] is not None:
             device_of(device).set_random_state(device.index or 0, state["device_random_state"])
 
-    def load_pooled_statistics(
-        self, rank_states: Sequence[dict[str, Any]], shares: Sequence[int]
-    ) -> None:
-        """Load the batch norm statistics of other ranks, pooled by their shares of the samples."""
-        moments = []
-        for state in rank_states:
-            _copy(self.model.buffers(), state["buffers"])
-            moments.append(self.statistics.moments())
-        _copy(self.model.buffers(), rank_states[0]["buffers"])
-        weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
-        self.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
+
+def load_pooled_statistics(
+    state: State, rank_states: Sequence[dict[str, Any]], shares: Sequence[int]
+) -> None:
+    """Load the batch norm statistics of other ranks, pooled by their shares of the samples.
+
+    Not collective.
+    """
+    moments = []
+    for rank_state in rank_states:
+        _copy(state.model.buffers(), rank_state["buffers"])
+        moments.append(state.statistics.moments())
+    _copy(state.model.buffers(), rank_states[0]["buffers"])
+    weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+    state.statistics.load_moments(torch.tensordot(weights, torch.stack(moments), 1))
+
+
+def _type_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+def _named_as(shared: dict[str, Any], state: State) -> dict[str, Any]:
+    """Return a result of `shared` with a state's names, with torch.compile or without."""
+    trainable = dict(state.model.named_parameters())
+    model, unfrozen = named_as(shared["model"], state.model_state()), shared["unfrozen"]
+    return shared | {"model": model, "unfrozen": named_as(unfrozen, trainable)}
 
 
 class SavedBuffers:
@@ -320,7 +346,7 @@ class SavedBuffers:
         self._statistics.restore_momenta()
         if self._is_saved:
             self.put_back()
-            self._statistics.fractions = self._fractions
+            self._statistics.set_fractions(self._fractions)
         self._is_saved = False
 
     def put_back(self, besides: Collection[int] = ()) -> None:

@@ -96,8 +96,7 @@ class Timeline(StepObserver):
     def _lines(self) -> bytes:
         """Return this rank's events as lines of the file."""
         rank, recorder = self._world.info.world_rank, self._recorder
-        dropped = recorder.dropped
-        recorder.dropped = 0
+        dropped = recorder.take_dropped()
         naming = self._naming
         self._naming = []
         events = recorder.take() + recorder.take_device_spans(self._world.device_kind.mark)

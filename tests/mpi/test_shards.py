@@ -21,7 +21,7 @@ from kaitian_mpi.train.layouts.shard.memory_budget import (
     find_memory_budget,
     shard_needs,
 )
-from kaitian_mpi.train.layouts.shard.shard_layout import use_shards
+from kaitian_mpi.train.layouts.shard.shard_layout import check_can_shard
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import weights as weights_of
 from kaitian_mpi.train.task import Task
@@ -518,4 +518,4 @@ def test_embeddings_that_ranks_cannot_share_are_refused(world, make_run):
     run.maker.close()
     task = make_task("adamw", model=Words(max_norm=1.0))
     with pytest.raises(UserError, match="an embedding with max_norm"):
-        use_shards(loops.make_state(world, task), task, {})
+        check_can_shard(task)

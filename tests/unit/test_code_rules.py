@@ -76,6 +76,45 @@ def test_a_class_is_small_enough_to_have_one_idea():
     assert large == LARGE
 
 
+# Names of other packages' objects, whose attributes may have the names of ours.
+FOREIGN = {
+    *("ctx", "chosen", "options", "error"),  # of autograd, argparse, process groups, Python
+    *("model", "module", "norm", "parameter", "self._parameters[number]", "target"),  # torch's
+    "whole",  # a copy of torch's DistributedSampler
+    "self._sharded_class",  # a class of the object's own
+}
+# Sets a property, which a script may set as well.
+PUBLIC = {"self._sampler.position"}
+
+
+def test_no_code_sets_an_attribute_of_an_object_of_another_file():
+    """An object changes itself, in its methods; the fields of a dataclass are there to be set."""
+    own: dict[object, set[str]] = {path: set() for path in FILES}
+    fields: set[str] = set()
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                declared = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+                is_record = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+                fields |= declared if is_record else set()
+                defaults = {
+                    target.id
+                    for each in node.body
+                    if isinstance(each, ast.Assign)
+                    for target in each.targets
+                    if isinstance(target, ast.Name)
+                }
+                own[path] |= attributes_of(node) | declared | defaults
+    ours = set().union(*own.values()) - fields
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                text, receiver = ast.unparse(node), ast.unparse(node.value)
+                if receiver in ("self", "cls", *FOREIGN) or text in PUBLIC:
+                    continue
+                assert node.attr not in ours - own[path], f"{path}:{node.lineno}: {text}"
+
+
 def test_only_layouts_ask_which_layout_it_is():
     """Others ask its traits; config names it, and `balance` predicts it."""
     for path in FILES:

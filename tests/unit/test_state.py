@@ -22,7 +22,7 @@ from kaitian_mpi.train import observers
 from kaitian_mpi.train.batch_norm import RunningStatistics
 from kaitian_mpi.train.engine import apply_step, set_learning_rates
 from kaitian_mpi.train.progress import Progress, count_steps
-from kaitian_mpi.train.state import State
+from kaitian_mpi.train.state import State, load_pooled_statistics
 from kaitian_mpi.train.state_transfer import from_bytes, named_as, to_bytes
 from kaitian_mpi.train.step import Step
 from kaitian_mpi.train.step_times import StepTimes
@@ -176,7 +176,7 @@ def test_statistics_lag_in_a_short_epoch_and_new_ranks_get_those_of_all_samples(
         state.model.norm.running_var.copy_(part.var(0, correction=0))
         state.model.whole.fill_(rank)
         own.append(from_bytes(to_bytes(state.rank_state())))
-    other.load_pooled_statistics(own, shares)
+    load_pooled_statistics(other, own, shares)
     pooled, variance = other.model.norm, samples.var(0, correction=0)
     torch.testing.assert_close(pooled.running_mean.double(), samples.mean(0))
     torch.testing.assert_close(pooled.running_var.double(), variance, rtol=1e-5, atol=1e-4)

@@ -76,6 +76,10 @@ class HostOperations:
         self._complete = arrivals.complete
         self._sizes = Sizes(comm, arrivals)
 
+    def use_algorithm(self, name: str) -> None:
+        """Set the algorithm of `allreduce` to one of `algorithms`, the same on every rank."""
+        self.algorithm = name
+
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:
         self.allreduce_flat(tensor, op, precision)
 

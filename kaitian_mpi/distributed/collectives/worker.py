@@ -113,6 +113,10 @@ class Worker:
         """Make all later collectives fail: something else in the group has failed."""
         self.broken = self.broken or error
 
+    def record_losses(self) -> None:
+        """Complete works without an error if a rank is lost: the caller checks `broken`."""
+        self.records_losses = True
+
     def call_back(self, callback: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         def call() -> None:
             callback()

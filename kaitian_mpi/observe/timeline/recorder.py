@@ -173,21 +173,28 @@ class Recorder:
         # Other threads may append meanwhile.
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def take_device_spans(self, mark: Callable[[], Mark]) -> list[TimelineEvent]:
-        """Remove and return the finished work of the device; `mark` makes a mark of the device."""
+    def take_dropped(self) -> int:
+        """Return the number of events dropped since the last call."""
+        dropped = self.dropped
+        self.dropped = 0
+        return dropped
+
+    def take_device_spans(self, make_mark: Callable[[], Mark]) -> list[TimelineEvent]:
+        """Remove and return the finished work of the device; `make_mark` marks its stream."""
         if not self._device_spans:
             return []
         # Marks give only the time between them; this one's time by the host's clock is known.
-        anchor = mark()
+        anchor = make_mark()
         anchor.wait()
         anchor_time = self.now()
-        taken = []
+        events = []
         while self._device_spans and self._device_spans[0][3].is_reached():
-            lane, name, *marks, args = self._device_spans.popleft()
-            start, end = (anchor_time - anchor.seconds_since(mark) for mark in marks)
-            if start <= end:  # false for a phase that this rank skipped in the step
-                taken.append(TimelineEvent(lane, name, start, end, args))
-        return taken
+            lane, name, begin, end, args = self._device_spans.popleft()
+            begin_time = anchor_time - anchor.seconds_since(begin)
+            end_time = anchor_time - anchor.seconds_since(end)
+            if begin_time <= end_time:  # false for a phase that this rank skipped in the step
+                events.append(TimelineEvent(lane, name, begin_time, end_time, args))
+        return events
 
 
 current: Recorder | None = None

@@ -30,7 +30,7 @@ from kaitian_mpi.train.checkpoint.metadata import EarlierJob, RunMetadata, compa
 from kaitian_mpi.train.membership import plan_standby
 from kaitian_mpi.train.progress import most_epochs
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.state import State, sync_to_latest
+from kaitian_mpi.train.state import State, load_pooled_statistics, sync_to_latest
 from kaitian_mpi.train.state_transfer import broadcast_state
 from kaitian_mpi.train.summary import NAME, Summary
 from kaitian_mpi.train.task import Computation
@@ -165,7 +165,7 @@ def restore(
             saved = state.load_file(earlier.file)["rank_states"]
             shares = metadata.batch_sizes
             if not are_same_ranks and len(saved) == len(shares):
-                state.load_pooled_statistics(saved, shares)
+                load_pooled_statistics(state, saved, shares)
     source = sync_to_latest(state, world)
     # If the rank that has read the checkpoint were not the source, the run would start at step 0.
     assert state.progress.step == earlier.progress["step"]

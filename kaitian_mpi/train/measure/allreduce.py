@@ -52,13 +52,13 @@ def choose_algorithm(
         return {}
     names = group.host.algorithms
     if request in names:
-        group.host.algorithm = request
+        group.host.use_algorithm(request)
         return {}
     # Each does what it does only once, such as connecting: that may take seconds.
     short = min(max(sizes, default=0), _WARM_UP_ELEMENTS * group.comms.lanes)
     _time(group, names, [short], device, wire, repeats=0)
     measured = _time(group, names, sizes, device, wire)
-    group.host.algorithm = min(measured, key=lambda name: measured[name])
+    group.host.use_algorithm(min(measured, key=lambda name: measured[name]))
     return measured
 
 
@@ -79,7 +79,7 @@ def _time(
     residuals = [Residuals(wire).add(bucket, {"all": slice(0, len(bucket))}) for bucket in buckets]
 
     def sum_by(name: str) -> None:
-        group.host.algorithm = name
+        group.host.use_algorithm(name)
         for bucket, residual in zip(buckets, residuals, strict=True):
             sum_gradients(bucket, residual, group)
         device_of(device).synchronize(device.index or 0)

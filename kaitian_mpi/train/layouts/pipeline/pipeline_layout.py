@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -13,9 +14,10 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.layout import Layout
+from kaitian_mpi.train.layouts.pipeline.chain import chain_of
 from kaitian_mpi.train.layouts.pipeline.engine import PipelineEngine, show_plan
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan, find_facts
-from kaitian_mpi.train.layouts.pipeline.stages import Stages, use_stages
+from kaitian_mpi.train.layouts.pipeline.stages import Stages
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import (
     Plan,
@@ -67,12 +69,21 @@ class PipelineLayout(Layout):
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
     ) -> State:
-        state = State(setup.task, computation, total_steps, config.wire, moves=False)
-        use_stages(state, setup.task)
-        return state
+        return State(
+            setup.task,
+            computation,
+            total_steps,
+            config.wire,
+            moves=False,
+            make_partition=partial(Stages, layers=chain_of(setup.task), device=computation.device),
+        )
 
     def plan(self, config: TrainingConfig, world: World, profiles: Profiles) -> StagesPlan:
         return self.facts.plan(config, world, profiles.min_batch)
+
+    def scale_times(self, factors: Mapping[str, float]) -> None:
+        """Multiply the layers' times on some ranks by factors, by place."""
+        self.facts = self.facts.scaled(factors)
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
         assert isinstance(state.partition, Stages)
@@ -118,18 +129,18 @@ class Restaging(StepObserver):
         if len(self._seconds) < _LEAST_STEPS:
             return
         world = loop.world
-        found = None
+        new_plan = None
         if world.rank == 0:
             job = self._layout.facts.job(self._config, world, loop.plan.min_batch)
             work, left = np.median(self._seconds, axis=0), progress.total_steps - progress.step
-            found = replan(job, self._plan, work.tolist(), left)
+            new_plan = replan(job, self._plan, work.tolist(), left)
         self._seconds.clear()
-        if (found := gather_values(world.comm, found)[0]) is None:
+        if (new_plan := gather_values(world.comm, new_plan)[0]) is None:
             return
-        factors, text = found
+        factors, text = new_plan
         by_place = {info.place: f for info, f in zip(world.infos, factors, strict=True)}
-        self._layout.facts = self._layout.facts.scaled(by_place)
+        self._layout.scale_times(by_place)
         speeds = ", ".join(f"{factor:.2f}" for factor in factors)
         text = f"ranks take {speeds} times what was planned: {text}"
         print_rank_0(world, f"step {progress.step}: {text}")
-        loop.is_outdated = True
+        loop.mark_outdated()

@@ -17,15 +17,12 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
 from kaitian_mpi.train.layouts.divided_state import DividedState
-from kaitian_mpi.train.layouts.pipeline.chain import chain_of, move, set_data
+from kaitian_mpi.train.layouts.pipeline.chain import move, set_data
 from kaitian_mpi.train.partition import Collected
 from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from kaitian_mpi.train.state import State
-    from kaitian_mpi.train.task import Task
 
 
 class Stages(DividedState[int]):
@@ -210,12 +207,6 @@ class Stages(DividedState[int]):
             "rank does not have its values; read the weights from a checkpoint, or from "
             "checkpoints/model.pt when the run is finished"
         )
-
-
-def use_stages(state: State, task: Task) -> None:
-    """Lay a state out in stages, which have no ranks yet. Not collective."""
-    device = state.computation.device
-    state.partition = Stages(state.model, state.optimizers, chain_of(task), device)
 
 
 def _kept(value: Any, spool: Spool) -> Any:

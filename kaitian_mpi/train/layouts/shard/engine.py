@@ -12,7 +12,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, split_share
-from kaitian_mpi.train.engine import Engine
+from kaitian_mpi.train.engine import Engine, sums_loss
 from kaitian_mpi.train.layouts.divided_step import apply_step
 from kaitian_mpi.train.layouts.shard.shards import Shards
 
@@ -81,8 +81,9 @@ class ShardEngine(Engine):
                 )
             self._follow_unfreezing()
             self.gradients.begin_step(self._rounds)
-        loss_of_share = self.step.rank_loss() if is_last and self._loss_travels else None
-        self.gradients.arm(self.step.weight_of_micro_batch(index), loss_of_share)
+        with_loss = is_last and sums_loss(self.gradients, self._config)
+        loss = self.step.rank_loss() if with_loss else None
+        self.gradients.arm(self.step.weight_of_micro_batch(index), loss)
 
     def _backward_done(self) -> None:
         if self.gradients.gathering is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -70,21 +71,24 @@ class ShardLayout(Layout):
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
     ) -> State:
-        sharded_model = setup.sharded_model
+        sharded_model, values = setup.sharded_model, self._values
+        check_can_shard(setup.task)
         with nullcontext() if sharded_model is None else sharded_model.making_optimizers():
-            state = State(
-                setup.task, computation, total_steps, config.wire, moves=sharded_model is None
+            return State(
+                setup.task,
+                computation,
+                total_steps,
+                config.wire,
+                moves=sharded_model is None,
+                sharded_model=sharded_model,
+                make_partition=partial(Shards, sharded=sharded_model, values=values),
             )
-        state.sharded_model = sharded_model
-        use_shards(state, setup.task, self._values)
-        return state
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
         budget, shards = self._budget, state.partition
         assert isinstance(shards, Shards)
         pairs, why = budget.owners(config, world)
-        shards.overlaps = budget.can_overlap(pairs, world)
-        shards.assign(world, pairs)
+        shards.assign(world, pairs, overlaps=budget.can_overlap(pairs, world))
         self._values = {}
         print_rank_0(world, budget.describe(*shards.held(world.size), why))
 
@@ -95,10 +99,8 @@ class ShardLayout(Layout):
         return profiles.planned_bytes(world.infos, plan.batch_sizes, stepping)
 
 
-def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> None:
-    """Lay a state out in shards, which have no owners yet. Not collective.
-
-    `values` are this rank's, of the parameters in parts.
+def check_can_shard(task: Task) -> None:
+    """Check that a task can be trained in layout shard. Not collective.
 
     Raises:
         UserError: the task cannot be trained so.
@@ -109,4 +111,3 @@ def use_shards(state: State, task: Task, values: Mapping[Key, torch.Tensor]) -> 
             "--layout shard: an embedding with max_norm changes only those rows that a rank's own "
             "samples use; leave that out, or limit the norms of all rows between two steps"
         )
-    state.partition = Shards(state.model, state.optimizers, state.sharded_model, values)

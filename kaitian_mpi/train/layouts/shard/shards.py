@@ -68,7 +68,7 @@ class Shards(DividedState[Part]):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        owned: OwnedValues | None = None,
+        sharded: OwnedValues | None = None,
         values: Mapping[Key, torch.Tensor] | None = None,
     ) -> None:
         """Begin without owners.
@@ -76,17 +76,16 @@ class Shards(DividedState[Part]):
         Args:
             model: its parameters are numbered in the order of `parameters()`.
             optimizers: of the parameters; their groups change with the owners.
-            owned: the parameters of which an owner alone has the values; None: none.
+            sharded: the parameters of which only an owner has the values; None: none.
             values: those that this rank has, to be kept or given away.
         """
-        numbers = frozenset[int]() if owned is None else frozenset(owned.numbers)
+        numbers = frozenset[int]() if sharded is None else frozenset(sharded.numbers)
         super().__init__(model, optimizers, numbers)
-        self._make_target = None if owned is None else owned.make_target
+        self._make_target = None if sharded is None else sharded.make_target
         self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
         self.parts: list[Part] = []
         """Of all ranks; empty before `assign`."""
-        self.overlaps = True
-        """Whether values may come while this rank computes, which takes memory."""
+        self._overlaps = True
         self._reducer: ShardReducer | None = None
         self._loose: dict[Key, dict[str, Any]] = {}
         """States that this rank has read, or was given, and that have no owner yet."""
@@ -132,12 +131,18 @@ class Shards(DividedState[Part]):
             for number in numbers
         )
 
-    def assign(self, world: World, pairs: Sequence[Pair]) -> None:
+    def assign(self, world: World, pairs: Sequence[Pair], overlaps: bool = True) -> None:
         """Make the ranks owners and mirrors, with the state and the values there are. Collective.
 
         Each row of each parameter belongs to one rank. If a rank is lost meanwhile, this rank has
         what it had.
+
+        Args:
+            world: the ranks.
+            pairs: the owners and mirrors.
+            overlaps: whether values may arrive while a rank computes, which takes memory.
         """
+        self._overlaps = overlaps
         self._share_values(world.comm)
         self.zero_gradients()
         held, parts = self._held(), self.divide(pairs)
@@ -204,7 +209,7 @@ class Shards(DividedState[Part]):
 
     def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
         """Return what sums the gradients to their owners."""
-        options = {"overlaps": self.overlaps, **options}
+        options = {"overlaps": self._overlaps, **options}
         self._reducer = ShardReducer(model, parts=self.parts, targets=self.targets, **options)
         return self._reducer
 
@@ -220,7 +225,7 @@ class Shards(DividedState[Part]):
     def gathering(self, model: ShardedModel, world: World, waits: Any) -> Gathering:
         """Return what brings the parameters of `model`, whose values are owned, from the owners."""
         exchange = partial(gather_values, world.comm)
-        options = {"waits": waits, "prefetches": self.overlaps}
+        options = {"waits": waits, "prefetches": self._overlaps}
         return Gathering(model, self.parts, self.targets, exchange, **options)
 
     def follow_data(self) -> None:
