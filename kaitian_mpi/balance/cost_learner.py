@@ -33,8 +33,8 @@ _MIN_DIFFERENCES = 3
 class CostLearner:
     """Learns the ranks' cost models from their first steps, while it moves to the fastest split.
 
-    A pure function of values that all ranks have exchanged, so every rank arrives at the same
-    batch sizes, of the same sum, at the same step.
+    A pure function of values that all ranks have exchanged, with the same bits on every machine, so
+    every rank arrives at the same batch sizes, of the same sum, at the same step.
 
     - The first split is the caller's. At a single batch size, nine tenths of a rank's time are
       assumed to be proportional to it.
@@ -187,7 +187,7 @@ class _RankTimes:
         errors.append(_ALPHA_ERROR * seconds[0])
         counts.append(1)
         seconds.append(_USUAL_ALPHA * seconds[0])
-        # No powers and logarithms: their last bit may differ between machines.
+        # Without powers, whose last bit may differ between machines.
         weights = [n / (error * error) for n, error in zip(counts, errors, strict=True)]
         return fit(batch_sizes, seconds, weights)
 

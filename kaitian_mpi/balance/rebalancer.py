@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from kaitian_mpi.balance import portable_math
 from kaitian_mpi.balance.cost_model import MIN_SLOPE, CostTable, RankCost
 from kaitian_mpi.balance.shares import plan_fastest
 
@@ -66,11 +67,13 @@ class NewPlan:
 class Rebalancer:
     """Tracks the ranks' speeds and proposes a new plan when it gains 5% or more.
 
-    A pure function of values that all ranks have exchanged, so every rank arrives at the same plan
-    at the same step. A rank's cost model is scaled: alpha and beta cannot be separated at a single
-    share. If the first steps of a new plan do not take as long as planned, alpha and beta are
-    fitted to the times at its share and the previous one: with a wrong ratio of the two, samples
-    would move back and forth forever.
+    A pure function of values that all ranks have exchanged, with the same bits on every machine, so
+    every rank arrives at the same plan at the same step.
+
+    A rank's cost model is scaled: alpha and beta cannot be separated at a single share. If the
+    first steps of a new plan do not take as long as planned, alpha and beta are fitted to the times
+    at its share and the previous one: with a wrong ratio of the two, samples would move back and
+    forth forever.
 
     Noise must not move samples back and forth: the gain has to remain even if every estimate is
     off by 2.5 standard errors toward the values of the current plan. A plan based on the first
@@ -99,7 +102,7 @@ class Rebalancer:
     @property
     def factors(self) -> list[float]:
         """Each rank's compute time relative to its cost model."""
-        return _exponentials(self._monitors.log_factors)
+        return portable_math.exp(self._monitors.log_factors).tolist()
 
     @property
     def costs(self) -> list[RankCost]:
@@ -147,7 +150,7 @@ class Rebalancer:
         costs = self._costs
         logs = self._monitors.log_factors
         current_sec = costs.seconds(current)
-        previous_sec = seconds / np.array(_exponentials(logs))
+        previous_sec = seconds / portable_math.exp(logs)
         smaller = np.minimum(current, shares)
         larger = np.maximum(current, shares)
         errors = np.maximum(_STANDARD_ERRORS * self._monitors.log_errors, _MIN_CHANGE)
@@ -181,8 +184,8 @@ class Rebalancer:
         if min(gain, self._gain(batch_sizes, cautious)) < least:
             return None
         rank = int(np.abs(changes).argmax())
-        times = math.exp(changes[rank])
-        reason = f"takes {times:.2f}x as long as planned; {gain:.0%} faster steps predicted"
+        ratio = portable_math.exp(changes)[rank]
+        reason = f"takes {ratio:.2f}x as long as planned; {gain:.0%} faster steps predicted"
         return NewPlan(batch_sizes, gain, self.factors, rank, reason)
 
     def _can_gain(self, costs: CostTable, least: float) -> bool:
@@ -200,7 +203,7 @@ class Rebalancer:
         ]
 
     def _scaled(self, logs: np.ndarray) -> CostTable:
-        return self._costs.times(np.array(_exponentials(logs)))
+        return self._costs.times(portable_math.exp(logs))
 
     def _gain(self, batch_sizes: Sequence[int], costs: CostTable) -> float:
         return self._step_sec(costs, self.batch_sizes) / self._step_sec(costs, batch_sizes) - 1
@@ -208,11 +211,6 @@ class Rebalancer:
     def _step_sec(self, costs: CostTable, batch_sizes: Sequence[int]) -> float:
         """Return the slowest rank's seconds plus communication: the shortest wait of any rank."""
         return float(costs.seconds(np.array(batch_sizes)).max()) + median(self._waits)
-
-
-def _exponentials(logs: np.ndarray) -> list[float]:
-    """Return the exponentials, not by numpy, whose last bit depends on the processor."""
-    return [math.exp(log) for log in logs.tolist()]
 
 
 class SpeedMonitors:
@@ -245,8 +243,7 @@ class SpeedMonitors:
 
     def observe(self, ratios: np.ndarray, timed: np.ndarray) -> None:
         """Add the ratio of measured to predicted time of each rank in the mask `timed`."""
-        # Not by numpy, whose last bit depends on the processor: the ranks must agree.
-        values = np.array([math.log(ratio) for ratio in ratios.tolist()])
+        values = portable_math.log(ratios)
         differences = np.abs(values - self._logs.newest(1)[:, 0])
         self._differences.append(differences, timed & (self.steps > 0))
         self._logs.append(values, timed)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kaitian_mpi.balance import portable_math
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.rebalancer import RankSteps, SpeedMonitors
 
@@ -85,7 +85,7 @@ class StragglerDetector:
         self._compare_with_first(steps, data_sec)
         work, data, wait = map(_medians, (self._work, self._data, self._wait))
         step_sec = np.maximum(work + wait, 1e-9)
-        slower = np.array([math.exp(log) for log in self._monitors.log_factors.tolist()])
+        slower = portable_math.exp(self._monitors.log_factors)
         versus = _versus_others(work)
         data_fractions = np.minimum(data / step_sec, 1)
         last = int(wait.argmin())

@@ -1,5 +1,6 @@
 """Changes of plan during training and stragglers, in simulated jobs."""
 
+import hashlib
 import itertools
 import math
 import random
@@ -9,6 +10,7 @@ import pytest
 from rank_steps import rank_steps
 from rebalancer_cases import run
 
+from kaitian_mpi.balance import portable_math
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.rebalancer import Rebalancer, SpeedMonitors
 from kaitian_mpi.balance.shares import plan_fastest
@@ -272,3 +274,15 @@ def test_a_slow_rank_and_why(rows, data, found):
     assert slow == found
     if found[0][1] == COMPUTE:
         assert "wait for it" in watched.periods[0].text
+
+
+def test_exponentials_and_logarithms_have_the_same_bits_on_every_machine():
+    """So all ranks plan alike. The bits are those of exact operations, found once."""
+    values = np.array([1e-12, 0.3, 0.7071067811865475, 1.0, 1.1, 2.0, 3.5, 1e9])
+    logs, powers = portable_math.log(values), portable_math.exp(np.linspace(-30, 30, 7))
+    np.testing.assert_allclose(logs, [*map(math.log, values)], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(powers, [*map(math.exp, range(-30, 31, 10))], rtol=1e-10)
+    bits = np.concatenate([logs, powers]).tobytes()
+    assert hashlib.sha256(bits).hexdigest()[:16] == "c9311b55a9075733"
+    assert (portable_math.log(np.ones(3)) == 0).all()
+    assert (portable_math.exp(np.zeros(3)) == 1).all()
