@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_an_invalid_version_is_rejected_before_anything_is_created(command, sett
     assert result.returncode == 2
     assert why in result.stderr
     assert (len(result.stderr.splitlines()), sorted(ROOT.glob(".venv*"))) == (1, before)
+
+
+NEWER = """#!/bin/sh
+exec {python} -c 'import sys; sys.version_info = (3, 14, 0); exec(sys.argv[1])' "$2"
+"""
+
+
+def test_setup_takes_no_python_by_itself_that_the_suites_have_not_passed_with(tmp_path):
+    for version in ("3", *(f"3.{minor}" for minor in range(11, 15))):
+        stub = tmp_path / f"python{version}"
+        stub.write_text(NEWER.format(python=sys.executable))
+        stub.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "KAITIAN_TORCH": "0"}
+    env.pop("KAITIAN_PYTHON", None)
+    done = subprocess.run([ROOT / "bin/setup"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"no Python {PYTHONS[0]} to {PYTHONS[-1]} is installed; install one" in done.stderr
 
 
 STUB = """#!/bin/sh
