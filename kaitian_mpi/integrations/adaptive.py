@@ -33,6 +33,7 @@ from kaitian_mpi.distributed.sync_batch_norm import (
 )
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan, StepTimer
+from kaitian_mpi.integrations.forward_by_name import extend_forward, hook_by_name
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
 from kaitian_mpi.integrations.loss_weights import Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
@@ -164,9 +165,13 @@ class Adaptive:
             model.register_forward_pre_hook(_WatchBegin(), with_kwargs=True)
             model.register_forward_hook(_ForwardHook(), with_kwargs=True)
             model.register_forward_hook(_ForwardEnd(), always_call=True)
+            hook_by_name(model)
+
+        restore_forward = extend_forward()
 
         def restore() -> None:
             DistributedDataParallel.__init__ = create  # type: ignore[method-assign]
+            restore_forward()
 
         DistributedDataParallel.__init__ = create_and_watch  # type: ignore[assignment, method-assign]
         return restore

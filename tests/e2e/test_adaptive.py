@@ -105,6 +105,15 @@ def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule, request):
 
 
 @needs_accelerate
+@pytest.mark.usefixtures("preloaded")
+def test_a_robots_policy_in_the_shape_of_lerobots_loop(mpirun):
+    """It calls `forward` by its name, where hooks of the model are not called."""
+    found, _ = train(mpirun, "policy_loop.py")
+    assert found["steps"] == 2 * 13
+    assert found["average"] > 0
+
+
+@needs_accelerate
 @pytest.mark.parametrize(
     ("kind", "rule", "options"),
     [
