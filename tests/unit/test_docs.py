@@ -19,7 +19,7 @@ from kaitian_mpi.supervise.hosts import parse_hostfile
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_A_USER = ("script.py", "train.py", "runs/", "cat/", "dog/")
+OF_A_USER = ("script.py", "train.py", "mytask.py", "runs/", "cat/", "dog/")
 MESSAGES = {
     "backend.md": (
         "timed out after ", "set a longer timeout for the group if they are only slow",
