@@ -68,6 +68,7 @@ def main() -> None:
         import_torch()
 
         from kaitian_mpi.distributed.startup import use_backend_for
+        from kaitian_mpi.integrations.lightning_ranks import use_started_ranks
         from kaitian_mpi.mpi.world import join_world, set_current_world
 
         emulated = chosen.emulate_kinds, chosen.emulate_slowdown
@@ -87,6 +88,7 @@ def main() -> None:
             os.environ[KINDS_VARIABLE] = world.emulation.kinds
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
+        use_started_ranks(world)
         if chosen.adaptive:
             from kaitian_mpi.integrations.adaptive import install
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -273,6 +274,15 @@ class CollectiveCalls(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or c10d.BarrierOptions()
         return self._start("barrier", [], [], opts, lambda host: host.barrier)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks of the group; the error at the group's timeout names those missing.
+
+        Lightning calls it for the group that it makes around `prepare_data`.
+        """
+        self.barrier().wait(timeout or timedelta())  # 0: only the group's
 
     # The names that torch before 2.13 calls.
     _allgather_base = all_gather_single  # type: ignore[assignment]

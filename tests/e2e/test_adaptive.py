@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from jobs import PYTHON, fork_server, forked, run_alone
+from jobs import PYTHON, SCRIPTS, HostsJob, fork_server, forked, run_alone
+from shared.emulated_hosts import reason_to_skip
 
 TRAINERS = Path(__file__).parent / "trainers"
 ROWS, RANKS = 203, 2
@@ -14,6 +15,7 @@ needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="n
 TIMM, YEAR_OLD = map(os.environ.get, ("KAITIAN_TEST_TIMM", "KAITIAN_TEST_YEAR_OLD"))
 needs_timm = pytest.mark.skipif(not TIMM, reason="needs timm in the folder $KAITIAN_TEST_TIMM")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
+needs_hosts = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
 
@@ -171,6 +173,21 @@ def test_a_lightning_module(mpirun):
     assert "the loss is taken as the mean over rows" in out
     total = sum(loss * rows for loss, rows in found["repeated"][13:])
     assert found["loss"] == pytest.approx(total / ROWS, rel=1e-6)
+
+
+@needs_lightning
+@needs_hosts
+@pytest.mark.usefixtures("preloaded")
+def test_lightning_on_hosts_with_unequal_numbers_of_ranks(hosts, tmp_path):
+    script = str(TRAINERS / "lightning_hosts.py")
+    ranks = [f"{SCRIPTS}/kaitian-run", "--backend-override", "gloo,nccl", script]
+    with HostsJob(hosts, "mpirun", "-np", "3", *ranks, cwd=tmp_path, fresh=False) as job:
+        ended = job.finish()
+    reports = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"')]
+    assert [found["distinct_rows"] for found in reports] == [[ROWS]] * 3
+    assert max(found["difference"] for found in reports) < 1e-9
+    assert "prepared by [[0, 0, 0], [], [2, 2, 2]]" in ended.out  # by one rank of each host
+    assert ended.out.count("leave out devices and num_nodes to train on all 3 ranks") == 1
 
 
 @pytest.mark.skipif(not YEAR_OLD, reason="needs releases in the folder $KAITIAN_TEST_YEAR_OLD")

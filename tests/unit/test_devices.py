@@ -21,6 +21,7 @@ from kaitian_mpi.devices.choice import (
 )
 from kaitian_mpi.devices.registry import BUILT_IN
 from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.integrations.lightning_ranks import number_on_host
 from kaitian_mpi.mpi.topology import RankInfo, check_own_devices, shared_devices
 
 TWO_GPUS = {"cuda": 2, "cpu": 8}
@@ -176,6 +177,12 @@ def taken(hosts, environs=({},)):
             # Without GPUs, torch.cuda.is_available() is False.
             own.append((choice.index, seen if device != "cpu" else seen and ["another's"]))
     ranks = [local_rank_of(infos, rank, index) for rank, (index, _) in enumerate(own)]
+    for node, _ in enumerate(hosts):
+        here = [rank for rank, info in enumerate(infos) if info.node == node]
+        in_order = sorted(here, key=lambda rank: number_on_host(infos, rank))
+        assert [number_on_host(infos, rank) for rank in in_order] == list(range(len(here)))
+        on_gpus = [rank for rank in in_order if not infos[rank].is_on_host]
+        assert in_order[: len(on_gpus)] == sorted(on_gpus, key=lambda rank: (ranks[rank], rank))
     for rank, (index, seen) in zip(ranks, own, strict=True):
         # kaitian-run makes it the current one, and the script takes that or the one of its number.
         assert not seen or seen[index] == seen[rank]

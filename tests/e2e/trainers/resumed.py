@@ -148,6 +148,9 @@ def lightning():
             super().__init__()
             self.net = classifier()
 
+        def prepare_data(self):
+            """One rank prepares, and the others wait for it, as in most scripts."""
+
         def training_step(self, batch, _):
             record.note(self.global_step, self.current_epoch, batch[2].tolist(), True)
             loss = loss_of(self.net, batch)
@@ -160,13 +163,13 @@ def lightning():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    module, strategy, held_out = Module(), "ddp", None
+    module, strategy, held_out = Module(), "auto", None
     if "object" in options:
         from kaitian_mpi.integrations.lightning import AdaptiveStrategy
 
         strategy, held_out = AdaptiveStrategy(), DataLoader(data, batch_size=PER_RANK)
     trainer = lightning.Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", strategy=strategy, devices=ranks, precision=64,
+        max_epochs=EPOCHS, accelerator="cpu", strategy=strategy, precision=64,
         logger=False, callbacks=[ModelCheckpoint("saved", save_last=True)],
         enable_progress_bar=False, num_sanity_val_steps=1,
     )  # fmt: skip
