@@ -309,10 +309,11 @@ def test_the_host_sleeps_until_a_futures_result_is_complete(world, device_of, al
     assert fake_device.spins == []
 
 
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("make", [torch.nonzero, partial(layer_norm, normalized_shape=(8,))])
-def test_what_the_host_computes_for_the_device_is_not_overwritten(make, monkeypatch):
-    """Memory that another stream was the last to use is overwritten when it is allocated again."""
+def drop_memory_used_elsewhere(monkeypatch):
+    """Drop a tensor that another stream was the last to use.
+
+    Its memory is overwritten, and late, when it is allocated again.
+    """
 
     def late(*arguments):
         time.sleep(0.05)
@@ -320,12 +321,26 @@ def test_what_the_host_computes_for_the_device_is_not_overwritten(make, monkeypa
 
     monkeypatch.setattr(fake_device.memory, "ctypes", SimpleNamespace(memset=late))
     side, dropped = Stream(), on_device(torch.ones(8))
-    tensor = on_device(torch.arange(8.0))
     with Held(side):
         dropped.record_stream(side)
         del dropped
     side.synchronize()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("make", [torch.nonzero, partial(layer_norm, normalized_shape=(8,))])
+def test_what_the_host_computes_for_the_device_is_not_overwritten(make, monkeypatch):
+    tensor = on_device(torch.arange(8.0))
+    drop_memory_used_elsewhere(monkeypatch)
     assert torch.equal(values(make(tensor)), make(torch.arange(8.0)))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_resized_tensor_keeps_its_content(monkeypatch):
+    tensor = on_device(torch.arange(8.0))
+    drop_memory_used_elsewhere(monkeypatch)
+    tensor.resize_(64)  # which is as much memory, to the allocator, as the 8 that were dropped
+    assert torch.equal(values(tensor)[:8], torch.arange(8.0))
 
 
 def test_memory_is_kept_where_a_plug_in_lacks_record_stream(world, monkeypatch):

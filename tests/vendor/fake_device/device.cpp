@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -208,8 +209,17 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size,
                          std::optional<c10::MemoryFormat> format) {
   const c10::DeviceGuard guard(self.device());
-  if (self.storage().nbytes() > 0) {  // its content is copied by the host
+  c10::StorageImpl* const storage = self.storage().unsafeGetStorageImpl();
+  const size_t needed = at::detail::computeStorageNbytesContiguous(size, self.dtype().itemsize(),
+                                                                   self.storage_offset());
+  if (storage->nbytes() > 0 && needed > storage->nbytes() && storage->resizable()) {
+    c10::DataPtr larger = memory.allocate(needed);
+    // The host copies the content: after what the stream writes to either memory, which includes
+    // what the new one held before being overwritten.
     functions.synchronize_stream(current_streams[current_device], current_device);
+    std::memcpy(larger.get(), storage->data(), storage->nbytes());
+    storage->set_data_ptr_noswap(std::move(larger));
+    storage->set_nbytes(needed);
   }
   return at::native::resize_(self, size, format);
 }
