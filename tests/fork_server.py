@@ -21,7 +21,7 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import multiprocessing.util
 import os
@@ -48,6 +48,15 @@ PRELOADED = (
         "kaitian_mpi.cli.train",
     ),
     *("kaitian_mpi.recipes.image_classification", "kaitian_mpi.train.training"),
+    # What most ranks import later, as far as it starts no MPI.
+    *("kaitian_mpi.recipes.images", "kaitian_mpi.recipes.user_task"),
+    *("kaitian_mpi.balance.forecast", "kaitian_mpi.balance.pipeline_plan"),
+    *("kaitian_mpi.distributed.creation", "kaitian_mpi.distributed.collectives.work"),
+    *("kaitian_mpi.distributed.relay.chunking", "kaitian_mpi.train.evaluation"),
+    *("kaitian_mpi.train.divergence", "kaitian_mpi.train.results"),
+    *("kaitian_mpi.train.measure.exclusion", "kaitian_mpi.train.measure.parity"),
+    *("kaitian_mpi.train.layouts.pipeline.chain", "kaitian_mpi.train.layouts.shard.room"),
+    "torch.utils.serialization",
 )
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 32
@@ -61,6 +70,8 @@ def main():
     for name in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules  # each rank starts it
+    # Linking it takes longer than starting it.
+    ctypes.CDLL(importlib.util.find_spec("mpi4py.MPI").origin)
     gc.freeze()  # the forks share the memory of these objects
     use_huge_pages()
     for finalizer in weakref.finalize._registry:

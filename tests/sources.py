@@ -2,7 +2,6 @@
 
 import ast
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import kaitian_mpi
@@ -16,5 +15,6 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(tree(path))
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))

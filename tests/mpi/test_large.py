@@ -1,7 +1,7 @@
 """Tensors of more elements than a C int can count. Only run on request: see below."""
 
 import os
-from functools import partial
+from functools import cache, partial
 
 import psutil
 import pytest
@@ -34,13 +34,17 @@ def _room(world):
 # stay below 256.
 _PERIOD = 113
 _CHUNK = _PERIOD << 17
-_ASCENDING = (torch.arange(_CHUNK + _PERIOD) % _PERIOD).to(torch.uint8)
+
+
+@cache  # not made by those who only collect the tests
+def ascending():
+    return (torch.arange(_CHUNK + _PERIOD) % _PERIOD).to(torch.uint8)
 
 
 def values(seed, start):
     """Return a chunk of the infinite sequence of numbers of `seed`, from `start` on."""
     first = (start + 7 * seed) % _PERIOD
-    return _ASCENDING[first : first + _CHUNK]
+    return ascending()[first : first + _CHUNK]
 
 
 def fill(tensor, seed):

@@ -4,6 +4,7 @@ The cases are made from the parsers, so that a flag that is added is tried as we
 """
 
 import math
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from mistakes import one_line_error
 from torch import nn
 
-from kaitian_mpi.cli import plan, run, supervise, train
+from kaitian_mpi.cli import flags, plan, run, supervise, train
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
@@ -52,6 +53,16 @@ FLAGS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def parsers_made_once():
+    """Let a command use one parser for all values: to make it takes longer than to parse."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (flags, plan, run, supervise):
+            patch.setattr(module, "make_parser", cache(module.make_parser))
+        yield
+
+
+@pytest.mark.usefixtures("parsers_made_once")
 @pytest.mark.parametrize(("command", "flag", "name"), FLAGS)
 def test_out_of_range_numbers_are_one_line_errors(command, flag, name):
     accepted = []

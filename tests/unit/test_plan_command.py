@@ -21,6 +21,8 @@ from kaitian_mpi.balance.measurements import MeasuredRank, Measurements, plan_jo
 from kaitian_mpi.cli import plan, report, supervise
 from kaitian_mpi.cli.plan import show
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.observe.report import page
+from kaitian_mpi.observe.report.figures import FIGURES
 
 
 def bench_rank(rank, kind, alpha, beta, limit=None):
@@ -222,6 +224,8 @@ def test_a_mistake_is_one_line_with_code_2(tmp_path, monkeypatch, capfd, command
         words.insert(0, str(tmp_path / "measured.json"))
     elif command is report:
         make_run(tmp_path / "run")
+        for module in (page, report):  # to draw all takes seconds
+            monkeypatch.setattr(module, "FIGURES", FIGURES[-1:])
     monkeypatch.setattr(sys, "argv", [command.PROGRAM, *words])
     with pytest.raises(SystemExit) as ended:
         command.main()
