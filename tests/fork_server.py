@@ -55,7 +55,7 @@ PRELOADED = (
     *("kaitian_mpi.distributed.relay.chunking", "kaitian_mpi.train.evaluation"),
     *("kaitian_mpi.train.divergence", "kaitian_mpi.train.results"),
     *("kaitian_mpi.train.measure.exclusion", "kaitian_mpi.train.measure.parity"),
-    *("kaitian_mpi.train.layouts.pipeline.chain", "kaitian_mpi.train.layouts.shard.room"),
+    *("kaitian_mpi.train.layouts.pipeline.chain", "kaitian_mpi.train.layouts.shard.memory_budget"),
     "torch.utils.serialization",
 )
 MAX_REQUEST_BYTES = 1 << 20

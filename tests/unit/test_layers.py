@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import re
 from pathlib import Path
 
 from sources import FILES, ROOT, nodes, tree
@@ -13,6 +14,7 @@ FLOORS = (
     *("preflight", "devices", "runtime", "balance", "config", "errors"),
 )
 MAX_ROOMS = 13
+TESTS = Path(__file__).parents[1]
 
 
 @functools.cache
@@ -97,3 +99,12 @@ def test_only_the_mpi_packages_and_type_hints_import_mpi4py():
             continue
         for node in tree(path).body:  # TYPE_CHECKING blocks are not in the body
             assert not (isinstance(node, ast.ImportFrom) and node.module == "mpi4py"), path
+
+
+def test_the_modules_that_the_tests_load_in_advance_exist():
+    """By the source: to import the fork server's modules takes seconds."""
+    names = set(re.findall(r'"(kaitian_mpi\.[\w.]+)"', (TESTS / "fork_server.py").read_text()))
+    assert len(names) > 10
+    for name in names:
+        path = ROOT.parent / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), name
