@@ -44,8 +44,7 @@ class LayoutJob:
     gather_cost: AllreduceCost
     """The cost of an all-gather, by the bytes of the full tensor."""
     on_host: bool = False
-    """Whether a rank computes on its host's CPU: communication then takes cores from computing, and
-    the benchmark of replicate holds the model and a copy of it in the same memory."""
+    """Whether a rank computes on its host's CPU: communication then takes cores from computing."""
     has_mirrors: bool = False
     """Whether two ranks step each part of a sharded parameter."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +59,14 @@ class LayoutJob:
     def base_bytes(self) -> np.ndarray:
         """The bytes that each rank uses beyond parameters, state and activations."""
         return np.array([rank.base_bytes for rank in self.chain.ranks])
+
+    @property
+    def copies(self) -> np.ndarray:
+        """How often each rank has the model in replicate.
+
+        Twice on a host, whose memory also holds the copy that is benchmarked.
+        """
+        return np.array([1 + rank.is_on_host for rank in self.chain.ranks])
 
     @property
     def min_activation_bytes(self) -> float:
@@ -193,7 +200,7 @@ def prediction_table(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 def _replicate(job: LayoutJob) -> Prediction:
     whole = job.whole
-    size = whole.weight_bytes * (1 + job.on_host) + whole.state_bytes + whole.cast_bytes
+    size = whole.weight_bytes * job.copies + whole.state_bytes + whole.cast_bytes
     # A rank starts its next step once it has the sums, so its optimizer counts with its computing.
     everything = np.ones(len(job.chain.ranks))
     other_sec = job.handling_sec(REPLICATE) + job.update_sec(everything)
@@ -209,7 +216,20 @@ def _replicate(job: LayoutJob) -> Prediction:
     return Prediction(REPLICATE, step, division.needed_bytes)
 
 
-def _shard(job: LayoutJob) -> Prediction:
+class ShardDivision(NamedTuple):
+    """How layout shard divides what ranks own, by their free memory."""
+
+    need: Need
+    fixed_bytes: np.ndarray
+    """By rank, the bytes that are not divided."""
+    fractions: np.ndarray
+    """Each rank's fraction of `need.owned`."""
+    why: str = ""
+    """The reason if it does not fit."""
+
+
+def divide_shard(job: LayoutJob) -> ShardDivision:
+    """Return the first form of shard that fits the ranks' memory; the last one if none does."""
     whole = job.whole
     for need in job.needs:
         fixed = job.base_bytes + whole.weight_bytes - need.freed + need.buffers
@@ -220,13 +240,19 @@ def _shard(job: LayoutJob) -> Prediction:
         optimizer_ratio = job.optimizer_bytes(np.ones(len(free))) / max(need.owned, 1)
         budget = np.minimum(free - job.min_activation_bytes, free / (1 + optimizer_ratio))
         budget = np.maximum(0.0, budget)
+        fractions = budget / max(budget.sum(), 1.0)
         if budget.sum() >= need.owned:
-            break
-    else:
-        needed = need.owned + (fixed + job.min_activation_bytes).sum()
-        why = f"needs {_mb(needed)} in total; the ranks have {_mb(job.memory_bytes.sum())}"
+            return ShardDivision(need, fixed, fractions)
+    needed = need.owned + (fixed + job.min_activation_bytes).sum()
+    why = f"needs {_mb(needed)} in total; the ranks have {_mb(job.memory_bytes.sum())}"
+    return ShardDivision(need, fixed, fractions, why)
+
+
+def _shard(job: LayoutJob) -> Prediction:
+    whole = job.whole
+    need, fixed, fractions, why = divide_shard(job)
+    if why:
         return Prediction(SHARD, why=why)
-    fractions = budget / max(budget.sum(), 1.0)
     handling = job.handling_sec(SHARD)
     held = fixed + fractions * need.owned
     division = _divide(job, SHARD, held, job.optimizer_bytes(fractions), handling)

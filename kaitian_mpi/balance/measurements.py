@@ -25,7 +25,7 @@ from kaitian_mpi.balance.layouts import REPLICATE, LayoutJob, Prediction, predic
 from kaitian_mpi.balance.records import rebuild
 from kaitian_mpi.errors import UserError
 
-_VERSION = 4
+_VERSION = 5
 _MAX_BYTES = 2**42  # 10**12 float32 parameters
 _MAX_SEC = 1e9  # so that no sum overflows
 _MIN_SEC = 1e-12  # per sample, so that no rate overflows

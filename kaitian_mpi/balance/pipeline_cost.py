@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add, sub
-from typing import Any
+from typing import Any, NamedTuple
 
 from kaitian_mpi.balance.pipeline import (
     Hop,
@@ -84,6 +84,8 @@ class LayerFacts:
     """Whether its optimizer steps all parameters at once, with temporary memory for each."""
     node: int = 0
     """The number of its host. Ranks of one host share its link, so they take turns to send."""
+    is_on_host: bool = False
+    """Whether it computes on its host's CPU."""
 
     def scaled(self, factor: float) -> LayerFacts:
         """Return the facts of a rank that takes `factor` times as long."""
@@ -215,15 +217,33 @@ def _update_sec(job: PipelineJob, stage: Stage) -> float:
     return slowest_sec + sum(allreduce)
 
 
-def _memory(
+class StageBytes(NamedTuple):
+    """The bytes of a rank of a stage, apart from what it uses at startup."""
+
+    buffer: int
+    """For the sums of the stage's ranks."""
+    computing: float
+    """At most, besides what it holds, while it computes: activations and temporary tensors."""
+    stepping: float
+    """At most, besides what it holds, while its optimizer steps."""
+
+
+def stage_bytes(
     job: PipelineJob, stages: Sequence[Stage], count: int, samples: float, ahead: int
-) -> tuple[int, ...]:
-    """Return the peak memory of each rank, in bytes."""
-    by_rank = [int(facts.start_bytes) for facts in job.ranks]
+) -> dict[int, tuple[Stage, StageBytes]]:
+    """Return the stage of each rank that has one, and its bytes.
+
+    Args:
+        job: the layers and ranks.
+        stages: in the order of the layers.
+        count: the number of micro-batches of a step.
+        samples: the samples of a micro-batch.
+        ahead: see `windows`.
+    """
+    by_rank: dict[int, tuple[Stage, StageBytes]] = {}
     for stage, window in zip(stages, windows(stages, ahead), strict=True):
         layers = job.layers[stage.begin : stage.end]
         replicas = len(stage.ranks)
-        owned = sum(layer.weight_bytes + layer.state_bytes for layer in layers)
         largest = max(layer.largest_bytes for layer in layers)
         trained = sum(layer.trained_bytes for layer in layers)
         casts = sum(layer.cast_bytes for layer in layers)
@@ -235,13 +255,24 @@ def _memory(
         if not job.is_large:
             for number, rank in enumerate(stage.micro_batch_ranks(count)[: 4 * window]):
                 micro_batches[rank].append(number)
-        owned += BUCKET_BYTES * (replicas > 1)
+        buffer = BUCKET_BYTES * (replicas > 1)
         for rank in stage.ranks:
-            facts = job.ranks[rank]
             in_flight = share if job.is_large else max_in_flight(micro_batches[rank], window)
             computing = in_flight * kept + TRANSIT * samples * ends + largest + casts
             computing += samples * temporary
-            optimizer = trained if facts.steps_at_once else TEMPORARIES * largest
-            peak = facts.base_bytes + owned + max(computing, optimizer)
-            by_rank[rank] = max(by_rank[rank], int(peak))
+            stepping = trained if job.ranks[rank].steps_at_once else TEMPORARIES * largest
+            by_rank[rank] = stage, StageBytes(buffer, computing, stepping)
+    return by_rank
+
+
+def _memory(
+    job: PipelineJob, stages: Sequence[Stage], count: int, samples: float, ahead: int
+) -> tuple[int, ...]:
+    """Return the peak memory of each rank, in bytes."""
+    by_rank = [int(facts.start_bytes) for facts in job.ranks]
+    for rank, (stage, found) in stage_bytes(job, stages, count, samples, ahead).items():
+        layers = job.layers[stage.begin : stage.end]
+        held = found.buffer + sum(layer.weight_bytes + layer.state_bytes for layer in layers)
+        peak = job.ranks[rank].base_bytes + held + max(found.computing, found.stepping)
+        by_rank[rank] = max(by_rank[rank], int(peak))
     return tuple(by_rank)

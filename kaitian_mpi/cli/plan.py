@@ -29,6 +29,7 @@ from kaitian_mpi.cli.flags import (
     parse_settings,
     start_mpirun_if_requested,
 )
+from kaitian_mpi.cli.plan_memory import estimate
 from kaitian_mpi.cli.train import start_ranks, task_maker
 from kaitian_mpi.config import TrainConfig, flag_name
 from kaitian_mpi.errors import UserError
@@ -57,8 +58,11 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         with report_once():
             parsed = read_options(arguments)
-            start_mpirun_if_requested(PROGRAM, arguments, (), parsed.others)
-        if parsed.others.file is None:
+            if parsed.others.memory is None:
+                start_mpirun_if_requested(PROGRAM, arguments, (), parsed.others)
+        if parsed.others.memory is not None:
+            estimate(parsed, show_table)
+        elif parsed.others.file is None:
             handle_signals(PROGRAM)
             measure(parsed)
         elif is_first:
@@ -111,6 +115,14 @@ def make_parser() -> OneLineParser:
         "LIST",
         None,
     )
+    parser.add(
+        "--memory",
+        "estimate what each rank's memory is for in each layout, without starting one: the ranks' "
+        "kinds, and the memory of each, such as 2xcuda:80GB,4xcpu:16GB; a size that is left out is "
+        "that of this machine's devices, and -n or --hostfile may give the number of ranks",
+        "LIST",
+        None,
+    )
     parser.add("--save", "write the measurements to this file", "FILE", None)
     add_launch_flags(parser)
     shown = {name for names in SECTIONS.values() for name in names.split()}
@@ -128,7 +140,7 @@ def read_options(arguments: Sequence[str]) -> Parsed:
     if chosen.file is None:
         return parsed
     unused = [flag_name(name) for name in sorted(parsed.settings.keys() - {"global_batch_size"})]
-    unused += ["--save"] if chosen.save is not None else []
+    unused += [f"--{name}" for name in ("save", "memory") if getattr(chosen, name) is not None]
     unused += launch_flags_in(arguments)
     if unused:
         flag = unused[0]
@@ -186,14 +198,14 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
     print(f"global batch: {job.global_batch_size:,} samples")
     print(f"world: {sum(job.world.values()):,} ranks")
     heads = "kind", "ranks", "samples/step per rank", "ms computing", "without samples"
-    _show(heads, [_kind_row(job, kind) for kind in job.world])
+    show_table(heads, [_kind_row(job, kind) for kind in job.world])
     if 1 < len(job.forecasts) <= _MAX_SUBSETS:
         print("with these kinds alone")
         rows = []
         for kinds, cast in job.forecasts.items():
             figures = _rate(cast.samples_per_sec), _ms(cast.step_sec), f"{cast.efficiency:.0%}"
             rows.append((" + ".join(kinds), *figures))
-        _show(("kinds", "samples/s", "step ms", "efficiency"), rows)
+        show_table(("kinds", "samples/s", "step ms", "efficiency"), rows)
     rate = whole.samples_per_sec
     print(f"forecast: {_rate(rate)} samples/s, efficiency {whole.efficiency:.0%}")
     print(
@@ -213,7 +225,7 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
     if predictions := predict_world(measured, job):
         print("layouts (--layout) of the whole world")
         table = prediction_table(predictions)
-        _show(table[0], table[1:])
+        show_table(table[0], table[1:])
     for kind in guessed_kinds(measured.allreduces, job.world):
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
     known = [entry.ranks_per_kind.keys() for entry in measured.allreduces]
@@ -221,7 +233,8 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
         print("note: some of these kinds were measured only among more: that allreduce is assumed")
 
 
-def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows below heads."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):
         print("  ".join(["", *map(str.rjust, row, widths)]))

@@ -106,7 +106,7 @@ def measure_layouts(
         AgreedError: the model cannot be timed.
     """
     model, min_batch = setup.task.model, min_batch_by_layers(setup.task.model)
-    refused = _refused(config, setup.task)
+    refused = refused_layouts(config, setup.task)
     facts = None
     if PIPELINE not in refused:
         try:
@@ -114,7 +114,7 @@ def measure_layouts(
         except LayerTooLargeError:  # then so is the whole
             raise
         except AgreedError as error:  # another layout may do
-            refused[PIPELINE] = _in_short(error)
+            refused[PIPELINE] = short_reason(error)
     facts = facts or find_facts(config, setup, world, is_whole=True)
     with agree_on_errors(world.comm):
         optimizers = setup.task.make_optimizers(model)
@@ -126,7 +126,7 @@ def measure_layouts(
     needs, _ = shard_needs(config, model, optimizers)
     job = LayoutJob(
         facts.job(config, world, min_batch),
-        _whole(model, optimizers, facts.layers),
+        whole_layer(model, optimizers, facts.layers),
         tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
         allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
         scatter_cost=scatter,
@@ -147,7 +147,7 @@ def _require_shards(
         AgreedError: that is not possible either.
     """
     why, advice = str(error).split("; ", 1)
-    if fault := _refused(config, setup.task).get(SHARD):
+    if fault := refused_layouts(config, setup.task).get(SHARD):
         raise AgreedError(f"{why}, and layout shard cannot divide it: {fault}; {advice}")
     predictions = [
         asdict(Prediction(layout, why=why if layout != SHARD else "not timed"))
@@ -157,7 +157,9 @@ def _require_shards(
     print_rank_0(world, f"layout {SHARD}: the others are not possible ({why})")
 
 
-def _whole(model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]) -> Layer:
+def whole_layer(
+    model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]
+) -> Layer:
     """Return what the model takes, of what its layers keep."""
     kept = sum(layer.kept_bytes for layer in layers)
     casts = sum(layer.cast_bytes for layer in layers)
@@ -165,7 +167,7 @@ def _whole(model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[L
     return layer_of(model, optimizers, LayerBytes(kept, casts, temporary))
 
 
-def _refused(config: TrainingConfig, task: Task) -> dict[str, str]:
+def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:
     """Return why the settings and the task rule layouts out."""
     refused = {}
     for layout in (SHARD, PIPELINE):
@@ -173,11 +175,11 @@ def _refused(config: TrainingConfig, task: Task) -> dict[str, str]:
             config.check_layout(layout)
             check_parts(task, layout)
         except UserError as error:
-            refused[layout] = _in_short(error)
+            refused[layout] = short_reason(error)
     return refused
 
 
-def _in_short(error: UserError) -> str:
+def short_reason(error: UserError) -> str:
     """Return what is wrong, without what to do about it."""
     text = re.sub("^(ranks? [^:]*: )?(--layout pipeline: |Task: )?", "", str(error))
     return re.split("[;:] ", text, maxsplit=1)[0]

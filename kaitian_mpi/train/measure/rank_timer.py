@@ -36,7 +36,7 @@ _CANDIDATE_ROUNDS = 4
 _CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
 _MAX_ROUNDS = 4
 _SIZES_IN_TRAINING = 8  # that a rank computes: those of some plans, and an epoch's last ones
-_SAFE_FRACTION = 0.9  # of the memory, because batches differ and allocators waste some
+SAFE_FRACTION = 0.9  # of the memory, because batches differ and allocators waste some
 _PART = 0.25  # of the benchmark's seconds: to compare settings, to find batch sizes, for one step
 
 
@@ -402,7 +402,7 @@ def memory_limit(world: World) -> float:
     """Return the bytes that this rank may use, with a margin: its fair share of what is free."""
     sharers = sum(_memory_of(info) == _memory_of(world.info) for info in world.infos)
     limit = world.device_kind.memory_limit_bytes(world.device_index, sharers)
-    return _SAFE_FRACTION * limit
+    return SAFE_FRACTION * limit
 
 
 def _memory_of(info: RankInfo) -> tuple[str, str]:

@@ -135,6 +135,7 @@ class LayerTimer:
             float(used + start),
             steps_at_once(optimizers, device.is_host),
             self._world.info.node,
+            device.is_host,
         )
         pairs = zip(self._chain, self._bytes, strict=True)
         return facts, [layer_of(layer, optimizers, found) for layer, found in pairs]
@@ -350,7 +351,7 @@ class CastMode(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and id(args[0]) in self._known:
             self.count += 1
             memory = result.untyped_storage()
-            self.copies[memory.data_ptr()] = memory.nbytes()
+            self.copies[memory._cdata] = memory.nbytes()  # fake tensors have no address
         return result
 
 
@@ -367,7 +368,7 @@ def _copies_of(layer: nn.Module, precision: str) -> Iterator[dict[int, int]]:
 @contextmanager
 def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
     """Collect the bytes that autograd keeps of a forward, by memory, without the parameters'."""
-    known = {parameter.data_ptr() for parameter in layer.parameters()}
+    known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -375,8 +376,8 @@ def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
         while torch._C._functorch.is_functorch_wrapped_tensor(plain):  # of torch.func
             plain = torch._C._functorch.get_unwrapped(plain)
         memory = plain.untyped_storage()
-        if memory.data_ptr() not in known:
-            saved[memory.data_ptr()] = memory.nbytes()
+        if memory._cdata not in known:
+            saved[memory._cdata] = memory.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -1,0 +1,162 @@
+"""Estimates each rank's memory in each layout without a job, for `kaitian-plan --memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from kaitian_mpi.balance.communication import FREE
+from kaitian_mpi.balance.layouts import PIPELINE, REPLICATE, SHARD, LayoutJob
+from kaitian_mpi.balance.memory import LayoutMemory, layout_memory
+from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.config.factory import one_line
+from kaitian_mpi.distributed.pending_parameter import is_compiled
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.data.batches import as_batches
+from kaitian_mpi.train.layouts.choose import refused_layouts, short_reason, whole_layer
+from kaitian_mpi.train.layouts.fake_forward import activation_bytes
+from kaitian_mpi.train.layouts.pipeline.chain import Piece, chain_of
+from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
+from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs, steps_at_once
+from kaitian_mpi.train.measure.plan import min_batch_by_layers
+from kaitian_mpi.train.measure.rank_timer import SAFE_FRACTION
+from kaitian_mpi.train.task import Computation, Task
+
+_SAMPLES = 8  # of which the activations are found
+_UNTIMED = 1e-9  # seconds a byte: all ranks count as equally fast, and a layer by its size
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A rank's device, of which only the memory has to be known."""
+
+    kind: str
+    memory_bytes: float
+    """Of the device, or this rank's part of it."""
+    is_on_host: bool
+    """Whether the rank computes on a CPU."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of a task's training, by layout."""
+
+    model: str
+    parameters: int
+    """How many numbers they are."""
+    parameter_bytes: int
+    sample_bytes: float
+    """What is kept of a sample from forward to backward, and temporary tensors."""
+    fault: str
+    """Why that is not known, and counts as nothing; empty if it is."""
+    others: tuple[str, ...]
+    """The optimizers of other classes than SGD and Adam, whose state is counted as Adam's."""
+    layouts: tuple[LayoutMemory, ...]
+
+
+def estimate_memory(
+    task: Task, config: TrainingConfig, devices: Sequence[DeviceMemory], world: World
+) -> MemoryEstimate:
+    """Return the memory of each rank in each layout. Not collective.
+
+    Args:
+        task: whose model may have no values.
+        config: of the training.
+        devices: of the ranks.
+        world: this process, whose own memory is taken for that of each rank on a CPU.
+    """
+    model = task.model
+    min_batch = min_batch_by_layers(model)
+    optimizers = task.make_optimizers(model)
+    refused = refused_layouts(config, task)
+    chain = [model]
+    if PIPELINE not in refused:
+        try:
+            chain = chain_of(task)
+        except UserError as error:
+            refused[PIPELINE] = short_reason(error)
+    fault = ""
+    found = [LayerBytes()] * len(chain)
+    try:
+        found = _bytes_of_a_sample(task, config, chain, min_batch, world)
+    except Exception as error:  # of the model's own code, which may need values
+        fault = one_line(error)
+    layers = tuple(
+        layer_of(layer, optimizers, each) for layer, each in zip(chain, found, strict=True)
+    )
+    whole = whole_layer(model, optimizers, layers)
+    used = float(world.device_kind.memory_peak_bytes(world.device_index))
+    ranks = tuple(_facts(device, layers, whole, optimizers, used) for device in devices)
+    needs, _ = shard_needs(config, model, optimizers)
+    job = LayoutJob(
+        PipelineJob(layers, ranks, config.global_batch_size, min_batch, config.micro_batch_size),
+        whole,
+        tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
+        allreduce_cost=FREE,
+        scatter_cost=FREE,
+        gather_cost=FREE,
+        on_host=any(device.is_on_host for device in devices),
+        refused=refused,
+    )
+    return MemoryEstimate(
+        task.name,
+        sum(parameter.numel() for parameter in model.parameters()),
+        sum(parameter.nbytes for parameter in model.parameters()),
+        job.sample_bytes,
+        fault,
+        tuple(type(each).__name__ for each in optimizers if not _has_usual_state(each)),
+        tuple(layout_memory(job, layout) for layout in (REPLICATE, SHARD, PIPELINE)),
+    )
+
+
+def _has_usual_state(optimizer: Optimizer) -> bool:
+    has_more = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return type(optimizer) in (SGD, Adam, AdamW) and not has_more
+
+
+def _bytes_of_a_sample(
+    task: Task, config: TrainingConfig, chain: Sequence[nn.Module], min_batch: int, world: World
+) -> list[LayerBytes]:
+    data = as_batches(task.data, task.collate)
+    samples = max(min_batch, min(_SAMPLES, config.global_batch_size, len(data)))
+    computation = Computation(world.device, config.precision.replace("auto", "fp32"), "contiguous")
+    modules = [_called_modules(layer) for layer in chain]
+    found = activation_bytes(task, computation, data[list(range(samples))], modules)
+    return [
+        LayerBytes(each.kept / samples, each.casts, each.temporary / samples, each.output / samples)
+        for each in found
+    ]
+
+
+def _called_modules(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer that the model calls, in order."""
+    if not isinstance(layer, Piece):
+        return [layer]
+    modules = [parent._modules[name] for parent, name in layer.places[layer.number]]
+    return [module for module in modules if module is not None]
+
+
+def _facts(
+    device: DeviceMemory,
+    layers: Sequence[Layer],
+    whole: Layer,
+    optimizers: Sequence[Optimizer],
+    used: float,
+) -> LayerFacts:
+    seconds = tuple(_UNTIMED * (layer.weight_bytes + layer.output_bytes + 1) for layer in layers)
+    base = used if device.is_on_host else 0.0
+    return LayerFacts(
+        device.kind,
+        SAFE_FRACTION * device.memory_bytes,
+        tuple(2 * each for each in seconds),
+        seconds,
+        base_bytes=base,
+        start_bytes=base + whole.weight_bytes * device.is_on_host,
+        steps_at_once=steps_at_once(optimizers, device.is_on_host),
+        is_on_host=device.is_on_host,
+    )
