@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import NamedTuple
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
@@ -65,22 +66,35 @@ class LoopMaker:
         self._loader = ShareLoader(self.setup.train, config.workers, pin_memory=False)
 
     def make(self, plan: Plan, commit: Callable[[bool], None] | None = None) -> Loop:
-        """Return a loop that continues to train, by a plan; see `Loop` for `commit`. Collective."""
+        """Return a loop that continues to train, by a plan. Collective.
+
+        `commit` is called before a step or an evaluation takes effect, with whether this rank has
+        done it; None: the ranks survive no loss.
+        """
         self.layout.assign(self._config, self._world, self.state, plan)
-        return Loop(
-            self._config,
-            self._world,
-            self.setup,
-            self.state,
-            plan,
-            self._loader,
-            commit,
-            self.layout.engine,
+        agreement = Commits(commit)
+        engine = self.layout.engine(
+            self._config, self._world, self.setup, self.state, plan, agreement.survives
         )
+        return Loop(self._config, self.setup, engine, self._loader, agreement)
 
     def close(self) -> None:
         """End the loader's processes, after the last loop is closed."""
         self._loader.close()
+
+
+class Commits(NamedTuple):
+    """Calls a function at each commit; without one, the ranks survive no loss."""
+
+    function: Callable[[bool], None] | None
+
+    @property
+    def survives(self) -> bool:
+        return self.function is not None
+
+    def commit(self, ok: bool = True) -> None:
+        if self.function is not None:
+            self.function(ok)
 
 
 def timed(world: World, steps: Iterator[object], count: int) -> float:

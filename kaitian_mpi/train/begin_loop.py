@@ -43,10 +43,9 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
     _choose_allreduce_again(run, world)
     plan = _plan(run, world)
     _restore_state(run, world, plan)
-    commit = run.membership.commit if run.membership.survives else None
-    loop = Loop(
-        run.config, world, run.setup, run.state, plan, run.loader, commit, run.layout.engine
-    )
+    survives = run.membership.survives
+    engine = run.layout.engine(run.config, world, run.setup, run.state, plan, survives)
+    loop = Loop(run.config, run.setup, engine, run.loader, run.membership)
     try:
         _report_start(run, loop, plan)
         loop.observers.extend(_observers(run, loop, logged))

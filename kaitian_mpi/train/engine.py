@@ -77,17 +77,19 @@ class Engine:
     ) -> None:
         """Prepare to compute steps on `world`, the ranks of the default process group.
 
-        `keeps_state`: whether each step keeps what it changes, so that it can be undone.
+        Undoes what an earlier engine has begun of a step. `keeps_state`: whether each step keeps
+        what it changes, so that it can be undone.
         """
+        state.restore()
         self.step = StepInProgress(world.device_kind)
         # Whether a share is split into micro-batches: in the open form, only for a script that asks
         # for them; with `--sync-bn` never, as the ranks have to compute equally often.
         self.splits_shares = setup.task.loss is not None and not config.sync_bn
         self._config = config
-        self._world = world
+        self.world = world
         self._setup = setup
-        self._state = state
-        self._plan = plan
+        self.state = state
+        self.plan = plan
         self._keeps_state = keeps_state
         self._task: Task = setup.task
         self._computation = state.computation
@@ -105,16 +107,16 @@ class Engine:
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return LoadAdaptiveSampler(
             self._setup.train,
-            self._plan.batch_sizes,
-            self._world.rank,
+            self.plan.batch_sizes,
+            self.world.rank,
             shuffle=self._task.shuffles,
             seed=self._config.seed,
-            min_batch=self._plan.min_batch,
+            min_batch=self.plan.min_batch,
         )
 
     def _make_gradients(self) -> GradientSums:
         return GradientReducer(
-            self._state.model, on_bucket=self.step.bucket_ready, residuals=self._state.residuals
+            self.state.model, on_bucket=self.step.bucket_ready, residuals=self.state.residuals
         )
 
     def close(self, together: bool = True) -> None:
@@ -122,7 +124,7 @@ class Engine:
         if together:
             self.gradients.check_values()
         self.gradients.close()
-        participate(self._state.model, None)
+        participate(self.state.model, None)
 
     def split_shares(self, is_wanted: bool) -> bool:
         """Split shares into micro-batches or not; return whether this changes. Not collective."""
@@ -136,7 +138,7 @@ class Engine:
 
         Each as its number of samples and their indices; 0 samples have a stand-in's indices.
         """
-        limit = self._plan.micro_batch_size if self.splits_shares else None
+        limit = self.plan.micro_batch_size if self.splits_shares else None
         least = self.sampler.min_batch
         # A stream, which should not begin again, stands in with the samples that it read last.
         stand_in = 0 if self.sampler.shuffle else self.sampler.position - least
@@ -152,22 +154,22 @@ class Engine:
         order = self.begin(micro_batches)
         for index in order:
             batch, counts = self.place(micro_batches[index]), self.step.weights[index] > 0
-            loss = self._computation.loss(self._task, self._state.model, batch, counts)
-            enter_phase("backward", step=self._state.progress.step + 1)
+            loss = self._computation.loss(self._task, self.state.model, batch, counts)
+            enter_phase("backward", step=self.state.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Begin a step with this rank's share; return in which order to take its micro-batches."""
-        step, number = self.step, self._state.progress.step + 1
+        step, number = self.step, self.state.progress.step + 1
         step.begin(
-            number, self._task, micro_batches, self.sampler.shares_at(self._state.progress.position)
+            number, self._task, micro_batches, self.sampler.shares_at(self.state.progress.position)
         )
         self._follow_unfreezing()
         samples = step.samples
-        set_learning_rates(self._config, self._state, samples, len(self._setup.train))
+        set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self._keeps_state or step.rank_samples == 0 or self._task.loss is None:
-            self._state.buffers.save()
-        statistics, step_in_epoch = self._state.statistics, self._state.progress.step_in_epoch
+            self.state.buffers.save()
+        statistics, step_in_epoch = self.state.statistics, self.state.progress.step_in_epoch
         if statistics.norms:
             statistics.before_step(step_in_epoch, step.rank_samples, samples)
         self._pace.go_to(number)
@@ -185,12 +187,12 @@ class Engine:
     def undo(self) -> None:
         """Undo what was begun of a step; its samples are repeated. Not collective."""
         self.gradients.reset()
-        self._state.restore()
+        self.state.restore()
 
     def place(self, micro_batch: MicroBatch) -> Any:
         """Return a micro-batch on this rank's device, which the next forward is to compute."""
-        if micro_batch.samples and self._state.statistics.norms:
-            self._state.statistics.before_batch(micro_batch.samples)
+        if micro_batch.samples and self.state.statistics.norms:
+            self.state.statistics.before_batch(micro_batch.samples)
         return self._computation.place(micro_batch.batch)
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
@@ -207,7 +209,7 @@ class Engine:
         self._backward_done()
         if not is_last:
             if not self.step.weights[index]:  # leave nothing but that there are gradients
-                for parameter in self._state.model.parameters():
+                for parameter in self.state.model.parameters():
                     if parameter.grad is not None:
                         parameter.grad.zero_()
             self._pace.catch_up()
@@ -232,19 +234,19 @@ class Engine:
         with_loss = sums_loss(self.gradients, self._config)
         mean_loss = self.gradients.number if with_loss else step.mean_loss()
         if step.rank_samples == 0:
-            state = self._state
+            state = self.state
             state.buffers.put_back(besides=state.statistics.synchronized_buffers())
         return StepSum(is_finite, mean_loss)
 
     def apply(self, is_finite: bool) -> None:
         """Apply the step to the state; the weights stay if its gradient is not finite."""
-        apply_step(self._task, self._state, is_finite, self.step.samples)
+        apply_step(self._task, self.state, is_finite, self.step.samples)
 
     def pool_statistics(self) -> None:
         """Give every rank the batch norm statistics of all."""
         shares = self.sampler.batch_sizes
         enter_phase("the statistics of batch norm", waits=True)
-        self._state.statistics.pool(shares[self._world.rank] / sum(shares))
+        self.state.statistics.pool(shares[self.world.rank] / sum(shares))
 
     def forwards(self) -> AbstractContextManager[None]:
         """Return the context of forwards only, of any number on each rank."""
@@ -261,9 +263,9 @@ class Engine:
         function = self._task.metrics or self._task.loss
         assert function is not None
         data = self._setup.validation
-        size, shares = self._plan.micro_batch_size or MAX_BATCH, self.sampler.batch_sizes
+        size, shares = self.plan.micro_batch_size or MAX_BATCH, self.sampler.batch_sizes
         reader = Reader(data)
-        rank, most = self._world.rank, min(MAX_BATCH, size)
+        rank, most = self.world.rank, min(MAX_BATCH, size)
         with self.forwards():
             for indices in evaluation_indices(len(data), rank, shares, most):
                 batch, began = reader.read(indices), time.perf_counter()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.watchdog import StepLimit, enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch
 from kaitian_mpi.train.data.loader import ShareLoader
 from kaitian_mpi.train.data.sampler import RankShares, steps_per_epoch
 from kaitian_mpi.train.engine import Engine
-from kaitian_mpi.train.measure.plan import Plan
 from kaitian_mpi.train.progress import Progress, count_steps, most_epochs
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State, copy_from
@@ -23,11 +21,19 @@ from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepExchange
 from kaitian_mpi.train.task import aside
 
-Commit = Callable[[bool], None]
-"""Lets a step or an evaluation take effect, which this rank has done or not; raises otherwise."""
-
 _SAMPLES_OF_STATISTICS = 256
 _WARM_UP_STEPS = 3
+
+
+class Agreement(Protocol):
+    """Lets a step or an evaluation take effect on all ranks or on none, as `Membership` does."""
+
+    @property
+    def survives(self) -> bool:
+        """Whether the job survives the loss of a rank; if not, `commit` does nothing."""
+
+    def commit(self, ok: bool = True) -> None:
+        """End a unit of work, which this rank has done if `ok`; raise if some rank has not."""
 
 
 class Loop:
@@ -41,34 +47,30 @@ class Loop:
     def __init__(
         self,
         config: TrainingConfig,
-        world: World,
         setup: Setup,
-        state: State,
-        plan: Plan,
+        engine: Engine,
         loader: ShareLoader,
-        commit: Commit | None = None,
-        engine: type[Engine] = Engine,
+        agreement: Agreement,
     ) -> None:
-        """Prepare to train on `world`, the ranks of the default process group.
+        """Prepare to train on the engine's ranks, those of the default process group.
 
-        `commit` is called before a step or evaluation takes effect, with whether this rank has done
-        it; it raises if some rank has not. `engine` is that of the layout.
+        The `agreement` is asked before a step or an evaluation takes effect. The loop closes the
+        engine, but not the loader.
         """
+        world = engine.world
         self.exchange = StepExchange(world.comm)
         self.world = world
-        self.state = state
-        self.plan = plan
+        self.state = engine.state
+        self.plan = engine.plan
+        self.engine = engine
+        self.sampler = engine.sampler
+        self.shares = RankShares(
+            loader, engine.sampler, engine.split_indices, config.seed, world.rank, world.size
+        )
         self._config = config
         self._setup = setup
-        self._commit = commit
-        state.restore()
-        self.engine = engine(config, world, setup, state, plan, keeps_state=commit is not None)
-        self.sampler = self.engine.sampler
-        place = world.rank, world.size
-        self.shares = RankShares(
-            loader, self.sampler, self.engine.split_indices, config.seed, *place
-        )
-        if commit is not None:
+        self._agreement = agreement
+        if agreement.survives:
             _default_group().record_losses()
         self._limit = StepLimit(config.step_timeout, _WARM_UP_STEPS)
         self._evaluation_limit = StepLimit(config.step_timeout)
@@ -123,7 +125,7 @@ class Loop:
 
     def step_done(self, step: Step, script_follows: bool = True) -> None:
         """Let the observers follow a step, after which the script may use the weights."""
-        if self._commit is not None and script_follows:
+        if self._agreement.survives and script_follows:
             self.engine.gradients.check_values()  # else they would be wrong if a rank is lost
         wants_checkpoint = any(observer.wants_checkpoint() for observer in self.observers)
         reports = self.exchange.swap(step.report(wants_checkpoint))
@@ -254,8 +256,8 @@ class Loop:
 
     def _commit_unit(self) -> None:
         """Continue only if every rank got this far."""
-        if self._commit is not None:
-            self._commit(not _default_group().is_broken)
+        if self._agreement.survives:
+            self._agreement.commit(not _default_group().is_broken)
         self.state.buffers.commit()
 
 

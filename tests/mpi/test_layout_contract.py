@@ -66,7 +66,7 @@ class AveragingEngine(Engine):
         return StepSum(is_finite=True, mean_loss=self.step.mean_loss())
 
     def apply(self, is_finite):
-        state, own = self._state, self.step.rank_samples / self.step.samples
+        state, own = self.state, self.step.rank_samples / self.step.samples
         if not own:  # what it has computed is of no sample
             state.zero_gradients()
         apply_step(self._task, state, is_finite, self.step.samples)

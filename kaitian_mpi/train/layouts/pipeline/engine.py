@@ -43,7 +43,7 @@ class PipelineEngine(Engine):
     gradients: StageGradients
 
     def _prepare(self) -> None:
-        world = self._world
+        world = self.world
         stages, layers = self.stages_plan.stages, self._stages.layers
         own = self._task, layers, self._computation, stages, world.rank, self.stages_plan.ahead
         hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
@@ -54,15 +54,15 @@ class PipelineEngine(Engine):
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return GlobalSampler(
             self._setup.train,
-            self._plan.batch_sizes,
+            self.plan.batch_sizes,
             shuffle=self._task.shuffles,
             seed=self._config.seed,
-            min_batch=self._plan.min_batch,
+            min_batch=self.plan.min_batch,
         )
 
     def _make_gradients(self) -> StageGradients:
         targets: Any = self._stages.targets
-        return StageGradients(targets, self._stages.owners, self._world.rank, self.step.waits)
+        return StageGradients(targets, self._stages.owners, self.world.rank, self.step.waits)
 
     def close(self, together: bool = True) -> None:
         super().close(together)
@@ -70,30 +70,30 @@ class PipelineEngine(Engine):
 
     @property
     def _stages(self) -> Stages:
-        assert isinstance(self._state.partition, Stages)
-        return self._state.partition
+        assert isinstance(self.state.partition, Stages)
+        return self.state.partition
 
     @property
     def stages_plan(self) -> PipelinePlan:
         """Which ranks compute which layers, and how."""
-        assert isinstance(self._plan, StagesPlan)
-        return self._plan.pipeline
+        assert isinstance(self.plan, StagesPlan)
+        return self.plan.pipeline
 
     def _begins(self, is_forward: bool) -> None:
         self._pace.catch_up()
         self.step.clock.enter(StepClock.FORWARD if is_forward else StepClock.BACKWARD)
-        enter_phase("forward" if is_forward else "backward", step=self._state.progress.step + 1)
+        enter_phase("forward" if is_forward else "backward", step=self.state.progress.step + 1)
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute the next global batch; `micro_batches` are those that this rank reads."""
-        step, number, runner = self.step, self._state.progress.step + 1, self._runner
-        samples = sum(self.sampler.shares_at(self._state.progress.position))
+        step, number, runner = self.step, self.state.progress.step + 1, self._runner
+        samples = sum(self.sampler.shares_at(self.state.progress.position))
         sizes = self._sizes(samples)
         own = runner.own(len(sizes))
-        by_rank = self.stages_plan.first_samples(sizes, self._world.size)
+        by_rank = self.stages_plan.first_samples(sizes, self.world.size)
         step.begin_with_samples(number, by_rank, sum(sizes[index] for index in own))
-        set_learning_rates(self._config, self._state, samples, len(self._setup.train))
-        self._state.buffers.save()
+        set_learning_rates(self._config, self.state, samples, len(self._setup.train))
+        self.state.buffers.save()
         self._pace.go_to(number)
         step.start_clock()
         weights: dict[int, float] = {}
@@ -122,12 +122,12 @@ class PipelineEngine(Engine):
         return [(sizes[number], runs[number]) for number in own]
 
     def apply(self, is_finite: bool) -> None:
-        apply_step(self.gradients, self._task, self._state, is_finite, self.step.samples)
+        apply_step(self.gradients, self._task, self.state, is_finite, self.step.samples)
 
     def pool_statistics(self) -> None:
         """Give every rank the buffers of all stages."""
         enter_phase("the buffers of other stages", waits=True)
-        self._stages.share_buffers(self._world)
+        self._stages.share_buffers(self.world)
 
     def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
         """Yield what the last stage finds of its micro-batches of the validation data."""

@@ -28,15 +28,15 @@ class ShardEngine(Engine):
     def _prepare(self) -> None:
         self._rounds = 1  # the micro-batches of the rank with most, in the current step
         # The largest micro-batch of each rank, in samples.
-        self._micro_batch_sizes = gather_values(self._world.comm, self._plan.micro_batch_size)
+        self._micro_batch_sizes = gather_values(self.world.comm, self.plan.micro_batch_size)
 
     def _make_gradients(self) -> ShardReducer:
-        state, step = self._state, self.step
+        state, step = self.state, self.step
         assert isinstance(state.partition, Shards)
         options: dict[str, Any] = {"on_bucket": step.bucket_ready, "waits": step.waits}
         if state.sharded_model is not None:
             options["gathering"] = state.partition.gathering(
-                state.sharded_model, self._world, step.waits
+                state.sharded_model, self.world, step.waits
             )
         return state.partition.reducer(state.model, **options)
 
@@ -91,7 +91,7 @@ class ShardEngine(Engine):
             self.gradients.end_round()
 
     def apply(self, is_finite: bool) -> None:
-        apply_step(self.gradients, self._task, self._state, is_finite, self.step.samples)
+        apply_step(self.gradients, self._task, self.state, is_finite, self.step.samples)
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
@@ -114,5 +114,5 @@ class ShardEngine(Engine):
 
     @property
     def _sharded_model(self) -> ShardedModel:
-        assert self._state.sharded_model is not None
-        return self._state.sharded_model
+        assert self.state.sharded_model is not None
+        return self.state.sharded_model
