@@ -90,9 +90,11 @@ class Commits(NamedTuple):
 
     @property
     def survives(self) -> bool:
+        """Whether there is a function to call."""
         return self.function is not None
 
     def commit(self, ok: bool = True) -> None:
+        """Call the function with whether this rank has done its work."""
         if self.function is not None:
             self.function(ok)
 
