@@ -80,24 +80,19 @@ class ShardBucket:
         if is_sharded:
             rows = [layout.contiguous() for layout in rows]
         sizes = [layout.numel() for layout in rows]
-        self.counts = [0] * size
         self.rank = rank
-        self.mirrors = [0] * size
-        self.mirrored = [0] * size
-        """Elements of this rank's parts by mirror, and of those that it mirrors by owner."""
+        owned = [0] * size  # elements of each rank's parts
+        mirrored = 0  # elements of the parts that this rank mirrors
         for part, count in zip(self.parts, sizes, strict=True):
-            self.counts[part.owner] += count
-            if part.owner == rank and part.mirror != NO_MIRROR:
-                self.mirrors[part.mirror] += count
-            elif part.mirror == rank:
-                self.mirrored[part.owner] += count
+            owned[part.owner] += count
+            mirrored += count * (part.mirror == rank)
         only = self._parameters[0]
         self.is_whole = len(parameters) == 1 and (is_sharded or only.is_contiguous())
         """Whether a gradient or a parameter has the memory of the bucket."""
-        longest = max(self.counts)
+        longest = max(owned)
         are_equal = size * longest == sum(sizes)
         are_near = not self.is_whole and size * longest <= MAX_PADDED * sum(sizes)
-        self._lengths = [longest] * size if pads and (are_equal or are_near) else self.counts
+        self._lengths = [longest] * size if pads and (are_equal or are_near) else owned
         """Elements of the ranks' parts in a buffer, with padding."""
         self._is_even = len({*self._lengths}) == 1 and pads
         self._layouts = []
@@ -107,9 +102,9 @@ class ShardBucket:
             ends[part.owner] += layout.numel()
         self.padded = self._like.new_empty(self._lengths[rank])
         """Has `own`, and the padding."""
-        self.own = self.padded[: self.counts[rank]]
+        self.own = self.padded[: owned[rank]]
         """The sum of this rank's parts; flat."""
-        self.copy = self._like.new_empty(sum(self.mirrored))
+        self.copy = self._like.new_empty(mirrored)
         """The sums of the parts that it mirrors; flat."""
         self.gradients: dict[Part, torch.Tensor] = {}
         """The same two by part, in the parameters' layout."""
@@ -211,6 +206,23 @@ class ShardBucket:
             return reduce_scatter_from(arriving, buffer, group=group, async_op=True)
         pieces = list(buffer.split(self._lengths))
         return dist.reduce_scatter(arriving, pieces, group=group, async_op=True)
+
+    def start_mirroring(self, group: dist.ProcessGroup | None) -> Any:
+        """Start to send the sums of this rank's parts to their mirrors. Collective.
+
+        Returns:
+            The work, after which `copy` has the sums of the parts that this rank mirrors.
+        """
+        sent = [0] * len(self._lengths)
+        received = [0] * len(self._lengths)
+        for part, gradient in self.gradients.items():
+            if part.owner == self.rank:
+                sent[part.mirror] += gradient.numel()
+            else:
+                received[part.owner] += gradient.numel()
+        # By messages: after a loss, MPI's own all-to-all may leave one that ends the job.
+        arriving, pieces = list(self.copy.split(received)), list(self.own.split(sent))
+        return dist.all_to_all(arriving, pieces, group=group, async_op=True)
 
     @property
     def has_mirrors(self) -> bool:

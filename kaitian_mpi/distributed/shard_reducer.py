@@ -280,16 +280,8 @@ class ShardReducer(GradientReducer):
                     keep_for_current_stream(result)  # it is of the stream that backward adds on
                     bucket.padded.add_(result)
                 if is_last_round and bucket.has_mirrors:
-                    self._send_to_mirrors(bucket)
+                    self._sent_to_mirrors.append(bucket.start_mirroring(self._group))
                 bucket.release(buffer, self._pool)
-
-    def _send_to_mirrors(self, bucket: ShardBucket) -> None:
-        """Start to send the sums of this rank's parts to their mirrors."""
-        # By messages: after a loss, MPI's own all-to-all may leave one that ends the job.
-        arriving = list(bucket.copy.split(bucket.mirrored))
-        pieces = list(bucket.own.split(bucket.mirrors))
-        work = dist.all_to_all(arriving, pieces, group=self._group, async_op=True)
-        self._sent_to_mirrors.append(work)
 
     def end_round(self) -> None:
         """Complete an armed backward; `arm` and `finish` do it otherwise. Collective."""

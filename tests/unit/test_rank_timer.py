@@ -19,7 +19,12 @@ from kaitian_mpi.recipes.datasets import DataSource
 from kaitian_mpi.recipes.image_classification import classify
 from kaitian_mpi.train.measure import rank_timer
 from kaitian_mpi.train.measure.rank_benchmark import BenchmarkCache
-from kaitian_mpi.train.measure.rank_timer import MemoryGauge, RankMeasurement, RankTimer
+from kaitian_mpi.train.measure.rank_timer import (
+    MemoryGauge,
+    RankMeasurement,
+    RankTimer,
+    _TimedModel,
+)
 from kaitian_mpi.train.setup import Setup
 
 MIB = 1 << 20
@@ -201,8 +206,8 @@ def test_the_first_step_of_a_size_does_not_count_on_an_accelerator(monkeypatch, 
 def test_a_format_that_is_slow_to_prepare_is_for_a_long_training(monkeypatch, epochs, chosen):
     seen = set()
 
-    def take_time(timer, batch):
-        began, memory_format = CLOCK.now, timer._computation.memory_format
+    def take_time(model, computation, batch):
+        began, memory_format = CLOCK.now, computation.memory_format
         CLOCK.now += 3.0 * (not seen)  # for the libraries
         new = (memory_format, batch) not in seen
         seen.add((memory_format, batch))
@@ -212,7 +217,7 @@ def test_a_format_that_is_slow_to_prepare_is_for_a_long_training(monkeypatch, ep
         CLOCK.now += seconds + preparation * new
         return CLOCK.now - began
 
-    monkeypatch.setattr(RankTimer, "_time_step", take_time)
+    monkeypatch.setattr(_TimedModel, "time_step", take_time)
     options = {"benchmark_seconds": 10.0, "memory_format": "auto", "epochs": epochs}
     assert measure(ACCELERATOR, **options).memory_format == chosen
 

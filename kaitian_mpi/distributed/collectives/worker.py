@@ -70,7 +70,6 @@ class Worker:
         self._kept: deque[Queued] = deque(maxlen=_KEPT_WORKS)
         self._failed: Queued | None = None
         self._thread: threading.Thread | None = None
-        self._thread_id = 0
         self._in_callback = self._is_closing = False  # used by the worker's thread only
 
     def run(
@@ -140,7 +139,6 @@ class Worker:
             self._put(_Task(self._begin_closing, NO_STREAMS))
             self._thread.join()
             self._thread = None
-            self._thread_id = 0
             self._is_closing = False
         failed = self._failed
         self._failed = None
@@ -148,7 +146,8 @@ class Worker:
             write_labeled(f"a collective failed, and no caller waited for it: {failed.exception()}")
 
     def _is_own_thread(self) -> bool:
-        return self._thread_id == threading.get_ident()
+        thread = self._thread
+        return thread is not None and thread.ident == threading.get_ident()
 
     def _is_in_callback(self) -> bool:
         return self._in_callback and self._is_own_thread()
@@ -190,7 +189,6 @@ class Worker:
             self._waiting += change
 
     def _loop(self) -> None:
-        self._thread_id = threading.get_ident()
         try:
             while not self._is_closing or not self._tasks.empty():
                 task = self._tasks.get()

@@ -6,11 +6,14 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
 
 from kaitian_mpi.balance.cost_model import MAX_CHANGE, RankCost, fit, fit_error, is_settled
 from kaitian_mpi.config import TrainingConfig
@@ -82,6 +85,95 @@ class RankMeasurement:
         return fit_error(line, self.batches, self.seconds)
 
 
+class _BatchLimits(NamedTuple):
+    """The batch sizes of a rank that come into question."""
+
+    smallest: int
+    """The fewest samples that the model trains on."""
+    first: int
+    """The first batch size that is timed."""
+    largest: int
+    """The most samples that are computed at once."""
+    equal_share: int
+    """A share as large as those of all other ranks."""
+    largest_share: int
+    """The largest possible share."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, world: World, min_batch: int) -> _BatchLimits:
+        largest_share = max_share(config)
+        share = equal_share(config, world.size)
+        limit = min(largest_share, config.micro_batch_size or largest_share)
+        first = _FIRST_ON_HOST
+        if not world.device_kind.is_host:
+            first = max(_FIRST_ON_ACCELERATOR, int(_PART_ON_ACCELERATOR * share))
+        largest = max(min_batch, limit)
+        first = min(largest, max(min_batch, first))
+        return cls(min_batch, first, largest, share, largest_share)
+
+
+class _TimedModel:
+    """A model whose steps are timed, with its optimizers and the samples of its batches."""
+
+    def __init__(
+        self,
+        world: World,
+        setup: Setup,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        order: Sequence[int],
+    ) -> None:
+        """Load nothing yet; a batch has the first samples of the `order`."""
+        self._world = world
+        self._task = setup.task
+        self._data = setup.train
+        self._model = model
+        self._optimizers = optimizers
+        self._order = order
+        self._batches: dict[int, Any] = {}
+
+    def time_step(self, computation: Computation, batch_size: int) -> float:
+        """Return the seconds of a training step, without loading its batch."""
+        enter_phase("the benchmark")
+        batch = computation.place(self._batch(batch_size))
+        device = self._world.device_kind
+        self._world.synchronize()
+        start = time.perf_counter()
+        device.pace.start()
+        loss = computation.loss(self._task, self._model, batch, needs_gradient=False)
+        if loss.requires_grad:  # not of a batch in which nothing counts
+            computation.scaler.scale(loss).backward()
+        for optimizer in self._optimizers:
+            computation.scaler.step(optimizer)
+            optimizer.zero_grad()
+        computation.scaler.update()
+        self._world.synchronize()
+        device.pace.catch_up()
+        return time.perf_counter() - start
+
+    def mean_step(self, computation: Computation, batch_size: int) -> float:
+        """Return the mean seconds of at least one step, over at least 0.1 s.
+
+        A single short step is not representative on a shared core, where the operating system's
+        time slices are as long.
+        """
+        steps, total = 0, 0.0
+        while steps == 0 or total < _MIN_TIMED_SEC:
+            total += self.time_step(computation, batch_size)
+            steps += 1
+        return total / steps
+
+    def free_batches(self) -> None:
+        """Free the memory of the batches loaded so far."""
+        self._batches.clear()
+
+    def _batch(self, size: int) -> Any:
+        if size not in self._batches:
+            indices = [self._order[index % len(self._order)] for index in range(size)]
+            self._batches[size] = self._data[indices]
+        return self._batches[size]
+
+
 class RankTimer:
     """Times training steps of one task on this rank. The model itself is not changed."""
 
@@ -93,33 +185,18 @@ class RankTimer:
         min_batch: int = 1,
         reserved: int | None = None,
     ) -> None:
-        """Prepare to time a copy of the model, or else the model itself. Not collective.
+        """Prepare to time a copy of the model, or the model itself. Not collective.
 
-        That is if the bytes are given that the training takes besides, which are `reserved`.
+        The model itself is timed, as there may be no memory for a copy, if `reserved` is given: the
+        bytes that the training takes besides.
         """
         self._config = config
         self._world = world
         self._device = world.device_kind
-        self._task = setup.task
-        self._data = setup.train
-        self._sharded_model = setup.sharded_model
-        # In the order of training, so that samples of different sizes come as they do there.
-        sampler = LoadAdaptiveSampler(
-            setup.train, [1], 0, shuffle=self._task.shuffles, seed=config.seed
-        )
-        self._max_share = max_share(config)
-        self._order = sampler.indices(0, min(len(setup.train), self._max_share))
-        self._equal_share = equal_share(config, world.size)
-        self._min_batch = min_batch
-        most = min(self._max_share, config.micro_batch_size or self._max_share)
-        self._max_batch = max(min_batch, most)
-        first = max(_FIRST_ON_ACCELERATOR, int(_PART_ON_ACCELERATOR * self._equal_share))
-        first = _FIRST_ON_HOST if self._device.is_host else first
-        self._first_batch = min(self._max_batch, max(min_batch, first))
-        self._batches: dict[int, Any] = {}
-        self._smallest = min_batch
-        self._copies = reserved is None  # else there may be no memory for a copy
-        self._reserved = reserved or 0
+        self._setup = setup
+        self._limits = _BatchLimits.of(config, world, min_batch)
+        self._busy_batch = min_batch
+        self._reserved = reserved
         self._end = ExitStack()
         self.close = self._end.close
 
@@ -131,40 +208,49 @@ class RankTimer:
         will.
         """
         self._began = time.perf_counter()
-        memory = MemoryGauge(self._world, self._reserved)
-        if self._copies:
-            try:
-                self._copy = copy.deepcopy(self._task.model).to(self._world.device).train()
-                self._optimizers = self._task.make_optimizers(self._copy)
-            except Exception as error:
-                if not self._device.is_out_of_memory(error):
-                    raise
-                raise self._too_small("a copy of the model") from error
-        else:
-            self._copy = self._end.enter_context(borrowed(self._task.model, self._sharded_model))
-            self._optimizers = []
-        self._computation = self._fastest(self._first_batch)
+        reserved = self._reserved or 0
+        memory = MemoryGauge(self._world, reserved)
+        self._model = self._make_model()
+        self._computation = self._fastest(self._limits.first)
         times = {batch: [seconds] for batch, seconds in self._grow(memory).items()}
         if repeats:
             self._repeat(times)
-        limits = memory.largest_batch(self._max_share), self._config.micro_batch_size
-        limit = min((max(each, self._min_batch) for each in limits if each), default=None)
+        limits = memory.largest_batch(self._limits.largest_share), self._config.micro_batch_size
+        largest = [max(limit, self._limits.smallest) for limit in limits if limit]
         return RankMeasurement(
             list(times),
-            [statistics.median(each) for each in times.values()],
-            limit,
+            [statistics.median(rounds) for rounds in times.values()],
+            min(largest, default=None),
             self._computation.memory_format,
             self._computation.precision,
-            *memory.line(self._reserved),
+            *memory.line(reserved),
             rounds=list(times.values()),
         )
 
+    def _make_model(self) -> _TimedModel:
+        setup, task = self._setup, self._setup.task
+        # In the order of training, so that samples of different sizes come as they do there.
+        sampler = LoadAdaptiveSampler(
+            setup.train, [1], 0, shuffle=task.shuffles, seed=self._config.seed
+        )
+        order = sampler.indices(0, min(len(setup.train), self._limits.largest_share))
+        if self._reserved is not None:
+            model = self._end.enter_context(borrowed(task.model, setup.sharded_model))
+            return _TimedModel(self._world, setup, model, [], order)
+        try:
+            model = copy.deepcopy(task.model).to(self._world.device).train()
+            return _TimedModel(self._world, setup, model, task.make_optimizers(model), order)
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+            raise self._too_small("a copy of the model") from error
+
     def _repeat(self, times: dict[int, list[float]]) -> None:
         """Time the ends of the line again, until the predicted step is settled."""
-        self._smallest = min(times)
-        largest = max(times)
-        ends = {batch: times[batch] for batch in (self._smallest, largest)}
-        share, round_sec = max(self._equal_share, self._smallest), 0.0
+        smallest, largest = min(times), max(times)
+        self._busy_batch = smallest
+        ends = {batch: times[batch] for batch in (smallest, largest)}
+        share, round_sec = max(self._limits.equal_share, smallest), 0.0
         for _ in range(_MAX_ROUNDS):
             training_sec = self._training_sec(min(times[largest]) / largest)
             limit_sec = min(self._config.benchmark_seconds, training_sec)
@@ -172,18 +258,18 @@ class RankTimer:
                 return
             before = self._elapsed()
             for batch, seconds in ends.items():
-                seconds.append(self._mean_step(batch))
+                seconds.append(self._model.mean_step(self._computation, batch))
             round_sec = self._elapsed() - before
 
     def _training_sec(self, per_sample: float) -> float:
-        """Return about how many seconds this rank will train, at so many for a sample."""
-        samples = most_epochs(self._config) * len(self._data) / self._world.size
-        most = self._config.max_steps * self._equal_share
+        """Return about how many seconds this rank will train, given the seconds per sample."""
+        samples = most_epochs(self._config) * len(self._setup.train) / self._world.size
+        most = self._config.max_steps * self._limits.equal_share
         return per_sample * (min(samples, most) if most else samples)
 
     def keep_busy(self) -> None:
         """Run one step, to keep the cores loaded while other ranks are still timed."""
-        self._time_step(self._smallest)
+        self._model.time_step(self._computation, self._busy_batch)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
@@ -203,13 +289,14 @@ class RankTimer:
         # core, which thread CPU time excludes. The minimum ignores the first step, which warms up.
         clock = time.thread_time if self._device.is_host else time.perf_counter
         if not self._device.is_host:  # load its libraries, which no candidate's first step should
-            self._computation = candidates[0]
-            first_batch = max(self._min_batch, batch // 2)
-            seconds_if_it_fits(self._device, partial(self._time_step, first_batch))
+            first_batch = max(self._limits.smallest, batch // 2)
+            time_step = partial(self._model.time_step, candidates[0], first_batch)
+            seconds_if_it_fits(self._device, time_step)
         for round_number in range(_CANDIDATE_ROUNDS):
-            for index, self._computation in enumerate(candidates):
+            for index, candidate in enumerate(candidates):
                 before = clock()
-                if seconds_if_it_fits(self._device, partial(self._time_step, batch)) is None:
+                time_step = partial(self._model.time_step, candidate, batch)
+                if seconds_if_it_fits(self._device, time_step) is None:
                     return candidates[0]  # there is too little memory to compare them
                 took = clock() - before
                 first[index] = first[index] if round_number else took
@@ -222,7 +309,8 @@ class RankTimer:
                 break
         if not self._device.is_host:
             seconds = [
-                self._with_preparation(*each, batch) for each in zip(first, seconds, strict=True)
+                self._with_preparation(first_sec, later_sec, batch)
+                for first_sec, later_sec in zip(first, seconds, strict=True)
             ]
         return candidates[seconds.index(min(seconds))]
 
@@ -240,18 +328,19 @@ class RankTimer:
         half a second on a host; or until memory or time runs out. On an accelerator the first step
         of a size never counts: an H200 took 0.1 to 4 s for one of 30 ms.
         """
-        batch = self._first_batch
+        limits, time_step = self._limits, partial(self._model.time_step, self._computation)
+        batch = limits.first
         part_sec = _PART * self._config.benchmark_seconds
         deadline_sec = self._elapsed() + part_sec
         is_host = self._device.is_host
         growth = _GROWTH_ON_HOST if is_host else _GROWTH_ON_ACCELERATOR
-        enough = min(self._equal_share * (1 if is_host else 2), self._max_batch)
+        enough = min(limits.equal_share * (1 if is_host else 2), limits.largest)
         long_sec = min(part_sec / 2, _LONG_STEP_SEC if is_host else part_sec)
         grown: dict[int, float] = {}
         while memory.can_hold(batch):
-            seconds = memory.try_step(batch, self._time_step)
+            seconds = memory.try_step(batch, time_step)
             if seconds is None:
-                self._batches.clear()
+                self._model.free_batches()
                 if grown:
                     break
                 batch = self._half(batch)
@@ -259,24 +348,24 @@ class RankTimer:
             grown[batch] = seconds
             late = self._elapsed() > min(deadline_sec, self._training_sec(seconds / batch))
             if not is_host or (seconds < _MIN_TIMED_SEC and not late):
-                grown[batch] = seconds = self._time_step(batch)
+                grown[batch] = seconds = time_step(batch)
             if batch >= enough or seconds > long_sec or late:
                 break
-            batch = min(growth * batch, self._max_batch if is_host else enough)
+            batch = min(growth * batch, limits.largest if is_host else enough)
         if len(grown) > 1:
             return grown
         # At least two sizes are needed to separate alpha from beta.
-        smaller = max(self._min_batch, min(grown) // 4)
-        seconds = memory.try_step(smaller, self._time_step)
+        smaller = max(limits.smallest, min(grown) // 4)
+        seconds = memory.try_step(smaller, time_step)
         if not is_host or seconds is None:
-            seconds = self._time_step(smaller)
+            seconds = time_step(smaller)
         return {smaller: seconds, **grown}
 
     def _half(self, batch: int) -> int:
-        if batch == self._min_batch:
+        if batch == self._limits.smallest:
             samples = "a single sample" if batch == 1 else f"{batch} samples"
             raise self._too_small(f"a step of {samples}, its smallest share")
-        return max(self._min_batch, batch // 2)
+        return max(self._limits.smallest, batch // 2)
 
     def _too_small(self, what: str) -> UserError:
         info = self._world.info
@@ -285,43 +374,6 @@ class RankTimer:
             f"model (docs/large-models.md), leave it out (other --devices, or fewer ranks on "
             f"{info.host}), or see 'A device that is too small' in docs/balance.md"
         )
-
-    def _mean_step(self, batch: int) -> float:
-        """Return the mean seconds of at least one step, over at least 0.1 s.
-
-        A single short step is not representative on a shared core, where the operating system's
-        time slices are as long.
-        """
-        steps, total = 0, 0.0
-        while steps == 0 or total < _MIN_TIMED_SEC:
-            total += self._time_step(batch)
-            steps += 1
-        return total / steps
-
-    def _samples(self, batch: int) -> Any:
-        """Return the first samples of the training; cached, because loading is not timed."""
-        if batch not in self._batches:
-            length = len(self._order)
-            self._batches[batch] = self._data[[self._order[i % length] for i in range(batch)]]
-        return self._batches[batch]
-
-    def _time_step(self, batch: int) -> float:
-        enter_phase("the benchmark")
-        computation = self._computation
-        placed = computation.place(self._samples(batch))
-        self._world.synchronize()
-        start = time.perf_counter()
-        self._device.pace.start()
-        loss = computation.loss(self._task, self._copy, placed, needs_gradient=False)
-        if loss.requires_grad:  # not of a batch in which nothing counts
-            computation.scaler.scale(loss).backward()
-        for optimizer in self._optimizers:
-            computation.scaler.step(optimizer)
-            optimizer.zero_grad()
-        computation.scaler.update()
-        self._world.synchronize()
-        self._device.pace.catch_up()
-        return time.perf_counter() - start
 
 
 class MemoryGauge:

@@ -68,11 +68,19 @@ class Runner:
         stage, limits = stages[number], windows(stages, ahead)
         self._layers = layers[stage.begin : stage.end]
         self._window = limits[number]
-        self.is_first = self.number == 0
-        self.is_last = self.number == len(stages) - 1
         self.needs_call = self.is_first or all_need_call(layers)
         self._peers = peers or PeerGroups(rank, computation.device)
         self._outbox = Outbox(waits, self._peers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.number == len(self._stages) - 1
 
     @property
     def reads_batches(self) -> bool:
