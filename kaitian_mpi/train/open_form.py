@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,13 @@ class OpenForm:
         self._session = session
         self._lockstep = lockstep
         self._step: OpenStep | None = None
+
+    def make_epoch(self, loop: Loop) -> Epoch:
+        """Return the epoch that a loop is in. Not collective."""
+        task = self._session.prepared.setup.task
+        batches, micro_batches = partial(self.batches, False), partial(self.batches, True)
+        train = batches if task.loss is None else self._lockstep.steps
+        return Epoch(loop.progress.epoch, loop.steps_in_epoch, task.data, train, micro_batches)
 
     def batches(self, is_split: bool, epoch: Epoch | None = None) -> Iterator[Any]:
         """Yield this rank's share of each global batch, or, if `is_split`, its micro-batches.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from kaitian_mpi.mpi.world import World, current_world, limited_as, slowed_as
 from kaitian_mpi.observe.sink import MetricsSink, check_sinks
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.train.lockstep import Epoch, Lockstep
-from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.membership import Membership
 from kaitian_mpi.train.open_form import OpenForm
 from kaitian_mpi.train.session import Session
@@ -34,7 +33,7 @@ from kaitian_mpi.train.task import JointTask, Task, as_task
 _open: list[Training] = []
 
 
-class Training:
+class Training(AbstractContextManager["Training"]):
     """Trains a task on all ranks of the job: fast on different devices, exact, surviving losses.
 
     It benchmarks the task on every rank, gives each rank the samples that make the step shortest,
@@ -86,23 +85,21 @@ class Training:
         is_task = isinstance(task, Task | JointTask) or callable(task)
         if isinstance(task, nn.Module) or not is_task:
             raise UserError(f"Training() takes a Task, not a {type(task).__name__}")
-        made = make_config(config, settings)
+        config = make_config(config, settings)
         check_sinks(sinks)
         world = current_world() if dist.is_initialized() else None
         membership = Membership(world or init())
-        membership.change_world(lambda world: slowed_as(world, made.emulate_slowdown))
-        membership.change_world(lambda world: limited_as(world, made.emulate_memory))
-        made = replace(made, emulate_slowdown=membership.all_ranks.emulation.slowdown)
-        self._session = Session(partial(as_task, task), made, membership, sinks)
+        slowdown, memory = config.emulate_slowdown, config.emulate_memory
+        membership.change_world(lambda world: slowed_as(world, slowdown))
+        membership.change_world(lambda world: limited_as(world, memory))
+        config = replace(config, emulate_slowdown=membership.all_ranks.emulation.slowdown)
+        self._session = Session(partial(as_task, task), config, membership, sinks)
         self._lockstep = Lockstep(self._session)
         self._open_form = OpenForm(self._session, self._lockstep)
         _open.append(self)
         self._session.at_end.callback(_open.remove, self)
         register_close(self.close, ends_work=True)
         self._session.at_end.callback(unregister_close, self.close)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
@@ -182,7 +179,7 @@ class Training:
         session.start()
         self._open_form.check_finished()
         begin = self._lockstep.begin_epoch
-        while (epoch := session.until_done(begin, self._make_epoch)) is not None:
+        while (epoch := session.until_done(begin, self._open_form.make_epoch)) is not None:
             self._lockstep.enter_script()
             yield epoch
             self._open_form.check_finished()
@@ -310,13 +307,6 @@ class Training:
         if not session.is_closed and session.run is not None:
             session.until_done(self._lockstep.stop)
         session.end()
-
-    def _make_epoch(self, loop: Loop) -> Epoch:
-        task = self._session.prepared.setup.task
-        batches = partial(self._open_form.batches, False)
-        micro_batches = partial(self._open_form.batches, True)
-        train = batches if task.loss is None else self._lockstep.steps
-        return Epoch(loop.progress.epoch, loop.steps_in_epoch, task.data, train, micro_batches)
 
 
 def _is_raised_inside(trace: TracebackType | None) -> bool:
