@@ -66,8 +66,8 @@ class RunningStatistics:
         only six. Once the model's own momentum weights a step more than such a mean would, that
         momentum applies as usual.
         """
-        own = rank_samples / samples
-        self._fractions_before = self.fractions or [own] * len(self.norms)
+        fraction = rank_samples / samples
+        self._fractions_before = self.fractions or [fraction] * len(self.norms)
         self._step_momenta = [
             max(momentum or 0.0, 1.0 / (step_in_epoch + 1)) for momentum in self._momenta
         ]
@@ -118,8 +118,8 @@ class RunningStatistics:
         if self.norms:
             fractions = self.fractions or [fraction] * len(self.norms)
             sizes = torch.tensor([norm.running_mean.numel() for norm in self.norms])
-            own = torch.tensor(fractions, dtype=torch.float64).clamp_min(_MIN_WEIGHT)
-            weights = own.repeat_interleave(sizes)
+            clamped = torch.tensor(fractions, dtype=torch.float64).clamp_min(_MIN_WEIGHT)
+            weights = clamped.repeat_interleave(sizes)
             sums = torch.cat([self.moments() * weights, weights[None]])
             dist.all_reduce(sums)
             self.load_moments(sums[:2] / sums[2])

@@ -65,10 +65,11 @@ def _find_majority(
     world: World, state: State, prints: Sequence[Print], counts: Sequence[int]
 ) -> tuple[int, list[int]]:
     """Return a rank that most others agree with, and these with itself. Collective."""
-    kind, _ = own = prints[world.rank]
+    rank_print = prints[world.rank]
+    kind, _ = rank_print
     best: tuple[int, list[int]] = 0, []
     for rank in by_frequency(prints):
-        agrees = own == prints[rank]
+        agrees = rank_print == prints[rank]
         if len({kind for kind, _ in prints}) > 1:
             receives = kind != prints[rank][0]
             fits = _take_rounding(world, state, rank, counts[rank], receives)
@@ -110,19 +111,19 @@ def _take_rounding(world: World, state: State, source: int, count: int, receives
 
 
 @torch.no_grad()
-def differs_by_rounding(own: torch.Tensor, other: torch.Tensor, steps: int) -> bool:
+def differs_by_rounding(tensor: torch.Tensor, other: torch.Tensor, steps: int) -> bool:
     """Return whether rounding explains how a tensor differs from that of another device."""
-    own = own.cpu()
-    if own.shape != other.shape or own.dtype != other.dtype:
+    tensor = tensor.cpu()
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if torch.equal(own, other) or not (own.is_floating_point() or own.is_complex()):
-        return torch.equal(own, other)
-    units = torch.finfo(own.dtype)
-    own, other = numbers_of(own), numbers_of(other)
-    odd = ~(own.isfinite() & other.isfinite())
-    if not torch.equal(own[odd].nan_to_num(0.5), other[odd].nan_to_num(0.5)):
+    if torch.equal(tensor, other) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.equal(tensor, other)
+    units = torch.finfo(tensor.dtype)
+    tensor, other = numbers_of(tensor), numbers_of(other)
+    odd = ~(tensor.isfinite() & other.isfinite())
+    if not torch.equal(tensor[odd].nan_to_num(0.5), other[odd].nan_to_num(0.5)):
         return False
-    size, change = other.masked_fill(odd, 0.0).abs(), (own - other).masked_fill(odd, 0.0).abs()
+    size, change = other.masked_fill(odd, 0.0).abs(), (tensor - other).masked_fill(odd, 0.0).abs()
     mean = size.square().mean().sqrt()
     allowed = min(_MOST, _UNITS_PER_STEP * units.eps * (steps + 1))
     of_element = (allowed + _MOST_OF_ELEMENT) * (size + mean) + units.tiny

@@ -31,8 +31,8 @@ def evaluate(task: Task, world: World, results: Iterable[tuple[Any, Any, int]]) 
     task.model.eval()
     totals: dict[str, list[float]] = {}
     try:
-        for found, batch, samples in results:
-            for name, (value, count) in _measure(task, found, batch, samples).items():
+        for result, batch, samples in results:
+            for name, (value, count) in _measure(task, result, batch, samples).items():
                 total = totals.setdefault(name, [0.0, 0.0])
                 total[0] += value
                 total[1] += count
@@ -58,19 +58,19 @@ def evaluation_indices(
     return [list(range(first, min(first + batch, stop))) for first in range(start, stop, batch)]
 
 
-def _measure(task: Task, found: Any, batch: Any, samples: int) -> dict[str, tuple[float, float]]:
+def _measure(task: Task, result: Any, batch: Any, samples: int) -> dict[str, tuple[float, float]]:
     """Return (sum, count) of each metric, given what the task's metrics or loss has returned."""
     if task.metrics is None:
-        loss = check_loss(found, needs_gradient=False).item()
+        loss = check_loss(result, needs_gradient=False).item()
         weight = task.weight_of(batch, samples)
         return {"loss": (loss * weight if weight else 0.0, weight)}
-    if not isinstance(found, Mapping):
+    if not isinstance(result, Mapping):
         raise UserError(
-            f"Task: metrics returned a {type(found).__name__}; it must return a dict of sums, or "
+            f"Task: metrics returned a {type(result).__name__}; it must return a dict of sums, or "
             "of pairs (sum, count), by name"
         )
     measured = {}
-    for name, value in found.items():
+    for name, value in result.items():
         pair = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
         try:
             measured[str(name)] = float(pair[0]), float(pair[1])

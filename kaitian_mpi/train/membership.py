@@ -210,8 +210,8 @@ class Membership:
 
     def share_history(self, world: World) -> None:
         """Share the losses' times with ranks that were on standby. Collective over `world`."""
-        own = [(loss.step, loss.recovery_sec) for loss in self.losses]
-        by_loss = zip(*gather_values(world.comm, own), strict=True)
+        rank_times = [(loss.step, loss.recovery_sec) for loss in self.losses]
+        by_loss = zip(*gather_values(world.comm, rank_times), strict=True)
         for loss, known in zip(self.losses, by_loss, strict=True):
             loss.step = next((step for step, _ in known if step is not None), None)
             loss.recovery_sec = next((sec for _, sec in known if sec is not None), None)

@@ -162,16 +162,17 @@ class Metrics(StepObserver):
         progress, sinks, done = self._run.state.progress, self._run.sinks, self._sums
         loss = done.loss()
         times = done.times.plus(self._loop.engine.step.clock.take(wait=True))
-        own = {"compute": times.computed, "wait": times.waited, "data": done.data_sec}
-        own |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}
+        rank_sums = {"compute": times.computed, "wait": times.waited, "data": done.data_sec}
+        rank_sums |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}
         elapsed_sec = time.perf_counter() - done.began
         sleeping_barrier(self._world.comm)
-        gathered = gather_values(self._world.comm, (own, elapsed_sec))
-        sums, elapsed = [each for each, _ in gathered], max(sec for _, sec in gathered)
+        gathered = gather_values(self._world.comm, (rank_sums, elapsed_sec))
+        sums = [rank_sums for rank_sums, _ in gathered]
+        elapsed = max(elapsed_sec for _, elapsed_sec in gathered)
         self._all_steps += done.steps
-        for rank, each in enumerate(sums):
-            self._compute_sec[rank] += each["compute"]
-            self._wait_sec[rank] += each["wait"]
+        for rank, rank_sums in enumerate(sums):
+            self._compute_sec[rank] += rank_sums["compute"]
+            self._wait_sec[rank] += rank_sums["wait"]
         progress.training_sec += elapsed
         progress.timed_steps += done.steps
         progress.timed_samples += done.samples
@@ -186,7 +187,8 @@ class Metrics(StepObserver):
     def _reading(self, loss: float, sums: list[dict[str, float]], elapsed: float) -> Reading:
         progress, done = self._run.state.progress, self._sums
         phases = {
-            f"{name}_time_sec": [each[name] / done.steps for each in sums] for name in sums[0]
+            f"{name}_time_sec": [rank_sums[name] / done.steps for rank_sums in sums]
+            for name in sums[0]
         }
         return Reading(
             step=progress.step,

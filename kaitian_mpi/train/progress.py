@@ -210,12 +210,12 @@ class Schedules:
         """
         if not self.schedulers:
             begun_with, *_ = json.loads(state["begun_with"])
-            for group, own, first in zip(self._groups, settings, begun_with, strict=False):
-                same = (n for n in own if _text(group.get(n)) == _text(first.get(n)))
-                group.update({name: own[name] for name in same})
+            for group, setting, first in zip(self._groups, settings, begun_with, strict=False):
+                same = (n for n in setting if _text(group.get(n)) == _text(first.get(n)))
+                group.update({name: setting[name] for name in same})
         elif not any(self.states()):
-            for group, own in zip(self._groups, settings, strict=True):
-                group.update(own)
+            for group, setting in zip(self._groups, settings, strict=True):
+                group.update(setting)
         elif state["begun_with"] == self.begun_with:
             for scheduler, content in zip(self.schedulers, state["schedulers"], strict=False):
                 if content and hasattr(scheduler, "load_state_dict"):
@@ -227,10 +227,10 @@ class Schedules:
         """Begin again with this job's settings, and make the steps that are done."""
         steps = progress.step - progress.bad_steps
         total_steps = max(progress.total_steps, progress.step)
-        for group, own in zip(self._groups, self._own_settings, strict=True):
+        for group, setting in zip(self._groups, self._own_settings, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update({"params": parameters, **_settings(own)})
+            group.update({"params": parameters, **_settings(setting)})
         self._make(total_steps)
         stepped = [scheduler for scheduler in self.schedulers if hasattr(scheduler, "step")]
         try:

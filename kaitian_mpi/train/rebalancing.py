@@ -136,11 +136,11 @@ class Balancing(StepObserver):
         info = self._world.infos[slow.rank]
         if slow.until_step is None:
             kind, show = "slow", warn_rank_0
-            what = f"has been slow since step {slow.since_step} ({slow.kind}): {slow.text}"
+            change = f"has been slow since step {slow.since_step} ({slow.kind}): {slow.text}"
         else:
             kind, show = "slow_end", print_rank_0
-            what = f"recovered ({slow.kind}, slow since step {slow.since_step})"
-        text = self._config.word(f"step {step}: {info} {what}")
+            change = f"recovered ({slow.kind}, slow since step {slow.since_step})"
+        text = self._config.word(f"step {step}: {info} {change}")
         show(self._world, text)
         since = {"since_step": slow.since_step, "until_step": slow.until_step}
         self._sinks.event(kind, step, text, [info.world_rank], cause=slow.kind, **since)

@@ -192,9 +192,9 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
         from kaitian_mpi.observe.trackers import check_trackers
 
         on_all(check_trackers, config)
-    own = os.environ.get(SUPERVISED) or secrets.token_hex(8)
+    proposed_job = os.environ.get(SUPERVISED) or secrets.token_hex(8)
     # Before any rank that knows it may be lost.
-    job = on_all(lambda world: gather_values(world.comm, own)[0])
+    job = on_all(lambda world: gather_values(world.comm, proposed_job)[0])
     with ExitStack() as unless_started:
         setup = on_all(prepare, make_task, config, job)
         unless_started.callback(setup.folder.close)

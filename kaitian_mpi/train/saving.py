@@ -123,7 +123,7 @@ class Saving(StepObserver):
         self._save()
         self._snapshots.save_if_due(always=True)
         self._checkpoints.wait()
-        is_saved = any(each.last_written == step for each in self._checkpoints.writers)
+        is_saved = any(writer.last_written == step for writer in self._checkpoints.writers)
         if any(gather_values(self._world.comm, is_saved)):
             self._restart.fulfill()
             text = f"step {step} is saved, and the job ends: {self._to_resume} resumes from it"

@@ -147,8 +147,8 @@ def check_same_samples(world: World, name: str, data: Any) -> None:
     for by_rank in same_samples:
         if len({text for text, _ in by_rank}) > 1:
             advice = "give every host the same files, in the same order"
-            own, _ = by_rank[world.rank]
-            check_same(world.comm, {f"the {name} data": own}, advice)
+            rank_text, _ = by_rank[world.rank]
+            check_same(world.comm, {f"the {name} data": rank_text}, advice)
     differing = sum(len({digest for _, digest in by_rank}) > 1 for by_rank in same_samples)
     if differing and world.rank == 0:
         _log.warning(

@@ -225,8 +225,8 @@ class State:
                 progress |= timed if progress["training_sec"] else {}
             self.progress = Progress(**progress)
             self.mark_equal()
-            stepped = (getattr(value, "optimizer", None) for value in self.extra.values())
-            if any(optimizer is own for optimizer in stepped for own in self.optimizers):
+            stepped = [getattr(value, "optimizer", None) for value in self.extra.values()]
+            if any(optimizer is extra for optimizer in self.optimizers for extra in stepped):
                 # The script steps schedulers, in extra_state, which need the saved settings.
                 settings = self._schedules.settings()
             self._schedules.resume(state, settings, self.progress)
@@ -253,8 +253,8 @@ class State:
             check_loadable(state[name], f"Task: {called}")
             check_reloadable(state[name], f"Task: the state_dict of {called}")
         # Copies of what the user's objects return, which they may change when they load it.
-        own = {name: state[name] for name in ("schedulers", "extra")}
-        self.load_shared(state | copy_state(own))
+        settings = {name: state[name] for name in ("schedulers", "extra")}
+        self.load_shared(state | copy_state(settings))
         self.is_begun = False
 
     def model_state(self) -> dict[str, Any]:
@@ -361,11 +361,11 @@ def sync_to_latest(state: State, world: World, is_joining: bool = False) -> int:
 
     One that is joining is behind those of the same step: their scripts may have changed theirs.
     """
-    own = state.progress.step - 0.5 * is_joining if state.is_begun else -1
-    steps = gather_values(world.comm, own)
+    rank_step = state.progress.step - 0.5 * is_joining if state.is_begun else -1
+    steps = gather_values(world.comm, rank_step)
     source = steps.index(max(steps))
     if len(set(steps)) > 1:
-        if own < max(steps):
+        if rank_step < max(steps):
             state.partition.drop_start()
         behind = [rank for rank, step in enumerate(steps) if step < max(steps)]
         copy_from(state, world, source, behind)
@@ -380,8 +380,8 @@ def copy_from(state: State, world: World, source: int, receivers: Collection[int
     """
     receives = world.rank in receivers
     # A state that is begun stays whole until all has arrived: the sender may be lost.
-    own = state.shared() if world.rank == source or not state.is_begun else None
-    content = broadcast_state(world.comm, own, source, receives, into=own)
+    content_to_send = state.shared() if world.rank == source or not state.is_begun else None
+    content = broadcast_state(world.comm, content_to_send, source, receives, into=content_to_send)
     if receives:
         state.load_shared(content)
 
@@ -402,11 +402,11 @@ def _copy(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> N
         if source.device != target.device:  # not every plug-in copies lists of them between devices
             target.copy_(source)
             continue
-        own, other = pairs.setdefault(target.dtype, ([], []))
-        own.append(target)
-        other.append(source)
-    for own, other in pairs.values():
-        torch._foreach_copy_(own, other)
+        targets_of_dtype, sources_of_dtype = pairs.setdefault(target.dtype, ([], []))
+        targets_of_dtype.append(target)
+        sources_of_dtype.append(source)
+    for targets_of_dtype, sources_of_dtype in pairs.values():
+        torch._foreach_copy_(targets_of_dtype, sources_of_dtype)
 
 
 def _load_extra(name: str, value: Any, content: Any) -> None:

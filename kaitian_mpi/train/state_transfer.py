@@ -56,18 +56,18 @@ def plain(state: Any) -> Any:
     return state
 
 
-def named_as(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's `state_dict` by the names in its own one now.
+def named_as(state: dict[str, Any], names_from: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's `state_dict` by the names in `names_from`, its current one.
 
     torch.compile, which may be on in one job and off in the next, gives a prefix to the names.
     """
-    names = {_without_compile(name): name for name in own}
-    if state.keys() <= own.keys() or len(names) < len(own):
+    names = {_without_compile(name): name for name in names_from}
+    if state.keys() <= names_from.keys() or len(names) < len(names_from):
         return state
     renamed = type(state)((names.get(_without_compile(n), n), value) for n, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        known = {_without_compile(name): name for name in getattr(own, "_metadata", {})}
+        known = {_without_compile(name): name for name in getattr(names_from, "_metadata", {})}
         pairs = metadata.items()
         versions = {known.get(_without_compile(n), n): value for n, value in pairs}
         vars(renamed)["_metadata"] = versions

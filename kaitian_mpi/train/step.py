@@ -221,4 +221,4 @@ class StepInProgress(Participation):
         outputs = self._outputs
         self._outputs = []
         if outputs:
-            torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])

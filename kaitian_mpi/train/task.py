@@ -141,13 +141,13 @@ class Task:
                 are not this model's, or that share some.
         """
         if callable(self.optimizer):
-            made, must = self.optimizer(model), "return"
+            result, must = self.optimizer(model), "return"
         else:
-            made, must = self._given_optimizers(model), "be a function or"
-        optimizers = [made] if isinstance(made, Optimizer) else made
+            result, must = self._given_optimizers(model), "be a function or"
+        optimizers = [result] if isinstance(result, Optimizer) else result
         if not isinstance(optimizers, list | tuple) or not optimizers:
-            raise _wrong("optimizer", f"{must} one or more optimizers", made)
-        own = {id(parameter) for parameter in model.parameters()}
+            raise _wrong("optimizer", f"{must} one or more optimizers", result)
+        model_ids = {id(parameter) for parameter in model.parameters()}
         seen: set[int] = set()
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
@@ -160,7 +160,7 @@ class Task:
                 )
             for group in optimizer.param_groups:
                 ids = [id(parameter) for parameter in group["params"]]
-                if not own.issuperset(ids) or not seen.isdisjoint(ids):
+                if not model_ids.issuperset(ids) or not seen.isdisjoint(ids):
                     raise UserError(
                         "Task: each parameter of an optimizer must belong to the model, the one "
                         "passed to a function, and to no other optimizer"
@@ -174,7 +174,7 @@ class Task:
         if model is self.model:
             return given
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
-        memo: dict[int, Any] = {id(own): other for own, other in pairs}
+        memo: dict[int, Any] = {id(parameter): copied for parameter, copied in pairs}
         optimizers = [given] if isinstance(given, Optimizer) else given
         return [_copy_optimizer(optimizer, memo) for optimizer in optimizers]
 
@@ -322,8 +322,8 @@ def borrowed(model: nn.Module, sharded_model: ShardedModel | None = None) -> Ite
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [buffer.clone() for buffer in model.buffers()]
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    hooks = [each.register_post_accumulate_grad_hook(_free) for each in parameters]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(_free) for parameter in parameters]
     if sharded_model is not None:
         sharded_model.begin(sharded_model.random_values())
     try:
@@ -349,11 +349,11 @@ def _free(parameter: torch.Tensor) -> None:
 def check_loss(loss: Any, needs_gradient: bool = True) -> torch.Tensor:
     """Check a loss; return it as a float32 or float64 tensor without dimensions."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a {type(loss).__name__}"
+        kind = f"a {type(loss).__name__}"
         if isinstance(loss, torch.Tensor):
-            found = f"a tensor of shape {list(loss.shape)}"
+            kind = f"a tensor of shape {list(loss.shape)}"
         raise UserError(
-            f"the loss is {found}; it must be a tensor of one element, the mean over the batch"
+            f"the loss is {kind}; it must be a tensor of one element, the mean over the batch"
         )
     if needs_gradient and torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(

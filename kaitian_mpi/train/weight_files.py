@@ -32,18 +32,19 @@ def load_weights(model: nn.Module, path: str) -> None:
     A weight that shares another one's memory may be missing in the file, and a prefix of DDP or
     torch.compile in its names does not matter.
     """
-    own, content = model.state_dict(), _weights_in(path, _read(path))
-    names = dict(zip(_plain_names(own), own, strict=True))
+    model_state, content = model.state_dict(), _weights_in(path, _read(path))
+    names = dict(zip(_plain_names(model_state), model_state, strict=True))
     plain = zip(_plain_names(content), content.values(), strict=True)
-    given = {names.get(name, name): value for name, value in plain}
-    repeated = repeated_names(own, given)
+    file_state = {names.get(name, name): value for name, value in plain}
+    repeated = repeated_names(model_state, file_state)
     try:
-        result = model.load_state_dict(given, strict=False)
+        result = model.load_state_dict(file_state, strict=False)
         faults = [f"the model has no {key!r}" for key in result.unexpected_keys]
         faults += [
             f"the file lacks {key!r}"
             for key in result.missing_keys
-            if isinstance(own.get(key), torch.Tensor) and repeated.get(key) not in given
+            if isinstance(model_state.get(key), torch.Tensor)
+            and repeated.get(key) not in file_state
         ]
     except Exception as error:  # also of a module's own loading code, which may raise anything
         faults = [str(error)]
@@ -92,13 +93,13 @@ def _without_weights(path: str, reason: str) -> UserError:
     )
 
 
-def _safetensors(what: str) -> Any:
+def _safetensors(flag: str) -> Any:
     """Return the module `safetensors.torch`, or raise a `UserError` about a flag and its file."""
     try:
         import safetensors.torch
     except ImportError as error:
         raise UserError(
-            f"{what}: the package safetensors is not installed; pip install 'kaitian-mpi[export]'"
+            f"{flag}: the package safetensors is not installed; pip install 'kaitian-mpi[export]'"
         ) from error
     return safetensors.torch
 
@@ -108,21 +109,21 @@ def check_export(config: TrainingConfig, model: nn.Module, rank: int) -> None:
 
     Not collective. Any rank may be the one that writes it, should others be lost.
     """
-    what = f"--export {config.export}"
-    save = _safetensors(what).save
+    flag = f"--export {config.export}"
+    save = _safetensors(flag).save
     if rank == 0:
-        _check_target(what, Path(os.path.realpath(config.export)), config.run_dir)
+        _check_target(flag, Path(os.path.realpath(config.export)), config.run_dir)
     try:
         save({name: value.new_empty(0) for name, value in _tensors_of(model).items()})
     except Exception as error:  # safetensors raises several types
         raise UserError(
-            f"{what}: a .safetensors file cannot hold the model's weights "
+            f"{flag}: a .safetensors file cannot hold the model's weights "
             f"({type(error).__name__}: {' '.join(str(error).split())}); leave --export out: the "
             "run folder has checkpoints/model.pt"
         ) from error
 
 
-def _check_target(what: str, target: Path, run_dir: str) -> None:
+def _check_target(flag: str, target: Path, run_dir: str) -> None:
     if run_dir and target.is_relative_to(os.path.realpath(run_dir)):
         return  # the run folder is made, and checked, later
     try:
@@ -133,7 +134,7 @@ def _check_target(what: str, target: Path, run_dir: str) -> None:
         partial.unlink()
     except OSError as error:
         raise UserError(
-            f"{what}: {error.strerror}; name a file in a folder that can be written"
+            f"{flag}: {error.strerror}; name a file in a folder that can be written"
         ) from error
 
 
