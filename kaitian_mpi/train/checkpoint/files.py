@@ -190,10 +190,10 @@ class CheckpointFiles:
     def _names(self, *suffixes: str) -> list[_Name]:
         """Return the names of files with one of these suffixes, oldest first."""
         try:
-            found = filter(None, map(_FILE_NAME.fullmatch, os.listdir(self.folder)))
+            matches = filter(None, map(_FILE_NAME.fullmatch, os.listdir(self.folder)))
         except FileNotFoundError:
             return []
-        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in found if m[3] in suffixes})
+        return sorted({_Name(int(m[1]), int(m[2] or 0)) for m in matches if m[3] in suffixes})
 
     def _remove_superseded(self, written: _Name) -> None:
         """Keep the newest up to this one, and the best; of equally good ones, the newest."""

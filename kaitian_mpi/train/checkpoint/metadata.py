@@ -66,9 +66,9 @@ class EarlierJob:
     """Its summary up to that checkpoint."""
     is_finished: bool = False
 
-    def remembered(self, what: Invalidated) -> RunMetadata | None:
-        """Return the earlier job's metadata, if its result for `what` is still valid."""
-        return None if what in self.invalidated else self.metadata
+    def remembered(self, part: Invalidated) -> RunMetadata | None:
+        """Return the earlier job's metadata, if its result for `part` is still valid."""
+        return None if part in self.invalidated else self.metadata
 
 
 class Invalidated(Enum):

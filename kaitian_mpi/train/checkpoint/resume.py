@@ -76,17 +76,21 @@ def find_checkpoint(
 
     Unless it is needed, a line says if there is none.
     """
-    own, damaged = None, 0
+    found_here, damaged = None, 0
     with agree_on_errors(world.comm):
         if world.rank == 0:
-            own, damaged = _on_disk(config, run_folder, resume)
+            found_here, damaged = _on_disk(config, run_folder, resume)
         if resume == "auto":
-            own = _in_memory(config, world, -1 if own is None else own.step) or own
-    parts = own and (own.step, own.state["metadata"], own.state["progress"], own.path.name)
-    found = gather_values(world.comm, parts or (-1, damaged))
-    source = max(range(world.size), key=lambda rank: found[rank][0])
-    if found[source][0] < 0:
-        if damaged := found[0][1]:
+            step_on_disk = -1 if found_here is None else found_here.step
+            found_here = _in_memory(config, world, step_on_disk) or found_here
+    candidate: tuple[Any, ...] = (-1, damaged)
+    if found_here is not None:
+        content = found_here.state
+        candidate = found_here.step, content["metadata"], content["progress"], found_here.path.name
+    candidates = gather_values(world.comm, candidate)
+    source = max(range(world.size), key=lambda rank: candidates[rank][0])
+    if candidates[source][0] < 0:
+        if damaged := candidates[0][1]:
             raise AgreedError(
                 f"--resume auto: none of the {damaged} checkpoints in {run_folder}/checkpoints is "
                 "intact; restore one of them, or name another --run-dir to start from scratch"
@@ -95,8 +99,8 @@ def find_checkpoint(
             where = "without a run folder" if run_folder is None else f"in {run_folder}"
             warn_rank_0(world, f"no checkpoint {where}: starting from scratch")
         return EarlierJob()
-    _, metadata, progress, name = found[source]
-    file = own.file if own is not None and world.rank == source else None
+    _, metadata, progress, name = candidates[source]
+    file = found_here.file if found_here is not None and world.rank == source else None
     name = f"{name} on {world.infos[source].host}"
     return EarlierJob(RunMetadata.from_json(metadata), progress, file, name)
 
@@ -119,8 +123,8 @@ def resume(
     """Restore the checkpoint that was found on all ranks. Collective."""
     if not any(gather_values(world.comm, earlier.file is not None)):
         # The rank that had read it is lost.
-        found = find_checkpoint(config, world, setup.path, config.resume)
-        earlier = replace(found, invalidated=earlier.invalidated, summary=earlier.summary)
+        checkpoint = find_checkpoint(config, world, setup.path, config.resume)
+        earlier = replace(checkpoint, invalidated=earlier.invalidated, summary=earlier.summary)
         if earlier.metadata is None:
             return earlier
     standby = plan_standby(world, config.spares, excluded)
@@ -171,15 +175,15 @@ def restore(
     assert state.progress.step == earlier.progress["step"]
     of_ranks = {
         "rank_states": saved if are_same_ranks else [],
-        "residuals": {} if are_same_ranks else add_up(each["residuals"] for each in saved),
+        "residuals": {} if are_same_ranks else add_up(content["residuals"] for content in saved),
     }
     of_ranks = broadcast_state(world.comm, of_ranks, source, receives=True)
-    rank_states, own = of_ranks["rank_states"], world.info.place
-    if len(rank_states) == len(active) and own in places:
-        state.load_rank_state(rank_states[places.index(own)])
+    rank_states, place = of_ranks["rank_states"], world.info.place
+    if len(rank_states) == len(active) and place in places:
+        state.load_rank_state(rank_states[places.index(place)])
     else:
         torch.manual_seed((seed + state.progress.step) * world.size + world.rank)
-        if own == places[0]:  # one of those that send gradients to other hosts
+        if place == places[0]:  # one of those that send gradients to other hosts
             state.residuals.load_state_dict(of_ranks["residuals"])
 
 

@@ -55,7 +55,7 @@ class Checkpoints:
         name = snapshots_name(config.snapshots, os.environ)
         if name and not config.may_divide_state:
             self.in_memory = BackgroundWriter(snapshot_files(name))
-        self.writers = [each for each in (self.on_disk, self.in_memory) if each is not None]
+        self.writers = [writer for writer in (self.on_disk, self.in_memory) if writer is not None]
 
     def save(
         self, world: World, state: State, metadata: RunMetadata, score: float | None = None
@@ -96,7 +96,7 @@ class Checkpoints:
             writer.write_now(copy_state(shared, share=True) | more, description)
         else:
             self.wait()  # so that there is only one copy
-            spares = [each.take_spare() for each in self.writers]
+            spares = [writer.take_spare() for writer in self.writers]
             spare = next((spare for spare in spares if spare is not None), None)
             writer.submit(copy_state(shared, spare) | more, description)
         return True
@@ -125,8 +125,8 @@ class Checkpoints:
 
     def _is_large(self, state: dict[str, Any], on_host: bool = False) -> bool:
         """Return whether a state, or the part of it in host memory, is too large to be copied."""
-        dense = [each for each in tensors_in(state) if each.layout is torch.strided]
-        sizes = [each.nbytes for each in dense if each.is_cpu or not on_host]
+        dense = [tensor for tensor in tensors_in(state) if tensor.layout is torch.strided]
+        sizes = [tensor.nbytes for tensor in dense if tensor.is_cpu or not on_host]
         return sum(size for size in sizes if size >= _MIN_BYTES) > self._max_copied
 
 
@@ -166,7 +166,7 @@ class BackgroundWriter:
     @property
     def is_writing(self) -> bool:
         """Whether a submitted checkpoint is neither on disk nor has failed."""
-        return not all(each.done() for each in self._pending)
+        return not all(writing.done() for writing in self._pending)
 
     def submit(self, state: dict[str, Any], description: dict[str, Any]) -> None:
         """Write a checkpoint in the background; return at once.

@@ -162,8 +162,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         order = self._permutation()
         self._plans = [(self.position, self._batch_sizes)]
         while self.position < len(order):
-            own, self.position = self._share_at(order, self.position)
-            yield own
+            indices, self.position = self._share_at(order, self.position)
+            yield indices
         self._ran_to_end = True
 
     def first_shares(self, count: int) -> Iterator[list[int]]:
@@ -173,8 +173,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         """
         order, position = self._permutation()[:count], 0
         while position < len(order):
-            own, position = self._share_at(order, position)
-            yield own
+            indices, position = self._share_at(order, position)
+            yield indices
 
     def indices(self, position: int, count: int) -> list[int]:
         """Return the `count` sample indices of the epoch from `position` on, of all ranks."""

@@ -75,13 +75,15 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
         return ShardLayout.find(config, setup, world)
     predictions = predict_layouts(job)
     # Other ranks may round otherwise.
-    own = [asdict(each) for each in predictions]
-    predictions = [Prediction(**each) for each in gather_values(world.comm, own)[0]]
+    all_predictions = [asdict(prediction) for prediction in predictions]
+    all_predictions = gather_values(world.comm, all_predictions)[0]
+    predictions = [Prediction(**prediction) for prediction in all_predictions]
     chosen = choose(predictions)
-    setup.folder.write(FILE, {"layouts": own, "chosen": chosen.layout if chosen else None})
+    name = chosen.layout if chosen else None
+    setup.folder.write(FILE, {"layouts": all_predictions, "chosen": name})
     show_table(world, "layouts, as predicted", prediction_table(predictions), left=("layout", ""))
     if chosen is None:
-        nearest = "; ".join(f"{each.layout}: {each.why}" for each in predictions)
+        nearest = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
         raise AgreedError(
             f"the model fits the ranks' memory in no layout ({nearest}); start more ranks, or use "
             "a smaller model or an optimizer with less state; see docs/large-models.md"

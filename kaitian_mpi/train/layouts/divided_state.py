@@ -37,8 +37,8 @@ class DividedState(Partition, Generic[Target]):
         self._parameters = list(model.parameters())
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._groups = [
-            [[numbers[parameter] for parameter in group["params"]] for group in each.param_groups]
-            for each in optimizers
+            [[numbers[p] for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in optimizers
         ]
         self.owned = owned
         self._names = {
@@ -138,14 +138,14 @@ class DividedState(Partition, Generic[Target]):
         Raises:
             ValueError: the values have another shape.
         """
-        found: dict[int, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
         for name, number in self._names.items():
             value = state.get(name)
             if value is not None and value.numel():
                 if value.shape != self._parameters[number].shape:
                     raise ValueError(f"{name} has the shape {list(value.shape)}")
-                found[number] = value
-        return self._replace_values(state, {}), found
+                values[number] = value
+        return self._replace_values(state, {}), values
 
     def load(self, model: dict[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> None:
         """Load results of `model_state` and `optimizer_states`: all but what is divided."""
@@ -153,9 +153,9 @@ class DividedState(Partition, Generic[Target]):
         self._load_settings(optimizers)
 
     def _load_model(self, state: dict[str, Any]) -> None:
-        own, owned = copy.copy(state), self._names.keys()
-        missing = {name for name in owned if own.pop(name, None) is None}
-        result = self._model.load_state_dict(own, strict=not owned)
+        content, owned = copy.copy(state), self._names.keys()
+        missing = {name for name in owned if content.pop(name, None) is None}
+        result = self._model.load_state_dict(content, strict=not owned)
         missing |= set(result.missing_keys) - owned
         if missing or result.unexpected_keys:
             names = ", ".join([*sorted(missing), *result.unexpected_keys])
@@ -171,12 +171,14 @@ class DividedState(Partition, Generic[Target]):
             lengths = [len(group["params"]) for group in state["param_groups"]]
             if lengths != [len(group) for group in groups]:
                 raise ValueError("the optimizer's groups have other parameters")
-            own = optimizer.state_dict()
-            for group, saved in zip(own["param_groups"], state["param_groups"], strict=True):
+            content = optimizer.state_dict()
+            for group, saved in zip(content["param_groups"], state["param_groups"], strict=True):
                 group.update({name: saved[name] for name in saved if name != "params"})
-            optimizer.load_state_dict(own)
+            optimizer.load_state_dict(content)
 
-    def _restrict(self, own: Mapping[int, Sequence[tuple[nn.Parameter, dict[str, Any]]]]) -> None:
+    def _restrict(
+        self, targets: Mapping[int, Sequence[tuple[nn.Parameter, dict[str, Any]]]]
+    ) -> None:
         """Let the optimizers step these only, by the parameter's number, with these states."""
         for optimizer, groups, setting in zip(
             self._optimizers, self._groups, self.optimizer_states(), strict=True
@@ -186,7 +188,7 @@ class DividedState(Partition, Generic[Target]):
             for group, numbers, saved in zip(
                 optimizer.param_groups, groups, setting["param_groups"], strict=True
             ):
-                pairs = [pair for number in numbers for pair in own.get(number, ())]
+                pairs = [pair for number in numbers for pair in targets.get(number, ())]
                 group["params"] = [target for target, _ in pairs]
                 saved["params"] = [*range(place, place + len(pairs))]
                 content |= {place + i: state for i, (_, state) in enumerate(pairs) if state}
@@ -196,8 +198,10 @@ class DividedState(Partition, Generic[Target]):
 
     def _state_of(self, target: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state of what it steps; empty if there is none yet."""
-        found = (each.state[target] for each in self._optimizers if target in each.state)
-        return dict(next(found, {}))
+        for optimizer in self._optimizers:
+            if target in optimizer.state:
+                return dict(optimizer.state[target])
+        return {}
 
 
 def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

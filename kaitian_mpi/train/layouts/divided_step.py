@@ -34,8 +34,8 @@ def apply_step(
 
     The weights stay if the gradient is not finite.
     """
-    own, scaler = state.partition, state.computation.scaler
-    assert isinstance(own, DividedState)
+    partition, scaler = state.partition, state.computation.scaler
+    assert isinstance(partition, DividedState)
     with state.lock:
         if is_finite:
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0
@@ -45,10 +45,10 @@ def apply_step(
                 norm = reducer.squared_norm**0.5 / scale
                 factor *= min(1.0, task.clip_norm / (norm + 1e-6))
             if factor != 1:
-                gradients = [t.grad for t in own.targets.values() if t.grad is not None]
+                gradients = [t.grad for t in partition.targets.values() if t.grad is not None]
                 if gradients:
                     torch._foreach_mul_(gradients, factor)
-            own.follow_data()
+            partition.follow_data()
             for optimizer in state.optimizers:
                 optimizer.step()
             for scheduler in state.schedulers:

@@ -92,9 +92,9 @@ def _pool(results: Sequence[RankMeasurement]) -> list[RankMeasurement]:
     settings = [(result.memory_format, result.precision) for result in results]
     (chosen, _), *_ = Counter(settings).most_common(1)
     rounds: dict[int, list[float]] = {}
-    for result, own in zip(results, settings, strict=True):
+    for result, result_settings in zip(results, settings, strict=True):
         for batch, seconds in zip(result.batches, result.rounds, strict=True):
-            if own == chosen:
+            if result_settings == chosen:
                 rounds.setdefault(batch, []).extend(seconds)
     batches = sorted(rounds)
     memory_format, precision = chosen

@@ -95,10 +95,10 @@ def _too_slow(
 
 def _candidates(infos: Sequence[RankInfo], kept: Sequence[int]) -> dict[str, list[int]]:
     """Return the ranks that would remain without each kind and host that could be excluded."""
-    found: dict[str, list[int]] = {}
-    for what in ("kind", "host"):
-        for value in dict.fromkeys(getattr(infos[rank], what) for rank in kept):
-            without = [rank for rank in kept if getattr(infos[rank], what) != value]
-            if without and without not in found.values():
-                found[f"{what} {value}"] = without
-    return found
+    subsets: dict[str, list[int]] = {}
+    for trait in ("kind", "host"):
+        for value in dict.fromkeys(getattr(infos[rank], trait) for rank in kept):
+            without = [rank for rank in kept if getattr(infos[rank], trait) != value]
+            if without and without not in subsets.values():
+                subsets[f"{trait} {value}"] = without
+    return subsets

@@ -81,11 +81,11 @@ def check_parity(
     # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
     hosts = [rank for rank, info in enumerate(world.infos) if info.is_on_host]
     source, info = (hosts or compared)[0], world.info
-    own = profiles.by_place[info.place]
-    units = gather_values(world.comm, rounding_unit(task.model, own.precision, info.is_on_host))
+    profile = profiles.by_place[info.place]
+    units = gather_values(world.comm, rounding_unit(task.model, profile.precision, info.is_on_host))
     unit = max(units[rank] for rank in compared)
     batch = _shared_batch(setup, profiles, world, source)
-    computation = Computation(world.device, own.precision, own.memory_format)
+    computation = Computation(world.device, profile.precision, profile.memory_format)
     outcome = known = None
     with agree_on_errors(world.comm):
         if world.rank in compared:
@@ -94,8 +94,8 @@ def check_parity(
             known = _make_reference(task, batch, computation, seed, unit)
         enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
     known = broadcast_state(world.comm, known, source, receives=world.rank in compared)
-    found = known and _compare(world, own.precision, outcome, known, unit)
-    by_rank = gather_values(world.comm, found)
+    comparison = known and _compare(world, profile.precision, outcome, known, unit)
+    by_rank = gather_values(world.comm, comparison)
     return _conclude(setup.folder, world, source, by_rank, time.perf_counter() - began)
 
 
@@ -141,21 +141,25 @@ def _make_reference(
 
 
 def _compare(
-    world: World, precision: str, own: Any, known: Any, unit: float
+    world: World, precision: str, outcome: Any, known: Any, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
     reference = known[0]
     expected = ParityResult(**known[1])
     allowed = known[2]
-    if own.is_random or expected.is_random:
+    if outcome.is_random or expected.is_random:
         return "the loss draws random numbers"
     if not math.isfinite(expected.loss):
         return f"the loss of the first samples is {expected.loss}"
-    found = distances(own, expected, unit)
-    texts = {name: f"{name} {found[name]:.1e} (allowed {allowed[name]:.1e})" for name in found}
-    wrong = [texts[name] for name in found if not found[name] <= allowed[name]]  # also NaN
-    pairs = ((name, own.gradients[name] - g) for name, g in expected.gradients.items())
-    far = {name: float(each.norm().nan_to_num(math.inf)) for name, each in pairs}
+    measured = distances(outcome, expected, unit)
+    texts = {
+        name: f"{name} {distance:.1e} (allowed {allowed[name]:.1e})"
+        for name, distance in measured.items()
+    }
+    # Also NaN.
+    wrong = [texts[name] for name, distance in measured.items() if not distance <= allowed[name]]
+    pairs = ((name, outcome.gradients[name] - g) for name, g in expected.gradients.items())
+    far = {name: float(difference.norm().nan_to_num(math.inf)) for name, difference in pairs}
     most = ", ".join(sorted(far, key=lambda name: -far[name])[:_SHOWN])
     return {
         "rank": world.info.world_rank,
@@ -171,8 +175,8 @@ def _conclude(
     folder: RunFolder, world: World, source: int, by_rank: Sequence[Any], seconds: float
 ) -> bool | None:
     """Write parity.json, and report what was found; raise an error if a kind is wrong."""
-    kinds = [each for each in by_rank if each]
-    if reasons := [each for each in kinds if isinstance(each, str)]:
+    kinds = [result for result in by_rank if result]
+    if reasons := [result for result in kinds if isinstance(result, str)]:
         print_rank_0(world, f"parity: not compared, because {reasons[0]}")
         return None
     wrong = [f"{e['kind']} ({e['place']}): {e['wrong']}" for e in kinds if e["wrong"]]
@@ -185,7 +189,7 @@ def _conclude(
             f"on {'; '.join(wrong)}; update that device's driver or torch plug-in, start without "
             "it, or skip this with --no-parity"
         )
-    names = ", ".join(dict.fromkeys(each["kind"] for each in kinds))
+    names = ", ".join(dict.fromkeys(result["kind"] for result in kinds))
     print_rank_0(world, f"parity: {names} agree with {reference} ({seconds:.1f} s)")
     return True
 
@@ -238,7 +242,7 @@ def compute_outcome(
                 (loss * scale).backward()
             is_random = not torch.equal(before, _random_state(device))
             outcome = replace(_outcome(task.model, model, loss, scale), is_random=is_random)
-            if all(bool(each.isfinite().all()) for each in outcome.gradients.values()):
+            if all(bool(gradient.isfinite().all()) for gradient in outcome.gradients.values()):
                 break
     return outcome
 
@@ -259,9 +263,9 @@ def _outcome(before: nn.Module, after: nn.Module, loss: torch.Tensor, scale: flo
     }
     now = dict(after.named_buffers())
     buffers = [
-        torch.stack([numbers_of(own), numbers_of(now[name])])
-        for name, own in before.named_buffers()
-        if own.is_floating_point() and name in now and now[name].shape == own.shape
+        torch.stack([numbers_of(buffer), numbers_of(now[name])])
+        for name, buffer in before.named_buffers()
+        if buffer.is_floating_point() and name in now and now[name].shape == buffer.shape
     ]
     return ParityResult(loss.item(), gradients, torch.cat([torch.zeros(2, 1), *buffers], dim=1))
 
@@ -294,7 +298,7 @@ def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
     That is four times what random changes of the weights and the data by a rounding do, much if the
     gradient is ill-conditioned; and at least 32 roundings of the loss, and 5% of the rest.
     """
-    loss, norm, direction, buffers = (_NOISE_FACTOR * each for each in noise.values())
+    loss, norm, direction, buffers = (_NOISE_FACTOR * distance for distance in noise.values())
     # Of what turns the gradient by an angle, as much may change its norm.
     turned = max(norm, (2 * _NOISE_FACTOR * max(0.0, direction)) ** 0.5)
     norm, direction = min(turned, _MAX_NORM_CHANGE), max(_KINK**2 / 2, direction)

@@ -85,17 +85,20 @@ class Profiles:
 
     def fit_errors(self, infos: Sequence[RankInfo]) -> list[float]:
         """Return the relative errors of these ranks' costs; 0 if this job did not measure it."""
-        found = [self.measured.get(info.place) for info in infos]
-        return [max(one.fit_error, one.repeat_error or 0.0) if one else 0.0 for one in found]
+        measured = [self.measured.get(info.place) for info in infos]
+        return [
+            0.0 if rank is None else max(rank.fit_error, rank.repeat_error or 0.0)
+            for rank in measured
+        ]
 
     def learn(self, world: World, costs: Mapping[str, RankCost]) -> Profiles:
         """Return these, updated with costs estimated while training; the same on all ranks.
 
         Collective.
         """
-        own = {place: vars(cost) for place, cost in costs.items()}
+        rank_costs = {place: vars(cost) for place, cost in costs.items()}
         by_place = dict(self.by_place)
-        for place, cost in next(filter(None, gather_values(world.comm, own)), {}).items():
+        for place, cost in next(filter(None, gather_values(world.comm, rank_costs)), {}).items():
             by_place[place] = replace(by_place[place], cost=RankCost(**cost))
         return replace(self, by_place=by_place)
 
@@ -200,8 +203,8 @@ def make_plan(
         shares = plan_fastest(costs, batch, min_batch, most)
     else:
         shares = plan_equal(world.size, batch, min_batch)
-    own = profiles[world.rank]
-    limit = (own.cost and own.cost.largest_micro_batch) or config.micro_batch_size or None
+    profile = profiles[world.rank]
+    limit = (profile.cost and profile.cost.largest_micro_batch) or config.micro_batch_size or None
     return Plan(shares, by_rank, costs if measured else None, limit, min_batch)
 
 
@@ -220,17 +223,17 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup, copies: b
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
-    own = min_batch_of(setup.task, setup.train, computation, copies, setup.sharded_model)
+    rank_minimum = min_batch_of(setup.task, setup.train, computation, copies, setup.sharded_model)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
-    found = max(gather_values(world.comm, own))
+    minimum = max(gather_values(world.comm, rank_minimum))
     why = "the model cannot train on a single sample"
-    if found > 1:
-        print_rank_0(world, f"{why}: no rank takes fewer than {found}")
-    if len(setup.train) < found:
+    if minimum > 1:
+        print_rank_0(world, f"{why}: no rank takes fewer than {minimum}")
+    if len(setup.train) < minimum:
         raise AgreedError(f"the data has {len(setup.train)} sample, but {why}; use more data")
-    if 0 < config.micro_batch_size < found:
-        raise AgreedError(f"--micro-batch-size must be at least {found}: {why}")
-    return found
+    if 0 < config.micro_batch_size < minimum:
+        raise AgreedError(f"--micro-batch-size must be at least {minimum}: {why}")
+    return minimum
 
 
 def min_batch_by_layers(model: nn.Module) -> int:

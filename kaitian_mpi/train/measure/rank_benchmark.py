@@ -53,12 +53,12 @@ def benchmark_ranks(
     this rank that the training takes besides.
     """
     comm, cache = world.comm, BenchmarkCache(config, world, setup, reserved)
-    own = cache.read()
-    gathered = gather_values(comm, (own is not None, world.threads))
+    measurement = cache.read()
+    gathered = gather_values(comm, (measurement is not None, world.threads))
     threads = [threads for _, threads in gathered]
     # All or none: ranks that share a host must be timed while the others compute as well.
     is_cached = all(cached for cached, _ in gathered)
-    if own is None or not is_cached:
+    if measurement is None or not is_cached:
         timer = RankTimer(config, world, setup, min_batch, reserved)
         # The shares of equal ranks are equal at first, and follow their speed in training.
         follows_speed = config.balance == "adaptive"
@@ -68,7 +68,7 @@ def benchmark_ranks(
         # rank that is done keeps computing until the last one is done.
         with agree_on_errors(comm), aside(world.device):
             try:
-                own = timer.measure(repeats)
+                measurement = timer.measure(repeats)
             finally:
                 barrier = comm.Ibarrier()
             while not barrier.Test():
@@ -76,8 +76,8 @@ def benchmark_ranks(
             timer.close()
             enter_phase("comparing the benchmarks", waits=True, limited=False)
         with agree_on_errors(comm):
-            cache.write(own)
-    results = [RankMeasurement(**result) for result in gather_values(comm, asdict(own))]
+            cache.write(measurement)
+    results = [RankMeasurement(**result) for result in gather_values(comm, asdict(measurement))]
     return share_measurements(world.infos, threads, results, equal_share(config, world.size))
 
 
@@ -101,7 +101,7 @@ def show_benchmark(
         row = [str(info.world_rank), info.kind, seconds, varies, memory, computes_in]
         rows.append([*row, f"{score:.2f}", str(share)])
     if any(slowed := [info.slowdown for info in world.infos]):
-        texts = (f"slowed {each}" if each else "" for each in slowed)
+        texts = (f"slowed {slowdown}" if slowdown else "" for slowdown in slowed)
         rows = [[*row, text] for row, text in zip(rows, ["emulated", *texts], strict=True)]
     title = f"benchmark{source}: samples per step sum to {sum(batch_sizes)}"
     show_table(world, title, rows, left=("group", "computes in", "emulated"))
@@ -183,7 +183,8 @@ class BenchmarkCache:
             measured = RankMeasurement(**cached["measurement"] | {"from_cache": True})
             numbers = [*measured.batches, *measured.seconds]
             positive = all(math.isfinite(number) and number > 0 for number in numbers)
-            counts = {len(each) for each in (measured.batches, measured.seconds, measured.rounds)}
+            lists = measured.batches, measured.seconds, measured.rounds
+            counts = {len(values) for values in lists}
             is_valid = positive and len(counts) == 1 and all(measured.rounds)
             return measured if is_valid and cached["key"] == self._key else None
         except (OSError, ValueError, KeyError, TypeError):

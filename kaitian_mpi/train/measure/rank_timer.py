@@ -74,9 +74,11 @@ class RankMeasurement:
 
         None if nothing was repeated.
         """
-        repeated = [each for each in self.rounds if len(each) > 1]
-        ranges = ((max(each) - min(each)) / 2 / statistics.median(each) for each in repeated)
-        return max(ranges, default=None)
+        repeated = [rounds for rounds in self.rounds if len(rounds) > 1]
+        errors = (
+            (max(rounds) - min(rounds)) / 2 / statistics.median(rounds) for rounds in repeated
+        )
+        return max(errors, default=None)
 
     @property
     def fit_error(self) -> float:
@@ -367,10 +369,10 @@ class RankTimer:
             raise self._too_small(f"a step of {samples}, its smallest share")
         return max(self._limits.smallest, batch // 2)
 
-    def _too_small(self, what: str) -> UserError:
+    def _too_small(self, need: str) -> UserError:
         info = self._world.info
         return UserError(
-            f"{info.device} is out of memory for {what}; give --layout auto, which may divide the "
+            f"{info.device} is out of memory for {need}; give --layout auto, which may divide the "
             f"model (docs/large-models.md), leave it out (other --devices, or fewer ranks on "
             f"{info.host}), or see 'A device that is too small' in docs/balance.md"
         )

@@ -60,9 +60,9 @@ class _StandIn:
         return value
 
     @staticmethod
-    def _used(what: str) -> UserError:
+    def _used(access: str) -> UserError:
         return UserError(
-            f"--layout pipeline: the loss, or metrics, uses {what}; it must use the model by "
+            f"--layout pipeline: the loss, or metrics, uses {access}; it must use the model by "
             "calling it, once for a batch: no rank has all layers"
         )
 
@@ -144,8 +144,8 @@ class Piece(nn.Module):
     ) -> None:
         """Take the modules at `places[number]`, and `others`, which all pieces use."""
         super().__init__()
-        own: Any = [parent._modules[name] for parent, name in places[number]]
-        self.parts = nn.ModuleList([*own, *others])
+        modules: Any = [parent._modules[name] for parent, name in places[number]]
+        self.parts = nn.ModuleList([*modules, *others])
         self.number = number
         self.places = places
         self.__dict__["model"] = model  # not a part
@@ -326,13 +326,13 @@ def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[tor
 
 def has_custom_function(outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether what autograd knows of tensors has a function that is written in Python."""
-    left = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    left = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set[Any](left)
     while left:
         node: Any = left.pop()
         if getattr(node, "_forward_cls", _Joined) is not _Joined:
             return True
-        following = {each for each, _ in node.next_functions if each is not None} - seen
+        following = {before for before, _ in node.next_functions if before is not None} - seen
         seen |= following
         left += following
     return False

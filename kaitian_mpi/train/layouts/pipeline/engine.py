@@ -45,11 +45,20 @@ class PipelineEngine(Engine):
     def _prepare(self) -> None:
         world = self.world
         stages, layers = self.stages_plan.stages, self._stages.layers
-        own = self._task, layers, self._computation, stages, world.rank, self.stages_plan.ahead
-        hooks: Any = {"begins": self._begins, "ends": self._pace.catch_up}
-        hooks["is_mixed"] = len(set(world.kinds)) > 1
         self._peers = join_stages(world, stages)
-        self._runner = Runner(*own, waits=self.step.waits, peers=self._peers, **hooks)
+        self._runner = Runner(
+            self._task,
+            layers,
+            self._computation,
+            stages,
+            world.rank,
+            self.stages_plan.ahead,
+            waits=self.step.waits,
+            peers=self._peers,
+            is_mixed=len(set(world.kinds)) > 1,
+            begins=self._begins,
+            ends=self._pace.catch_up,
+        )
 
     def _make_sampler(self) -> LoadAdaptiveSampler:
         return GlobalSampler(
@@ -89,21 +98,21 @@ class PipelineEngine(Engine):
         step, number, runner = self.step, self.state.progress.step + 1, self._runner
         samples = sum(self.sampler.shares_at(self.state.progress.position))
         sizes = self._sizes(samples)
-        own = runner.own(len(sizes))
+        rank_numbers = runner.own(len(sizes))
         by_rank = self.stages_plan.first_samples(sizes, self.world.size)
-        step.begin_with_samples(number, by_rank, sum(sizes[index] for index in own))
+        step.begin_with_samples(number, by_rank, sum(sizes[index] for index in rank_numbers))
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         self.state.buffers.save()
         self._pace.go_to(number)
         step.start_clock()
         weights: dict[int, float] = {}
         if runner.is_last:
-            for index, micro_batch in zip(own, micro_batches, strict=True):
+            for index, micro_batch in zip(rank_numbers, micro_batches, strict=True):
                 weights[index] = self._task.weight_of(micro_batch.batch, micro_batch.samples)
         batches = {}
         if runner.reads_batches:
             placed = [self._computation.place(micro_batch.batch) for micro_batch in micro_batches]
-            batches = dict(zip(own, placed, strict=True))
+            batches = dict(zip(rank_numbers, placed, strict=True))
         fractions = {index: weight / samples for index, weight in weights.items()}
         seeds = random_bits(self._config.seed, number, range(len(sizes))).tolist()
         losses = runner.train(len(sizes), batches, fractions, seeds)
@@ -118,8 +127,8 @@ class PipelineEngine(Engine):
         sizes = self._sizes(len(indices))
         runs = [indices[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
         runner = self._runner
-        own = runner.own(len(sizes)) if runner.reads_batches else []
-        return [(sizes[number], runs[number]) for number in own]
+        rank_numbers = runner.own(len(sizes)) if runner.reads_batches else []
+        return [(sizes[number], runs[number]) for number in rank_numbers]
 
     def apply(self, is_finite: bool) -> None:
         apply_step(self.gradients, self._task, self.state, is_finite, self.step.samples)
@@ -141,8 +150,8 @@ class PipelineEngine(Engine):
             return self._computation.place(on_host)
 
         function = self._task.metrics or self._task.loss
-        for number, found in self._runner.evaluate(function, len(batches), read):  # type: ignore[arg-type]
-            yield found, on_host, len(batches[number])
+        for number, result in self._runner.evaluate(function, len(batches), read):  # type: ignore[arg-type]
+            yield result, on_host, len(batches[number])
 
 
 def show_plan(world: World, plan: PipelinePlan) -> None:
@@ -150,7 +159,7 @@ def show_plan(world: World, plan: PipelinePlan) -> None:
     rows = [("stage", "layers", "ranks", "ms a micro-batch", "memory")]
     for number, stage in enumerate(plan.stages):
         ranks = ", ".join(str(world.infos[rank].world_rank) for rank in stage.ranks)
-        seconds = ", ".join(f"{1e3 * each:.1f}" for each in stage.seconds)
+        seconds = ", ".join(f"{1e3 * sec:.1f}" for sec in stage.seconds)
         memory = ", ".join(size_text(plan.bytes_by_rank[rank]) for rank in stage.ranks)
         layers = f"{stage.begin + 1} to {stage.end}"
         rows.append((str(number + 1), layers, ranks, seconds, memory))

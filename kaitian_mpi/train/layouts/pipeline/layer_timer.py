@@ -122,7 +122,10 @@ class LayerTimer:
             max((b - a) / (large - small), b / large / 10) if large > small else b / large
             for a, b in whole
         ]
-        fixed = [max(0.0, b - large * own) for own, (_, b) in zip(sample, whole, strict=True)]
+        fixed = [
+            max(0.0, large_sec - large * sample_sec)
+            for sample_sec, (_, large_sec) in zip(sample, whole, strict=True)
+        ]
         forward = sum(a for a, _ in times[large]) / sum(b for _, b in whole)
         facts = LayerFacts(
             self._world.info.kind,
@@ -138,7 +141,7 @@ class LayerTimer:
             device.is_host,
         )
         pairs = zip(self._chain, self._bytes, strict=True)
-        return facts, [layer_of(layer, optimizers, found) for layer, found in pairs]
+        return facts, [layer_of(layer, optimizers, layer_bytes) for layer, layer_bytes in pairs]
 
     def _grow(self, memory: float) -> None:
         """Time larger and larger micro-batches, up to an equal share, while there is time."""
@@ -153,7 +156,7 @@ class LayerTimer:
             larger = min(_LARGER * size, self._most)
             if larger == size or (is_long and len(self._times) > 1):
                 return
-            kept = max(found.kept for found in self._bytes)
+            kept = max(layer_bytes.kept for layer_bytes in self._bytes)
             if larger * kept * self._repeats > _PART_OF_MEMORY * memory:
                 return
             size = larger
@@ -176,7 +179,7 @@ class LayerTimer:
     def _layers_seconds(self, size: int) -> list[tuple[float, float]]:
         """Return the seconds of each layer's forward and backward."""
         enter_phase("the benchmark")
-        task, found = self._task, []
+        task, layer_sec = self._task, []
         batch = self._computation.place(self._data[list(range(size))])
         assert task.loss is not None
         call = None if self._is_whole else captured(task.loss, task.model, batch)
@@ -192,20 +195,22 @@ class LayerTimer:
                     self._bytes[number] = LayerBytes(kept / size, casts, temporary / size)
                 inputs = [_fresh(*given) for _ in range(self._repeats)]
                 seconds, carried = self._time(layer, inputs)
-            found.append(seconds)
+            layer_sec.append(seconds)
             call = call if all_need_call(self._chain) else None
             output = sum(t.nbytes for t in tensors_in(carried)) / size
             self._bytes[number] = self._bytes[number]._replace(output=output)
-        return found
+        return layer_sec
 
     def _too_large(self, size: int) -> str:
         """Return what there is no memory for, and what to do."""
         samples = "a sample" if size == 1 else f"{size} samples"
         layer = type(self._chain[self._at_work]).__name__
-        what = f"layer {self._at_work + 1} of {len(self._chain)} ({layer})"
+        name = f"layer {self._at_work + 1} of {len(self._chain)} ({layer})"
+        if self._is_whole:
+            name = "the whole model"
         return (
             f"{self._world.info.device} is out of memory for {samples} through "
-            f"{'the whole model' if self._is_whole else what}; give --layout shard, or divide the "
+            f"{name}; give --layout shard, or divide the "
             "model in smaller layers; see docs/large-models.md"
         )
 
@@ -213,8 +218,8 @@ class LayerTimer:
         """Return what a layer makes of its inputs, and what backward begins with."""
         loss: Any = self._task.loss
         if self._is_whole:
-            found = check_loss(loss(layer, batch), False)
-            return found, found
+            loss_value = check_loss(loss(layer, batch), False)
+            return loss_value, loss_value
         output = run([layer], call, carried)
         if batch is None:
             return output, output
@@ -251,7 +256,7 @@ class LayerTimer:
         device.restart_memory_peak(index)
         _backward(last)
         _, most_backward = device.tensor_bytes(index)
-        largest = max((each.nbytes for each in layer.parameters()), default=0)
+        largest = max((parameter.nbytes for parameter in layer.parameters()), default=0)
         return float(max(0, most_forward - kept, most_backward - kept - largest))
 
     def _time(self, layer: nn.Module, inputs: Sequence[_Given]) -> tuple[tuple[float, float], Any]:
@@ -296,8 +301,8 @@ class LayerTimer:
             optimizer = kind(parameters, lr=1e-3, **options)
             return self._seconds(optimizer.step), self._seconds(copy)
 
-        small = [each / _SMALL_TRIALS for each in trial(_SMALL_TRIALS, 1)]
-        large = [each / (4 * numbers) for each in trial(1, numbers)]
+        small = [elapsed / _SMALL_TRIALS for elapsed in trial(_SMALL_TRIALS, 1)]
+        large = [elapsed / (4 * numbers) for elapsed in trial(1, numbers)]
         return small[0], large[0], small[1], large[1]
 
     def _seconds(self, work: Callable[[], Any]) -> float:
@@ -326,15 +331,15 @@ class LayerTimer:
             for parameter, values in on_host:  # which nothing has changed, so none is copied back
                 if parameter.device != values.device:
                     set_data(parameter, values)
-            for module, own in buffers:
-                module._buffers.update(own)
+            for module, saved in buffers:
+                module._buffers.update(saved)
 
 
 def _backward(last: Any) -> None:
     """Run the backward of what a layer has returned."""
     ends = [tensor for tensor in tensors_in(last) if tensor.requires_grad]
     if ends:
-        torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
 
 class CastMode(TorchDispatchMode):
@@ -342,7 +347,7 @@ class CastMode(TorchDispatchMode):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._known = {id(each) for each in parameters if each.requires_grad}
+        self._known = {id(parameter) for parameter in parameters if parameter.requires_grad}
         self.copies = dict[int, int]()
         self.count = 0
 
@@ -392,22 +397,24 @@ def _medians(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[floa
     ]
 
 
-def layer_of(layer: nn.Module, optimizers: Sequence[Optimizer], found: LayerBytes) -> Layer:
-    """Return what a layer takes, of which these bytes were measured."""
-    stepped = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+def layer_of(layer: nn.Module, optimizers: Sequence[Optimizer], layer_bytes: LayerBytes) -> Layer:
+    """Return a layer's cost, given its activation and output bytes as measured."""
+    stepped = {
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    }
     parameters = list(layer.parameters())
     trained = [p.nbytes for p in parameters if p.requires_grad and p in stepped]
     size = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in layer.buffers())
     return Layer(
         size,
         sum(trained) * (1 + usual_states(optimizers)),
-        found.kept,
-        found.output,
+        layer_bytes.kept,
+        layer_bytes.output,
         max((p.nbytes for p in parameters), default=0),
         sum(trained),
         len(trained),
-        found.casts,
-        found.temporary,
+        layer_bytes.casts,
+        layer_bytes.temporary,
     )
 
 

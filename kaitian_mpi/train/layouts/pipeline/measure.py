@@ -64,15 +64,15 @@ class PipelineFacts:
 
     def plan(self, config: TrainingConfig, world: World, min_batch: int) -> StagesPlan:
         """Plan the stages of these ranks. Collective."""
-        own = None
+        planned = None
         if world.rank == 0:  # others may round otherwise
             job = self.job(config, world, min_batch)
-            found = plan_pipeline(job)
-            own = asdict(found) if found is not None else self._too_large(job)
-        own = gather_values(world.comm, own)[0]
-        if isinstance(own, str):
-            raise AgreedError(own)
-        pipeline: PipelinePlan = rebuild(PipelinePlan, own)
+            plan = plan_pipeline(job)
+            planned = asdict(plan) if plan is not None else self._too_large(job)
+        planned = gather_values(world.comm, planned)[0]
+        if isinstance(planned, str):
+            raise AgreedError(planned)
+        pipeline: PipelinePlan = rebuild(PipelinePlan, planned)
         sizes = split_micro_batches(config.global_batch_size, pipeline.micro_batch, min_batch)
         shares = pipeline.first_samples(sizes, world.size)
         return StagesPlan(
@@ -86,7 +86,7 @@ class PipelineFacts:
 
     def scaled(self, factors: Mapping[str, float]) -> PipelineFacts:
         """Return the facts of ranks that take so many times as long, by place."""
-        scaled = {place: self.by_place[place].scaled(each) for place, each in factors.items()}
+        scaled = {place: self.by_place[place].scaled(factor) for place, factor in factors.items()}
         return replace(self, by_place={**self.by_place, **scaled})
 
     def job(self, config: TrainingConfig, world: World, min_batch: int) -> PipelineJob:
@@ -151,11 +151,11 @@ def find_facts(
     if any(faults := gather_values(world.comm, too_large)):
         raise LayerTooLargeError(join_errors(faults))
     enter_phase("comparing the benchmarks", waits=True, limited=False)
-    own = asdict(facts), [asdict(layer) for layer in layers]
-    gathered = gather_values(world.comm, own)
+    rank_facts = asdict(facts), [asdict(layer) for layer in layers]
+    gathered = gather_values(world.comm, rank_facts)
     by_place = {
-        info.place: rebuild(LayerFacts, found)
-        for info, (found, _) in zip(world.infos, gathered, strict=True)
+        info.place: rebuild(LayerFacts, content)
+        for info, (content, _) in zip(world.infos, gathered, strict=True)
     }
     known = _together([rebuild(tuple[Layer, ...], layers) for _, layers in gathered])
     if takes_alike:
@@ -165,7 +165,7 @@ def find_facts(
 
 def _together(by_rank: Sequence[Sequence[Layer]]) -> tuple[Layer, ...]:
     """Return the layers as rank 0 has measured them, with the most that any has at once."""
-    most = [max(each.temporary_bytes for each in rows) for rows in zip(*by_rank, strict=True)]
+    most = [max(layer.temporary_bytes for layer in rows) for rows in zip(*by_rank, strict=True)]
     pairs = zip(by_rank[0], most, strict=True)
     return tuple(replace(layer, temporary_bytes=size) for layer, size in pairs)
 
@@ -175,7 +175,7 @@ def measure_links(world: World) -> dict[str, Hop]:
 
     Within a kind as well; a pair of kinds is in alphabetical order.
     """
-    own: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for one, other in itertools.combinations_with_replacement(sorted(set(world.kinds)), 2):
         ranks = _apart(world, one, other)
         if ranks is None:
@@ -184,11 +184,13 @@ def measure_links(world: World) -> dict[str, Hop]:
         if world.rank in ranks:
             enter_phase("measuring a link", waits=True, limited=False)
             small, large = (_one_way(world, size, ranks, peers) for size in (8, _TRIAL_BYTES))
-            own[f"{one} {other}"] = [small, max(0.0, large - small) / _TRIAL_BYTES]
+            times[f"{one} {other}"] = [small, max(0.0, large - small) / _TRIAL_BYTES]
         peers.close()
     enter_phase("waiting for the other ranks' links", waits=True, limited=False)
     return {
-        key: Hop(*hop) for found in gather_values(world.comm, own) for key, hop in found.items()
+        key: Hop(*hop)
+        for rank_times in gather_values(world.comm, times)
+        for key, hop in rank_times.items()
     }
 
 
@@ -228,6 +230,6 @@ def _one_way(world: World, size: int, ranks: tuple[int, int], peers: PeerGroups)
 def _unmeasured(facts: LayerFacts, layers: Sequence[Layer]) -> LayerFacts:
     """Return facts as if each rank took the same, in proportion to a layer's parameters."""
     seconds = tuple(1e-9 * (layer.weight_bytes + layer.output_bytes + 1) for layer in layers)
-    fixed = tuple(_UNMEASURED_FIXED * each for each in seconds)
+    fixed = tuple(_UNMEASURED_FIXED * sec for sec in seconds)
     still = replace(facts, update_sec=0.0, update_sec_per_byte=0.0, call_sec=0.0)
     return replace(still, fixed_sec=fixed, sample_sec=seconds, forward=1 / 3, copy_sec_per_byte=0.0)

@@ -87,7 +87,9 @@ class _Incoming:
         source, tag = self._source, self._tags.tensors
         with self._peers.beside_computing():
             self._tensors = self._empty_tensors()
-            self._works = [self._peers.receive_from(source, each, tag) for each in self._tensors]
+            self._works = [
+                self._peers.receive_from(source, tensor, tag) for tensor in self._tensors
+            ]
 
     def _post(self, future: Any) -> None:
         try:

@@ -209,7 +209,8 @@ class _Step:
         loss, (leaves, outputs) = check_loss(loss), self.kept[number]
         if not weight:  # perhaps NaN: nothing but that there are gradients
             used = _used_by(loss, outputs)
-            self.kept[number] = leaves, sum((each.sum() * 0 for each in used), loss.new_zeros(()))
+            zeros = (output.sum() * 0 for output in used)
+            self.kept[number] = leaves, sum(zeros, loss.new_zeros(()))
             return []
         self.kept[number] = leaves, loss * weight
         return [(loss * weight).detach()]
@@ -256,8 +257,8 @@ class _Step:
                 source, peers = self._targets[number], self._runner._peers
                 self._gradients[number] = Gradients(peers, outputs, source, number)
 
-    def _wait(self, what: str, messages: Activations | Gradients) -> None:
-        with nullcontext() if messages.is_completed() else self._runner._waits(what):
+    def _wait(self, name: str, messages: Activations | Gradients) -> None:
+        with nullcontext() if messages.is_completed() else self._runner._waits(name):
             messages.wait()  # raises what went wrong
 
 
@@ -267,5 +268,6 @@ def _used_by(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[torch.
         return []
     # What is computed from one output may be another one, whose backward is still to come.
     options: Any = {"allow_unused": True, "retain_graph": True}
-    found = torch.autograd.grad(loss, outputs, **options)
-    return [output for output, each in zip(outputs, found, strict=True) if each is not None]
+    gradients = torch.autograd.grad(loss, outputs, **options)
+    pairs = zip(outputs, gradients, strict=True)
+    return [output for output, gradient in pairs if gradient is not None]

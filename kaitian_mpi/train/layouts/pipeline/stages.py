@@ -55,7 +55,7 @@ class Stages(DividedState[int]):
         """The parameters that this rank has."""
         self._new: dict[int, torch.Tensor] = {}
         """Those of a checkpoint, or of another rank, that have not their place yet."""
-        self._loose = self._by_number([each.state_dict() for each in optimizers])
+        self._loose = self._by_number([optimizer.state_dict() for optimizer in optimizers])
         """States that have no rank yet."""
         for optimizer in optimizers:
             optimizer.state.clear()
@@ -87,21 +87,21 @@ class Stages(DividedState[int]):
 
     def is_complete(self, comm: MPI.Intracomm) -> bool:
         """Return whether these ranks have all parameters and their state. Collective."""
-        found = {number for own in gather_values(comm, sorted(self._has())) for number in own}
-        return len(found) == len(self._parameters)
+        present = set[int]().union(*gather_values(comm, sorted(self._has())))
+        return len(present) == len(self._parameters)
 
     def assign_stages(self, world: World, stages: Sequence[Stage]) -> None:
         """Give each rank its stage's parameters, and free those of others. Collective."""
         owners = self._owners(stages)
-        has = [set(own) for own in gather_values(world.comm, sorted(self._has()))]
+        present = [set(numbers) for numbers in gather_values(world.comm, sorted(self._has()))]
         states = {number: self._state(number) for number in self._has()}
         for number, ranks in enumerate(owners):
-            source = next(rank for rank, own in enumerate(has) if number in own)
+            source = next(rank for rank, numbers in enumerate(present) if number in numbers)
             for target in ranks:
-                if number not in has[target]:
+                if number not in present[target]:
                     is_source = world.rank == source
-                    own = (self._value(number), states[number]) if is_source else None
-                    received = send_state(world.comm, own, source, target)
+                    sent = (self._value(number), states[number]) if is_source else None
+                    received = send_state(world.comm, sent, source, target)
                     if world.rank == target:
                         self._new[number], states[number] = received
             if world.rank not in ranks:  # free it before the next arrives
@@ -128,8 +128,8 @@ class Stages(DividedState[int]):
             buffers = list(dict.fromkeys(b for layer in layers for b in layer.buffers()))
             if not buffers:
                 continue
-            own = buffers if world.rank == source else None
-            received = broadcast_state(world.comm, own, source, receives=True)
+            sent = buffers if world.rank == source else None
+            received = broadcast_state(world.comm, sent, source, receives=True)
             if world.rank != source:
                 for buffer, value in zip(buffers, received, strict=True):
                     buffer.copy_(value)
@@ -140,16 +140,17 @@ class Stages(DividedState[int]):
         whole: dict[int, torch.Tensor] = {}
         states: dict[int, dict[str, Any]] = {}
         for number, ranks in enumerate(self.owners):
-            own = None
+            state = None
             if world.rank == ranks[0]:
-                own = self._value(number), {} if only_values else self._state(number)
+                state = self._value(number), {} if only_values else self._state(number)
             if ranks[0] != 0:
-                own = send_state(world.comm, own, ranks[0], 0)
+                state = send_state(world.comm, state, ranks[0], 0)
                 if world.rank == 0:
-                    value, state = own
-                    own = _kept(value, spool), {k: _kept(v, spool) for k, v in state.items()}
+                    value, optimizer_state = state
+                    kept = {name: _kept(item, spool) for name, item in optimizer_state.items()}
+                    state = _kept(value, spool), kept
             if world.rank == 0:
-                whole[number], states[number] = own  # type: ignore[misc]
+                whole[number], states[number] = state  # type: ignore[misc]
         optimizers = self._with_states(states) if world.rank == 0 else self.optimizer_states()
         return Collected(self._with_values(whole), optimizers, spool.fault)
 

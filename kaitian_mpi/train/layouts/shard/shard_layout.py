@@ -59,8 +59,10 @@ class ShardLayout(Layout):
         parts = divide_parameters(
             parameters, range(len(parameters)), budget.sharded, pairs, by_rows
         )
-        own = [part for part in parts if world.rank in (part.owner, part.mirror)]
-        self._values = sharded_model.shard([(part.parameter, part.begin, part.end) for part in own])
+        rank_parts = [part for part in parts if world.rank in (part.owner, part.mirror)]
+        self._values = sharded_model.shard(
+            [(part.parameter, part.begin, part.end) for part in rank_parts]
+        )
         return replace(setup, sharded_model=sharded_model)
 
     def find_profiles(

@@ -91,7 +91,7 @@ class Shards(DividedState[Part]):
         """States that this rank has read, or was given, and that have no owner yet."""
         self._loaded: dict[Key, torch.Tensor] = {}
         """Owned values that it has read."""
-        self._keep(self._by_number([each.state_dict() for each in optimizers]), {})
+        self._keep(self._by_number([optimizer.state_dict() for optimizer in optimizers]), {})
         for optimizer in optimizers:
             optimizer.state.clear()
         self._values = dict(values or {})
@@ -164,10 +164,10 @@ class Shards(DividedState[Part]):
             for part in parts
             if world.rank in (part.owner, part.mirror)
         }
-        own: dict[int, list[tuple[nn.Parameter, dict[str, Any]]]] = {}
+        targets: dict[int, list[tuple[nn.Parameter, dict[str, Any]]]] = {}
         for part, target in self.targets.items():
-            own.setdefault(part.parameter, []).append((target, states[_key(part)]))
-        self._restrict(own)
+            targets.setdefault(part.parameter, []).append((target, states[_key(part)]))
+        self._restrict(targets)
 
     def _share_values(self, comm: MPI.Intracomm) -> None:
         """Give every rank the parameters' values, of a rank that steps them. Collective.
@@ -186,13 +186,13 @@ class Shards(DividedState[Part]):
                 rows = parameter[begin:end] if parameter.dim() else parameter
                 others = (r for r, low, high in sources[number] if low <= begin and end <= high)
                 by_holders.setdefault((source, *others), []).append(rows)
-        for holders, values in sorted(by_holders.items(), key=lambda each: each[0]):
+        for holders, values in sorted(by_holders.items(), key=lambda item: item[0]):
             # One that steps these itself keeps its own: the source may be lost at this moment.
             receives = comm.rank not in holders
             arrived = broadcast_state(comm, values, holders[0], receives, into=values)
-            for own, other in zip(values, arrived if receives else (), strict=receives):
-                if own.data_ptr() != other.data_ptr():
-                    own.copy_(other)
+            for kept, arrived_rows in zip(values, arrived if receives else (), strict=receives):
+                if kept.data_ptr() != arrived_rows.data_ptr():
+                    kept.copy_(arrived_rows)
 
     def held(self, size: int) -> tuple[list[float], list[float]]:
         """Return which fraction each rank owns, and which it mirrors."""
@@ -205,7 +205,7 @@ class Shards(DividedState[Part]):
             if part.mirror != NO_MIRROR:
                 mirrored[part.mirror] += count
         total = max(1, sum(owned))
-        return [each / total for each in owned], [each / total for each in mirrored]
+        return [fraction / total for fraction in owned], [fraction / total for fraction in mirrored]
 
     def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
         """Return what sums the gradients to their owners."""
@@ -324,11 +324,12 @@ def steps_by_element(optimizers: Sequence[Optimizer]) -> bool:
     look at whole gradients.
     """
     return all(
-        not (each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks)
+        not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and any(
-            isinstance(each, kind) and _functions(each) == _functions(kind) for kind in _BY_ELEMENT
+            isinstance(optimizer, kind) and _functions(optimizer) == _functions(kind)
+            for kind in _BY_ELEMENT
         )
-        for each in optimizers
+        for optimizer in optimizers
     )
 
 
@@ -375,8 +376,8 @@ def _move(
         pieces = []
         for (rank, *source), rows in _cover(sources, key, target):
             known = key[0], source[0], source[1]
-            own = _cut(held[known], known, rows) if comm.rank == rank else None
-            pieces.append(own if rank == target else send_state(comm, own, rank, target))
+            piece = _cut(held[known], known, rows) if comm.rank == rank else None
+            pieces.append(piece if rank == target else send_state(comm, piece, rank, target))
         if comm.rank == target:
             states[key] = _join([piece for piece in pieces if piece is not None], keep)
     return states
@@ -400,10 +401,10 @@ def _cover(
     """
     number, at, end = wanted
     while at < end:
-        fits = [each for each in sources.get(number, ()) if each[1] <= at < each[2]]
+        fits = [rows for rows in sources.get(number, ()) if rows[1] <= at < rows[2]]
         if not fits:
             return
-        best = max(fits, key=lambda each: (each[0] == target, each[2], -each[0]))
+        best = max(fits, key=lambda rows: (rows[0] == target, rows[2], -rows[0]))
         until = min(end, best[2])
         yield best, (at, until)
         at = until
@@ -450,7 +451,7 @@ def _kept(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return copy_state(rows[0]) if len(rows) == 1 else torch.cat([each.cpu() for each in rows])
+    return copy_state(rows[0]) if len(rows) == 1 else torch.cat([piece.cpu() for piece in rows])
 
 
 def _key(part: Part) -> Key:
