@@ -121,7 +121,7 @@ class CollectiveCalls(dist.ProcessGroup):
         root = opts.rootRank
         return self._start(
             *("broadcast", tensors, [], opts),
-            lambda host: call_for_each(host.broadcast, [(each, root) for each in tensors]),
+            lambda host: call_for_each(host.broadcast, [(tensor, root) for tensor in tensors]),
             lambda library, outputs, _: [library.broadcast(outputs, opts)],
         )
 
@@ -131,11 +131,11 @@ class CollectiveCalls(dist.ProcessGroup):
         pairs = [*zip(outputs, inputs, strict=True)]
         for pieces, tensor in pairs:
             check_pieces(pieces, tensor, self.size(), "all_gather")
-            own = pieces[self.rank()]
-            if own.numel() != tensor.numel():
+            rank_piece = pieces[self.rank()]
+            if rank_piece.numel() != tensor.numel():
                 raise UnsupportedError(
-                    f"all_gather: this rank's own piece has {own.numel()} elements, its input "
-                    f"{tensor.numel()}; they must be equal"
+                    f"all_gather: this rank's own piece has {rank_piece.numel()} elements, its "
+                    f"input {tensor.numel()}; they must be equal"
                 )
         return self._start(
             *("all_gather", outputs, inputs, opts),
@@ -299,4 +299,4 @@ def _reductions(calls: Iterable[tuple[Any, ...]], op: Any) -> list[tuple[Any, ..
 
 def _all_reduce_on_library(opts: c10d.AllreduceOptions) -> Callable[[Any, Any, Any], list[Work]]:
     # One call per tensor: libraries take no more.
-    return lambda library, outputs, _: [library.allreduce([each], opts) for each in outputs]
+    return lambda library, outputs, _: [library.allreduce([output], opts) for output in outputs]

@@ -232,7 +232,7 @@ def _accept_pickled_paths(pythons: Iterable[str]) -> None:
     3.13 pickles a `Path` as a class of `pathlib._local`, a module that earlier releases do not
     have, and that 3.14 has for such pickles alone (python/cpython#133789).
     """
-    if sys.version_info < (3, 13) and any(each.startswith("3.13.") for each in pythons):
+    if sys.version_info < (3, 13) and any(version.startswith("3.13.") for version in pythons):
         sys.modules.setdefault("pathlib._local", pathlib)
 
 

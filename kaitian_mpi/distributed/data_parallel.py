@@ -111,10 +111,12 @@ def _check_same_buckets(model: DistributedDataParallel) -> None:
     versions = getattr(model.process_group, "torch_versions", ())
     if len(set(versions)) < 2:
         return
-    own = torch.tensor([zlib.crc32(str(model._get_ddp_logging_data()["bucket_sizes"]).encode())])
-    found = [torch.empty_like(own) for _ in versions]
-    dist.all_gather(found, own, group=model.process_group)  # in the group's order of calls
-    if len({int(each) for each in found}) > 1:
+    checksum = torch.tensor(
+        [zlib.crc32(str(model._get_ddp_logging_data()["bucket_sizes"]).encode())]
+    )
+    checksums = [torch.empty_like(checksum) for _ in versions]
+    dist.all_gather(checksums, checksum, group=model.process_group)  # in the group's order of calls
+    if len({int(value) for value in checksums}) > 1:
         releases = by_value({rank: f"torch {version}" for rank, version in enumerate(versions)})
         raise AgreedError(
             f"DistributedDataParallel divides the gradients differently: {releases}; install one "

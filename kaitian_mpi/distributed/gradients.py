@@ -160,7 +160,7 @@ def finite_and_norm(gradients: Sequence[torch.Tensor]) -> tuple[bool, float]:
     for (dtype, device), alike in by_form.items():
         wide = torch.promote_types(dtype, torch.float32)
         by_device.setdefault(device, []).extend(torch._foreach_norm(alike, 2, wide))
-    norms = [norm for own in by_device.values() for norm in values_of(own)]
+    norms = [norm for device_norms in by_device.values() for norm in values_of(device_norms)]
     # Finite numbers may add up to more than a float can hold.
     is_finite = math.isfinite(sum(norms)) or all(bool(g.isfinite().all()) for g in gradients)
     return is_finite, sum(norm * norm for norm in norms)
@@ -213,12 +213,12 @@ class Fraction:
     """This rank's fraction of a total over the ranks, which it sums, collectively, if not given."""
 
     def __init__(
-        self, own: float, total: float | None = None, group: dist.ProcessGroup | None = None
+        self, amount: float, total: float | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._own = own
+        self._own = amount
         self._total = total
         if total is None:
-            self._sum = torch.tensor(own, dtype=torch.float64)
+            self._sum = torch.tensor(amount, dtype=torch.float64)
             self._work = sum_on_host(self._sum, group)
 
     @property

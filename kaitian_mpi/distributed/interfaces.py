@@ -41,7 +41,9 @@ def initialize_mpi_on(interfaces: str) -> MPI.Intracomm:
     return comm
 
 
-def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collection[str]) -> None:
+def limit_to(
+    interfaces: str, environ: MutableMapping[str, str], available: Collection[str]
+) -> None:
     """Set the variables that MPI and vendors' libraries read when they start."""
     names = [name.strip() for name in interfaces.split(",") if name.strip()]
     if not names:
@@ -50,10 +52,10 @@ def limit_to(interfaces: str, environ: MutableMapping[str, str], found: Collecti
                 f"{FLAG}: {interfaces!r} names no interface; give names such as eth0 or eth0,eth1"
             )
         return
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in names if name not in available]:
         raise UserError(
             f"{FLAG}: no interface {', '.join(missing)} is up on {socket.gethostname()}; choose "
-            f"from {', '.join(sorted(found)) or '(none is up)'}, see `ip addr`"
+            f"from {', '.join(sorted(available)) or '(none is up)'}, see `ip addr`"
         )
     listed = ",".join(names)
     environ[NETWORK_INTERFACES] = environ[_GLOO] = listed

@@ -102,7 +102,7 @@ class GradientReducer:
         self._build()
         # While these exist, autograd accumulates all gradients on the stream that is current now,
         # which waits for those that compute them; else each on one of its own.
-        self._accumulators = [get_gradient_edge(each).node for each in self._parameters]
+        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters]
         # A parameter owns its hook: a strong reference to this would be a cycle.
         on_ready = weakref.WeakMethod(self._bucket_ready)
         handles = [

@@ -79,9 +79,9 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
     # torch puts the script's `rank` and `world_size` arguments into the URL.
     given = dict(parse_qsl(urlsplit(url).query))
     rank, size = (int(given[name]) if name in given else None for name in ("rank", "world_size"))
-    for found in rendezvous(rank, size, options.get("timeout")):
+    for result in rendezvous(rank, size, options.get("timeout")):
         register()  # a plug-in of torch may have been imported with the devices
-        yield found
+        yield result
 
 
 def replace(old: Callable[..., Any], new: Callable[..., Any], name: str = "") -> None:
@@ -111,19 +111,19 @@ def serve_our_groups() -> None:
             replace(theirs, _shared(theirs, _torchs_own(name)), name)
 
 
-def _shared(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+def _shared(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls torch's own for our groups, and else the plug-in's."""
     import torch.distributed as dist
 
-    signature = inspect.signature(own)
+    signature = inspect.signature(ours)
 
-    @functools.wraps(own)
+    @functools.wraps(ours)
     def shared(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         operations = given.get("p2p_op_list")
         group = operations[0].group if operations else given.get("group")
         is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
-        return (own if is_ours else theirs)(*args, **kwargs)
+        return (ours if is_ours else theirs)(*args, **kwargs)
 
     return shared
 

@@ -73,7 +73,7 @@ class ShardReducer(GradientReducer):
         targets: Targets,
         group: dist.ProcessGroup | None = None,
         on_bucket: Callable[[bool], None] = lambda is_last: None,
-        waits: WaitContext = lambda what: nullcontext(),
+        waits: WaitContext = lambda name: nullcontext(),
         bucket_caps: tuple[int, int] = BUCKET_CAPS,
         residuals: Any = None,
         overlaps: bool = True,

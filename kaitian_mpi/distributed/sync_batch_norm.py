@@ -156,7 +156,7 @@ def convert_sync_batchnorm(
 
 def sync_batch_norms(module: nn.Module) -> list[SyncBatchNorm]:
     """Return the module's batch norms over all ranks."""
-    return [each for each in module.modules() if isinstance(each, SyncBatchNorm)]
+    return [norm for norm in module.modules() if isinstance(norm, SyncBatchNorm)]
 
 
 def participate(module: nn.Module, participation: Participation | None) -> None:
@@ -182,10 +182,10 @@ class _Synchronized(torch.autograd.Function):
     ) -> torch.Tensor:
         group, takes_part = norm.process_group, norm.participation
         counts = takes_part.counts
-        own = moments(input if counts else input[:0])
-        gathered = own.new_empty(dist.get_world_size(group), own.numel())
+        rank_moments = moments(input if counts else input[:0])
+        gathered = rank_moments.new_empty(dist.get_world_size(group), rank_moments.numel())
         with takes_part.waits():
-            dist.all_gather(list(gathered.unbind()), own, group=group)
+            dist.all_gather(list(gathered.unbind()), rank_moments, group=group)
         count, mean, squares = merge(gathered)
         variance = squares / count.clamp(min=1)
         if norm.running_mean is not None and norm.running_var is not None:
@@ -200,7 +200,7 @@ class _Synchronized(torch.autograd.Function):
         ctx.group = group
         ctx.takes_part = takes_part
         ctx.counts = counts
-        ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, norm.eps)
 
     @staticmethod

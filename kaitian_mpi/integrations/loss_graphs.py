@@ -48,7 +48,7 @@ class Outputs:
     def _first_after(self, node: Any, among: Mapping[Edge, int] | None = None) -> dict[Edge, int]:
         """Return those, perhaps `among` some, to which gradients from a node come first."""
         known = self._lengths if among is None else among
-        found: dict[Edge, int] = {}
+        lengths: dict[Edge, int] = {}
         left, seen = [*_edges_after(node)], set[Edge]()
         while left:
             edge = left.pop()
@@ -56,10 +56,10 @@ class Outputs:
                 continue
             seen.add(edge)
             if edge in known:
-                found[edge] = known[edge]
+                lengths[edge] = known[edge]
             else:
                 left += _edges_after(edge[0])
-        return found
+        return lengths
 
 
 def rules_of_graph(loss: torch.Tensor, outputs: Outputs, rows: int) -> list[Rule]:
@@ -125,9 +125,9 @@ def _depends_on_others(
         return False
     options: Any = {"retain_graph": True, "materialize_grads": True}
     second = torch.autograd.grad(total, edges, **options)
-    own = sum(float(s[first].square().sum()) for s, first in zip(second, firsts, strict=True))
+    inside = sum(float(s[first].square().sum()) for s, first in zip(second, firsts, strict=True))
     other = sum(float(s[~first].square().sum()) for s, first in zip(second, firsts, strict=True))
-    return other > MAX_DEVIATION**2 * own
+    return other > MAX_DEVIATION**2 * inside
 
 
 def _edges_after(node: Any) -> Iterator[Edge]:

@@ -312,7 +312,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def is_lightning(model: nn.Module) -> bool:
     """Return whether DDP calls the model's `training_step`, which has effects, as its forward."""
-    return any(each.__name__ == "LightningModule" for each in type(model).__mro__)
+    return any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
 
 
 def _rows_of(part: torch.Tensor, args: Any, kwargs: Mapping[str, Any], rows: int) -> Any:

@@ -74,8 +74,8 @@ def time_in_rounds(
         # The same decision on every rank; otherwise some would wait for others in another round.
         if max(gather_values(comm, time.perf_counter() - began)) > max_sec:
             break
-    own = [statistics.median(each[1:] or each) for each in seconds.values()]
-    slowest = [max(each) for each in zip(*gather_values(comm, own), strict=True)]
+    medians = [statistics.median(times[1:] or times) for times in seconds.values()]
+    slowest = [max(by_rank) for by_rank in zip(*gather_values(comm, medians), strict=True)]
     return dict(zip(works, slowest, strict=True))
 
 
@@ -117,8 +117,8 @@ def check_same(comm: MPI.Comm, values: Mapping[str, str], advice: str) -> None:
     """Raise the same `AgreedError` everywhere if a value differs between ranks. Collective."""
     by_rank = gather_values(comm, dict(values))
     faults = []
-    for name in dict.fromkeys(name for each in by_rank for name in each):
-        held = {rank: each[name] for rank, each in enumerate(by_rank) if name in each}
+    for name in dict.fromkeys(name for settings in by_rank for name in settings):
+        held = {rank: settings[name] for rank, settings in enumerate(by_rank) if name in settings}
         if differ(held):
             faults.append(f"{name} differs between ranks: {by_value(held)}")
     if faults:

@@ -80,8 +80,8 @@ def _reduce(comm: MPI.Comm, tensor: torch.Tensor, root: int, op: Reduction) -> N
             comm.Reduce(MPI.IN_PLACE, as_buffer(piece), op.mpi_op, root)
         else:
             # MPICH before 4.2.1 is in place at rank 0 only (pmodels/mpich#6540, #6893).
-            own = piece.clone()
-            comm.Reduce(as_buffer(own), as_buffer(piece), op.mpi_op, root)
+            rank_piece = piece.clone()
+            comm.Reduce(as_buffer(rank_piece), as_buffer(piece), op.mpi_op, root)
     if comm.rank == root:
         op.divide_average(tensor, comm.size)
 

@@ -218,9 +218,9 @@ class MPIStore(dist.Store):
     def items(self, prefix: str, until: Callable[[], bool] = _never) -> dict[str, bytes]:
         """Return keys without this prefix, and their values; none if `until` stops the wait."""
         prefix = self._prefix + prefix
-        found = self._ask("items", prefix, until=until)
-        keys = [key.decode().removeprefix(prefix) for key in found[::2]]
-        return dict(zip(keys, found[1::2], strict=True))
+        items = self._ask("items", prefix, until=until)
+        keys = [key.decode().removeprefix(prefix) for key in items[::2]]
+        return dict(zip(keys, items[1::2], strict=True))
 
     # torch's C++ code calls these two by their C++ names.
     deleteKey = delete_key  # noqa: N815

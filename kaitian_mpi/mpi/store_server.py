@@ -65,8 +65,8 @@ def apply(values: dict[bytes, bytes], operation: bytes, arguments: Fields) -> Fi
             return (b"1" if values.pop(key, None) is not None else b"",)
         case b"items", (prefix,):
             is_hidden = prefix.startswith(DEPARTED)
-            found = [key for key in values if key.startswith(prefix)]
-            shown = (key for key in found if key.startswith(DEPARTED) == is_hidden)
+            matching = [key for key in values if key.startswith(prefix)]
+            shown = (key for key in matching if key.startswith(DEPARTED) == is_hidden)
             return tuple(itertools.chain.from_iterable((key, values[key]) for key in shown))
     return ()
 

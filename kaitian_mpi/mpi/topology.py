@@ -140,8 +140,10 @@ class RelaySettings:
 
 def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
     """Return the settings with which a job starts, some ranks' variable or none. Collective."""
-    own = group_by if group_by != "auto" else os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
-    values = gather_values(comm, own)
+    requested = group_by
+    if group_by == "auto":
+        requested = os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
+    values = gather_values(comm, requested)
     given = sorted({value for value in values if value != "auto"})
     if len(given) > 1 or not {*given} <= {*GROUPINGS}:
         given_by = join_errors([repr(value) if value != "auto" else "" for value in values])
@@ -254,10 +256,10 @@ def _split(
     from mpi4py import MPI
 
     lanes = min(len(group.ranks) for group in groups)
-    own = groups.index(group_of(groups, world.rank))
-    group = world.Split(own, world.rank)
+    group_index = groups.index(group_of(groups, world.rank))
+    group = world.Split(group_index, world.rank)
     in_lane = group.rank < lanes
-    lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, own)
+    lane = world.Split(group.rank if in_lane else MPI.UNDEFINED, group_index)
     for comm in (group, *([lane] if in_lane else [])):
         track_comm(comm)
     return GroupComms(world, groups, group, lane if in_lane else None, messages, lanes, by_host)

@@ -150,37 +150,37 @@ def join_world(
     The settings are those of the flags; empty ones, and `auto`, are what the variables say. Raises
     an `AgreedError` where any rank cannot have its device.
     """
-    own = track_comm(comm.Dup())
+    world_comm = track_comm(comm.Dup())
     given = given_emulation(emulate_kinds, emulate_slowdown)
-    emulation = read_emulation(gather_values(own, given))
-    relay = agree_on_settings(own, group_by)
-    device, index, info, shares = _take_device(own, devices, share_device, emulation)
-    facts = replace(collect(info.host, own.rank), mpi=collect_mpi(own))
-    gathered = gather_values(own, (asdict(info), asdict(facts), device.missing_library()))
-    _check_before_job([each for _, each, _ in gathered], own.rank)
+    emulation = read_emulation(gather_values(world_comm, given))
+    relay = agree_on_settings(world_comm, group_by)
+    device, index, info, shares = _take_device(world_comm, devices, share_device, emulation)
+    facts = replace(collect(info.host, world_comm.rank), mpi=collect_mpi(world_comm))
+    gathered = gather_values(world_comm, (asdict(info), asdict(facts), device.missing_library()))
+    _check_before_job([rank_facts for _, rank_facts, _ in gathered], world_comm.rank)
     infos = tuple(RankInfo(**fields) for fields, _, _ in gathered)
     without_library = ranks_by(
         {rank: fault for rank, (_, _, fault) in enumerate(gathered) if fault}
     )
-    if own.rank == 0 and _current is None:
+    if world_comm.rank == 0 and _current is None:
         for fault, ranks in without_library.items():
             _log.warning("%s: %s", ranks_text(ranks), fault)
-    if declining := _declining_ranks(own, vendor_library):
-        if own.rank == 0 and (_current is None or _current.relay.vendor_library):
+    if declining := _declining_ranks(world_comm, vendor_library):
+        if world_comm.rank == 0 and (_current is None or _current.relay.vendor_library):
             for verdict in check_libraries([info.library for info in infos], declining):
                 _log.warning("%s", verdict)
         infos = tuple(replace(info, library="") for info in infos)
         relay = replace(relay, vendor_library=False)
     if not shares:
         check_own_devices(infos)
-    store = _open_store(own)
+    store = _open_store(world_comm)
     is_new = _current is None or _current.emulation != emulation
-    if emulation.describe() and own.rank == 0 and is_new:
+    if emulation.describe() and world_comm.rank == 0 and is_new:
         # A variable may have been forgotten.
         level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
         _log.log(level, "the job is emulated: %s", emulation.describe())
-    threads, size = set_default_threads(share_cores(own)), own.size
-    return World(own, infos, device, index, threads, size, emulation, store, relay)
+    threads, size = set_default_threads(share_cores(world_comm)), world_comm.size
+    return World(world_comm, infos, device, index, threads, size, emulation, store, relay)
 
 
 def _open_store(comm: MPI.Intracomm) -> MPIStore:
@@ -258,9 +258,16 @@ def _exchange_visible(
     rank; and whether any rank of the job may share a device.
     """
     node = _gather_on_host(comm, comm.rank)[0]
-    found = gather_values(comm, (node, local_rank, seen, share))
-    here = sorted((each for each in found if each[0] == node), key=lambda each: int(each[1]))
-    return node, [each[2] for each in here], any(each[3] for each in found)
+    on_node: list[tuple[int, Any]] = []
+    any_shares = False
+    for other_node, other_rank, other_seen, shares in gather_values(
+        comm, (node, local_rank, seen, share)
+    ):
+        any_shares |= bool(shares)
+        if other_node == node:
+            on_node.append((int(other_rank), other_seen))
+    on_node.sort(key=lambda item: item[0])
+    return node, [other_seen for _, other_seen in on_node], any_shares
 
 
 def _check_before_job(facts: Sequence[dict[str, Any]], rank: int) -> None:
@@ -287,7 +294,9 @@ def _declining_ranks(comm: MPI.Intracomm, vendor_library: bool) -> list[int]:
     """Return the ranks that want no vendor's library to be used. Collective."""
     with agree_on_errors(comm):
         declines = declines_library(vendor_library, os.environ)
-    return [rank for rank, each in enumerate(gather_values(comm, declines)) if each]
+    return [
+        rank for rank, rank_declines in enumerate(gather_values(comm, declines)) if rank_declines
+    ]
 
 
 def slowed_as(world: World, slowdown: str) -> World:
@@ -311,8 +320,8 @@ def limited_as(world: World, memory: str) -> World:
     from kaitian_mpi.devices.memory_limit import limit_memory
 
     with agree_on_errors(world.comm):
-        own = world.info.world_rank
-        device, limits = limit_memory(world.device_kind, memory, own, world.started)
+        world_rank = world.info.world_rank
+        device, limits = limit_memory(world.device_kind, memory, world_rank, world.started)
     infos = [
         replace(info, memory_bytes=limit, emulated_memory=True) if limit else info
         for info in world.infos

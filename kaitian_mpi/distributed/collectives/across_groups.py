@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 
 _ROUND_BYTES = 1 << 20
-"""Of all ranks' parts, what a round takes; the device has memory for a few."""
+"""The bytes of all ranks' parts in a round; the device has memory for a few rounds."""
 ACROSS_BYTES = COUNT * 2 * _ROUND_BYTES
-"""The device memory that they take at most."""
+"""The most device memory that rounds take."""
 
 
 class PartSlice(NamedTuple):
@@ -47,30 +47,31 @@ class Members(NamedTuple):
 
     groups: Sequence[Sequence[int]]
     """Of all ranks."""
-    own: Sequence[int]
+    ranks: Sequence[int]
+    """Of this rank's group."""
     device: torch.device
-    """Where they do."""
+    """The device on which they do."""
     moves: tuple[Callable[..., None], Callable[..., None]]
     """Reduce pieces of a flat tensor, one to each member, and copy them from each to all."""
 
 
 def carried(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, list[PartSlice]]:
-    """Return by rank which pieces of all ranks' parts, of these lengths, it carries in its group.
+    """Return the pieces of all ranks' parts that each rank carries in its group, by rank.
 
-    Its own part is the first one. Not collective.
+    A rank's own part comes first. The parts have these lengths. Not collective.
     """
-    found: dict[int, list[PartSlice]] = {}
+    slices: dict[int, list[PartSlice]] = {}
     for ranks in groups:
         others = [rank for rank in range(len(lengths)) if rank not in ranks]
         ends = [0, *accumulate(lengths[rank] for rank in others)]
         for place, member in enumerate(ranks):
             low, high = (ends[-1] * (place + more) // len(ranks) for more in (0, 1))
-            found[member] = [PartSlice(member, 0, lengths[member])]
+            slices[member] = [PartSlice(member, 0, lengths[member])]
             for rank, (begin, end) in zip(others, pairwise(ends), strict=True):
                 piece = PartSlice(rank, max(low, begin) - begin, min(high, end) - begin)
                 if piece.begin < piece.end:
-                    found[member].append(piece)
-    return found
+                    slices[member].append(piece)
+    return slices
 
 
 class _Round:
@@ -79,38 +80,40 @@ class _Round:
     def __init__(self, members: Members, rank: int, lengths: Sequence[int], memory: Any) -> None:
         self.carried = carried(members.groups, lengths)
         self.rank = rank
-        own = [self.carried[member] for member in members.own]
-        self.shares = [sum(end - begin for _, begin, end in pieces) for pieces in own]
+        by_member = [self.carried[member] for member in members.ranks]
+        self.shares = [sum(end - begin for _, begin, end in pieces) for pieces in by_member]
         self.flat = memory[: sum(self.shares)]
-        """What the group's members carry, one after the other."""
-        pieces = [piece for pieces in own for piece in pieces]
+        """The pieces that the group's members carry, one after the other."""
+        pieces = [piece for pieces in by_member for piece in pieces]
         views = self.flat.split([end - begin for _, begin, end in pieces])
         self.places = [*zip(pieces, views, strict=True)]
-        self.share = self.flat.split(self.shares)[members.own.index(rank)]
-        self.own, self.foreign = self.share.split([lengths[rank], len(self.share) - lengths[rank]])
-        self.given = [
+        self.share = self.flat.split(self.shares)[members.ranks.index(rank)]
+        self.rank_part, self.other_parts = self.share.split(
+            [lengths[rank], len(self.share) - lengths[rank]]
+        )
+        self.carried_elsewhere = [
             (member, piece)
             for member, pieces in self.carried.items()
             for piece in pieces
-            if piece.rank == rank and member not in members.own
+            if piece.rank == rank and member not in members.ranks
         ]
         """The pieces of this rank's part that members of other groups carry, by member."""
 
-    def by_rank(self, foreign: torch.Tensor) -> list[torch.Tensor | None]:
+    def by_rank(self, other_parts: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the pieces of other groups' ranks that this one carries, by rank."""
         pieces = self.carried[self.rank][1:]
-        found: list[torch.Tensor | None] = [None] * len(self.carried)
-        views = foreign.split([end - begin for _, begin, end in pieces])
+        by_rank: list[torch.Tensor | None] = [None] * len(self.carried)
+        views = other_parts.split([end - begin for _, begin, end in pieces])
         for piece, view in zip(pieces, views, strict=True):
-            found[piece.rank] = view
-        return found
+            by_rank[piece.rank] = view
+        return by_rank
 
-    def by_member(self, own: torch.Tensor) -> list[torch.Tensor | None]:
+    def by_member(self, rank_part: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the pieces of this rank's part that other groups' members carry, by member."""
-        found: list[torch.Tensor | None] = [None] * len(self.carried)
-        for member, piece in self.given:
-            found[member] = own[piece.begin : piece.end]
-        return found
+        by_member: list[torch.Tensor | None] = [None] * len(self.carried)
+        for member, piece in self.carried_elsewhere:
+            by_member[member] = rank_part[piece.begin : piece.end]
+        return by_member
 
 
 class _Rounds:
@@ -144,7 +147,7 @@ class _Rounds:
 
     def result(self, number: int) -> torch.Tensor:
         """Return the memory for this rank's sum in a round."""
-        return self.results[number % len(self.results)][: len(self.rounds[number].own)]
+        return self.results[number % len(self.results)][: len(self.rounds[number].rank_part)]
 
 
 class _Sums(_Rounds):
@@ -165,19 +168,20 @@ class _Sums(_Rounds):
         current, total = self.rounds[self._next], self._op.without_division
         self._next += 1
         share = sent[0] if current.share.numel() else sent[0][:0]
-        own, foreign = share.split([len(current.own), len(current.foreign)])
+        lengths = len(current.rank_part), len(current.other_parts)
+        rank_part, other_parts = share.split(lengths)
         others = len(self._members.groups) - 1
-        arriving = own.new_empty((others, len(own)))
+        arriving = rank_part.new_empty((others, len(rank_part)))
         rows: list[torch.Tensor | None] = [None] * self._comm.size
-        elsewhere = [ranks for ranks in self._members.groups if ranks != self._members.own]
+        elsewhere = [ranks for ranks in self._members.groups if ranks != self._members.ranks]
         for row, ranks in zip(arriving, elsewhere, strict=True):
             for member, view in enumerate(current.by_member(row)):
                 if view is not None and member in ranks:
                     rows[member] = view
-        messages.exchange(self._comm, current.by_rank(foreign), rows)
-        if not len(own):
+        messages.exchange(self._comm, current.by_rank(other_parts), rows)
+        if not len(rank_part):
             return
-        result = received[0].copy_(own)
+        result = received[0].copy_(rank_part)
         for row in arriving:
             total.combine(result, row, out=result)
         self._op.divide_average(result, self._comm.size)
@@ -190,46 +194,48 @@ class _Sums(_Rounds):
         self.output = output
         rounds = [
             (
-                [each.share if each.share.numel() else self.nothing],
-                [self.result(number)] if each.own.numel() else [],
+                [round_.share if round_.share.numel() else self.nothing],
+                [self.result(number)] if round_.rank_part.numel() else [],
             )
-            for number, each in enumerate(self.rounds)
+            for number, round_ in enumerate(self.rounds)
         ]
         relay.exchange_in_rounds(rounds, self.exchange, self)
 
 
 class _Gathers(_Rounds):
-    def __init__(self, comm: MPI.Comm, members: Members, parts: Tensors, own: torch.Tensor) -> None:
-        super().__init__(comm, members, parts, own.dtype)
-        self._own = own.view(-1)
+    def __init__(
+        self, comm: MPI.Comm, members: Members, parts: Tensors, rank_part: torch.Tensor
+    ) -> None:
+        super().__init__(comm, members, parts, rank_part.dtype)
+        self._rank_part = rank_part.view(-1)
         self._next = 0
 
     def begin(self, number: int) -> None:
         start, current = number * self._step, self.rounds[number]
-        current.own.copy_(self._own[start : start + len(current.own)])
+        current.rank_part.copy_(self._rank_part[start : start + len(current.rank_part)])
 
     def exchange(self, sent: Tensors, received: Tensors) -> None:
         current = self.rounds[self._next]
         self._next += 1
-        own = sent[0] if current.own.numel() else sent[0][:0]
-        foreign = received[0] if received else own[:0]
-        messages.exchange(self._comm, current.by_member(own), current.by_rank(foreign))
+        rank_part = sent[0] if current.rank_part.numel() else sent[0][:0]
+        other_parts = received[0] if received else rank_part[:0]
+        messages.exchange(self._comm, current.by_member(rank_part), current.by_rank(other_parts))
 
     def end(self, number: int) -> None:
         current = self.rounds[number]
         self._members.moves[1](current.flat, current.shares)
         for piece, place in current.places:
             target = self.part(number, piece)
-            if piece.rank != self._comm.rank or target.data_ptr() != self._own.data_ptr():
+            if piece.rank != self._comm.rank or target.data_ptr() != self._rank_part.data_ptr():
                 target.copy_(place)
 
     def run(self, relay: Relay) -> None:
         rounds = [
             (
-                [each.own if each.own.numel() else self.nothing],
-                [each.foreign] if each.foreign.numel() else [],
+                [round_.rank_part if round_.rank_part.numel() else self.nothing],
+                [round_.other_parts] if round_.other_parts.numel() else [],
             )
-            for each in self.rounds
+            for round_ in self.rounds
         ]
         relay.exchange_in_rounds(rounds, self.exchange, self)
 
@@ -254,5 +260,5 @@ def all_gather_across(
     """Gather every rank's tensor into `pieces`, once into each group. Collective."""
     dense = [contiguous(piece) for piece in pieces]
     _Gathers(comm, members, dense, contiguous(tensor)).run(relay)
-    for given, piece in zip(dense, pieces, strict=True):
-        from_host(given, piece)
+    for gathered, piece in zip(dense, pieces, strict=True):
+        from_host(gathered, piece)

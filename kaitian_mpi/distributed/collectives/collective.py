@@ -55,8 +55,8 @@ def call_for_each(method: Callable[..., None], arguments: Sequence[tuple[Any, ..
         return partial(method, *arguments[0])
 
     def call() -> None:
-        for each in arguments:
-            method(*each)
+        for one_call in arguments:
+            method(*one_call)
 
     return call
 

@@ -179,8 +179,8 @@ class HostOperations:
 
     def sum_sparse(self, tensor: torch.Tensor) -> None:
         """Sum `torch.sparse_coo` tensors over all ranks, in place; the result is coalesced."""
-        own = tensor.detach().coalesce()
-        indices, entries = own.indices(), own.values()
+        rank_tensor = tensor.detach().coalesce()
+        indices, entries = rank_tensor.indices(), rank_tensor.values()
         counts = torch.zeros(self.size, dtype=torch.int64)
         self.all_gather_single(counts, torch.tensor([indices.size(1)]))
         # Transposed to one row per entry, so that each rank's piece is contiguous.

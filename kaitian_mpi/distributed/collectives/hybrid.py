@@ -142,25 +142,25 @@ class HybridOperations(HostOperations):
     def _crosses_once(self, parts: Tensors) -> bool:
         """Return whether all ranks' parts are long enough to move inside the groups first."""
         dtype = parts[0].dtype
-        is_long = dtype.is_floating_point and sum(each.nbytes for each in parts) >= _LONG_BYTES
+        is_long = dtype.is_floating_point and sum(part.nbytes for part in parts) >= _LONG_BYTES
         return self._joins_ranks and is_long
 
     def _members(self, name: str, tensor: torch.Tensor) -> Members:
         """Return how this rank's group does its part; by a library if that has the operation."""
         comms, library = self._by_kind
-        groups, own = [group.ranks for group in comms.groups], comms.own.ranks
+        groups, ranks = [group.ranks for group in comms.groups], comms.own.ranks
         dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
         kind = SUM.kind if name == "reduce" else None
         if library is not None and library.serves(name, [dtype if kind else tensor.dtype], kind):
             moves = library.reduce_pieces, library.gather_pieces
-            return Members(groups, own, library.device, moves)
+            return Members(groups, ranks, library.device, moves)
         moves_by_mpi = (
             partial(host_collectives.reduce_pieces, comms.group),
             partial(host_collectives.gather_pieces, comms.group),
         )
         is_alone = comms.group.size == 1
         device = tensor.device if is_alone else torch.device("cpu")
-        return Members(groups, own, device, moves_by_mpi)
+        return Members(groups, ranks, device, moves_by_mpi)
 
     def _allreduce(
         self,

@@ -77,8 +77,8 @@ def exchange_in_rounds(
         if piece is not None
     }
     targets = {rank: _bytes_of(piece) for rank, piece in dense.items()}
-    if comm.rank in targets and (own := sent[comm.rank]) is not None:
-        targets[comm.rank].copy_(sources[id(own)])
+    if comm.rank in targets and (rank_tensor := sent[comm.rank]) is not None:
+        targets[comm.rank].copy_(sources[id(rank_tensor)])
     from_ranks = [rank for rank in targets if rank != comm.rank]
     to_ranks = {r: id(p) for r, p in enumerate(sent) if p is not None and r != comm.rank}
 
@@ -144,13 +144,13 @@ def all_gather_in_rounds(
 ) -> None:
     """Gather every rank's tensor into `pieces`; the ranks' rounds are alike. Collective."""
     others = [piece for rank, piece in enumerate(pieces) if rank != comm.rank]
-    is_mixed = len({each.device for each in (tensor, *pieces)}) > 1
+    is_mixed = len({value.device for value in (tensor, *pieces)}) > 1
     copy = to_host if is_mixed else contiguous
-    own, dense = copy(tensor).view(-1), [copy(piece) for piece in others]
-    flat = [each.view(-1) for each in dense]
+    source, dense = copy(tensor).view(-1), [copy(piece) for piece in others]
+    flat = [piece.view(-1) for piece in dense]
     step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // comm.size) // tensor.element_size()
     rounds = [
-        ([own[start : start + step]], [each[start : start + step] for each in flat])
+        ([source[start : start + step]], [piece[start : start + step] for piece in flat])
         for start in range(0, max(piece.numel() for piece in pieces), step)
     ]
 

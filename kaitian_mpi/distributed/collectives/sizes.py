@@ -63,9 +63,9 @@ class Sizes:
 
     def _gathered(self, numbers: list[int]) -> np.ndarray:
         """Return every rank's numbers, one row for each."""
-        own = np.array(numbers)
-        rows = np.empty((self._comm.size, len(numbers)), own.dtype)
-        self._arrivals.meet(self._comm.Iallgather(own, rows), rows, own)
+        rank_numbers = np.array(numbers)
+        rows = np.empty((self._comm.size, len(numbers)), rank_numbers.dtype)
+        self._arrivals.meet(self._comm.Iallgather(rank_numbers, rows), rows, rank_numbers)
         return rows
 
 

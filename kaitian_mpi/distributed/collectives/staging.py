@@ -82,19 +82,21 @@ def _record(tensor: torch.Tensor, stream: Any) -> None:
 
 def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors in lists and tuples of any depth."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def ordered_devices(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return the devices to pass to a future, so that it synchronizes their streams."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return sorted((each for each in devices if device_of(each).futures_handle_streams), key=str)
+    return sorted(
+        (device for device in devices if device_of(device).futures_handle_streams), key=str
+    )
 
 
 class StreamEnd:

@@ -164,18 +164,20 @@ def run_rounds(rounds: Iterable[Round], at_once: int) -> None:
     def advance() -> bool:
         """Continue all rounds that can; return whether any could."""
         # Not by Testall: if one fails, Open MPI frees others that go on, and ends the job then.
-        ready = [r for r, requests in started.items() if all(each.Test() for each in requests)]
-        for each in ready:
-            requests = next(each, None)
+        ready = [
+            r for r, requests in started.items() if all(request.Test() for request in requests)
+        ]
+        for route in ready:
+            requests = next(route, None)
             if requests is None:
-                del started[each]
+                del started[route]
             else:
-                started[each] = requests
+                started[route] = requests
         return bool(ready)
 
     try:
         while True:
-            started.update((each, ()) for each in islice(waiting, at_once - len(started)))
+            started.update((route, ()) for route in islice(waiting, at_once - len(started)))
             if not started:
                 return
             wait_until(advance, yield_sec=_YIELD_SEC, min_nap_sec=_NAP_SEC)

@@ -70,8 +70,8 @@ class Crossing:
     def combine(self, part: torch.Tensor, arrived: Parts) -> None:
         """Reduce a part with what has arrived, in this order; 16-bit floats are rounded once."""
         total = _wide(part) if arrived else part
-        for each in arrived:
-            self._op.combine(total, each, out=total)
+        for addend in arrived:
+            self._op.combine(total, addend, out=total)
         if total is not part:
             part.copy_(total)
 
@@ -92,19 +92,19 @@ def pairwise(crossing: Crossing, parts: Parts) -> Round:
     Two messages' latency for any number of hosts, and each part is rounded once. Each host sends to
     all others at once, so that the switches between them have to carry all pairs.
     """
-    own = parts[crossing.host]
-    arrived = [crossing.room_for(own, number) for number in range(crossing.size - 1)]
+    host_part = parts[crossing.host]
+    arrived = [crossing.room_for(host_part, number) for number in range(crossing.size - 1)]
     received = [
         crossing.start_receive(room, host)
         for room, host in zip(arrived, crossing.others, strict=True)
     ]
     sent = [crossing.start_send(parts[host], host) for host in crossing.others]
     yield received
-    crossing.combine(own, arrived)
-    crossing.divide_average(own)
+    crossing.combine(host_part, arrived)
+    crossing.divide_average(host_part)
     yield sent  # what has been sent is overwritten now
     received = [crossing.start_receive(parts[host], host) for host in crossing.others]
-    yield [*received, *[crossing.start_send(own, host) for host in crossing.others]]
+    yield [*received, *[crossing.start_send(host_part, host) for host in crossing.others]]
 
 
 def ring(crossing: Crossing, parts: Parts) -> Round:
@@ -171,15 +171,15 @@ def _between_two(crossing: Crossing, parts: Parts, wire: WireFormat, noted: Part
 
 
 def _among_many(crossing: Crossing, parts: Parts, wire: WireFormat, noted: Parts) -> Round:
-    own = parts[crossing.host]
-    arrived = {host: _room(wire, own) for host in sorted(crossing.others)}
+    host_part = parts[crossing.host]
+    arrived = {host: _room(wire, host_part) for host in sorted(crossing.others)}
     requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
     leaving = {host: wire.encode(parts[host], noted[host]) for host in crossing.others}
     requests += [crossing.start_send(encoded, host) for host, encoded in leaving.items()]
     yield requests  # MPI has sent what is leaving
     for room in arrived.values():
-        own += _decoded(wire, room, own)
-    encoded = wire.encode(own, noted[crossing.host])
+        host_part += _decoded(wire, room, host_part)
+    encoded = wire.encode(host_part, noted[crossing.host])
     arrived = {host: _room(wire, parts[host]) for host in crossing.others}
     requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
     requests += [crossing.start_send(encoded, host) for host in crossing.others]

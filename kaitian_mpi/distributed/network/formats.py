@@ -65,13 +65,13 @@ class Blocks:
         blocks = whole + bool(rest)
         scales = encoded[: 4 * blocks].view(torch.float32).view(-1, 1)
         numbers = encoded[4 * blocks :].view(torch.int8).view(blocks, BLOCK * self._bits // 8)
-        rows = (each[: whole * BLOCK].view(-1, BLOCK) for each in flat)
+        rows = (tensor[: whole * BLOCK].view(-1, BLOCK) for tensor in flat)
         if whole:
             work(scales[:whole], numbers[:whole], *rows)
         if rest:
-            ends = [each[whole * BLOCK :] for each in flat]
+            ends = [tensor[whole * BLOCK :] for tensor in flat]
             padded = [functional.pad(end, (0, BLOCK - rest)) for end in ends]
-            work(scales[whole:], numbers[whole:], *(each.view(1, BLOCK) for each in padded))
+            work(scales[whole:], numbers[whole:], *(tensor.view(1, BLOCK) for tensor in padded))
             for end, longer in zip(ends, padded, strict=True):
                 end.copy_(longer[:rest])
 

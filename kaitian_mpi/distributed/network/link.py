@@ -144,8 +144,8 @@ class Link:
             for tensor in [torch.zeros(size // 4)]
             for route in self.routes
         }
-        found = time_in_rounds(self._comm, works, _ROUNDS, _MAX_SEC)
-        short, long = ({route: found[size, route] for route in self.routes} for size in sizes)
+        seconds = time_in_rounds(self._comm, works, _ROUNDS, _MAX_SEC)
+        short, long = ({route: seconds[size, route] for route in self.routes} for size in sizes)
         return choose(short, long)
 
     def _reduce(self, tensor: torch.Tensor, op: Reduction, route: Route) -> None:
@@ -162,7 +162,7 @@ def links_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -
     """
     groupings = [comms] if comms.by_host is None else [comms, comms.by_host]
     links = {}
-    for comm in (comms.world, *(each.lane for each in groupings)):
+    for comm in (comms.world, *(grouping.lane for grouping in groupings)):
         if comm is not None:
             places = translate_ranks(cast("MPI.Intracomm", comm), comms.world)
             hosts = group_by_host([nodes[place] for place in places])

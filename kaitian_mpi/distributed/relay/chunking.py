@@ -48,8 +48,8 @@ class ChunkLengths(NamedTuple):
         best = max(math.isqrt(total_bytes * self.half_bytes), _MIN_CHUNK_BYTES)
         least = -(-total_bytes // max(self.limit_bytes, _MIN_CHUNK_BYTES))
         count = max(least, round(total_bytes / best))
-        each = -(-total_bytes // max(count, 1) // ALIGNMENT) * ALIGNMENT
-        return [min(each, total_bytes - at) for at in range(0, total_bytes, each or 1)] or [0]
+        length = -(-total_bytes // max(count, 1) // ALIGNMENT) * ALIGNMENT
+        return [min(length, total_bytes - at) for at in range(0, total_bytes, length or 1)] or [0]
 
 
 def half_performance_bytes(seconds: Sequence[tuple[float, float]]) -> int:
@@ -59,11 +59,11 @@ def half_performance_bytes(seconds: Sequence[tuple[float, float]]) -> int:
     """
     slowest = max(seconds, key=lambda stage: stage[1])
     per_byte = [max(0.0, large - small) / (SIZES[1] - SIZES[0]) for small, large in seconds]
-    own = per_byte[seconds.index(slowest)]
-    others = sum(per_byte) - own if len(seconds) > 1 else own
-    if own <= 0.0 or others <= 0.0:
+    slowest_per_byte = per_byte[seconds.index(slowest)]
+    others = sum(per_byte) - slowest_per_byte if len(seconds) > 1 else slowest_per_byte
+    if slowest_per_byte <= 0.0 or others <= 0.0:
         return _FALLBACK_BYTES
-    return max(1, int(max(_LEAST_LATENCY_SEC, slowest[0] - SIZES[0] * own) / others))
+    return max(1, int(max(_LEAST_LATENCY_SEC, slowest[0] - SIZES[0] * slowest_per_byte) / others))
 
 
 def longest_chunk(memory_mb: int) -> int:

@@ -150,7 +150,9 @@ def exchange_in_rounds(
     As `exchange_in_chunks` does. The first round has a part of all memory that others use.
     """
     numbers = count(), count()
-    sizes = [sum(_room(each) for each in _distinct(*each)) for each in rounds]
+    sizes = [
+        sum(_room(tensor) for tensor in _distinct(sent, received)) for sent, received in rounds
+    ]
     slot_count = slots.provide(len(rounds), max(sizes))
     waiting = iter(rounds)
     fetched: deque[tuple[Round, Slot, dict[int, torch.Tensor], list[Event]]] = deque()
@@ -162,11 +164,11 @@ def exchange_in_rounds(
                 copies.begin(sent[0])
             slot, start = slots.take(), 0
             hosts: dict[int, torch.Tensor] = {}
-            for each in _distinct(sent, received):
-                hosts[id(each)] = slot.view_as(each, start)
-                start += _room(each)
-            full = [each for each in _distinct(sent) if each.numel()]
-            ends = [copies.copy_out(hosts[id(each)], each, slot.free) for each in full]
+            for tensor in _distinct(sent, received):
+                hosts[id(tensor)] = slot.view_as(tensor, start)
+                start += _room(tensor)
+            full = [tensor for tensor in _distinct(sent) if tensor.numel()]
+            ends = [copies.copy_out(hosts[id(tensor)], tensor, slot.free) for tensor in full]
             fetched.append(((sent, received), slot, hosts, ends))
 
     for tensor in _distinct(*rounds[0]):
@@ -179,11 +181,12 @@ def exchange_in_rounds(
                 end.synchronize()
             if not ends and slot.free is not None:  # what arrives is written to it
                 slot.free.synchronize()
-            given = [hosts[id(each)] for each in sent]
-            with part("exchange", EXCHANGE, bytes=sum(each.nbytes for each in given)):
-                exchange(given, [hosts[id(each)] for each in received])
-            for tensor in (each for each in received if each.numel()):
-                slot.free = copies.copy_back(tensor, hosts[id(tensor)])
+            sent_hosts = [hosts[id(tensor)] for tensor in sent]
+            with part("exchange", EXCHANGE, bytes=sum(host.nbytes for host in sent_hosts)):
+                exchange(sent_hosts, [hosts[id(tensor)] for tensor in received])
+            for tensor in received:
+                if tensor.numel():
+                    slot.free = copies.copy_back(tensor, hosts[id(tensor)])
             if around is not None:
                 copies.end()
                 around.end(next(numbers[1]))
@@ -277,7 +280,7 @@ class Relay:
         if not self.has_accelerators or comm.size == 1:
             return host_collectives.allreduce_chunks(comm, tensor)
         size = tensor.element_size()
-        return tensor.split([each // size for each in self._pace(comm).lengths(tensor.nbytes)])
+        return tensor.split([length // size for length in self._pace(comm).lengths(tensor.nbytes)])
 
     def _pace(self, comm: MPI.Comm) -> ChunkLengths:
         key = comm.py2f(), self.settings.memory_mb
