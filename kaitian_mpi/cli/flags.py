@@ -216,7 +216,7 @@ def parse_config(program: str, arguments: Sequence[str]) -> TrainConfig:
 
 
 class Parsed(NamedTuple):
-    """What a command line says."""
+    """The contents of a command line."""
 
     settings: dict[str, Any]
     """The fields of `TrainConfig` that it sets, on the command line or in the file of --config."""

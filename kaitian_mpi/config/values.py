@@ -1,4 +1,4 @@
-"""What a setting is: its help text, the values it may have, and its flag."""
+"""Settings: their help texts, permitted values and flags."""
 
 from __future__ import annotations
 

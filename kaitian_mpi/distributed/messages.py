@@ -78,7 +78,7 @@ class Message(Queued):
         """When the first wait for it started, by `time.perf_counter`."""
         self.peer_left = False
         self.moved = 0
-        """How many of its pieces MPI is done with."""
+        """The number of its pieces that MPI is done with."""
 
     def set_peer_left(self, has_left: bool) -> None:
         """Note whether the other rank has left the group; what it sent before may still arrive."""

@@ -19,7 +19,7 @@ _COMPRESSED = torch.float32, torch.float16, torch.bfloat16
 
 
 class Residual:
-    """What this rank has rounded off one buffer of gradients, to be sent with the next ones.
+    """The rounding errors of one buffer of this rank's gradients, to be sent with the next ones.
 
     It changes by `keep` only, so a step that is repeated adds the same again. The first `count`
     values of the buffer are gradients, which cross as `wire`; the others cross exactly.

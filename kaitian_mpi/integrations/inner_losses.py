@@ -33,7 +33,7 @@ class InnerCalls:
         self._calls: dict[int, tuple[torch.Tensor, InnerCall]] = {}
         self._returned: InnerCall | None = None
         self.outputs = Outputs()
-        """What the modules inside have returned, if that is collected."""
+        """The outputs of inner modules, if they are collected."""
         self._collects = False
 
     def begin(self, outer: nn.Module, collects: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How a loss depends on its rows, as far as its graph tells: nothing is computed again.
+"""Finds from a loss's graph how it depends on its rows, without computing it again.
 
 For what has effects, so that it cannot be computed twice, as Lightning's `training_step`.
 """
@@ -22,7 +22,7 @@ Edge = tuple[Any, int]
 
 
 class Outputs:
-    """What the modules inside a forward have returned, without the memory of it."""
+    """The outputs of the modules inside a forward, without their memory."""
 
     def __init__(self) -> None:
         self._lengths: dict[Edge, int] = {}

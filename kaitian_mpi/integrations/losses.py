@@ -29,7 +29,7 @@ _USUAL_MISFITS = 1e-5
 
 
 class Rule(NamedTuple):
-    """How a loss depends on its rows."""
+    """A rule by which a loss depends on its rows."""
 
     text: str
     labels: str = ""

@@ -30,11 +30,11 @@ class _StepBatch(NamedTuple):
     rank_rows: list[int] | None
     """This rank's, by its original sampler; None if that yields none."""
     all_rows: list[int]
-    """Those of all ranks."""
+    """The rows of all ranks."""
 
 
 class BatchPlanner(Protocol):
-    """What a `PlannedBatchSampler` asks of the plan."""
+    """The plan, as a `PlannedBatchSampler` uses it."""
 
     rank: int
     size: int

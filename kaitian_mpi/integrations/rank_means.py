@@ -59,7 +59,7 @@ class _RankValues(torch.Tensor):
     """A value of each rank, shape (ranks,); functions of it return plain tensors."""
 
     rows: torch.Tensor
-    """How many rows each rank has, shape (ranks,)."""
+    """The number of rows of each rank, shape (ranks,)."""
 
     @classmethod
     def of(cls, values: torch.Tensor, rows: torch.Tensor) -> _RankValues:

@@ -93,7 +93,7 @@ class TakenBatch:
         self.iteration = iteration
         self.rows = rows
         self.number = number
-        """How many batches were taken before, from any loader."""
+        """The number of batches taken before, from any loader."""
         self.in_training = in_training
         """Whether a model was in training mode then."""
         # A forward's tensors are compared with these, if it may have one of several batches.

@@ -117,11 +117,11 @@ class RelaySettings:
     dtype: str = TrainingConfig.relay_dtype
     """The dtype in which float32 gradients cross between kinds, `fp32` or `bf16`."""
     network_allreduce: str = TrainingConfig.network_allreduce
-    """How host memory is reduced between hosts: `auto`, `mpi` or an algorithm's name."""
+    """The algorithm that reduces host memory between hosts: `auto`, `mpi` or a name."""
     wire: str = TrainingConfig.wire
     """The format of gradients between hosts: `fp32`, `bf16`, `int8` or `int4`."""
     group_by: str = "auto"
-    """How ranks are grouped, as `--group-by`; fixed once the job has started."""
+    """The grouping of ranks, as `--group-by`; fixed once the job has started."""
     vendor_library: bool = True
     """Whether vendors' libraries are used, as `--vendor-library`; fixed in the same way."""
 

@@ -78,7 +78,7 @@ class World:
     store: MPIStore
     """The job's store, until the last rank has departed; also of worlds made from this one."""
     relay: RelaySettings = field(default_factory=RelaySettings)
-    """How this rank's tensors cross between device kinds; all its process groups use it."""
+    """Moves this rank's tensors between device kinds; all its process groups use it."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""What a dataset for `--dataset` is, once it is loaded."""
+"""A loaded dataset for `--dataset`."""
 
 from __future__ import annotations
 

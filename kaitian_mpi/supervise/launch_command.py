@@ -52,7 +52,7 @@ class Mpirun:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What mpirun is to start, and where."""
+    """The command that mpirun starts, and its hosts."""
 
     ranks: int
     hosts: Sequence[Host] = ()

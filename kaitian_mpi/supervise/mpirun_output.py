@@ -74,12 +74,12 @@ class MpirunOutput:
 
     @property
     def held(self) -> bytes:
-        """What MPI has said about the job's end."""
+        """MPI's messages about the job's end."""
         return b"".join(self._held)
 
     @property
     def cause(self) -> str:
-        """Which rank has ended the job, and how; empty if MPI has not said it."""
+        """The rank that has ended the job, and its exit; empty if MPI has not named it."""
         if match := _SIGNAL.search(self.held):
             rank, host, number, name = (word.decode(errors="replace") for word in match.groups())
             return f"rank {rank} on {host} was killed by signal {number} ({name})"

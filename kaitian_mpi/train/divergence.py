@@ -28,7 +28,7 @@ _UNITS = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 _HOST_UNIT = 2.0**-20  # of float32: sums of hundreds of products round more than one operation
 
 Print = tuple[tuple[str, ...], int]
-"""How a rank rounds, and the checksum of its tensors."""
+"""A rank's way of rounding, and the checksum of its tensors."""
 
 
 def repair_divergence(world: World, state: State, sinks: Sinks) -> list[int]:

@@ -98,7 +98,7 @@ class Engine:
         # Before anything of the model changes: if a rank is lost here, there is nothing to undo.
         self._prepare()
         self.gradients: GradientSums = self._make_gradients()
-        """Of the current step; another one once parameters are unfrozen."""
+        """Sums the current step's gradients; replaced when parameters are unfrozen."""
         participate(state.model, self.step)
 
     def _prepare(self) -> None:

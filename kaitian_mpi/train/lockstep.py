@@ -27,7 +27,7 @@ class Epoch:
     number: int
     """From 0."""
     steps: int
-    """Those that are left when it begins."""
+    """The steps that remain when it begins."""
     dataset: Any
     train: Callable[[Epoch], Iterator[Any]]
     """Trains it, and yields what its loop is for."""

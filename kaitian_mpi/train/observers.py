@@ -87,7 +87,7 @@ class Events(StepObserver):
 
 
 class SinceReading:
-    """What a rank has done since the last reading. Not collective."""
+    """A rank's steps, times and losses since the last reading. Not collective."""
 
     def __init__(self, device: torch.device) -> None:
         # Summed on the losses' device, so that a step does not wait for it.

@@ -1,4 +1,4 @@
-"""Which part of a training state a rank has: all of it, unless a layout divides it."""
+"""A rank's part of the training state: all of it, unless a layout divides it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _SMALL_SUM_BYTES = 4096
 
 @dataclass
 class CheckpointRequest:
-    """What this rank has been asked to save by a signal; kept over losses until it is done."""
+    """A signal's request to save; kept over losses until it is done."""
 
     is_made: bool = False
     ends_job: bool = False

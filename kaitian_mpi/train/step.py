@@ -99,7 +99,7 @@ class StepInProgress(Participation):
         self.batch_sizes: list[int] = []
         self.samples = self.rank_samples = 0
         self.weights: Sequence[float] = ()
-        """Of this rank's micro-batches: how many terms the mean of each is over."""
+        """The weights of this rank's micro-batches: the number of terms of each one's mean."""
         self.rank_weight = 0.0
         self._fraction = Fraction(0.0, 0.0)
         self._losses: list[torch.Tensor] = []

@@ -35,7 +35,7 @@ class Summary:
     `direct` if there was never more than one.
     """
     relay: dict[str, Any] | None = None
-    """How tensors cross between groups; None with a single one."""
+    """The transport of tensors between groups; None with a single one."""
     wire: str | None = None
     """The gradient format between hosts."""
     pipeline: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class Summary:
     plans: int | None = None
     """The number of plans since these ranks started to train."""
     slow_ranks: list[dict[str, Any]] | None = None
-    """Which ranks were slow since these ranks started to train, from when to when, and why."""
+    """Slow periods of ranks since these ranks started to train: begin, end and cause."""
     samples_per_sec: float | None = None
     """Over the run's steps that were timed, as is the next; None if none was."""
     step_time_sec: float | None = None

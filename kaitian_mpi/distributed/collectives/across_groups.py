@@ -48,7 +48,7 @@ class Members(NamedTuple):
     groups: Sequence[Sequence[int]]
     """Of all ranks."""
     ranks: Sequence[int]
-    """Of this rank's group."""
+    """The ranks of this rank's group."""
     device: torch.device
     """The device on which they do."""
     moves: tuple[Callable[..., None], Callable[..., None]]

@@ -1,4 +1,4 @@
-"""What torch's releases, from 2.8 on, and its compiler require of a process group.
+"""Adapts a process group to torch's releases, from 2.8 on, and to its compiler.
 
 Each name or comment states the release it is for, so that it can be removed with that release's
 support.

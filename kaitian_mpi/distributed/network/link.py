@@ -40,7 +40,7 @@ Seconds = Mapping[Route, float]
 
 
 class RouteChoice(NamedTuple):
-    """How tensors are reduced between hosts."""
+    """The route by which tensors are reduced between hosts."""
 
     route: Route
     """For tensors of `min_bytes` and more; for others, MPI's own allreduce."""
@@ -80,7 +80,7 @@ class Link:
     def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings) -> None:
         """Measure nothing yet, unless the settings force an exchange. Not collective."""
         self.choice: RouteChoice | None = None
-        """How tensors are reduced, the same on every rank; None if not known yet."""
+        """The route of tensors, the same on every rank; None if not known yet."""
         self.routes = routes(list(EXCHANGES), min(map(len, hosts)))
         """The routes to choose from."""
         self._comm = comm

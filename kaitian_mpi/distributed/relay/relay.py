@@ -42,7 +42,7 @@ RoundExchange = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Around(Protocol):
-    """What the device does around each round, on the current stream; at most `COUNT` are begun.
+    """The device's work around each round, on the current stream; at most `COUNT` are begun.
 
     The first tensor of a round that is copied out is not empty: so the host has waited for what was
     begun, and with it for the rounds that ended before, when it copies back.

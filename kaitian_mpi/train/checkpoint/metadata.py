@@ -50,10 +50,10 @@ class RunMetadata:
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """What was found of an earlier job of the run, if anything."""
+    """The results and checkpoint of an earlier job of the run, if any."""
 
     metadata: RunMetadata | None = None
-    """That of its last checkpoint, the same on every rank; None if there is none."""
+    """The metadata of its last checkpoint, the same on every rank; None if there is none."""
     progress: dict[str, Any] = field(default_factory=dict)
     """The fields of `Progress`; the same on every rank."""
     file: TensorFile | None = None

@@ -1,4 +1,4 @@
-"""How a model and its optimizers are laid out over the ranks: the layouts by their names."""
+"""The layouts of a model and its optimizers over the ranks, by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, Callable[[TrainingConfig, Setup, World], Layout]] = {
     "pipeline": _find_pipeline,
     "auto": _find_fastest,
 }
-"""What finds a layout for a task, collectively, by the value of `--layout`."""
+"""Functions that find a layout for a task, collectively, by the value of `--layout`."""
 
 
 def find_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:

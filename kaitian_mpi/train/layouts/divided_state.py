@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from kaitian_mpi.train.partition import Partition
 
 Target = TypeVar("Target")
-"""What names a tensor that this rank's optimizers step."""
+"""The key of a tensor that this rank's optimizers step."""
 
 
 class DividedState(Partition, Generic[Target]):
@@ -47,7 +47,7 @@ class DividedState(Partition, Generic[Target]):
             if numbers[parameter] in owned
         }
         self.targets: dict[Target, nn.Parameter] = {}
-        """What this rank's optimizers step."""
+        """The tensors that this rank's optimizers step."""
 
     @abstractmethod
     def _keep(

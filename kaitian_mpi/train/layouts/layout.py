@@ -1,4 +1,4 @@
-"""What a layout is, as the rest of the training sees it."""
+"""The interface of a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kaitian_mpi.train.task import Computation
 
 
 class Layout(ABC):
-    """How a run's model and its optimizers are laid out over the ranks.
+    """The distribution of a run's model and optimizers over the ranks.
 
     A run has one, found before its first step, with what it was measured by: see `LAYOUTS`. It is
     asked `place`, `find_profiles` and `make_state` once; then, each time that some ranks begin to
@@ -34,13 +34,13 @@ class Layout(ABC):
     compares_weights: ClassVar[bool] = True
     """Whether all ranks have the same weights, which can be compared and repaired."""
     equal_shares: ClassVar[str] = "equal shares"
-    """What the first batch sizes are called, without a benchmark."""
+    """The reason that is given for the first batch sizes, without a benchmark."""
     divides_samples: ClassVar[bool] = True
     """Whether each rank computes a share of the samples, which follows its speed; else all compute
     a part of each sample."""
 
     engine: ClassVar[type[Engine]] = Engine
-    """What computes steps."""
+    """The class that computes steps."""
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
         """Bring the model to where it is to be trained; return the setup with it. Not collective.

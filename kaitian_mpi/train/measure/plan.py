@@ -37,7 +37,7 @@ class Plan:
     batch_sizes: list[int]
     scores: list[float]
     costs: list[RankCost] | None
-    """Of each rank; None without a benchmark."""
+    """Each rank's cost; None without a benchmark."""
     micro_batch_size: int | None
     """The most samples that this rank computes at once; None: no limit."""
     min_batch: int = 1
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Profile:
-    """How one rank computes: its cost, memory format and precision."""
+    """One rank's cost, memory format and precision."""
 
     cost: RankCost | None
     memory_format: str

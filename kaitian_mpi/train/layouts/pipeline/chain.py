@@ -17,7 +17,7 @@ _Place = tuple[nn.Module, str]  # a module's parent, and its name there
 
 
 class ModelCall(NamedTuple):
-    """How a loss calls the model."""
+    """A loss's call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -28,7 +28,7 @@ class StoppedError(BaseException):  # no handler of the user's, or the model's, 
 
 
 class _StandIn:
-    """What the user's function gets in place of the model, of which no rank has all layers."""
+    """Stands in for the model in the user's function, as no rank has all layers."""
 
     def __init__(self, model: nn.Module, answer: Callable[[ModelCall], Any]) -> None:
         self._model = model
@@ -252,7 +252,7 @@ class Spec(NamedTuple):
     form: Any
     """As JSON holds it; each tensor is a number in the list."""
     tensors: list[tuple[str, list[int], bool]]
-    """Of each its dtype, its shape, and whether it has a gradient."""
+    """The dtype and shape of each tensor, and whether it requires a gradient."""
 
 
 def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:

@@ -84,7 +84,7 @@ class PipelineEngine(Engine):
 
     @property
     def stages_plan(self) -> PipelinePlan:
-        """Which ranks compute which layers, and how."""
+        """The plan of the stages: their layers and ranks."""
         assert isinstance(self.plan, StagesPlan)
         return self.plan.pipeline
 

@@ -52,13 +52,13 @@ class LayerBytes(NamedTuple):
     """The bytes of a layer that are not those of its parameters."""
 
     kept: float = 0.0
-    """Of a sample, from its forward to its backward."""
+    """The bytes kept for a sample from its forward to its backward."""
     casts: float = 0.0
     """Of the copies that autocast makes of its weights."""
     temporary: float = 0.0
-    """That it has at once besides, for a sample."""
+    """The bytes used temporarily for a sample, beyond those kept."""
     output: float = 0.0
-    """That it returns, for a sample."""
+    """The bytes of the layer's output for a sample."""
 
 
 class LayerTimer:
@@ -419,7 +419,7 @@ def layer_of(layer: nn.Module, optimizers: Sequence[Optimizer], layer_bytes: Lay
 
 
 _Given = tuple[Any, Any, Any]
-"""How the model is called, what the layer before returned, and the batch; None if not needed."""
+"""The call of the model, the previous layer's output, and the batch; None if not needed."""
 
 
 def _fresh(call: ModelCall | None, carried: Any, batch: Any) -> _Given:

@@ -56,7 +56,7 @@ class StagesPlan(Plan):
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """What the stages are planned from; the same on every rank."""
+    """The measurements from which stages are planned; the same on every rank."""
 
     layers: tuple[Layer, ...]
     by_place: Mapping[str, LayerFacts]

@@ -1,4 +1,4 @@
-"""How layout pipeline divides a model: its layers as measured, and the stages planned from them."""
+"""Layout pipeline: divides a model into stages, planned from its measured layers."""
 
 from __future__ import annotations
 

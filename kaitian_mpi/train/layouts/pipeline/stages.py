@@ -1,4 +1,4 @@
-"""Who has which parameters, and their optimizer state, in layout pipeline."""
+"""The owners of parameters and their optimizer state in layout pipeline."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stages(DividedState[int]):
         self._present = set(self.owned)
         """The parameters that this rank has."""
         self._new: dict[int, torch.Tensor] = {}
-        """Those of a checkpoint, or of another rank, that have not their place yet."""
+        """Values of a checkpoint, or of another rank, that are not in a parameter yet."""
         self._loose = self._by_number([optimizer.state_dict() for optimizer in optimizers])
         """States that have no rank yet."""
         for optimizer in optimizers:

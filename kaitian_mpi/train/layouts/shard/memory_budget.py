@@ -51,7 +51,7 @@ class MemoryBudget(NamedTuple):
     sharded: frozenset[int] = frozenset()
     """The numbers of the sharded parameters; empty if all of them fit whole on each rank."""
     stepping: Mapping[str, float] = MappingProxyType({})
-    """What each rank's optimizer allocates while it steps, as a fraction of what the rank owns."""
+    """The bytes that an optimizer allocates while it steps, as a fraction of its rank's parts."""
 
     def owners(self, config: TrainingConfig, world: World) -> tuple[list[Pair], str]:
         """Return the owners and their mirrors, or the reason for no mirrors. Not collective.

@@ -1,4 +1,4 @@
-"""How layout shard divides a model: the budget that ranks have for it, and who owns what."""
+"""Layout shard: divides a model's state over the ranks, by their memory."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ _STATE = 3  # bytes of a gradient and of an optimizer's state, about, for each o
 
 
 class OwnedValues(Protocol):
-    """Where parameters are of which only the owners have the values."""
+    """Parameters of which only the owners have the values, as `ShardedModel` has them."""
 
     @property
     def numbers(self) -> Collection[int]:
-        """Of these parameters; the same on every rank."""
+        """The numbers of these parameters; the same on every rank."""
 
     def make_target(self, number: int, values: torch.Tensor) -> nn.Parameter:
         """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
@@ -84,7 +84,7 @@ class Shards(DividedState[Part]):
         self._make_target = None if sharded is None else sharded.make_target
         self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
         self.parts: list[Part] = []
-        """Of all ranks; empty before `assign`."""
+        """The parts of all ranks; empty before `assign`."""
         self._overlaps = True
         self._reducer: ShardReducer | None = None
         self._loose: dict[Key, dict[str, Any]] = {}
