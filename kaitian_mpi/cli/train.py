@@ -129,7 +129,7 @@ def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
 
 
 def task_maker(config: TrainConfig, by_set: frozenset[str]) -> Callable[[], Task] | JointTask:
-    """Return what makes the task: the user's function, or the recipe for --model."""
+    """Return the function that makes the task: the user's, or the recipe for --model."""
     if config.task:
         from kaitian_mpi.recipes import user_task
 

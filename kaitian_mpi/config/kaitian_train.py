@@ -169,7 +169,7 @@ class TrainConfig(TrainingConfig):
             raise UserError("--nesterov requires --momentum above 0; set it, or give --no-nesterov")
 
     def spell(self, **settings: str) -> str:
-        """Return how the user gives some settings: as flags."""
+        """Return the text by which a user gives some settings: their flags."""
         return " ".join(f"{flag_name(name)} {value}" for name, value in settings.items())
 
     def word(self, text: str) -> str:

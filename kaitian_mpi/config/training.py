@@ -307,7 +307,7 @@ class TrainingConfig:
         return Path(self.run_dir) if self.run_dir else None
 
     def spell(self, **settings: str) -> str:
-        """Return how the user gives some settings: in a script, as arguments of `Training`."""
+        """Return the text by which a script gives some settings: arguments of `Training`."""
         return ", ".join(f'{name}="{value}"' for name, value in settings.items())
 
     def word(self, text: str) -> str:

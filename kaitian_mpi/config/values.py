@@ -44,7 +44,7 @@ def flag_name(field_name: str) -> str:
 
 
 def wrong_type(field: dataclasses.Field[Any], value: object) -> str:
-    """Return what a field's value must be, such as `a number`; empty if it is that."""
+    """Return the required kind of a field's value, such as `a number`; empty if it fits."""
     kind = dict if field.default is dataclasses.MISSING else type(field.default)
     # A whole number may stand for a float.
     if type(value) is kind or (kind is float and type(value) is int):

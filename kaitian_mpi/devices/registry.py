@@ -85,7 +85,7 @@ def known_kinds() -> Kinds:
 
 
 def _lacks(kind: str) -> str:
-    """Return what is missing for a built-in kind; "" if nothing is. Imports no kind."""
+    """Return the missing requirement of a built-in kind; "" if none is. Imports no kind."""
     import torch
 
     if kind in PLUGINS:

@@ -108,7 +108,7 @@ class Message(Queued):
         raise NotImplementedError
 
     def in_use(self) -> list[object]:
-        """Return what MPI may still access, and no more: errors refer to all that led to them."""
+        """Return only the objects that MPI may still access, as errors keep references."""
         raise NotImplementedError
 
     def holds_back(self, later: Message) -> bool:

@@ -115,7 +115,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         register_close(self.shutdown)
 
     def _host_operations(self, world: World, infos: Sequence[RankInfo]) -> HostOperations:
-        """Return what works in host memory; with several groups, its allreduce is the hybrid."""
+        """Return the collectives in host memory; with several groups, their allreduce is hybrid."""
         self.relay: Relay | None = None
         if self.has_one_group and not self._has_accelerators:
             return HostOperations(self.comms.world, self._arrivals, self.links)

@@ -232,7 +232,7 @@ class GradientReducer:
         """
 
     def describe(self) -> str:
-        """Return what must be the same on every rank, as a short text; for `check_same`."""
+        """Return a short text that must be the same on every rank, for `check_same`."""
         devices: dict[torch.device, int] = {}
         rows = [
             (

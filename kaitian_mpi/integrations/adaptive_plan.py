@@ -110,7 +110,7 @@ class StepTimer:
         self._clock.start()
 
     def receive(self) -> RankSteps | None:
-        """Return what the ranks have exchanged since the last call, if anything. Collective."""
+        """Return the ranks' times exchanged since the last call, if any. Collective."""
         gathered = self._reports.receive()
         if gathered is None:
             return None

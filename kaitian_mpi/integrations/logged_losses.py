@@ -124,7 +124,7 @@ def _warn_if_multiplied(world: World, trainer: Trainer, items: Any) -> None:
 
 
 def _find_rules(trainer: Trainer, inputs: Mapping[str, Any], items: Any) -> list[Rule]:
-    """Return how the loss that a Trainer computes may depend on the rows of a batch.
+    """Return the rules by which a Trainer's loss may depend on the rows of a batch.
 
     If it is half with twice as many `items`, the labels of all ranks, it is a sum over rows that
     the Trainer divides by them. Collective, as the Trainer's own metrics may be.

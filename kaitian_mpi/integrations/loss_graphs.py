@@ -46,7 +46,7 @@ class Outputs:
         return {edge: length for edge, length in last.items() if edge not in earlier}
 
     def _first_after(self, node: Any, among: Mapping[Edge, int] | None = None) -> dict[Edge, int]:
-        """Return those, perhaps `among` some, to which gradients from a node come first."""
+        """Return the outputs that a node's gradients reach first, perhaps only `among` some."""
         known = self._lengths if among is None else among
         lengths: dict[Edge, int] = {}
         left, seen = [*_edges_after(node)], set[Edge]()
@@ -104,7 +104,7 @@ def _has_terms_between(loss: torch.Tensor, lengths: Mapping[Edge, int], rows: in
 
 
 def _first_half(gradient: torch.Tensor, length: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return which rows of a tensor belong to the first half of a batch's, in two orders.
+    """Return masks of a tensor's rows in the first half of a batch, for two orders.
 
     If the batch's rows come in turn, as several views of it one after the other; and if what
     belongs to a row is together, as the words of a text.
@@ -131,7 +131,7 @@ def _depends_on_others(
 
 
 def _edges_after(node: Any) -> Iterator[Edge]:
-    """Return what a node's gradient goes on to."""
+    """Return the edges to which a node's gradient flows."""
     for before, number in () if node is None else node.next_functions:
         if before is not None:
             yield before, number

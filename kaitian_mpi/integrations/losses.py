@@ -358,5 +358,5 @@ def _count_by_row(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
 
 
 def _counts(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Return which labels count."""
+    """Return a mask of the labels that count."""
     return labels[:, rule.first :].ne(rule.ignored)

@@ -62,7 +62,7 @@ def is_from_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _read_srun(environ: Mapping[str, str]) -> Launch | None:
-    """Return what srun says of its task; None if it has not started this process."""
+    """Return this process's place in srun's job; None if srun has not started it."""
     if not all(environ.get(name, "").isdigit() for name in _SRUN):
         return None
     rank, size, local_rank, node, step = (int(environ[name]) for name in _SRUN)
@@ -74,7 +74,7 @@ def _read_srun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if the launcher's ranks do not see each other."""
+    """Return a fault, with advice, if the launcher's ranks do not see each other."""
     if launched <= size:
         return None
     if not by_srun:
@@ -94,7 +94,7 @@ def different_mpi(launched: int, size: int, library: str, by_srun: bool) -> tupl
 
 
 def unlaunched(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if this is the only rank in a larger allocation."""
+    """Return a fault, with advice, if this is the only rank in a larger allocation."""
     if find_launch(environ) or any(name in environ for name in RANKS_OF_OTHER_LAUNCHERS):
         return None
     allocated = "the launcher of an MPIJob" if environ.get("K_MPI_JOB_ROLE") == "launcher" else ""

@@ -106,7 +106,7 @@ def launchers_library(launcher: int) -> str:
 
 
 def ask(library: str, address: str, job: str) -> list[ProcInfo]:
-    """Return what a launcher knows of the ranks of a job; nothing if it does not answer."""
+    """Return a launcher's facts about a job's ranks; nothing if it does not answer."""
     pmix = ctypes.CDLL(library)
     entry = (Info * 1)(text_info(_SERVER, address))
     if pmix.PMIx_tool_init(ctypes.byref(Proc()), entry, c_size_t(1)):

@@ -165,7 +165,7 @@ class OtherHosts:
         self._has_reported = False
 
     def fault(self, now: float, own: Iterable[int]) -> str:
-        """Return what is wrong, "" for nothing; `own` are this host's ranks."""
+        """Return a fault, "" for none; `own` are this host's ranks."""
         if now - self._asked < _ASK_SEC:
             return ""
         self._asked = now

@@ -53,7 +53,7 @@ class MpirunOutput:
         """Whether the job itself has said why it ends."""
 
     def read(self, data: bytes) -> bytes:
-        """Return what to show now, after more was written."""
+        """Return the output to show, after more was written."""
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = b""
         shown = b"".join(self._read_line(line + b"\n") for line in lines)

@@ -58,7 +58,7 @@ def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, 
 
 
 def _observers(run: Run, loop: Loop, logged: dict[str, float]) -> Iterator[StepObserver]:
-    """Yield what follows each step, in this order, besides saving. Collective."""
+    """Yield the observers of each step, in order, except saving. Collective."""
     config = run.config
     world = loop.world
     state = run.state
@@ -93,7 +93,7 @@ def _assign_files(run: Run, world: World) -> None:
 
 
 def _open_sinks(run: Run) -> Iterator[MetricsSink]:
-    """Yield what receives the metrics, on the rank that writes the files."""
+    """Yield the sinks of the metrics, on the rank that writes the files."""
     config = run.config
     folder = run.setup.folder
     emulated = bool(run.summary.emulated)

@@ -38,7 +38,7 @@ class OpenStep:
         self._has_begun = False  # its backward
 
     def micro_batches(self) -> Iterator[Any]:
-        """Yield those that are left, on the rank's device; computing begins with the first."""
+        """Yield the remaining micro-batches, on the device; computing begins with the first."""
         self.loop.engine.step.start_clock()
         while self._left:
             if self._current is not None:

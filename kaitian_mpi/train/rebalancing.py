@@ -105,7 +105,7 @@ class Balancing(StepObserver):
         return plan.batch_sizes
 
     def slow_ranks(self) -> list[dict[str, Any]]:
-        """Return which ranks were slow and why, for the summary."""
+        """Return the slow periods of ranks and their causes, for the summary."""
         return [
             {**dataclasses.asdict(slow), **describe_rank(self._world.infos[slow.rank])}
             for slow in self._stragglers.periods

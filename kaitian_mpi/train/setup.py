@@ -181,7 +181,7 @@ def describe_model(model: nn.Module) -> str:
 
 
 def describe_parts(task: Task) -> dict[str, str]:
-    """Return what of a task besides model and data must be the same on every rank, as texts."""
+    """Return a task's parts, as texts that must agree on all ranks; not its model and data."""
     names = "loss", "weight", "scheduler", "validation", "metrics", "extra_state"
     are_given = {f"Task({name}=...)": getattr(task, name) is not None for name in names}
     parts = {name: "given" if is_given else "not given" for name, is_given in are_given.items()}

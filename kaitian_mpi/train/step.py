@@ -49,7 +49,7 @@ class Step:
         return float(self.mean_loss)
 
     def report(self, wants_checkpoint: bool = False) -> tuple[float, ...]:
-        """Return what this rank reports of the step to the others."""
+        """Return this rank's report of the step for the other ranks."""
         times, count = self.times, max(1, self.times.steps)
         work_sec = times.computed / count + self.data_sec
         wait_sec = times.waited / count

@@ -147,7 +147,7 @@ class ReportExchange:
         self._request = self._comm.Iallgather(self._report, self._gathered)
 
     def receive(self) -> np.ndarray | None:
-        """Return what was gathered since the last call, a row for each rank; None if nothing was.
+        """Return the numbers gathered since the last call, a row for each rank; None if none were.
 
         It holds until the next `start`.
         """

@@ -219,7 +219,7 @@ class Task:
         return {"extra_state": self.extra_state}
 
     def weight_of(self, batch: Any, samples: int) -> float:
-        """Return how many terms a batch's mean is over.
+        """Return a batch's weight: the number of terms of its mean.
 
         Raises:
             UserError: the task's function returned no number of at least 0.

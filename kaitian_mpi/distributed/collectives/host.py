@@ -246,7 +246,7 @@ class HostOperations:
         return True
 
     def _relay_if_long(self, nbytes: int) -> Relay | None:
-        """Return what so many bytes, on all ranks, pass through in rounds; None if they do not."""
+        """Return the relay through which so many bytes, on all ranks, pass in rounds, if any."""
         relay = self._relay
         is_long = nbytes > staging.MAX_PINNED_BYTES
         return relay if relay is not None and relay.has_accelerators and is_long else None

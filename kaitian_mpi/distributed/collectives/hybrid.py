@@ -146,7 +146,7 @@ class HybridOperations(HostOperations):
         return self._joins_ranks and is_long
 
     def _members(self, name: str, tensor: torch.Tensor) -> Members:
-        """Return how this rank's group does its part; by a library if that has the operation."""
+        """Return the operations of this rank's group, of its library if that has them."""
         comms, library = self._by_kind
         groups, ranks = [group.ranks for group in comms.groups], comms.own.ranks
         dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)

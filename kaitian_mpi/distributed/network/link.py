@@ -57,7 +57,7 @@ class RouteChoice(NamedTuple):
 
 
 def routes(algorithms: Sequence[str], lanes: int) -> list[Route]:
-    """Return what there is to choose from: each algorithm in one lane, and in all of them."""
+    """Return the routes to choose from: each algorithm in one lane, and in all of them."""
     counts = sorted({1, lanes})
     return [MPI_ROUTE, *[Route(name, count) for name in algorithms for count in counts]]
 
@@ -120,7 +120,7 @@ class Link:
         return add_up
 
     def choose(self) -> RouteChoice:
-        """Return how tensors are reduced; it is chosen in the first call."""
+        """Return the route of tensors, which is chosen in the first call."""
         if self.choice is None:
             forced = self._settings.network_allreduce
             check_same(self._comm, {"--network-allreduce": forced}, "give every rank the same")

@@ -198,7 +198,7 @@ class BackgroundWriter:
         self._write(state, description)
 
     def describe_kept(self) -> str:
-        """Return which checkpoint a later job would resume from, as a part of a message."""
+        """Return the checkpoint from which a later job would resume, as a part of a message."""
         kept = self.files.newest_step()  # maybe of an earlier job
         if kept is None:  # the disk is faulty
             kept = self.last_written

@@ -60,7 +60,7 @@ class Stream:
             self.data.set_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to read it from its beginning."""
+        """Return the state by which another process reads it from its beginning."""
         return {**vars(self), "_left": None}
 
 

@@ -287,7 +287,7 @@ class RankShares:
         self._sampler.set_epoch(epoch)
 
     def _share(self, indices: list[int]) -> Share:
-        """Return what to load for the step with these samples, which the sampler is at."""
+        """Return the share to load for the sampler's current step, which has these samples."""
         place = self._sampler.position * self._ranks + self._rank
         seed = int(random_bits(self._seed, self._sampler.epoch, [place])[0]) & 0xFFFF_FFFF
         return Share(self._sampler.epoch, seed, self._split_indices(indices))

@@ -162,7 +162,7 @@ def _require_shards(
 def whole_layer(
     model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]
 ) -> Layer:
-    """Return what the model takes, of what its layers keep."""
+    """Return the model's activation memory, from that of its layers."""
     kept = sum(layer.kept_bytes for layer in layers)
     casts = sum(layer.cast_bytes for layer in layers)
     temporary = max(layer.temporary_bytes for layer in layers)
@@ -182,7 +182,7 @@ def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:
 
 
 def short_reason(error: UserError) -> str:
-    """Return what is wrong, without what to do about it."""
+    """Return a message's fault, without its advice."""
     text = re.sub("^(ranks? [^:]*: )?(--layout pipeline: |Task: )?", "", str(error))
     return re.split("[;:] ", text, maxsplit=1)[0]
 

@@ -80,5 +80,5 @@ class Layout(ABC):
         return profiles.planned_bytes(world.infos, plan.batch_sizes)
 
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
-        """Return what follows the steps of a loop in this layout only. Collective."""
+        """Return the observers of a loop's steps in this layout only. Collective."""
         return ()

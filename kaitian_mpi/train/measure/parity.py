@@ -218,7 +218,7 @@ class _WithoutDropout(TorchFunctionMode):
 def compute_outcome(
     task: Task, batch: Any, computation: Computation, seed: int, change: float = 0.0
 ) -> ParityResult:
-    """Return what the task's model makes of a batch, without dropout. Not collective.
+    """Return the task's model's results for a batch, without dropout. Not collective.
 
     The model itself, its buffers and torch's random numbers stay as they are. In float64, all
     floating-point numbers are; with a `change`, they are changed at random by at most that part.

@@ -68,7 +68,7 @@ class _StandIn:
 
 
 def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> ModelCall:
-    """Return how a user's function calls the model for a batch."""
+    """Return a user's function's call of the model for a batch."""
 
     def stop(call: ModelCall) -> None:
         raise StoppedError(call)
@@ -86,7 +86,7 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
 
 
 def answered(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any, output: Any) -> Any:
-    """Return what a user's function makes of the model's output."""
+    """Return a user's function's result for the model's output."""
     return function(_StandIn(model, lambda _: output), batch)
 
 
@@ -213,7 +213,7 @@ def _pieces_of(model: nn.Module) -> list[nn.Module]:
 
 
 def run(layers: Sequence[nn.Module], call: ModelCall | None, carried: Any) -> Any:
-    """Return what consecutive layers make of what the layer before returned, or of a call."""
+    """Return the output of consecutive layers, given the previous layer's, or a call."""
     first, *others = layers
     if isinstance(first, Piece):
         assert call is not None
@@ -284,7 +284,7 @@ def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
 
 
 def put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return what was taken apart."""
+    """Return the value that was taken apart."""
     ((kind, value),) = form.items()
     if kind == "tensor":
         return tensors[value]
@@ -309,7 +309,7 @@ class _Joined(torch.autograd.Function):
 
 
 def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """Return what a layer is given that gets these tensors, and leaves with their gradients.
+    """Return a layer's input with these tensors, and the leaves that get their gradients.
 
     A layer may change what it is given in place, as it may in one process: autograd allows no
     change of a leaf. The leaves take no memory.

@@ -69,7 +69,7 @@ def check_chain(task: Task, chain: Sequence[nn.Module], batches: Sequence[Any]) 
 
 
 def _call_of(task: Task, batch: Any) -> ModelCall:
-    """Return how the loss calls the model; check that it leaves the batch as it is."""
+    """Return the loss's call of the model; check that it does not change the batch."""
     assert task.loss is not None
     before = [tensor.clone() for tensor in tensors_in(batch)]
     call = captured(task.loss, task.model, batch)
@@ -82,7 +82,7 @@ def _call_of(task: Task, batch: Any) -> ModelCall:
 
 
 def _whole(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
-    """Return what the model makes of a call; check that it leaves the batch as it is."""
+    """Return the model's output for a call; check that it does not change the batch."""
     before = [tensor.clone() for tensor in tensors_in([*call])]
     with equal_draws(0, _HOST):
         outputs = [*tensors_in(model(*call.args, **call.kwargs))]
@@ -111,7 +111,7 @@ def _compare(
 
 
 def _chained(chain: Sequence[nn.Module], calls: Sequence[ModelCall]) -> list[Any]:
-    """Return what the layers make of calls.
+    """Return the layers' outputs for calls.
 
     Each layer computes all calls before the next one does, and gets copies. So what layers pass on
     besides what they return, which no other rank would get, leads to other results.

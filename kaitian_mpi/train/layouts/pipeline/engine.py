@@ -139,7 +139,7 @@ class PipelineEngine(Engine):
         self._stages.share_buffers(self.world)
 
     def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
-        """Yield what the last stage finds of its micro-batches of the validation data."""
+        """Yield the last stage's results for its micro-batches of the validation data."""
         data, size = self._setup.validation, min(MAX_BATCH, self.stages_plan.micro_batch)
         batches, reader = evaluation_indices(len(data), 0, [1], size), Reader(data)
         on_host: Any = None

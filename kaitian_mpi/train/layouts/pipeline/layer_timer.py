@@ -96,7 +96,7 @@ class LayerTimer:
         self._at_work = 0
 
     def measure(self, optimizers: Sequence[Optimizer]) -> tuple[LayerFacts, list[Layer]]:
-        """Return what this rank takes for each layer, and what these are."""
+        """Return this rank's time and memory for each layer, and the layers."""
         device, index = self._world.device_kind, self._world.device_index
         model = self._task.model
         on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -202,7 +202,7 @@ class LayerTimer:
         return layer_sec
 
     def _too_large(self, size: int) -> str:
-        """Return what there is no memory for, and what to do."""
+        """Return an error that names the part without memory, with advice."""
         samples = "a sample" if size == 1 else f"{size} samples"
         layer = type(self._chain[self._at_work]).__name__
         name = f"layer {self._at_work + 1} of {len(self._chain)} ({layer})"
@@ -215,7 +215,7 @@ class LayerTimer:
         )
 
     def _through(self, layer: nn.Module, call: ModelCall | None, carried: Any, batch: Any) -> Any:
-        """Return what a layer makes of its inputs, and what backward begins with."""
+        """Return a layer's output, and the tensors from which backward begins."""
         loss: Any = self._task.loss
         if self._is_whole:
             loss_value = check_loss(loss(layer, batch), False)
@@ -423,7 +423,7 @@ _Given = tuple[Any, Any, Any]
 
 
 def _fresh(call: ModelCall | None, carried: Any, batch: Any) -> _Given:
-    """Return what a layer is given as from another rank, for it may change it in place."""
+    """Return a copy of a layer's input, as it may change it in place."""
 
     def copied(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

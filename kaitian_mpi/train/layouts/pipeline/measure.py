@@ -90,7 +90,7 @@ class PipelineFacts:
         return replace(self, by_place={**self.by_place, **scaled})
 
     def job(self, config: TrainingConfig, world: World, min_batch: int) -> PipelineJob:
-        """Return what the stages of these ranks are planned from."""
+        """Return the measurements from which the stages of these ranks are planned."""
         ranks = tuple(self.by_place[info.place] for info in world.infos)
         sizes = config.global_batch_size, min_batch, config.micro_batch_size
         return PipelineJob(self.layers, ranks, *sizes, self.links)
@@ -171,7 +171,7 @@ def _together(by_rank: Sequence[Sequence[Layer]]) -> tuple[Layer, ...]:
 
 
 def measure_links(world: World) -> dict[str, Hop]:
-    """Return what messages between ranks of two kinds take: if possible, of two hosts. Collective.
+    """Return the times of messages between ranks of two kinds, if possible hosts. Collective.
 
     Within a kind as well; a pair of kinds is in alphabetical order.
     """

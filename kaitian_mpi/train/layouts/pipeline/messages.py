@@ -114,7 +114,7 @@ class Activations(_Incoming):
         super().__init__(peers, source, header, _Tags.of_activations(micro_batch))
 
     def take(self) -> tuple[Any, list[torch.Tensor]]:
-        """Return what the stage before has returned, and leaves that get its gradients."""
+        """Return the previous stage's output, and the leaves that get its gradients."""
         assert self._spec is not None
         return received(self._spec, self._tensors)
 

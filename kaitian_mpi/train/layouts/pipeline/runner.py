@@ -88,7 +88,7 @@ class Runner:
         return self.needs_call or self.is_last
 
     def own(self, count: int) -> list[int]:
-        """Return which of so many micro-batches this rank computes."""
+        """Return the numbers of the micro-batches that this rank computes, of `count`."""
         if self.number is None:
             return []
         ranks = self._stages[self.number].micro_batch_ranks(count)

@@ -195,7 +195,7 @@ class Shards(DividedState[Part]):
                     kept.copy_(arrived_rows)
 
     def held(self, size: int) -> tuple[list[float], list[float]]:
-        """Return which fraction each rank owns, and which it mirrors."""
+        """Return the fractions that each rank owns and mirrors."""
         owned, mirrored = [0.0] * size, [0.0] * size
         counts = _counts(self._parameters, self._numbers, self.owned)
         for part in self.parts:
@@ -208,7 +208,7 @@ class Shards(DividedState[Part]):
         return [fraction / total for fraction in owned], [fraction / total for fraction in mirrored]
 
     def reducer(self, model: nn.Module, **options: Any) -> ShardReducer:
-        """Return what sums the gradients to their owners."""
+        """Return the reducer that sums the gradients to their owners."""
         options = {"overlaps": self._overlaps, **options}
         self._reducer = ShardReducer(model, parts=self.parts, targets=self.targets, **options)
         return self._reducer
@@ -223,7 +223,7 @@ class Shards(DividedState[Part]):
             self._reducer.check_values()
 
     def gathering(self, model: ShardedModel, world: World, waits: Any) -> Gathering:
-        """Return what brings the parameters of `model`, whose values are owned, from the owners."""
+        """Return the object that gathers the sharded parameters of `model` from their owners."""
         exchange = partial(gather_values, world.comm)
         options = {"waits": waits, "prefetches": self._overlaps}
         return Gathering(model, self.parts, self.targets, exchange, **options)
@@ -290,7 +290,7 @@ class Shards(DividedState[Part]):
         return number, 0, _rows(self._parameters[number])
 
     def _target(self, part: Part, rank: int) -> nn.Parameter:
-        """Return what an optimizer steps for a part."""
+        """Return the parameter that an optimizer steps for a part."""
         key, parameter = _key(part), self._parameters[part.parameter]
         if key not in self._values:
             return _target(parameter, part)
@@ -463,7 +463,7 @@ def _rows(parameter: torch.Tensor) -> int:
 
 
 def _target(parameter: nn.Parameter, part: Part) -> nn.Parameter:
-    """Return what an optimizer steps for a part: the parameter, or a view of its rows."""
+    """Return the parameter that an optimizer steps for a part: whole, or a view of its rows."""
     if part.end - part.begin == _rows(parameter):
         return parameter
     rows = parameter.detach()[part.begin : part.end]
