@@ -41,7 +41,7 @@ ROOT = PACKAGE.parent
 BEFORE = {
     "lines of the package": 44_235,
     "files": 347,
-    "rooms": 34,
+    "subpackages": 34,
     "lines of the tests": 35_400,
     "words of the docs": 41_000,
     "flags of kaitian-train": 70,
@@ -76,7 +76,7 @@ def count_sources() -> dict[str, int]:
     return {
         "lines of the package": sum(len(text.splitlines()) for text in texts.values()),
         "files": len(texts),
-        "rooms": len({path.parent for path in texts if path.parent.parent == PACKAGE}),
+        "subpackages": len({path.parent for path in texts if path.parent.parent == PACKAGE}),
         "lines of the tests": sum(len(text.splitlines()) for text in tests),
         "words of the docs": sum(
             len(path.read_text().split()) for path in (ROOT / "docs").glob("*.md")

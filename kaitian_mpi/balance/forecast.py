@@ -99,7 +99,7 @@ class SubsetForecasts:
     world: Mapping[str, int]
     global_batch_size: int
     forecasts: Mapping[tuple[str, ...], Forecast]
-    """By the kinds that take part, in the order of `world`."""
+    """By the participating kinds, in the order of `world`."""
 
     @property
     def whole(self) -> Forecast:

@@ -223,9 +223,9 @@ class StageBytes(NamedTuple):
     buffer: int
     """For the sums of the stage's ranks."""
     computing: float
-    """At most, besides what it holds, while it computes: activations and temporary tensors."""
+    """The peak of activations and temporary tensors while it computes."""
     stepping: float
-    """At most, besides what it holds, while its optimizer steps."""
+    """The peak of temporary tensors while its optimizer steps."""
 
 
 def stage_bytes(

@@ -127,7 +127,7 @@ class TrainingConfig:
 
     emulate_memory: str = setting(
         "",
-        "limit what ranks can allocate, besides what they use at the start: rank:size, such as "
+        "limit what ranks can allocate beyond their memory use at startup: rank:size, such as "
         "1:600MB,2:300MB (results are marked 'emulated'; default $KAITIAN_EMULATE_MEMORY)",
         metavar="LIST",
     )

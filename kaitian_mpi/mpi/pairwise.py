@@ -19,7 +19,7 @@ from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buf
 from kaitian_mpi.runtime import tags, ulfm
 from kaitian_mpi.runtime.polling import keep_alive
 
-# A piece is long enough to amortise a message's fixed cost; the scratch memory for all pieces that
+# A piece is long enough to amortize a message's fixed cost; the scratch memory for all pieces that
 # arrive at once roughly fits in the cache.
 _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20

@@ -51,7 +51,7 @@ class StoreLink:
         """The ranks that share the store."""
         self.is_closed = False
         self._tags = itertools.cycle(STORE_REPLIES)
-        self._unanswered: set[int] = set()  # the tags of replies that nobody waits for any more
+        self._unanswered: set[int] = set()  # the tags of replies that nobody waits for
         self._server = StoreServer(self.comm) if comm.rank == 0 else None
 
     @property

@@ -273,7 +273,7 @@ def free_when_unused(comms: GroupComms) -> None:
 
 
 def free_unused_comms() -> None:
-    """Free the communicators that no rank uses any more. Not collective, does not block."""
+    """Free the communicators that no rank uses any longer. Not collective, does not block."""
     with _lock:
         _waiting[:] = [(request, comms) for request, comms in _waiting if _is_kept(request, comms)]
 

@@ -77,7 +77,7 @@ class Balancing(StepObserver):
         self._apply_plans(step.number)
 
     def shares_dropped(self) -> None:
-        """Apply all plans, as all ranks load anew from the same sample on."""
+        """Apply all plans, as all ranks load again from the same sample on."""
         self._apply_plans(math.inf)
 
     def epoch_ends(self) -> None:

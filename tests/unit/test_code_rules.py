@@ -21,7 +21,7 @@ def strings(path):
     return [value for value in constants if isinstance(value, str)]
 
 
-def test_one_file_names_mpi_libraries_and_one_room_asks_for_device_kinds_or_prints():
+def test_one_file_names_mpi_libraries_and_one_package_asks_for_device_kinds_or_prints():
     assert {path for path in FILES if any(map(NAMES.search, strings(path)))} == {THE_FILE}
     quoted = re.compile(r"""["'](Open MPI|MPICH|hydra_pmi_proxy|prted|orted)["' ]""")
     assert {path for path in FILES if quoted.search(path.read_text())} == {THE_FILE}

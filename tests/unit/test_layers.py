@@ -8,12 +8,12 @@ from pathlib import Path
 
 from sources import FILES, ROOT, nodes, tree
 
-# From the top; a room imports only from those below it. `errors.py` belongs to none.
+# From the top; a subpackage imports only from those below it. `errors.py` belongs to none.
 FLOORS = (
     *("cli", "recipes", "integrations", "supervise", "train", "distributed", "observe", "mpi"),
     *("preflight", "devices", "runtime", "balance", "config", "errors"),
 )
-MAX_ROOMS = 13
+MAX_SUBPACKAGES = 13
 TESTS = Path(__file__).parents[1]
 
 
@@ -46,7 +46,7 @@ def package_imports(path: Path) -> set[str]:
     return found
 
 
-def room(module: str) -> str:
+def subpackage(module: str) -> str:
     return module.partition(".")[0]
 
 
@@ -54,23 +54,24 @@ def test_every_module_is_in_a_package_and_imports_go_down():
     for module, path in modules().items():
         if not module:
             continue
-        assert room(module) in FLOORS, f"{path}: in no room"
+        assert subpackage(module) in FLOORS, f"{path}: in no subpackage"
         for name in package_imports(path):
-            is_below = FLOORS.index(room(name)) > FLOORS.index(room(module))
-            assert is_below or room(name) == room(module), f"{path} imports {name}"
+            is_below = FLOORS.index(subpackage(name)) > FLOORS.index(subpackage(module))
+            assert is_below or subpackage(name) == subpackage(module), f"{path} imports {name}"
 
 
 def test_modules_of_one_package_have_no_import_cycles():
     graph = {
-        module: {name for name in package_imports(path) if room(name) == room(module)} - {module}
+        module: {name for name in package_imports(path) if subpackage(name) == subpackage(module)}
+        - {module}
         for module, path in modules().items()
         if module
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names a cycle
 
 
-def test_the_package_has_few_rooms():
-    assert len(FLOORS) - 1 <= MAX_ROOMS
+def test_the_package_has_few_subpackages():
+    assert len(FLOORS) - 1 <= MAX_SUBPACKAGES
 
 
 def imported_packages(path: Path) -> set[str]:

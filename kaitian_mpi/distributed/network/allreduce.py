@@ -24,7 +24,7 @@ from kaitian_mpi.runtime import tags
 from kaitian_mpi.runtime.polling import keep_alive, wait_until
 
 # A part is what one message carries, and not more than MPI sends without asking the receiver first
-# (`launcher.EAGER_BYTES`). Long ones amortise a message's fixed cost; with short ones the first
+# (`launcher.EAGER_BYTES`). Long ones amortize a message's fixed cost; with short ones the first
 # round is sooner on the wire, and the last one sooner back.
 _MAX_PART_BYTES = 256 << 10
 _MIN_PART_BYTES = 16 << 10

@@ -101,7 +101,7 @@ class StateLock:
         self._is_ending = True
         if self._owner == threading.get_ident() and self._prepare is None:
             is_child = self._fork()
-            if is_child and not self._can_complete():  # it would wait for other ranks for ever
+            if is_child and not self._can_complete():  # it would wait for other ranks forever
                 self._finish(None)
             self._saves_on_release = is_child  # once it has completed the change
 

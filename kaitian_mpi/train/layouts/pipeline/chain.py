@@ -311,21 +311,21 @@ class _Joined(torch.autograd.Function):
 def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Return a layer's input with these tensors, and the leaves that get their gradients.
 
-    A layer may change what it is given in place, as it may in one process: autograd allows no
-    change of a leaf. The leaves take no memory.
+    A layer may change its input in place, as in one process, though autograd does not allow that
+    for a leaf. The leaves take no memory.
     """
     leaves: list[torch.Tensor] = []
-    given = list(tensors)
-    for place, (_, shape, grows) in enumerate(spec.tensors):
-        if grows:
-            leaf = given[place].new_empty(()).expand(shape).requires_grad_()
+    inputs = list(tensors)
+    for index, (_, shape, requires_grad) in enumerate(spec.tensors):
+        if requires_grad:
+            leaf = inputs[index].new_empty(()).expand(shape).requires_grad_()
             leaves.append(leaf)
-            given[place] = _Joined.apply(leaf, [given[place]])
-    return put_together(spec.form, given), leaves
+            inputs[index] = _Joined.apply(leaf, [inputs[index]])
+    return put_together(spec.form, inputs), leaves
 
 
 def has_custom_function(outputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether what autograd knows of tensors has a function that is written in Python."""
+    """Return whether a custom function, written in Python, is in the tensors' autograd graph."""
     left = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set[Any](left)
     while left:

@@ -241,7 +241,7 @@ class LayerTimer:
         return float(kept), float(sum(copies.values()))
 
     def _at_once(self, layer: nn.Module, given: _Given) -> float:
-        """Return the bytes that a layer has at once besides what it keeps, returns and trains.
+        """Return the bytes of a layer's temporary tensors, beyond those kept, returned and trained.
 
         Its parameters have gradients, to which backward adds; this takes as much as the largest.
         Nothing on the host, which does not count what tensors take.
