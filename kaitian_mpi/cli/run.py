@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PROGRAM = "kaitian-run"
 SECTIONS = {
     "devices and communication": "devices share_device vendor_library group_by network_interface",
-    "emulation and output": "emulate_kinds emulate_slowdown log_level",
+    "emulation and output": "emulate_kinds emulate_slowdown emulate_memory log_level",
 }
 
 
@@ -89,6 +89,12 @@ def main() -> None:
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
         use_started_ranks(world)
+        if chosen.layout != "replicate":
+            from kaitian_mpi.integrations.shard.budget import LayoutSettings
+            from kaitian_mpi.integrations.shard.install import Installed
+
+            memory = chosen.emulate_memory or ""
+            Installed(world, LayoutSettings(chosen.layout, chosen.shard_parameters, memory))
         if chosen.adaptive:
             from kaitian_mpi.integrations.adaptive import install
 
@@ -112,6 +118,19 @@ def make_parser() -> OneLineParser:
         "LIST",
     )
     parser.add("--adaptive", "divide the batches of the script's trainer by the ranks' speed")
+    parser.add_argument(
+        "--layout",
+        choices=("replicate", "shard", "auto"),
+        default="replicate",
+        help="shard: each rank keeps gradients and optimizer state of its rows only, by its "
+        "memory, and parameters, too, if they fit no rank whole; auto: shard if a replica does "
+        "not fit every rank",
+    )
+    parser.add(
+        "--shard-parameters",
+        "with --layout shard: keep only its own rows of large parameters on each rank, even if "
+        "they fit whole, which leaves more memory to activations",
+    )
     add_flags(parser, SECTIONS)
     parser.add_argument(
         "-m",

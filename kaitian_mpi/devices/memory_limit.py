@@ -38,20 +38,25 @@ class LimitedDevice:
     _at_start = 0  # bytes that this process had allocated before its first limit
     _resident_at_start = 0  # those of them that were resident
 
-    def __init__(self, device: Any, limit: int) -> None:
-        """Limit this process from now on."""
+    def __init__(self, device: Any, limit: int, present: int = 0) -> None:
+        """Limit this process from now on.
+
+        `present` bytes that it has already count; if there are any, it is limited from the end of
+        the next `unlimited` block on, in which it can free them.
+        """
         self.device = device
         self.limit = limit
         if not LimitedDevice._at_start:
             import_for_optimizers()  # code does not count as device memory
-            LimitedDevice._at_start = _allocated()
+            LimitedDevice._at_start = _allocated() - present
             LimitedDevice._resident_at_start = _resident()
             threading.stack_size(_STACK_BYTES)  # otherwise each new thread would count 8 MB
             libc = ctypes.CDLL(None)
             if hasattr(libc, "mallopt"):  # glibc
                 libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)
         LimitedDevice._limit = LimitedDevice._at_start + limit
-        _set_limit()
+        if not present:
+            _set_limit()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.device, name)
@@ -90,8 +95,12 @@ def parse_memory(text: str, world_size: int) -> list[int]:
     return limits
 
 
-def limit_memory(device: Any, text: str, rank: int, ranks: int) -> tuple[Any, list[int]]:
+def limit_memory(
+    device: Any, text: str, rank: int, ranks: int, present: int = 0
+) -> tuple[Any, list[int]]:
     """Return a rank's device with its limit, and the limits of all `ranks` ranks.
+
+    `present` bytes count that the process has already: see `LimitedDevice`.
 
     Raises:
         UserError: the text is malformed, or this rank cannot be limited.
@@ -100,7 +109,7 @@ def limit_memory(device: Any, text: str, rank: int, ranks: int) -> tuple[Any, li
     if limits[rank]:
         if not device.is_host or not _STATUS.exists():
             raise UserError(f"{MEMORY_FLAG}: only CPU ranks on Linux can be limited")
-        device = LimitedDevice(device, limits[rank])
+        device = LimitedDevice(device, limits[rank], present)
     return device, limits
 
 

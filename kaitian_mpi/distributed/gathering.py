@@ -25,7 +25,7 @@ from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime.polling import WaitContext
 
-_BUCKET = -1  # among the numbers of parameters: the next bucket of gradients
+BUCKET = -1  # among the numbers of parameters: the next bucket of gradients
 _DONE = -2
 _WAITED_FOR = "the parameters"
 _OTHER_ORDER = (
@@ -119,12 +119,12 @@ class Gathering:
 
     def next_bucket(self) -> None:
         """Note that a bucket's gradients are summed next."""
-        self._follow(_BUCKET)
+        self._follow(BUCKET)
 
     def complete(self, sum_bucket: Callable[[], None]) -> None:
         """Join the collectives that other ranks still need in this round."""
         while (number := self._follow(None)) is not None:
-            if number == _BUCKET:
+            if number == BUCKET:
                 sum_bucket()
             else:
                 self._gather_next(number)
@@ -183,7 +183,7 @@ class Gathering:
         return expected
 
     def _name(self, number: int) -> str:
-        return "no more parameters" if number == _BUCKET else self._model.name(number)
+        return "no more parameters" if number == BUCKET else self._model.name(number)
 
     def _gather_next(self, number: int) -> torch.Tensor:
         """Return the values of the parameter at the last place, and start to gather the next one.
@@ -197,7 +197,7 @@ class Gathering:
             values = self._gather(number)
         if self._prefetches and self._order is not None:
             rest = itertools.islice(self._order, self._place, None)
-            following = next((number for number in rest if number != _BUCKET), None)
+            following = next((number for number in rest if number != BUCKET), None)
             if following is not None:
                 self._prefetched.append(self._start(following))
         return values

@@ -248,17 +248,25 @@ class ShardReducer(GradientReducer):
         if callable(self._weight):
             self._weight = self._weight()
         if self._round == 0 and number == 0:
-            self._used = [0.0] * len(self._parameters)
-            self._rank_numbers = []
+            self._begin_sums()
         if self._weight is not None:
             for index in self._bucket_indices[number]:
                 self._used[index] += self._parameters[index].grad is not None
         buffer = bucket.fill(self._weight, self._pool)
-        adds = self._round > 0
+        adds = self._adds(number)
         result = torch.empty_like(bucket.padded) if adds else bucket.padded
         work = bucket.start_sum(result, buffer, self._group)
         is_last_round = self._round + 1 == self._rounds
         self._in_flight.append(_BucketSum(bucket, work, buffer, result, adds, is_last_round))
+
+    def _begin_sums(self) -> None:
+        """Forget which parameters the last step has used."""
+        self._used = [0.0] * len(self._parameters)
+        self._rank_numbers = []
+
+    def _adds(self, number: int) -> bool:
+        """Return whether a bucket is added to what its owners have of earlier rounds."""
+        return self._round > 0
 
     def _takes_extra_memory(self, bucket_sum: _BucketSum) -> bool:
         """Return whether a sum in progress takes memory beyond the buffers set aside.
@@ -312,6 +320,10 @@ class ShardReducer(GradientReducer):
         number, faults, self.squared_norm, *used = total.tolist()
         self._is_finite = faults == 0
         self._sum = torch.tensor(number, dtype=torch.float64)
+        self._set_gradients(used)
+
+    def _set_gradients(self, used: Sequence[float]) -> None:
+        """Give the optimizers the gradients of the parameters that some rank has used."""
         for bucket, indices in zip(self._buckets, self._bucket_indices, strict=True):
             counts = {self._numbers[self._parameters[i]]: used[i] for i in indices}
             for part, gradient in bucket.gradients.items():

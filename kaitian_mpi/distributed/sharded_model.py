@@ -106,8 +106,7 @@ class ShardedModel:
         self._model = model
         self._parameters = {number: parameters[number][1] for number in numbers}
         self._number_of = {parameters[number][1]: number for number in numbers}
-        methods = {"materialize": self._unshard_used}
-        self._sharded_class: type[PendingParameter] = type("Sharded", (PendingParameter,), methods)
+        self._sharded_class = self._make_parameter_class()
         self._names = {number: parameters[number][0] for number in numbers}
         self._device = device
         self._unsharded: dict[int, _Unsharded] = {}  # those used last
@@ -194,6 +193,10 @@ class ShardedModel:
             with torch._C.DisableTorchFunctionSubclass():
                 self._set(number, values)
                 self._versions[number] = self._parameters[number]._version
+
+    def _make_parameter_class(self) -> type[PendingParameter]:
+        """Return the class of this model's sharded parameters."""
+        return type("Sharded", (PendingParameter,), {"materialize": self._unshard_used})
 
     def _unshard_used(self, parameters: Sequence[PendingParameter], function: Any) -> None:
         """Gather all parameters that a function uses; none may be freed before it is called."""

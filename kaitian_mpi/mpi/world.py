@@ -312,8 +312,11 @@ def slowed_as(world: World, slowdown: str) -> World:
     return replace(world, emulation=emulation, device_kind=device, infos=tuple(infos))
 
 
-def limited_as(world: World, memory: str) -> World:
-    """Return the world with the memory limits that a `Training` was given. Collective."""
+def limited_as(world: World, memory: str, present: int = 0) -> World:
+    """Return the world with the memory limits of `--emulate-memory`. Collective.
+
+    `present` bytes count that this process has already: see `LimitedDevice`.
+    """
     memory = memory or os.environ.get(MEMORY_VARIABLE, "")
     if not any(gather_values(world.comm, memory)):
         return world
@@ -321,7 +324,7 @@ def limited_as(world: World, memory: str) -> World:
 
     with agree_on_errors(world.comm):
         world_rank = world.info.world_rank
-        device, limits = limit_memory(world.device_kind, memory, world_rank, world.started)
+        device, limits = limit_memory(world.device_kind, memory, world_rank, world.started, present)
     infos = [
         replace(info, memory_bytes=limit, emulated_memory=True) if limit else info
         for info in world.infos

@@ -121,9 +121,9 @@ def broadcast_state(
     """
     share = partial(comm.Bcast, root=root)
     if comm.rank == root:
-        _put(state, share)
+        put_state(state, share)
         return state if receives else None
-    return _get(share, receives, into, on_host=True)
+    return get_state(share, receives, into, on_host=True)
 
 
 def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any:
@@ -133,13 +133,13 @@ def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any
         The state on rank `target`, with its tensors in new host memory; None on the others.
     """
     if comm.rank == source:
-        _put(state, partial(comm.Send, dest=target, tag=tags.STATE))
+        put_state(state, partial(comm.Send, dest=target, tag=tags.STATE))
     if comm.rank != target:
         return None
-    return _get(partial(comm.Recv, source=source, tag=tags.STATE))
+    return get_state(partial(comm.Recv, source=source, tag=tags.STATE))
 
 
-def _put(state: Any, put: Callable[[np.ndarray], None]) -> None:
+def put_state(state: Any, put: Callable[[np.ndarray], None]) -> None:
     """Send a state: what is not a large tensor, and then those, copied a piece at a time."""
     layout, tensors = _split(state)
     content = np.frombuffer(to_bytes(layout), dtype=np.uint8)
@@ -150,10 +150,10 @@ def _put(state: Any, put: Callable[[np.ndarray], None]) -> None:
             put(piece.numpy())
 
 
-def _get(
+def get_state(
     get: Callable[[np.ndarray], None], receives: bool = True, into: Any = None, **options: bool
 ) -> Any:
-    """Receive what `_put` sends; None if it is not wanted."""
+    """Receive what `put_state` sends; None if it is not wanted."""
     get(length := np.zeros(1, dtype=np.int64))
     get(content := np.empty(int(length[0]), dtype=np.uint8))
     unwanted = torch.empty(0 if receives else _PIECE_BYTES, dtype=torch.uint8)

@@ -131,11 +131,15 @@ class MemoryBudget(NamedTuple):
     def _contents(self) -> str:
         return f"{'parameters, ' if self.sharded else ''}gradients and optimizer state"
 
-    def describe(self, owned: list[float], mirrored: list[float], why: str) -> str:
-        """Return a line with the fractions that ranks have, and `why` there are no mirrors."""
+    def describe_owners(self, owned: Sequence[float]) -> str:
+        """Return a line with the fractions that ranks own."""
         shares = ", ".join(f"{fraction:.1%}" for fraction in owned)
         whole = f"{self.need.owned / 1e6:.3g} MB"
-        line = f"layout shard: {self._contents} by rank {shares} of {whole}"
+        return f"layout shard: {self._contents} by rank {shares} of {whole}"
+
+    def describe(self, owned: list[float], mirrored: list[float], why: str) -> str:
+        """Return a line with the fractions that ranks have, and `why` there are no mirrors."""
+        line = self.describe_owners(owned)
         if len(owned) == 1:
             return line
         if why:
@@ -156,45 +160,75 @@ def find_memory_budget(
     """
     with agree_on_errors(world.comm):
         optimizers = setup.task.make_optimizers(setup.task.model)
+    model = setup.task.model
+    used = memory_in_use(world)
+    if not world.device_kind.is_host:
+        used += sum(parameter.nbytes for parameter in model.parameters())
+    budget = divide_memory(config, world, model, optimizers, used)
+    pairs, _ = budget.owners(config, world)
+    need = budget.need
+    held = budget.held(pairs, world)[world.rank]
+    copied = budget.copied(pairs, world)[world.rank]
+    across = _bytes_across_groups(world)
+    buffers = need.buffers + across + need.small * budget.can_overlap(pairs, world)
+    # When ranks are timed, each has its values already.
+    return budget, int(held * (1 - need.freed / need.owned) + copied) + buffers
+
+
+def memory_in_use(world: World) -> int:
+    """Return the bytes of this rank's device that are not free. Not collective."""
     device, index = world.device_kind, world.device_index
     device.release_cached_memory()  # memory of earlier trials is free
     device.restart_memory_peak(index)
-    used = device.memory_peak_bytes(index)
+    return device.memory_peak_bytes(index)
+
+
+def divide_memory(
+    config: TrainingConfig,
+    world: World,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    used: float,
+    shards_parameters: bool = False,
+) -> MemoryBudget:
+    """Return the ranks' memory budget for a model. Collective.
+
+    Args:
+        config: the settings.
+        world: all ranks.
+        model: the model.
+        optimizers: those that step it.
+        used: the bytes of this rank's device that are used, by the whole model and what else there
+            is.
+        shards_parameters: whether to shard the parameters even if they fit whole on each rank.
+    """
+    needs, numbers = shard_needs(config, model, optimizers)
     limit = memory_limit(world)
-    needs, numbers = shard_needs(config, setup.task.model, optimizers)
-    model = 0 if device.is_host else sum(p.nbytes for p in setup.task.model.parameters())
-    is_at_once = steps_at_once(optimizers, device.is_host)
-    trained = sum(p.nbytes for p in setup.task.model.parameters() if p.requires_grad) * is_at_once
+    is_at_once = steps_at_once(optimizers, world.device_kind.is_host)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad) * is_at_once
     # While an optimizer steps, it may use the memory of activations.
     stepping = [trained / need.owned for need in needs]
     across = _bytes_across_groups(world)
     budgets = [
-        (limit - max(0, used + model - need.freed) - need.buffers - across) / (1 + fraction)
+        (limit - max(0, used - need.freed) - need.buffers - across) / (1 + fraction)
         for need, fraction in zip(needs, stepping, strict=True)
     ]
     gathered = gather_values(world.comm, [budgets, stepping])
     whole_budgets = [rank_budgets[0] for rank_budgets, _ in gathered]
     fits = min(whole_budgets) >= 0 and sum(whole_budgets) >= needs[0].owned
-    form = 0 if fits else len(needs) - 1
-    need = needs[form]
-    budget = MemoryBudget(
+    form = 0 if fits and not shards_parameters else len(needs) - 1
+    return MemoryBudget(
         by_place={
             info.place: max(0.0, rank_budgets[form])
             for info, (rank_budgets, _) in zip(world.infos, gathered, strict=True)
         },
-        need=need,
+        need=needs[form],
         sharded=numbers if form else frozenset(),
         stepping={
             info.place: rank_stepping[form]
             for info, (_, rank_stepping) in zip(world.infos, gathered, strict=True)
         },
     )
-    pairs, _ = budget.owners(config, world)
-    held = budget.held(pairs, world)[world.rank]
-    copied = budget.copied(pairs, world)[world.rank]
-    buffers = need.buffers + across + need.small * budget.can_overlap(pairs, world)
-    # When ranks are timed, each has its values already.
-    return budget, int(held * (1 - need.freed / need.owned) + copied) + buffers
 
 
 def _bytes_across_groups(world: World) -> int:

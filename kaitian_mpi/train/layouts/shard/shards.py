@@ -376,10 +376,10 @@ def _move(
         pieces = []
         for (rank, *source), rows in _cover(sources, key, target):
             known = key[0], source[0], source[1]
-            piece = _cut(held[known], known, rows) if comm.rank == rank else None
+            piece = cut_state(held[known], known, rows) if comm.rank == rank else None
             pieces.append(piece if rank == target else send_state(comm, piece, rank, target))
         if comm.rank == target:
-            states[key] = _join([piece for piece in pieces if piece is not None], keep)
+            states[key] = join_states([piece for piece in pieces if piece is not None], keep)
     return states
 
 
@@ -410,7 +410,7 @@ def _cover(
         at = until
 
 
-def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str, Any]:
+def cut_state(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str, Any]:
     """Return the state of some rows."""
     _, begin, end = key
     if rows == (begin, end):
@@ -425,7 +425,7 @@ def _cut(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str,
     return cut
 
 
-def _join(
+def join_states(
     pieces: Sequence[Mapping[str, Any]], keep: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> dict[str, Any]:
     """Return one state of the states of consecutive rows."""

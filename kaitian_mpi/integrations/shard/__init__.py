@@ -1,0 +1,1 @@
+"""Layout shard inside other people's trainers: `kaitian-run --layout shard`."""

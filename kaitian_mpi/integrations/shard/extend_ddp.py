@@ -1,0 +1,124 @@
+"""Lets every DistributedDataParallel sum gradients to the owners of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.integrations.shard.budget import replica_fits
+from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
+from kaitian_mpi.observe.console import print_rank_0
+
+_MAKES_REDUCER = "_ddp_init_helper"
+_REFUSED = "register_comm_hook", "_register_builtin_comm_hook", "join"
+
+
+def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
+    """Extend each DDP that is created from now on; return what restores the class."""
+    names = [_MAKES_REDUCER, *_REFUSED]
+    stock: dict[str, Any] = {name: getattr(DistributedDataParallel, name) for name in names}
+
+    def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if shards.settings.layout == "auto":
+            fits, line = replica_fits(shards.world, ddp.module)
+            print_rank_0(shards.world, line)
+            if fits:
+                stock[_MAKES_REDUCER](ddp, *args, **kwargs)
+                return
+        _check(ddp, shards.world.size)
+        nothing: Any = _NoReducer()
+        ddp.reducer = nothing
+        ddp.logger = nothing
+        ddp._passing_sync_batchnorm_handle(ddp.module)
+        shards.add_model(ddp)
+        ddp.register_forward_pre_hook(_BeginForward())
+        ddp.register_forward_hook(_EndForward(), always_call=True)
+
+    replaced = {name: _refuse(name) for name in _REFUSED} | {_MAKES_REDUCER: make_reducer}
+    for name, function in replaced.items():
+        setattr(DistributedDataParallel, name, function)
+    _active.append(shards)
+
+    def restore() -> None:
+        _active.clear()
+        for name, function in stock.items():
+            setattr(DistributedDataParallel, name, function)
+
+    return restore
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def call(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(f"--layout shard does not support DDP's {name}; remove it")
+
+    return call
+
+
+def _check(ddp: DistributedDataParallel, ranks: int) -> None:
+    """Refuse a DDP whose gradients cannot be summed to owners."""
+    group: Any = ddp.process_group
+    if not hasattr(group, "sum_gradients"):  # its class is not imported: that would start MPI
+        raise UnsupportedError(
+            "--layout shard needs a process group of kaitian's; add --backend-override with the "
+            "backends that the script names, such as gloo,nccl"
+        )
+    if group.size() != ranks:
+        raise UnsupportedError(
+            f"--layout shard needs DDP over all {ranks} ranks, not {group.size()}"
+        )
+    if ddp.mixed_precision is not None:
+        raise UnsupportedError(
+            "--layout shard does not support DDP's mixed_precision; use torch.autocast"
+        )
+    if ddp._delay_all_reduce_params:
+        raise UnsupportedError(
+            "--layout shard does not support delay_all_reduce_named_params; remove it"
+        )
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise UnsupportedError(f"--layout shard does not support complex parameters: {name}")
+
+
+class _NoReducer:
+    """What DDP calls of its reducer and its logger, which have nothing to do."""
+
+    def prepare_for_forward(self) -> None: ...
+    def prepare_for_backward(self, outputs: Any) -> None: ...
+    def set_runtime_stats_and_log(self) -> None: ...
+    def set_error_and_log(self, error: str) -> None: ...
+    def _remove_autograd_hooks(self) -> None: ...
+    def _check_reducer_finalized(self) -> None: ...
+    def _set_static_graph(self) -> None: ...
+    def _delay_all_reduce(self) -> None: ...
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None: ...
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _get_ddp_logging_data(self) -> Any:
+        return type("Data", (), {"strs_map": {}, "ints_map": {}})
+
+
+_active: list[TrainerShards] = []
+
+
+@not_compiled
+class _BeginForward:
+    """A forward pre-hook; without a state of its own, so that a model can be copied and pickled."""
+
+    def __call__(self, ddp: Any, *_: Any) -> None:
+        if _active:
+            _active[0].begin_forward(ddp)
+
+
+@not_compiled
+class _EndForward:
+    """A forward hook; without a state of its own, as the other one."""
+
+    def __call__(self, ddp: Any, _: Any, output: Any) -> None:
+        if _active:
+            _active[0].end_forward(ddp, output)

@@ -1,0 +1,77 @@
+"""Lets modules be moved and saved, and checkpoints be loaded, without whole copies on each rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kaitian_mpi.devices import device_of
+from kaitian_mpi.integrations.shard.script_parameters import is_sharded
+from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
+
+
+def extend_modules(shards: TrainerShards) -> Callable[[], None]:
+    """Extend torch's modules and `torch.load`; return what restores them."""
+    state_dict: Any = nn.Module.state_dict
+    apply: Any = nn.Module._apply
+    load: Any = torch.load
+
+    @functools.wraps(state_dict)
+    def lazy_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for model in shards.models():
+                if model.sharded is not None:
+                    stack.enter_context(model.sharded.making_state_dict())
+            return state_dict(module, *args, **kwargs)
+
+    @functools.wraps(apply)
+    def apply_to_whole(module: nn.Module, change: Any, recurse: bool = True) -> Any:
+        """Change, or move, what is whole; rows stay where their owner has them."""
+        sharded = {n: p for n, p in module._parameters.items() if is_sharded(p)}
+        for holder in dict.fromkeys(type(parameter).holder for parameter in sharded.values()):
+            holder.move(change)
+        module._parameters.update(dict.fromkeys(sharded))
+        try:
+            return apply(module, change, recurse)
+        finally:
+            module._parameters.update(sharded)
+
+    @functools.wraps(load)
+    def load_on_host(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load an optimizer's state on the host, whatever device the script names.
+
+        Trainers load the whole state, of which a device has memory for its rows only.
+        """
+        is_device = isinstance(map_location, str | torch.device)
+        if is_device and isinstance(file, str | Path):
+            device = device_of(torch.device(map_location))
+            state = None if device.is_host else _optimizer_state(load, file)
+            if state is not None:
+                return state
+        return load(file, map_location, *args, **kwargs)
+
+    nn.Module.state_dict = lazy_state_dict  # type: ignore[assignment, method-assign]
+    nn.Module._apply = apply_to_whole  # type: ignore[method-assign]
+    torch.load = load_on_host  # type: ignore[assignment]
+
+    def restore() -> None:
+        nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]
+        torch.load = load
+
+    return restore
+
+
+def _optimizer_state(load: Any, file: str | Path) -> Any:
+    """Return an optimizer's `state_dict`, mapped on the host; None if the file has another one."""
+    try:
+        state = load(file, "cpu", weights_only=True, mmap=True)
+    except Exception:  # not a file of tensors and plain values: the script may know better
+        return None
+    return state if isinstance(state, dict) and {"state", "param_groups"} <= state.keys() else None

@@ -1,0 +1,43 @@
+"""Layout shard in a script's own trainer: what `kaitian-run --layout shard` installs.
+
+Every trainer passes three places of torch. `DistributedDataParallel` gives each gradient's rows to
+the ranks that own them, in place of all gradients to all (extend_ddp.py, owned_model.py). The
+optimizers step, and keep state for, this rank's rows only (extend_optimizers.py,
+owned_optimizer.py). Whoever reads the whole state alone is answered by the owners (owner_reads.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from kaitian_mpi.integrations.shard.budget import LayoutSettings
+from kaitian_mpi.integrations.shard.extend_clipping import extend_clipping
+from kaitian_mpi.integrations.shard.extend_ddp import extend_ddp
+from kaitian_mpi.integrations.shard.extend_modules import extend_modules
+from kaitian_mpi.integrations.shard.extend_optimizers import extend_optimizers
+from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards, Waits
+from kaitian_mpi.mpi.world import World
+
+
+class Installed:
+    """The extensions of torch in this process."""
+
+    def __init__(
+        self, world: World, settings: LayoutSettings, waits: Waits = lambda what: nullcontext()
+    ) -> None:
+        """Let the script's models in DDP have owners from now on. Collective.
+
+        Args:
+            world: all ranks, each of which runs the script.
+            settings: how to lay out models.
+            waits: makes the context of waiting for other ranks.
+        """
+        self._shards = shards = TrainerShards(world, settings, waits)
+        extend = extend_ddp, extend_optimizers, extend_modules, extend_clipping
+        self._restore = [extend_one(shards) for extend_one in extend]
+
+    def close(self) -> None:
+        """Take the extensions away again. Collective."""
+        while self._restore:
+            self._restore.pop()()
+        self._shards.close()

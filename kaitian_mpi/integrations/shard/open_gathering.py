@@ -1,0 +1,75 @@
+"""Gathers sharded parameters in a script that may use them in any order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kaitian_mpi.distributed.gathering import BUCKET, Gathering
+from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
+
+_COMPARED_ROUNDS = 3  # ranks whose orders differ for so long will not agree later
+
+
+class OpenGathering(Gathering):
+    """Gathers in an order that ranks have in common, and reads from owners what is not in it.
+
+    In the first rounds each rank notes what it uses. If the ranks have used the same, they gather
+    it together from then on, and the next parameter while one computes with another. A rank that
+    uses another one reads that from its owners, and joins the others' gathers when it sums
+    gradients.
+    """
+
+    def __init__(self, model: ScriptParameters, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        self._read = model.read
+        self._compared_rounds = 0
+
+    def unshard(self, number: int) -> torch.Tensor:
+        """Return a parameter's values. Not collective if it is not the next in order."""
+        if self._order is None:
+            self._recorded.append(number)
+            return self._read(number)
+        if self._next() != number:
+            return self._read(number)
+        self._place += 1
+        return self._gather_next(number)
+
+    def next_bucket(self) -> None:
+        """Note that a bucket's gradients are summed next, and join the gathers before it."""
+        if self._order is None:
+            self._recorded.append(BUCKET)
+            return
+        self._join_until_bucket()
+
+    def complete(self, sum_bucket: Callable[[], None]) -> None:
+        """Join the collectives that other ranks still need in this round."""
+        if self._order is not None:
+            while self._join_until_bucket():
+                sum_bucket()
+
+    def end_round(self) -> None:
+        """End a round that all ranks have completed; the first ones compare their orders."""
+        if self._order is None and self._compared_rounds < _COMPARED_ROUNDS:
+            self._compared_rounds += 1
+            orders = self._exchange(json.dumps(self._recorded))
+            if len(set(orders)) == 1:
+                self._order = self._recorded
+        self._recorded = []
+        self._place = 0
+
+    def _next(self) -> int | None:
+        assert self._order is not None
+        return self._order[self._place] if self._place < len(self._order) else None
+
+    def _join_until_bucket(self) -> bool:
+        """Join what the other ranks gather before the next bucket; return whether there is one."""
+        while (number := self._next()) is not None:
+            self._place += 1
+            if number == BUCKET:
+                return True
+            self._gather_next(number)
+        return False

@@ -1,0 +1,82 @@
+"""Sums the gradients of any number of backwards to their owners."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from kaitian_mpi.distributed.shard_reducer import ShardReducer
+
+
+class OpenReducer(ShardReducer):
+    """Adds up backwards at the owners until the script clears the gradients.
+
+    A trainer says neither how many backwards a step has nor when it begins: each backward adds to
+    what the owners have of those before.
+
+        reducer.begin(weight, cleared)
+        loss.backward()
+        reducer.complete(is_last)
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.begin_step(sys.maxsize)
+        super()._begin_sums()
+        self._has_sum: set[int] = set()  # buckets that have sums of earlier backwards
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether a backward is being added."""
+        return self._is_armed
+
+    def numbers_used(self) -> set[int]:
+        """Return the numbers of the parameters with a gradient: of any rank, once it is summed."""
+        pairs = zip(self._parameters, self._used, strict=True)
+        return {self._numbers[parameter] for parameter, count in pairs if count > 0}
+
+    def begin(self, weight: float, cleared: Collection[int]) -> None:
+        """Let the next backward add to the owners' sums. Not collective.
+
+        Args:
+            weight: what this rank's gradients are multiplied by.
+            cleared: the numbers of the parameters whose gradients the script has cleared since the
+                last backward, the same on every rank.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if self._numbers[parameter] in cleared:
+                self._used[index] = 0.0
+        for number, bucket in enumerate(self._buckets):
+            parts = [part for part in bucket.gradients if part.parameter in cleared]
+            if parts and number in self._has_sum:
+                self._wait_for_sums(0)  # what is still being summed belongs to what was cleared
+            if len(parts) == len(bucket.gradients):
+                self._has_sum.discard(number)
+            for part in parts:
+                self._targets[part].grad = None
+                if number in self._has_sum:
+                    bucket.gradients[part].zero_()
+        self.arm(weight)
+
+    def complete(self, is_last: bool) -> None:
+        """Complete the backward; if it `is_last`, give the sums to the optimizers. Collective."""
+        if is_last:
+            self.values.check_all_seen()
+        self.end_round()
+        if is_last:
+            self._wait_for_sums(0)
+            self._settle()
+            self.reset()
+
+    def _begin_sums(self) -> None:
+        """Keep what earlier backwards have used, until it is cleared."""
+
+    def _set_gradients(self, used: Sequence[float]) -> None:
+        self._used = [float(count > 0) for count in used]
+        super()._set_gradients(used)
+
+    def _adds(self, number: int) -> bool:
+        adds = number in self._has_sum
+        self._has_sum.add(number)
+        return adds

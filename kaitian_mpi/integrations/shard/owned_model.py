@@ -1,0 +1,259 @@
+"""A model in DistributedDataParallel whose gradients are summed to the owners of their rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.integrations.shard.budget import Owners
+from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
+from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
+from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Read
+from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
+from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts.shard.shards import divide_parameters, steps_by_element
+
+Waits = Callable[[str], AbstractContextManager[Any]]
+
+
+@not_compiled
+class OwnedModel:
+    """The forwards and backwards of a model whose rows have owners.
+
+    `.grad` of a parameter is a `RemoteGradient` if some rank has computed a gradient since the
+    script has cleared it, else None.
+
+    Attributes:
+        parameters: of the model, by their numbers.
+        rows: this rank's, which its optimizers step.
+        sharded: the parameters that no rank has whole; None if all are whole on each.
+        sums: of the gradients, at their owners; None until `assign`.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        world: World,
+        index: int,
+        read: Read,
+        backward_done: Callable[[], None],
+    ) -> None:
+        """Watch the model in a DDP, whose ranks own nothing yet. Not collective.
+
+        Args:
+            ddp: the wrapped model.
+            world: all ranks.
+            index: of this model, the same on every rank.
+            read: asks a rank for its rows. Not collective.
+            backward_done: called when all ranks have computed a backward.
+        """
+        self.parameters = list(ddp.module.parameters())
+        self.rows = OwnedRows(self.parameters, world.rank, index, read)
+        self.sharded: ScriptParameters | None = None
+        self.sums: OpenReducer | None = None
+        self._module = weakref.ref(ddp.module)
+        self._group: Any = ddp.process_group
+        self._world = world
+        self._backward_done = backward_done
+        self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
+        self._by_rows = True
+        self._options: dict[str, Any] = {}
+        self._prefetches = False
+        # Whether the last forward's backward ends a step; None if a backward has followed it.
+        self._syncs: bool | None = None
+        self._gradients: dict[int, RemoteGradient] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, which its DDP wraps."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether `assign` was called."""
+        return bool(self.rows.parts)
+
+    def number(self, parameter: torch.Tensor) -> int:
+        """Return the number of a parameter."""
+        return self._numbers[id(parameter)]
+
+    def assign(
+        self,
+        owners: Owners,
+        optimizers: Sequence[Optimizer],
+        waits: Waits = lambda what: nullcontext(),
+    ) -> None:
+        """Make ranks the owners of the model's rows. Not collective, and equal on all ranks.
+
+        Args:
+            owners: of which fractions.
+            optimizers: those that step the model.
+            waits: makes the context of waiting for other ranks.
+        """
+        self._options = {"group": self._group, "waits": waits}
+        self._prefetches = owners.prefetches
+        self._by_rows = steps_by_element(optimizers)
+        parts = divide_parameters(
+            self.parameters,
+            stepped=range(len(self.parameters)),
+            owned=owners.sharded,
+            pairs=owners.pairs,
+            by_rows=self._by_rows,
+        )
+        values: dict[Any, torch.Tensor] = {}
+        if owners.sharded:
+            device = self.parameters[0].device
+            self.sharded = ScriptParameters(
+                self.module, owners.sharded, device, self.rows.read, self.rows.write
+            )
+            own = [part for part in parts if part.owner == self._world.rank]
+            values = self.sharded.shard([(p.parameter, p.begin, p.end) for p in own])
+            values = {key: rows for key, rows in values.items() if key[0] in owners.sharded}
+        self.rows.assign(parts, values)
+        self._make_reducer()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer can step the parts that there are.
+
+        Raises:
+            UserError: it needs whole parameters.
+        """
+        if self._by_rows and not steps_by_element([optimizer]):
+            raise UserError(
+                f"--layout shard: {type(optimizer).__name__} was created after the model's first "
+                "forward, and needs whole parameters; create it before"
+            )
+
+    def begin_forward(self, syncs: bool) -> None:
+        """Take note of a forward with gradients; whether its backward ends a step or adds."""
+        assert self.sums is not None
+        if self.sums.is_outdated:
+            if self.sums.has_begun:
+                raise UserError(
+                    "--layout shard: a parameter requires gradients now that did not in the last "
+                    "backward; freeze and unfreeze parameters only after optimizer.step()"
+                )
+            self.sums.check_values()
+            self.sums.close()
+            self._make_reducer()
+        if self.sharded is not None and self.sums.gathering is not None:
+            self.sharded.begin_forward(self.sums.gathering, is_first=self._syncs is None)
+        self._syncs = syncs
+
+    def end_forward(self, output: Any) -> None:
+        """Begin to sum when the first gradient of a forward's output is known.
+
+        Not in the forward: a script may clear gradients between that and its backward.
+        """
+        if self.sharded is not None:
+            self.sharded.end_forward()
+        begin = partial(self._begin_backward, bool(self._syncs))
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def before_step(self) -> None:
+        """Let this rank's rows follow what the script has done to parameters and gradients."""
+        if self.sums is not None:
+            self.sums.check_values()
+            self.rows.follow_data()
+            self.follow_cleared()
+
+    def follow_cleared(self) -> None:
+        """Clear the gradients of this rank's rows that the script has cleared. Not collective."""
+        self.rows.clear(self._cleared())
+
+    def after_step(self) -> None:
+        """Give all ranks the new values of whole parameters. Collective."""
+        if self.sums is not None:
+            self.sums.share_values()
+
+    def _begin_backward(self, syncs: bool, _: torch.Tensor) -> None:
+        assert self.sums is not None
+        if self.sums.is_armed:
+            return
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "--layout shard does not support gradients of gradients (create_graph=True)"
+            )
+        self._syncs = syncs
+        self.sums.begin(1 / self._world.size, self._cleared())
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                if isinstance(parameter.grad, RemoteGradient):
+                    parameter.grad = None  # autograd shall not add to it
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        assert self.sums is not None and self._syncs is not None
+        is_last = self._syncs
+        self._syncs = None
+        if self.sharded is not None:
+            self.sharded.end_backward()
+        self.sums.complete(is_last)
+        self.rows.end_backward()
+        self._backward_done()
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in self.sums.numbers_used():
+                self.parameters[number].grad = self._gradients[number]
+
+    def _cleared(self) -> set[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return {n for n, p in enumerate(self.parameters) if p.requires_grad and p.grad is None}
+
+    def _make_reducer(self) -> None:
+        gathering = None
+        if self.sharded is not None:
+            exchange = partial(gather_values, self._world.comm)
+            gathering = OpenGathering(
+                *(self.sharded, self.rows.parts, self.rows.targets, exchange),
+                **self._options,
+                prefetches=self._prefetches,
+            )
+        self.sums = OpenReducer(
+            self.module,
+            parts=self.rows.parts,
+            targets=self.rows.targets,
+            gathering=gathering,
+            overlaps=self._prefetches,
+            **self._options,
+        )
+        check = _RefuseUnseen(self)
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                gradients = partial(self.rows.gradients, number)
+                self._gradients[number] = RemoteGradient.of(parameter, gradients)
+                parameter.register_post_accumulate_grad_hook(check)
+
+
+@not_compiled
+class _RefuseUnseen:
+    """A hook of parameters: refuses a gradient that is computed past DDP's forward."""
+
+    def __init__(self, model: OwnedModel) -> None:
+        self._model = weakref.ref(model)  # else a parameter would keep itself
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        model = self._model()
+        if model is not None and model.sums is not None and not model.sums.is_armed:
+            raise UserError(
+                "--layout shard: a gradient was computed without the forward of "
+                "DistributedDataParallel, or from an output in which no tensor is found; call the "
+                "wrapped model, and return tensors, or dicts, tuples or lists of them"
+            )

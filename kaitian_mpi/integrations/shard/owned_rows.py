@@ -1,0 +1,198 @@
+"""This rank's rows of a model's parameters, and the other ranks' reads of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kaitian_mpi.balance.ownership import Part
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+
+Key = tuple[int, int, int]
+"""The number of a parameter, and the begin and end of some of its rows."""
+Piece = tuple[int, int, Any]
+"""The begin and end of some rows, and what an owner has of them."""
+Read = Callable[..., Any]
+MODEL, OPTIMIZER = 0, 1
+"""What is read from an owner."""
+
+
+class OwnedRows:
+    """What an optimizer steps on this rank: the rows of parameters that it owns.
+
+    Rows of a parameter that is whole on each rank are views of it; rows of a sharded one have the
+    only values. Other ranks may read these at any time, each the values of the step that it has
+    done itself.
+
+    Attributes:
+        parts: of all parameters, by all ranks; empty until `assign`.
+        targets: this rank's rows, with a gradient of their own.
+        lock: held while the rows change.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], rank: int, index: int, read: Read
+    ) -> None:
+        """Own nothing yet.
+
+        Args:
+            parameters: of the model, by their numbers.
+            rank: this rank.
+            index: of the model, the same on every rank.
+            read: asks a rank for what its `serve` returns. Not collective.
+        """
+        self.parts: list[Part] = []
+        self.targets: dict[Part, nn.Parameter] = {}
+        self.lock = threading.RLock()
+        self._parameters = parameters
+        self._rank = rank
+        self._index = index
+        self._read = read
+        self._targets_of: dict[int, list[nn.Parameter]] = {}
+        self._sharded: frozenset[int] = frozenset()
+        self._steps = 0
+        self._changes: dict[int, int] = {}  # by the script itself, since the last step
+        # The rows before each of these changes, which other ranks may still read.
+        self._before: dict[tuple[int, int], list[Piece]] = {}
+
+    def assign(self, parts: list[Part], values: Mapping[Key, torch.Tensor]) -> None:
+        """Own these parts. Not collective.
+
+        Args:
+            parts: of all parameters, by all ranks.
+            values: this rank's rows of the sharded parameters.
+        """
+        self._sharded = frozenset(number for number, _, _ in values)
+        for part in parts:
+            if part.owner == self._rank:
+                key = part.parameter, part.begin, part.end
+                target = _target(self._parameters[part.parameter], part, values.get(key))
+                self.targets[part] = target
+                self._targets_of.setdefault(part.parameter, []).append(target)
+        self.parts = parts  # from now on, other ranks may read them
+
+    def of(self, number: int) -> Sequence[nn.Parameter]:
+        """Return this rank's rows of a parameter."""
+        return self._targets_of.get(number, ())
+
+    def parts_of(self, number: int) -> list[tuple[Part, nn.Parameter]]:
+        """Return this rank's parts of a parameter, and its rows of each."""
+        return [(p, target) for p, target in self.targets.items() if p.parameter == number]
+
+    def gradients(self, number: int) -> list[torch.Tensor]:
+        """Return the gradients of this rank's rows of a parameter."""
+        return [rows.grad for rows in self.of(number) if rows.grad is not None]
+
+    def owners(self) -> list[int]:
+        """Return the ranks that own a part of the model."""
+        return sorted({part.owner for part in self.parts})
+
+    def follow_data(self) -> None:
+        """Be views of parameters again whose `data` was set since. Not collective."""
+        for part, target in self.targets.items():
+            if part.parameter not in self._sharded:
+                rows = _rows(self._parameters[part.parameter], part)
+                if rows.data_ptr() != target.data_ptr():
+                    target.data = rows
+
+    def clear(self, numbers: set[int]) -> None:
+        """Clear the gradients of this rank's rows of some parameters. Not collective."""
+        for number in numbers:
+            for rows in self.of(number):
+                rows.grad = None
+
+    def end_step(self) -> None:
+        """Take note of an optimizer's step, before `lock` is released."""
+        self._steps += 1
+        self._changes.clear()
+        self._before.clear()
+
+    def end_backward(self) -> None:
+        """Take note that all ranks have computed their gradients of this step."""
+        self._before.clear()
+
+    def serve(self, number: int, steps: int, changes: int) -> Any:
+        """Return this rank's pieces of a parameter; `NOT_YET` if its script is behind.
+
+        Args:
+            number: of the parameter.
+            steps: that the rank that asks has done.
+            changes: that its script has made to the parameter since.
+
+        Raises:
+            UserError: this rank has done another step.
+        """
+        with self.lock:
+            if self._steps > steps:
+                raise UserError(
+                    f"--layout shard: a parameter of step {steps} was read when a rank had done "
+                    f"step {self._steps}; read it before the next step, and not from another thread"
+                )
+            if not self.parts or self._steps < steps or self._changes.get(number, 0) < changes:
+                return NOT_YET
+            return self._before.get((number, changes)) or self._pieces(number)
+
+    def read(self, number: int) -> list[Piece]:
+        """Read a parameter's rows from their owners. Not collective."""
+        owners = sorted({part.owner for part in self.parts if part.parameter == number})
+        wanted = MODEL, self._index, number, self._steps, self._changes.get(number, 0)
+        pieces = [piece for owner in owners for piece in self._read(owner, *wanted)]
+        return in_order(pieces, self._parameters[number])
+
+    @torch.no_grad()
+    def write(self, number: int, values: torch.Tensor) -> None:
+        """Take this rank's rows of a sharded parameter that the script has changed on each rank.
+
+        Not collective.
+        """
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            changes = self._changes.get(number, 0)
+            pieces = self._pieces(number)
+            self._before[number, changes] = [(b, e, rows.clone()) for b, e, rows in pieces]
+            for begin, end, rows in pieces:
+                rows.copy_(values[begin:end])
+            self._changes[number] = changes + 1
+
+    def _pieces(self, number: int) -> list[Piece]:
+        return [(part.begin, part.end, rows.detach()) for part, rows in self.parts_of(number)]
+
+
+def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:
+    """Return pieces in the order of their rows, after a check that these are all of a parameter's.
+
+    An owner that has answered wrongly would else leave a gap of any numbers.
+    """
+    ordered = sorted(pieces, key=lambda piece: piece[:2])
+    reached = 0
+    for begin, end, _ in ordered:
+        if begin != reached:
+            break
+        reached = end
+    if reached != count_rows(parameter):
+        raise RuntimeError(
+            f"{reached} of {count_rows(parameter)} rows of a parameter were read from its owners"
+        )
+    return ordered
+
+
+def count_rows(parameter: torch.Tensor) -> int:
+    """Return the length of a parameter's first dimension; 1 without dimensions."""
+    return len(parameter) if parameter.dim() else 1
+
+
+def _target(parameter: nn.Parameter, part: Part, values: torch.Tensor | None) -> nn.Parameter:
+    """Return what an optimizer steps for a part: its values, or else a view of the rows."""
+    rows = _rows(parameter, part) if values is None else values
+    target = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    vars(target).update(vars(parameter))  # an optimizer may look for marks of a model's
+    return target
+
+
+def _rows(parameter: nn.Parameter, part: Part) -> torch.Tensor:
+    rows = parameter.detach()
+    return rows[part.begin : part.end] if parameter.dim() else rows

@@ -1,0 +1,220 @@
+"""Sharded parameters that a script may use at any time, in any order, on any rank alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from kaitian_mpi.distributed.gathering import Gathering
+from kaitian_mpi.distributed.pending_parameter import (
+    EXPOSES_MEMORY,
+    SETS_DATA,
+    PendingParameter,
+    pending_in,
+)
+from kaitian_mpi.distributed.sharded_model import ShardedModel
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.owners_value import OwnersValue
+from kaitian_mpi.observe.tensor_files import Spool
+
+Pieces = Callable[[int], Sequence[tuple[int, int, torch.Tensor]]]
+"""Returns a parameter's rows by its owners: their begin, end and values in host memory."""
+
+
+class ScriptParameter(PendingParameter):
+    """A sharded parameter of a script's model."""
+
+    holder: ClassVar[ScriptParameters]
+    """Of all sharded parameters of its model."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used = dict.fromkeys(
+            type(p).holder for p in pending_in((args, kwargs or {})) if is_sharded(p)
+        )
+        if getattr(func, "__name__", "") == "detach":
+            for holder in used:
+                value = holder.value_for_state_dict(args[0])
+                if value is not None:
+                    return value
+        with ExitStack() as stack:
+            for holder in used:
+                stack.enter_context(holder.around_call())
+            return super().__torch_function__(func, types, args, kwargs)
+
+
+def is_sharded(parameter: Any) -> TypeGuard[ScriptParameter]:
+    """Return whether something is a sharded parameter of a script's model."""
+    return isinstance(parameter, ScriptParameter)
+
+
+class ScriptParameters(ShardedModel):
+    """A model's sharded parameters, in a script that is not ours.
+
+    A forward with gradients and its backward gather them together with the other ranks; any other
+    use reads them from their owners, which needs no other rank's script.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        numbers: Collection[int],
+        device: torch.device,
+        read_pieces: Pieces,
+        write: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Leave the model as it is until `shard`.
+
+        Args:
+            model: whose parameters are to be sharded.
+            numbers: of these parameters.
+            device: where they are used.
+            read_pieces: reads a parameter from its owners. Not collective.
+            write: takes back the values of a parameter that the script has changed in place.
+        """
+        super().__init__(model, numbers, device)
+        self._read_pieces = read_pieces
+        self._source = self.read
+        self._write_back = write
+        self._exposed: dict[int, torch.Tensor] = {}  # copies of values that may change unseen
+        self._lazy: dict[int, OwnersValue] | None = None  # while a state_dict is made
+
+    @torch.no_grad()
+    def read(self, number: int) -> torch.Tensor:
+        """Return a parameter's values from its owners, on the device. Not collective."""
+        values = self.empty_values(number)
+        with torch._C.DisableTorchFunctionSubclass():
+            for begin, end, rows in self._read_pieces(number):
+                values[begin:end] = rows
+        return values
+
+    def begin_forward(self, gathering: Gathering, is_first: bool) -> None:
+        """Gather what a forward with gradients uses; `is_first` if no backward is due."""
+        if is_first:
+            self._free_all()
+        self._source = gathering.unshard
+        self._enter_hooks()
+
+    def end_forward(self) -> None:
+        """Leave what comes between a forward and its backward to `around_call`."""
+        if self._hooks is not None:
+            hooks = self._hooks
+            self._hooks = None
+            hooks.__exit__()
+
+    def end_backward(self) -> None:
+        """Free all values, and read them from their owners from now on."""
+        self.end_forward()
+        self._source = self.read
+        self._free_all()
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `Module.to` and its like: the values are used on another device from now on.
+
+        Raises:
+            UserError: it would change the dtype.
+        """
+        for parameter in self._parameters.values():
+            like = torch.empty(0, dtype=parameter.dtype, device=self._device)
+            changed = change(like)
+            if changed.dtype != like.dtype:
+                raise UserError(
+                    f"--layout shard: the model was converted to {changed.dtype} after its first "
+                    "forward; convert it before, or use torch.autocast"
+                )
+            device = changed.device
+        if device != self._device:
+            self._free_all()
+            self._device = device
+
+    @contextmanager
+    def making_state_dict(self) -> Iterator[None]:
+        """Let a `state_dict` have values that are read when it is written."""
+        self._free_all()
+        outer = self._lazy
+        self._lazy = {} if outer is None else outer
+        try:
+            yield
+        finally:
+            self._lazy = outer
+
+    def value_for_state_dict(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return what stands for a parameter's values in the `state_dict` that is being made."""
+        if self._lazy is None:
+            return None
+        number = self._number_of[parameter]  # type: ignore[index]
+        if number not in self._lazy:
+            self._lazy[number] = OwnersValue.of(self._parameters[number], self._reader(number))
+        return self._lazy[number]
+
+    def _reader(self, number: int) -> Callable[[], torch.Tensor]:
+        parameter = self._parameters[number]
+
+        def read() -> torch.Tensor:
+            pieces = sorted(self._read_pieces(number), key=lambda piece: piece[0])
+            spool = Spool(Path(tempfile.gettempdir()))
+            values = spool.keep([rows for *_, rows in pieces])
+            if spool.fault is not None:
+                raise UserError(
+                    f"--layout shard: {self.name(number)} cannot be collected in "
+                    f"{tempfile.gettempdir()} ({spool.fault.strerror}); set TMPDIR to a folder "
+                    "with room"
+                )
+            return values.view(parameter.shape)
+
+        return read
+
+    def _make_parameter_class(self) -> type[PendingParameter]:
+        methods = {"materialize": self._unshard_used, "holder": self}
+        return type("Sharded", (ScriptParameter,), methods)
+
+    def around_call(self) -> AbstractContextManager[Any]:
+        """Return the context of a call, in which autograd keeps notes of the values."""
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if self._hooks is not None or is_in_backward or not torch.is_grad_enabled():
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _enter_hooks(self) -> None:
+        if self._hooks is None:
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def _free_all(self) -> None:
+        for number in [*self._unsharded]:
+            changed = self._reshard(number)
+            if changed is not None:
+                assert self._write_back is not None
+                self._write_back(number, changed)
+
+    def _unshard_used(self, parameters: Sequence[PendingParameter], function: Any) -> None:
+        if function == SETS_DATA:
+            raise UserError(
+                f"--layout shard: {self.name(self._number_of[parameters[0]])}.data was set, but "
+                "the parameter is sharded; change it in place, as by copy_() with torch.no_grad()"
+            )
+        super()._unshard_used(parameters, function)
+        if function in EXPOSES_MEMORY:
+            for number in (self._number_of[parameter] for parameter in parameters):
+                if number not in self._exposed:
+                    self._exposed[number] = self._unsharded[number].values.clone()
+
+    def _reshard(self, number: int) -> torch.Tensor | None:
+        changed = super()._reshard(number)
+        before = self._exposed.pop(number, None)
+        if changed is not None and before is not None and _are_same(before, changed):
+            return None  # the script has only looked at them
+        return changed
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits, so that a NaN is equal to itself."""
+    bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bytes_of)

@@ -1,0 +1,203 @@
+"""The models and optimizers of a script of which ranks own rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kaitian_mpi.devices.memory_limit import unlimited
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
+from kaitian_mpi.integrations.shard.owned_model import OwnedModel, Read
+from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
+from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER, OwnedRows
+from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0
+
+Waits = Callable[[str], AbstractContextManager[Any]]
+
+
+class TrainerShards:
+    """What this rank owns of the models that its script wraps in DistributedDataParallel.
+
+    Attributes:
+        world: all ranks, each of which runs the script.
+        settings: how to lay out models.
+    """
+
+    def __init__(
+        self, world: World, settings: LayoutSettings, waits: Waits = lambda what: nullcontext()
+    ) -> None:
+        """Own nothing yet, and answer other ranks' reads until all have come to their exit.
+
+        Collective. `waits` makes the context of waiting for other ranks.
+        """
+        self.world = world
+        self.settings = settings
+        self._waits = waits
+        self._models = weakref.WeakKeyDictionary[DistributedDataParallel, OwnedModel]()
+        # Not by equality, which is elementwise for tensors.
+        self._of_parameters: Any = WeakIdKeyDictionary()
+        self._created: list[weakref.ref[Optimizer]] = []
+        self._owned = weakref.WeakKeyDictionary[Optimizer, OwnedOptimizer]()
+        # By what is read, and in the order in which it became owned, which is that of all ranks.
+        self._served: dict[int, list[OwnedRows | OwnedOptimizer | None]] = {
+            MODEL: [],
+            OPTIMIZER: [],
+        }
+        self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
+        self._reads = OwnerReads(world.comm, self._serve)
+
+    @property
+    def read(self) -> Read:
+        """Asks a rank for what it owns. Not collective."""
+        return self._reads.read
+
+    def close(self) -> None:
+        """Answer no more reads. Collective."""
+        self._reads.close()
+
+    def add_model(self, ddp: DistributedDataParallel) -> None:
+        """Take note of a model, which gets owners before its first forward with gradients."""
+        index = len(self._served[MODEL])
+        model = OwnedModel(ddp, self.world, index, self.read, self._backward_done)
+        self._models[ddp] = model
+        self._served[MODEL].append(model.rows)
+        weakref.finalize(model, self._deleted.append, (MODEL, index)).atexit = False
+        for parameter in model.parameters:
+            self._of_parameters[parameter] = weakref.ref(model)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take note of an optimizer that the script has created."""
+        self._created.append(weakref.ref(optimizer))
+
+    def models(self) -> list[OwnedModel]:
+        """Return the models that the script still has."""
+        return [*self._models.values()]
+
+    def model_of(self, parameter: torch.Tensor) -> OwnedModel | None:
+        """Return the model that a parameter is of; None if that is not in a DDP."""
+        model = self._of_parameters.get(parameter)
+        return None if model is None else model()
+
+    def optimizer_of(self, optimizer: Optimizer) -> OwnedOptimizer | None:
+        """Return this rank's side of an optimizer; None if it has none yet."""
+        return self._owned.get(optimizer)
+
+    def begin_forward(self, ddp: DistributedDataParallel) -> None:
+        """Choose the owners before the first forward with gradients. Collective then."""
+        model = self._models.get(ddp)
+        if model is None or not torch.is_grad_enabled():
+            return
+        if not model.has_owners:
+            self._assign(model)
+        model.begin_forward(ddp.require_backward_grad_sync)
+
+    def end_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
+        """Watch the output of a forward; None if it has failed."""
+        model = self._models.get(ddp)
+        if model is not None and torch.is_grad_enabled():
+            model.end_forward(output)
+
+    def own(self, optimizer: Optimizer) -> OwnedOptimizer | None:
+        """Return this rank's side of an optimizer, from now on if it steps a model in a DDP.
+
+        To be called at the same place of the script on every rank.
+        """
+        owned = self._owned.get(optimizer)
+        if owned is None:
+            found = {id(m): m for p in parameters_of(optimizer) if (m := self.model_of(p))}
+            if not found:
+                return None
+            OwnedOptimizer.check(optimizer)
+            index = len(self._served[OPTIMIZER])
+            owned = OwnedOptimizer(index, [*found.values()], self.model_of)
+            self._owned[optimizer] = owned
+            self._served[OPTIMIZER].append(owned)
+            weakref.finalize(optimizer, self._deleted.append, (OPTIMIZER, index)).atexit = False
+        if not owned.has_begun and all(model.has_owners for model in owned.models):
+            for model in owned.models:
+                model.check_optimizer(optimizer)
+            owned.begin(optimizer)
+        return owned
+
+    def rows_of(self, parameters: Any) -> list[torch.Tensor]:
+        """Return this rank's rows of parameters, and the parameters that are in no DDP."""
+        rows: list[torch.Tensor] = []
+        followed = set[int]()
+        for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+            model = self.model_of(parameter)
+            if model is None or not model.has_owners:
+                rows.append(parameter)
+                continue
+            if id(model) not in followed:
+                model.follow_cleared()
+                followed.add(id(model))
+            rows += model.rows.of(model.number(parameter))
+        return rows
+
+    @contextmanager
+    def inside(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let an optimizer have this rank's rows in the block."""
+        owned = self.optimizer_of(optimizer)
+        if owned is None or owned.is_inside:
+            yield
+            return
+        owned.enter(optimizer)
+        try:
+            yield
+        finally:
+            owned.leave(optimizer)
+
+    def are_finite(self, optimizer: Optimizer) -> bool | None:
+        """Return whether the sums of all gradients are finite; None if they have no owners."""
+        owned = self.optimizer_of(optimizer)
+        if owned is None:
+            return None
+        sums = [model.sums for model in owned.models]
+        return all(own is None or own.is_finite() for own in sums)
+
+    def _assign(self, model: OwnedModel) -> None:
+        """Choose the owners of a model, by the ranks' memory. Collective."""
+        optimizers = [
+            optimizer
+            for ref in self._created
+            if (optimizer := ref()) is not None
+            and any(self.model_of(parameter) is model for parameter in parameters_of(optimizer))
+        ]
+        for optimizer in optimizers:
+            OwnedOptimizer.check(optimizer)
+        world = emulated(self.settings, self.world, model.module)
+        with unlimited():  # until the rows that others own are freed
+            owners = find_owners(self.settings, world, model.module, optimizers)
+            model.assign(owners, optimizers, self._waits)
+        print_rank_0(world, owners.text)
+        for optimizer in optimizers:
+            self.own(optimizer)
+
+    def _backward_done(self) -> None:
+        """Free what the script has deleted: no rank is before that any more, and may read it."""
+        while self._deleted:
+            kind, index = self._deleted.pop()
+            self._served[kind][index] = None
+
+    def _serve(self, kind: int, index: int, *numbers: int) -> Any:
+        """Answer another rank: see `OwnedRows.serve` and `OwnedOptimizer.serve`."""
+        served = self._served[kind]
+        if index >= len(served):
+            return NOT_YET
+        owned = served[index]
+        if owned is None:
+            raise UserError(
+                "--layout shard: a rank reads a model or an optimizer that other ranks' scripts "
+                "have deleted"
+            )
+        return owned.serve(*numbers)
