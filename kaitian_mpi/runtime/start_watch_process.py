@@ -13,12 +13,10 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 _INTERVAL_SEC = 2.0
 # Longer than the launcher takes to start a host's ranks, and than those that got out of `MPI_Init`
@@ -154,8 +152,9 @@ class OtherHosts:
         Without an answer, wait as long as `limit` says, such as `VARIABLE=600`: the seconds, 0 for
         forever, with the name of the environment variable that sets them.
         """
-        script = Path(__file__).absolute().with_name("rank_states_process.py")
-        self._command = [sys.executable, "-I", "-S", str(script), *asked]
+        folder = os.path.dirname(os.path.abspath(__file__))
+        script = os.path.join(folder, "rank_states_process.py")
+        self._command = [sys.executable, "-I", "-S", script, *asked]
         self._prefix = prefix
         self._can_ask = bool(asked)
         self._variable, _, seconds = limit.partition("=")
@@ -206,6 +205,8 @@ class OtherHosts:
         """Return each rank's host and state; nothing if the launcher does not tell."""
         if not self._can_ask:
             return {}
+        import subprocess  # not by each rank at its start, as it takes longer than all the others
+
         try:
             asked = subprocess.run(  # noqa: S603  # our own file, no shell
                 self._command,

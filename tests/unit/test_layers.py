@@ -6,6 +6,7 @@ import graphlib
 import re
 from pathlib import Path
 
+import pytest
 from sources import FILES, ROOT, nodes, tree
 
 # From the top; a subpackage imports only from those below it. `errors.py` belongs to none.
@@ -109,3 +110,16 @@ def test_the_modules_that_the_tests_load_in_advance_exist():
     for name in names:
         path = ROOT.parent / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or path.is_dir(), name
+
+
+@pytest.mark.parametrize("name", ["start_watch_process", "watchdog_process"])
+def test_a_process_that_every_rank_starts_imports_little(name):
+    """Others take longer to import than Python to start."""
+    cheap = {"__future__", "collections.abc", "contextlib", "os", "select", "signal", "sys", "time"}
+    found = set()
+    for node in tree(ROOT / f"runtime/{name}.py").body:
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    assert found <= cheap
