@@ -145,9 +145,14 @@ def predict_world(measured: Measurements, job: SubsetForecasts) -> list[Predicti
     cost = scale_allreduce(measured.allreduces, job.world)
     layouts = measured.layouts.in_world(job.world, job.global_batch_size, cost)
     predictions = predict_layouts(layouts)
-    by_layers = next(each.step_sec for each in predictions if each.layout == REPLICATE)
+    by_layers = next(
+        prediction.step_sec for prediction in predictions if prediction.layout == REPLICATE
+    )
     factor = job.whole.step_sec / by_layers if by_layers else 1.0
     return [
-        replace(each, step_sec=None if each.step_sec is None else factor * each.step_sec)
-        for each in predictions
+        replace(
+            prediction,
+            step_sec=None if prediction.step_sec is None else factor * prediction.step_sec,
+        )
+        for prediction in predictions
     ]

@@ -270,9 +270,9 @@ def _memory(
 ) -> tuple[int, ...]:
     """Return the peak memory of each rank, in bytes."""
     by_rank = [int(facts.start_bytes) for facts in job.ranks]
-    for rank, (stage, found) in stage_bytes(job, stages, count, samples, ahead).items():
+    for rank, (stage, sizes) in stage_bytes(job, stages, count, samples, ahead).items():
         layers = job.layers[stage.begin : stage.end]
-        held = found.buffer + sum(layer.weight_bytes + layer.state_bytes for layer in layers)
-        peak = job.ranks[rank].base_bytes + held + max(found.computing, found.stepping)
+        held = sizes.buffer + sum(layer.weight_bytes + layer.state_bytes for layer in layers)
+        peak = job.ranks[rank].base_bytes + held + max(sizes.computing, sizes.stepping)
         by_rank[rank] = max(by_rank[rank], int(peak))
     return tuple(by_rank)

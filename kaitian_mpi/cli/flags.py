@@ -185,20 +185,20 @@ def launch_flags_in(arguments: Sequence[str]) -> list[str]:
 
 
 def start_mpirun_if_requested(
-    program: str, own: Sequence[str], others: Sequence[str], chosen: argparse.Namespace
+    program: str, launch_flags: Sequence[str], others: Sequence[str], chosen: argparse.Namespace
 ) -> None:
     """Start mpirun in place of this process if a flag asks for that; see `launch.start_mpirun`.
 
     Args:
         program: The command's name.
-        own: Its own arguments, from which `chosen` was parsed.
-        others: The arguments after them, such as a script and its own.
+        launch_flags: Its launch_flags arguments, from which `chosen` was parsed.
+        others: The arguments after them, such as a script and its launch_flags.
         chosen: The values of `add_launch_flags`, and others.
     """
     if chosen.ranks is not None or chosen.hostfile is not None or chosen.no_fault_tolerance:
         from kaitian_mpi.cli.launch import start_mpirun  # a rank needs nothing of it
 
-        start_mpirun(program, [*without_launch_flags(own), *others], chosen)
+        start_mpirun(program, [*without_launch_flags(launch_flags), *others], chosen)
 
 
 def _rank_count(text: str) -> int:
@@ -304,11 +304,11 @@ def _sort_set(given: Sequence[str], has_task: bool) -> tuple[dict[str, Any], dic
     of_config = HIDDEN - OF_IMAGES if has_task else FIELDS.keys() - {"config", "task", "set"}
     settings: dict[str, Any] = {}
     table: dict[str, Any] = {}
-    for each in given:
-        key, equals, text = each.partition("=")
+    for setting in given:
+        key, equals, text = setting.partition("=")
         name = key.replace("-", "_")
         if not equals or not name.isidentifier():
-            raise UserError(f"--set {each!r} is not name=value; write it like --set lr=3e-4")
+            raise UserError(f"--set {setting!r} is not name=value; write it like --set lr=3e-4")
         if name in of_config:
             is_text = isinstance(FIELDS[name].default, str)
             settings[name] = text if is_text else read_value(f"--set {name}", text)

@@ -58,8 +58,8 @@ def main() -> None:
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not (chosen.module or os.path.isfile(chosen.script)):
             raise UserError(f"there is no script {chosen.script}; name the file to run")
-        own = own_flags(options)
-        start_mpirun_if_requested(PROGRAM, own, options[len(own) :], chosen)
+        program_flags = own_flags(options)
+        start_mpirun_if_requested(PROGRAM, program_flags, options[len(program_flags) :], chosen)
         hide_unused_devices(os.environ, chosen.devices)
         comm = initialize_mpi_on(chosen.network_interface)
         hosts = gather_values(comm, socket.gethostname())
@@ -190,11 +190,13 @@ def local_rank_of(infos: Sequence[RankInfo], rank: int, device_index: int) -> in
 
     It is the device's index. CPU ranks have the numbers after those of the host's accelerators.
     """
-    own = infos[rank]
-    if not own.is_on_host:
+    rank_info = infos[rank]
+    if not rank_info.is_on_host:
         return device_index
-    here = [info for info in infos if info.node == own.node]
-    before = [info for info in here if not info.is_on_host or info.local_rank < own.local_rank]
+    here = [info for info in infos if info.node == rank_info.node]
+    before = [
+        info for info in here if not info.is_on_host or info.local_rank < rank_info.local_rank
+    ]
     return len(before)
 
 
@@ -261,11 +263,12 @@ def _write_summary(folder: Path, finished: bool) -> None:
 
 def find_module(name: str) -> None:
     """Find a module, or a package's `__main__`; imports the packages that it is in."""
-    for each in (name, f"{name}.__main__"):
+    for candidate in (name, f"{name}.__main__"):
         try:
-            spec = importlib.util.find_spec(each)
+            spec = importlib.util.find_spec(candidate)
         except ImportError as error:  # without a name: a relative one
-            if error.name and not f"{each}.".startswith(f"{error.name}."):  # a package's own import
+            is_candidate = error.name and f"{candidate}.".startswith(f"{error.name}.")
+            if error.name and not is_candidate:  # a package's own import
                 raise
             spec = None
         if spec is None:

@@ -327,7 +327,9 @@ class TrainingConfig:
         table = getattr(self, "set", {})
         values = {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
         named = {flag_name(name): _text(value, name in PATHS) for name, value in values.items()}
-        named |= {f"--set {key}": _text(each, os.sep in str(each)) for key, each in table.items()}
+        named |= {
+            f"--set {key}": _text(value, os.sep in str(value)) for key, value in table.items()
+        }
         return named | {"--set": ", ".join(sorted(table)) or "not given"}
 
 

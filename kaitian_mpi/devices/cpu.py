@@ -64,14 +64,14 @@ class CpuDevice(Device):
             libc.malloc_trim(0)
 
 
-def available_bytes(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
+def available_bytes(root: Path = CGROUP, process_cgroup: Path = Path("/proc/self/cgroup")) -> int:
     """Return the available bytes: the host's, or fewer by a control group's limit (version 2).
 
     Each of this process's groups may have a limit, such as Slurm's for the job and for the step.
     """
     free = int(psutil.virtual_memory().available)
     try:
-        lines = own.read_text().splitlines()
+        lines = process_cgroup.read_text().splitlines()
     except OSError:
         lines = []
     names = (line.removeprefix("0::/") for line in lines if line.startswith("0::/"))

@@ -158,9 +158,9 @@ def _resident() -> int:
     """Return the peak of resident bytes, without files."""
     status = _STATUS.read_text()
     peak, *files = (
-        int(found[1]) << 10
+        int(match[1]) << 10
         for name in ("VmHWM", "RssFile", "RssShmem")
-        if (found := re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE))
+        if (match := re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE))
     )
     return peak - sum(files)
 

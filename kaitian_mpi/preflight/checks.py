@@ -139,11 +139,11 @@ def _check_cores(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         on_cpu = [rank for rank in ranks if rank.devices is None or rank.devices.is_host]
         cores = job_checks.count_cores(ranks)
-        found = f"{count_text(cores, 'core')} for {count_text(len(ranks), 'rank')}"
+        text = f"{count_text(cores, 'core')} for {count_text(len(ranks), 'rank')}"
         if len(ranks) == ranks[0].local_size and len(on_cpu) > cores:
-            yield warning(found, "start fewer ranks there: more are not faster", host)
+            yield warning(text, "start fewer ranks there: more are not faster", host)
         else:
-            yield ok(found if job.mpirun is None else count_text(cores, "core"), host)
+            yield ok(text if job.mpirun is None else count_text(cores, "core"), host)
 
 
 def _check_ram(job: JobFacts) -> Iterator[Verdict]:
@@ -152,27 +152,27 @@ def _check_ram(job: JobFacts) -> Iterator[Verdict]:
         if not known:
             continue
         free = min(devices.ram_free_bytes for devices in known)
-        found = f"{size_text(free)} of {size_text(known[0].ram_bytes)} free"
+        text = f"{size_text(free)} of {size_text(known[0].ram_bytes)} free"
         free_per_rank = free / len(ranks)
         if free_per_rank < _RAM_PER_RANK:
             is_bad = free_per_rank < _MIN_RAM_PER_RANK
-            shared = f"{found} for {count_text(len(ranks), 'rank')}"
+            shared = f"{text} for {count_text(len(ranks), 'rank')}"
             yield problem_if(is_bad, shared, "free memory, or start fewer ranks", host)
         else:
-            yield ok(found, host)
+            yield ok(text, host)
 
 
 def _check_storage(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         for storage in [facts.storage for facts in ranks if facts.storage is not None][:1]:
-            found = f"{storage.folder}: {size_text(storage.free_bytes)} free"
+            text = f"{storage.folder}: {size_text(storage.free_bytes)} free"
             if storage.error:
-                found = f"{storage.folder} cannot be written: {storage.error}"
+                text = f"{storage.folder} cannot be written: {storage.error}"
             if storage.error or storage.free_bytes < _MIN_FREE_BYTES:
                 advice = "make room, or choose another --run-dir"
-                yield problem_if(bool(storage.error), found, advice, host)
+                yield problem_if(bool(storage.error), text, advice, host)
             else:
-                yield ok(found, host)
+                yield ok(text, host)
 
 
 def _check_devices(job: JobFacts) -> Iterator[Verdict]:
@@ -253,8 +253,8 @@ def _check_links(job: JobFacts) -> Iterator[Verdict]:
             advice = f"check for a firewall between the hosts, and {_NETWORK}"
             yield problem(f"between {_ends(link)}: {link.error}", advice)
         elif between_hosts and speed is not None and speed < _SLOW_MB_PER_SEC:
-            found = f"between {_ends(link)}: {speed:,.0f} MB/s"
-            yield warning(found, f"{_NETWORK}, use larger batches, or leave the host out")
+            text = f"between {_ends(link)}: {speed:,.0f} MB/s"
+            yield warning(text, f"{_NETWORK}, use larger batches, or leave the host out")
     speeds = [link.mb_per_sec for link in job.links if link.mb_per_sec is not None]
     delays = [link.latency_us for link in job.links if link.latency_us is not None]
     if speeds:

@@ -278,9 +278,9 @@ def collect_mpi(comm: MPI.Comm) -> Mpi:
 def _version(package: str) -> str:
     """Return a package's release; "" if it is not installed."""
     try:
-        found = distribution(package)
+        installed = distribution(package)
     except PackageNotFoundError:
         return ""
     # Its own `version` parses the whole file, which takes a rank's start milliseconds.
-    line = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
-    return line[1] if line else found.version
+    line = re.search(r"^Version: *(\S+)", installed.read_text("METADATA") or "", re.MULTILINE)
+    return line[1] if line else installed.version

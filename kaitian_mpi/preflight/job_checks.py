@@ -65,13 +65,13 @@ def check_shared_memory(job: JobFacts) -> Iterator[Verdict]:
             advice = "mount one: MPI is slower without, and --workers and kaitian-supervise need it"
             yield warning(f"no {SHM}", advice, host)
             continue
-        found = f"{SHM}: {size_text(free)} of {size_text(size)} free"
+        text = f"{SHM}: {size_text(free)} of {size_text(size)} free"
         # Under a launcher, MPI has already allocated its memory.
         if free < _SHM_TO_SPARE:
             is_bad = free < _SHM_OF_MPI and job.mpirun is not None
-            yield problem_if(is_bad, found, _MORE_SHM, host)
+            yield problem_if(is_bad, text, _MORE_SHM, host)
         else:
-            yield ok(found, host)
+            yield ok(text, host)
 
 
 def count_cores(ranks: Iterable[RankFacts]) -> int:
@@ -85,8 +85,8 @@ def check_binding(job: JobFacts) -> Iterator[Verdict]:
         cores = count_cores(ranks)
         most = max(facts.machine.launcher_cores for facts in ranks)
         if cores < most and any(facts.mpi and not facts.mpi.by_srun for facts in ranks):
-            found = f"mpirun lets {count_text(len(ranks), 'rank')} use {cores} of {most} cores"
-            yield warning(found, "add --bind-to none to the command", host)
+            text = f"mpirun lets {count_text(len(ranks), 'rank')} use {cores} of {most} cores"
+            yield warning(text, "add --bind-to none to the command", host)
 
 
 def check_limits(job: JobFacts) -> Iterator[Verdict]:
@@ -96,8 +96,8 @@ def check_limits(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
         limited = [f.machine.open_files for f in ranks if f.machine.open_files >= 0]
         if limited and min(limited) < needed:
-            found = f"{min(limited):,} open files, a job of {count_text(size, 'rank')} may need"
-            yield warning(f"{found} {needed:,}", _MORE_FILES, host)
+            text = f"{min(limited):,} open files, a job of {count_text(size, 'rank')} may need"
+            yield warning(f"{text} {needed:,}", _MORE_FILES, host)
         else:
             yield ok(f"{f'{min(limited):,}' if limited else 'any number of'} open files", host)
 

@@ -105,15 +105,15 @@ def _folders(folder: Path) -> list[str]:
 
 def _files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     """Return the pictures below the classes' folders, and their classes, in order."""
-    found = []
+    samples = []
     for label, name in enumerate(classes):
         for parent, below, files in os.walk(folder / name, followlinks=True):
             below.sort()
             paths = (os.path.join(parent, file) for file in sorted(files) if file[0] != ".")
-            found += [(path, label) for path in paths if Path(path).suffix.lower() in _FORMATS]
-    if not found:
+            samples += [(path, label) for path in paths if Path(path).suffix.lower() in _FORMATS]
+    if not samples:
         raise UserError(
             f"--dataset imagefolder: no picture in a folder of {folder}; put those of each class "
             f"into one, as {folder}/cat/1.jpg ({', '.join(sorted(_FORMATS))})"
         )
-    return found
+    return samples

@@ -210,7 +210,7 @@ def survival_requested(environ: Mapping[str, str]) -> bool:
 def survival_advice(library: str) -> str:
     """Return advice on how a job can survive the loss of a rank."""
     name, _, release = library.rpartition(" ")
-    if any(each.name == name and each.can_survive(release) for each in LIBRARIES):
+    if any(library.name == name and library.can_survive(release) for library in LIBRARIES):
         return "give mpirun --with-ft ulfm"
     return f"{library} cannot survive it; kaitian-supervise starts the job again"
 

@@ -121,8 +121,8 @@ def ask(library: str, address: str, job: str) -> list[ProcInfo]:
     if not code and number.value and answer[0].value.type == _DATA_ARRAY:
         table = ctypes.cast(answer[0].value.data.pointer, POINTER(Array)).contents
         if table.type == _PROC_INFO:
-            found = ctypes.cast(table.array, POINTER(ProcInfo))
-            ranks = [found[index] for index in range(table.size)]
+            processes = ctypes.cast(table.array, POINTER(ProcInfo))
+            ranks = [processes[index] for index in range(table.size)]
     pmix.PMIx_tool_finalize()
     return ranks
 

@@ -111,12 +111,12 @@ class Siblings:
         job, world_rank, local_rank = self._names
         unknown = 0
         for pid in set(alive).difference(self._pids.values()):
-            found = variables_of(pid)
-            if found.get(job) == self._job and {world_rank, local_rank} <= found.keys():
-                number = int(found[local_rank])
-                self._pids[number], self.world_ranks[number] = pid, int(found[world_rank])
+            variables = variables_of(pid)
+            if variables.get(job) == self._job and {world_rank, local_rank} <= variables.keys():
+                number = int(variables[local_rank])
+                self._pids[number], self.world_ranks[number] = pid, int(variables[world_rank])
             # A program that shows a title of its own has it in the place of its variables.
-            unknown += b"PATH" not in found
+            unknown += b"PATH" not in variables
         for number in range(self._size):
             if self._pids.get(number) in alive or (number not in self._pids and unknown):
                 self._missing_since.pop(number, None)
@@ -163,13 +163,13 @@ class OtherHosts:
         self._ended_since: dict[int, float] = {}
         self._has_reported = False
 
-    def fault(self, now: float, own: Iterable[int]) -> str:
-        """Return a fault, "" for none; `own` are this host's ranks."""
+    def fault(self, now: float, host_ranks: Iterable[int]) -> str:
+        """Return a fault, "" for none; `host_ranks` are this host's ranks."""
         if now - self._asked < _ASK_SEC:
             return ""
         self._asked = now
-        own = set(own)
-        ranks = {rank: each for rank, each in self._ask().items() if rank not in own}
+        host_ranks = set(host_ranks)
+        ranks = {rank: host for rank, host in self._ask().items() if rank not in host_ranks}
         for rank, (_, state) in ranks.items():
             if state == "ended":
                 self._ended_since.setdefault(rank, now)
@@ -225,7 +225,7 @@ def by_host(hosts: dict[int, str]) -> str:
     """Return ranks as text, such as `ranks 2-4, 7 on node-b and rank 8 on node-c`."""
     texts = []
     for host in dict.fromkeys(hosts.values()):
-        ranks = sorted(rank for rank, each in hosts.items() if each == host)
+        ranks = sorted(rank for rank, rank_host in hosts.items() if rank_host == host)
         runs: list[list[int]] = []
         for rank in ranks:
             if runs and rank == runs[-1][1] + 1:

@@ -143,5 +143,5 @@ def forwarded_names(environ: Iterable[str]) -> list[str]:
 
 def shown_path(path: str) -> str:
     """Return a program's name, if a shell finds this one by it; else its path."""
-    found = shutil.which(Path(path).name)
-    return Path(path).name if found and os.path.samefile(found, path) else path
+    executable = shutil.which(Path(path).name)
+    return Path(path).name if executable and os.path.samefile(executable, path) else path

@@ -143,21 +143,21 @@ def plan_start(job: JobCommand, lost: Set[str], trained: bool, new_hostfile: str
     hostfile = ""
     ranks = job.ranks
     left = job.left(lost)
-    own: list[str] = []
+    added_flags: list[str] = []
     if lost or job.hosts_file:
         slots = total_slots(left)
         ranks = ranks if ranks is None or slots is None else min(ranks, slots)
         command, hostfile = _without(job, lost, new_hostfile, ranks)
-        own += _adapted_flags(job, ranks)
+        added_flags += _adapted_flags(job, ranks)
     if command.program == TRAIN:
-        own += [f"--run-dir={job.config.run_dir}"]
+        added_flags += [f"--run-dir={job.config.run_dir}"]
         # A user's --resume applies to the first start, not to a restart after a failure.
         if trained or not is_given("--resume", command.arguments):
-            own += ["--resume=auto"]
-        words = command.words + own
+            added_flags += ["--resume=auto"]
+        words = command.words + added_flags
     else:  # a script resumes by itself; the words after it are its own arguments
         arguments, end = command.arguments, job.own_flags
-        words = replace(command, arguments=(*arguments[:end], *own, *arguments[end:])).words
+        words = replace(command, arguments=(*arguments[:end], *added_flags, *arguments[end:])).words
     if job.environments:
         here = {host.name for host in left} or job.environments.keys()
         of_left = {name: some for name, some in job.environments.items() if name in here}
