@@ -39,7 +39,7 @@ class Ring:
     """The few buffers of a message under way, and the copies to and from them."""
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
-        """Allocate them; on the host, where a message uses the tensor's own memory, none."""
+        """Allocate the buffers; on the host none, as messages use the tensor's own memory."""
         self.copies = copies
         if device_of(device).is_host:
             self.free = deque(Slot(torch.empty(0, dtype=torch.uint8)) for _ in range(COUNT))
@@ -50,10 +50,10 @@ class Ring:
 
 
 class RingPool:
-    """The buffers of messages that go in pieces, used again and again.
+    """The buffers of messages that go in pieces, which are reused.
 
-    Each message under way has its own few, whichever it is: one could not wait for those of another
-    that cannot finish before it on another rank.
+    Each message in flight has its own few: it must not wait for the buffers of another message,
+    which may not finish before it on the other rank.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RingPool:
             return Ring(device, self.copies(device))
 
     def give(self, device: torch.device, ring: Ring) -> None:
-        """Take back what is no longer used, but for copies whose end the buffers know."""
+        """Take back unused buffers; copies may still use them, which the buffers know."""
         self._idle[device].append(ring)
 
 

@@ -56,16 +56,17 @@ def init(
             arguments.
     """
     global _requested
-    given: dict[str, Any] = dict(locals())  # the arguments
+    arguments: dict[str, Any] = dict(locals())
     install_abort_hook()
-    requested = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    requested = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     if dist.is_initialized():
         return _initialized_world(requested)
     world = current_world()
-    # That of kaitian-run has its --devices. A second `init` may choose others.
-    chosen = any(p.default != given[name] for name, p in inspect.signature(init).parameters.items())
-    if world is None or _requested or chosen:
-        world = join_world(initialize_mpi(), **given)
+    # kaitian-run has made a world by its --devices. A second `init` may choose others.
+    parameters = inspect.signature(init).parameters
+    has_choice = any(p.default != arguments[name] for name, p in parameters.items())
+    if world is None or _requested or has_choice:
+        world = join_world(initialize_mpi(), **arguments)
     registration.register()
     open_process_group(world)
     _requested = requested
@@ -73,7 +74,7 @@ def init(
 
 
 def _initialized_world(requested: str) -> World:
-    """Return the ranks of the default process group that there is already."""
+    """Return the ranks of the existing default process group."""
     world, backend = current_world(), dist.get_backend()
     if world is None or BACKEND not in backend:
         raise UserError(
@@ -111,8 +112,8 @@ def use_backend_for(names: Iterable[str]) -> None:
     Replaces `init_process_group` and `new_group` in torch.distributed, so it must be called before
     the script imports them. A default group without a store uses `mpi://`, so that no port is
     opened; a script's own store or other init_method is kept. `names` are backends, such as `nccl`,
-    also as part of `cpu:gloo,cuda:nccl`. DistributedDataParallel takes no notice of the devices
-    that a script names for a model on the CPU, which torch refuses.
+    also as part of `cpu:gloo,cuda:nccl`. DistributedDataParallel ignores the devices that a script
+    names for a model on the CPU, which torch would refuse.
     """
     registration.register()
     overridden = frozenset(names)
@@ -120,20 +121,20 @@ def use_backend_for(names: Iterable[str]) -> None:
 
     @functools.wraps(start)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(start).bind(*args, **kwargs).arguments
-        given["backend"] = _override(given.get("backend"), overridden)
-        if given["backend"] == BACKEND:
-            if given.get("init_method") in (None, "env://") and given.get("store") is None:
-                given["init_method"] = f"{SCHEME}://"
-            given.pop("device_id", None)  # binds a group to one vendor's device
-        start(**given)
+        arguments = inspect.signature(start).bind(*args, **kwargs).arguments
+        arguments["backend"] = _override(arguments.get("backend"), overridden)
+        if arguments["backend"] == BACKEND:
+            if arguments.get("init_method") in (None, "env://") and arguments.get("store") is None:
+                arguments["init_method"] = f"{SCHEME}://"
+            arguments.pop("device_id", None)  # binds a group to one vendor's device
+        start(**arguments)
 
     @functools.wraps(subgroup)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(subgroup).bind(*args, **kwargs).arguments
-        if given.get("backend") is not None:  # None: the default group's
-            given["backend"] = _override(given["backend"], overridden)
-        return subgroup(**given)
+        arguments = inspect.signature(subgroup).bind(*args, **kwargs).arguments
+        if arguments.get("backend") is not None:  # None: the default group's
+            arguments["backend"] = _override(arguments["backend"], overridden)
+        return subgroup(**arguments)
 
     replace(start, init_process_group)
     replace(subgroup, new_group)
@@ -146,11 +147,11 @@ def _allow_devices_of_cpus() -> None:
 
     @functools.wraps(create)
     def create_on_device(*args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(create).bind(*args, **kwargs).arguments
-        if all(parameter.is_cpu for parameter in given["module"].parameters()):
-            given.pop("device_ids", None)
-            given.pop("output_device", None)
-        create(**given)
+        arguments = inspect.signature(create).bind(*args, **kwargs).arguments
+        if all(parameter.is_cpu for parameter in arguments["module"].parameters()):
+            arguments.pop("device_ids", None)
+            arguments.pop("output_device", None)
+        create(**arguments)
 
     DistributedDataParallel.__init__ = create_on_device  # type: ignore[method-assign]
 

@@ -77,12 +77,12 @@ class SyncBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         # The copy is not trained, but has the same process group.
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         if self.process_group is not None:
-            made.process_group = self.process_group
-        return made
+            copied.process_group = self.process_group
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("process_group", "participation")
@@ -90,8 +90,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize `input`, [samples, channels, ...]. Collective while it trains."""
-        is_own = not self.training or is_local() or not dist.is_initialized()
-        if is_own or dist.get_world_size(self.process_group) == 1:
+        uses_rank_only = not self.training or is_local() or not dist.is_initialized()
+        if uses_rank_only or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
         self._check_input_dim(input)
         output: torch.Tensor = _Synchronized.apply(  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _momentum_of_step(self) -> float:
-        """Count the forward, and return by how much it moves the running statistics."""
+        """Count the forward, and return its momentum for the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -180,11 +180,11 @@ class _Synchronized(torch.autograd.Function):
         norm: SyncBatchNorm,
         momentum: float,
     ) -> torch.Tensor:
-        group, takes_part = norm.process_group, norm.participation
-        counts = takes_part.counts
+        group, participation = norm.process_group, norm.participation
+        counts = participation.counts
         rank_moments = moments(input if counts else input[:0])
         gathered = rank_moments.new_empty(dist.get_world_size(group), rank_moments.numel())
-        with takes_part.waits():
+        with participation.waits():
             dist.all_gather(list(gathered.unbind()), rank_moments, group=group)
         count, mean, squares = merge(gathered)
         variance = squares / count.clamp(min=1)
@@ -198,7 +198,7 @@ class _Synchronized(torch.autograd.Function):
         ctx.save_for_backward(input, scale, mean, variance, count)
         ctx.eps = norm.eps
         ctx.group = group
-        ctx.takes_part = takes_part
+        ctx.participation = participation
         ctx.counts = counts
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, norm.eps)
@@ -262,10 +262,10 @@ def _through_statistics(
     to this rank's scale: multiplied by their own weight, divided by this one's. `sums` are over
     this rank's samples, of the output's gradient, and of the same times the normalized input.
     """
-    weight = float(ctx.takes_part.weight()) if ctx.counts else 0.0
+    weight = float(ctx.participation.weight()) if ctx.counts else 0.0
     # Not multiplied by 0, which would keep a NaN.
     total = sums * weight if weight else torch.zeros_like(sums)
-    with ctx.takes_part.waits():
+    with ctx.participation.waits():
         dist.all_reduce(total, group=ctx.group)
     if not weight or not of_input.numel():
         return

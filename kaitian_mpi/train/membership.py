@@ -131,9 +131,9 @@ class Membership:
         return self._standby != Standby()
 
     def attempt(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do work that is collective over all ranks; repeat it after a loss, on those left.
+        """Do work that is collective over all ranks; after a loss, repeat it on the survivors.
 
-        Its last argument is these. To be called before any is on standby.
+        Its last argument is the world of these ranks. Call it before any rank is on standby.
         """
         while True:
             try:
@@ -146,9 +146,9 @@ class Membership:
             del noticed  # its traceback refers to this frame
 
     def change_world(self, change: Callable[[World], World]) -> None:
-        """Let the surviving ranks be as `change` describes them. Collective over all ranks.
+        """Replace the world of the surviving ranks by a changed one. Collective over all ranks.
 
-        To be called before any is on standby.
+        Call it before any rank is on standby.
         """
         self.all_ranks = self.active = self.attempt(change)
 
@@ -238,9 +238,9 @@ class Membership:
         self.active = _activate(self.all_ranks, Standby())
 
     def close(self) -> None:
-        """Wake up the ranks on standby, whose work ends here. Not collective.
+        """Wake up the ranks on standby, to end. Not collective.
 
-        For a rank that ends with an error of the script's own, which only it may have.
+        For a rank that ends with an error in its own script, which other ranks may not have.
         """
         if self.active is None or self._is_released or not self.has_standby:
             return

@@ -78,7 +78,7 @@ class Saving(StepObserver):
         self._save(means.get("accuracy", -means["loss"] if "loss" in means else None))
 
     def close(self, together: bool) -> None:
-        if together:  # else a signal amid the recovery saves what the last step left
+        if together:  # else a signal during the recovery saves the last step's state
             self._run.signals.close()
 
     def save_and_stop(self) -> None:
@@ -102,9 +102,9 @@ class Saving(StepObserver):
             warn_rank_0(self._world, resume_line(progress.step, progress.total_steps, settings))
 
     def save_due(self, script_has_run: bool = True) -> None:
-        """Save what has been due since the last step, now that the script has followed it, too.
+        """Save if that is due since the last step, now that the script's code after it has run.
 
-        An average of the weights, say, is part of what is saved.
+        So an average of the weights, for example, is part of the checkpoint.
         """
         if script_has_run:
             self.exit_save.mark.take()
@@ -176,7 +176,7 @@ class Saving(StepObserver):
         every = run.config.checkpoint_every
         step = progress.step
         is_due = progress.position == 0 or (every > 0 and step % every == 0)
-        # At the start it is due if the loss of a rank would take along what no other has.
+        # At the start it is due if a rank has state that no other has, and may be lost.
         may_lose = self._world.size > 1 and not run.state.partition.has_copies
         is_due &= bool(run.membership.losses) if step else run.membership.survives and may_lose
         if not is_due or not self._checkpoints.writers:
@@ -194,7 +194,7 @@ class Saving(StepObserver):
             self._run.sinks.event("checkpoint", step, f"the checkpoint of step {step} is written")
 
     def _refuse_request(self) -> None:
-        """Say that nothing can be saved, if a signal has asked for it."""
+        """Warn that nothing can be saved, if a signal has asked for it."""
         if self._run.request.is_made:
             self._run.request.clear()
             warn_rank_0(

@@ -1,4 +1,4 @@
-"""One job's part in a run: what is open while it trains, and how it goes on after a loss."""
+"""A job's session of a run: the open loop, and recovery after a loss."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _OUT_OF_MEMORY = (
 
 
 class Session:
-    """Holds a run and the loop that trains it, and does what is collective again after a loss.
+    """Holds a run and the loop that trains it, and repeats collective work after a loss.
 
     Attributes:
-        membership: which ranks are left, and which of them train.
-        run: what a loop continues from; None before `start`.
+        membership: the surviving and the active ranks.
+        run: this rank's view of the run; None before `start`.
         loop: trains on the active ranks; None before the first step, and from a loss until
             `begin_loop`.
-        saving: saves what the loop trains; there is one as soon as there is a loop.
+        saving: saves the loop's state; exists as soon as there is a loop.
         evaluated: the means of the last evaluation.
         logged: the script's own metrics, for the next line of metrics.jsonl.
-        is_done: whether nothing is left to train, on any rank.
-        is_closed: whether everything is released.
-        at_end: what is called then.
+        is_done: whether the training is finished on all ranks.
+        is_closed: whether resources are released.
+        at_end: callbacks that release them.
     """
 
     saving: Saving
@@ -97,7 +97,7 @@ class Session:
         return self.run
 
     def _prepare_process(self) -> None:
-        """Have signals, the watchdog and the timeline follow the session, until its end."""
+        """Start signal handling, the watchdog and the timeline, until the session's end."""
         config = self._config
         device = self.membership.all_ranks.device_kind
         set_quiet(config.quiet)
@@ -156,14 +156,14 @@ class Session:
             loop.close(together=False)
 
     def until_done(self, work: Callable[..., Result | None], *arguments: object) -> Result | None:
-        """Do something collective until it has a result; None once the work of the job is done."""
+        """Repeat collective work until it has a result; return None once the job is done."""
         result = None
         while result is None and not self.is_done:
             result = self.guarded(work, *arguments)
         return result
 
     def guarded(self, work: Callable[..., Result], *arguments: object) -> Result | None:
-        """Do something collective; after a loss, regroup and return None.
+        """Do collective work; after a loss, regroup and return None.
 
         If no rank is lost, the session ends because of the error.
         """
@@ -186,8 +186,8 @@ class Session:
             self.end(failure)
             raise
         finally:
-            del failure  # its traceback refers to this frame, and to all that the step has made
-        gc.collect()  # which refers to itself, by the errors of its messages
+            del failure  # its traceback refers to this frame, and to all objects of the step
+        gc.collect()  # the step's objects refer to each other, by the errors of its messages
         return None
 
     def _word(self, error: BaseException) -> None:

@@ -51,14 +51,14 @@ class ArrivalTracker:
         self._arrived_at = self._met_at = time.monotonic()
 
     def begins(self, operation: str) -> None:
-        """Take the name of the operation that calls this next, for other ranks' errors."""
+        """Set the name of the operation that begins, for other ranks' errors."""
         self._operation = operation
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following collectives; must be the same on every rank."""
         self._timeout_sec, self._record_after_sec = _limits(timeout)
         self._store.set_timeout(timeout)
-        # A rank that arrives this long after the last collective may be later than the others'
+        # A rank that arrives this long after the last collective may arrive after the others'
         # timeout.
         self._late_sec = self._timeout_sec - self._record_after_sec
 
@@ -71,12 +71,12 @@ class ArrivalTracker:
         self.meet(self._comm.Ibarrier())
 
     def meet(self, request: MPI.Request, *buffers: object) -> None:
-        """Wait likewise for a nonblocking collective that no rank leaves before all have come."""
+        """Wait likewise for a nonblocking collective that ends only when all ranks have arrived."""
         arrived_at = time.monotonic()
         with part("wait for all ranks"):
             # Not since the last collective, which other ranks may have left long before this one
-            # came, as the root of a broadcast does. A blocking call follows, for which no rank may
-            # have given up.
+            # arrived, as the root of a broadcast does. A blocking call follows, for which no rank
+            # may have given up.
             self._complete(request, buffers, self._met_at)
         self._met_at = arrived_at
 
@@ -97,7 +97,7 @@ class ArrivalTracker:
             if (unlike := pairwise.unlike_sizes(error)) is None:
                 raise
             raise unlike from error
-        # No rank has given up on one that came before that and has waited for at most as long.
+        # No rank has given up on one that arrived before that and has waited no longer.
         if now - since > self._late_sec and self._settle(_PASSED) == _FAILED:
             raise CollectiveError(
                 f"rank {self._comm.rank} of {self._comm.size} arrived too late in "
@@ -163,7 +163,7 @@ class ArrivalTracker:
 
 
 class LibraryWatch:
-    """Looks, in a thread, for ranks that a vendor's library waits for in vain.
+    """Watches, in a thread, for ranks for which a vendor's library waits in vain.
 
     A library's kernel waits for a lost rank forever, and so does a caller that waits for the
     device; MPI reports the loss to neither.
@@ -180,7 +180,7 @@ class LibraryWatch:
         """Start the thread. Not collective.
 
         `on_failure` is called once, in the thread, if one of `ranks` (the library's, among those of
-        `comm`) is lost or does not come. `store` is for these ranks' calls of the library alone.
+        `comm`) is lost or does not arrive. `store` is only for these ranks' calls of the library.
         """
         self._comm = comm
         self._ranks = ranks
@@ -220,13 +220,13 @@ class LibraryWatch:
     def _failure(self) -> CollectiveError | None:
         with ulfm.tolerating_loss():
             if not (ulfm.is_enabled() and ulfm.is_loss_detected(self._comm)):
-                return self._late()
+                return self._timeout_error()
         ulfm.revoke_all()
         lost = ulfm.lost_ranks(self._comm)
         named = f": {format_ranks(lost, self._comm.size)}" if lost else ""
         return RankLostError(f"a rank is lost{named}")
 
-    def _late(self) -> CollectiveError | None:
+    def _timeout_error(self) -> CollectiveError | None:
         """Return an error if a rank has not made this rank's last call within the timeout."""
         calls = self._calls
         name = self._name
@@ -238,18 +238,18 @@ class LibraryWatch:
         if self._compared == calls or waited < self._timeout_sec + 1.5 * self._record_after_sec:
             return None
         give_up = time.monotonic() + _ANSWER_SEC
-        done = self._store.items("", until=lambda: time.monotonic() > give_up)
-        if calls != self._calls or str(self._comm.rank) not in done:  # it may answer later
+        recorded = self._store.items("", until=lambda: time.monotonic() > give_up)
+        if calls != self._calls or str(self._comm.rank) not in recorded:  # it may answer later
             return None
         self._compared = calls
-        late = [rank for rank in self._ranks if int(done.get(str(rank), 0)) < calls]
-        if not late:
+        missing = [rank for rank in self._ranks if int(recorded.get(str(rank), 0)) < calls]
+        if not missing:
             return None
-        return CollectiveError(_timed_out(self._timeout_sec, name, calls, late, self._comm.size))
+        return CollectiveError(_timed_out(self._timeout_sec, name, calls, missing, self._comm.size))
 
 
 def describe_timeout(sec: float, calls: int, arrived: Mapping[str, bytes], size: int) -> str:
-    """Return why a group's collective of this number timed out, by the ranks' records of theirs."""
+    """Return why a group's collective number `calls` timed out, by the ranks' records."""
     records = {int(rank): record.decode().partition(" ") for rank, record in arrived.items()}
     missing = [rank for rank in range(size) if rank not in records or int(records[rank][0]) < calls]
     names = {rank: name for rank, (_, _, name) in sorted(records.items())}
@@ -262,7 +262,7 @@ def describe_timeout(sec: float, calls: int, arrived: Mapping[str, bytes], size:
 
 
 def _limits(timeout: timedelta) -> tuple[float, float]:
-    """Return after how many seconds a rank gives up waiting, and records its own arrival."""
+    """Return the seconds after which a rank gives up, and after which it records its arrival."""
     sec = timeout.total_seconds()
     return sec, min(_RECORD_AFTER_SEC, sec / 4)
 

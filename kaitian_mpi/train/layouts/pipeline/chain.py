@@ -24,7 +24,7 @@ class ModelCall(NamedTuple):
 
 
 class StoppedError(BaseException):  # no handler of the user's, or the model's, catches it
-    """Ends a call when what it was made for is known."""
+    """Ends a call of the model once its result is known."""
 
 
 class _StandIn:
@@ -77,8 +77,8 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
     batch = tree_map(lambda leaf: leaf, batch)
     try:
         function(_StandIn(model, stop), batch)
-    except StoppedError as found:
-        return found.args[0]
+    except StoppedError as stopped:
+        return stopped.args[0]
     raise UserError(
         "--layout pipeline: the loss, or metrics, does not call the model; it must call it once "
         "for a batch"
@@ -117,7 +117,7 @@ def chain_of(task: Task) -> list[nn.Module]:
 
 
 def all_need_call(layers: Sequence[nn.Module]) -> bool:
-    """Return whether each of these layers, not only the first, needs how the loss calls them."""
+    """Return whether all of these layers, not only the first, need the loss's call."""
     return isinstance(layers[0], Piece)
 
 
@@ -151,7 +151,7 @@ class Piece(nn.Module):
         self.__dict__["model"] = model  # not a part
 
     def run(self, end: int, args: Sequence[Any], kwargs: Mapping[str, Any], carried: Any) -> Any:
-        """Compute this piece and those before number `end`, with what the one before returned."""
+        """Compute the pieces from this one to before `end`, given the previous one's output."""
         begin = self.number
         places = self.places
         model = self.__dict__["model"]
@@ -173,7 +173,7 @@ class Piece(nn.Module):
 
 
 class _Substitute(nn.Module):
-    """Takes the place of a module, and is like it in all but what it computes."""
+    """Replaces a module: has its attributes, but another forward."""
 
     def __init__(self, module: nn.Module, role: str, carried: Any) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
 
 
 class Spec(NamedTuple):
-    """The form of what is carried from one stage to the next, without the tensors' values."""
+    """The form of a stage's output, without the tensors' values."""
 
     form: Any
     """As JSON holds it; each tensor is a number in the list."""
