@@ -22,7 +22,12 @@ from kaitian_mpi.distributed.collectives.staging import (
     writing,
 )
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.distributed.messages import HEADER_BYTES, UNLIKE_SIZES, Message, receive_if_arrived
+from kaitian_mpi.distributed.messages import (
+    DIFFERENT_SIZES,
+    HEADER_BYTES,
+    Message,
+    receive_if_arrived,
+)
 from kaitian_mpi.distributed.relay.chunking import COUNT
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.distributed.relay.relay import Slot, Slots
@@ -152,7 +157,7 @@ class LongMessage(Message):
             if header.is_exchanged and self.is_receive:
                 self.is_canceled = header.status.Is_cancelled()
                 self._source = header.status.Get_source()
-                self.fault = "" if header.announces(self._dense.nbytes) else UNLIKE_SIZES
+                self.fault = "" if header.announces(self._dense.nbytes) else DIFFERENT_SIZES
         if header.is_exchanged and not self.fault:
             self._land_pieces()
         is_done = header.is_exchanged and not (self._left or self._copied or self._at_mpi)

@@ -26,7 +26,9 @@ HEADER_BYTES = 9
 Arriving = tuple["MPI.Request", torch.Tensor]
 """The request of a message that MPI is receiving, and the memory that it is received in."""
 
-UNLIKE_SIZES = "the tensors of send and recv have unlike sizes; give both ranks tensors of one size"
+DIFFERENT_SIZES = (
+    "the tensors of send and recv have different sizes; give both ranks tensors of one size"
+)
 
 
 def receive_if_arrived(
@@ -194,7 +196,7 @@ class ShortMessage(Message):
                 nbytes = self._status.Get_count(MPI.BYTE)
                 is_too_long = self._memory is not self._buffer
                 if is_too_long or self._buffer.nbytes > HEADER_BYTES == nbytes:
-                    self.fault = UNLIKE_SIZES
+                    self.fault = DIFFERENT_SIZES
         return self._is_transferred
 
     def cancel(self) -> None:

@@ -1,8 +1,8 @@
-"""Buckets of gradients or values in the order of their owners, with parts of unlike lengths.
+"""Buckets of gradients or values in the order of their owners, with parts of different lengths.
 
-A vendor's library exchanges parts of one length in place. Of unlike ones it makes a broadcast or a
-reduction for each rank, and of a list of tensors another copy (NCCL: `ProcessGroupNCCL::allgather`,
-`newLikeFlat`); so parts of nearly one length are padded, where a bucket has a buffer anyway.
+A vendor's library exchanges parts of equal lengths in place. For other parts it makes a broadcast
+or a reduction for each rank, and it copies a list of tensors (NCCL: `ProcessGroupNCCL::allgather`,
+`newLikeFlat`); so parts of nearly equal lengths are padded, if a bucket has a buffer anyway.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sums gradients to the ranks that own them, and brings the owners' new values back.
 
-A bucket is laid out in the order of its owners, whose parts are of unlike lengths: a ragged
+A bucket is laid out in the order of its owners, whose parts are of different lengths: a ragged
 reduce-scatter sums it after backward, and a ragged all-gather returns what the owners made of it.
 Parts that have mirrors are sent on to those, once they are summed.
 """

@@ -25,8 +25,8 @@ _PIECE_BYTES = 512 << 10
 _SCRATCH_BYTES = 4 << 20
 _MIN_PIECE_BYTES = 32 << 10
 
-UNLIKE_SIZES = (
-    "the ranks' tensors have unlike sizes, or they called different collectives; pad tensors to "
+DIFFERENT_SIZES = (
+    "the ranks' tensors have different sizes, or they called different collectives; pad tensors to "
     "one shape first, as those of unequal batches (Accelerate's pad_across_processes does)"
 )
 
@@ -58,7 +58,7 @@ def exchange(
         for request in (*arriving, *leaving.values()):
             request.Wait()
     except MPI.Exception as error:
-        unlike = unlike_sizes(error)
+        unlike = different_sizes_error(error)
         if unlike is None:
             ulfm.revoke_all()  # so that all requests end, besides those to a lost rank
             if not ulfm.is_revoked(comm):
@@ -70,11 +70,11 @@ def exchange(
         raise unlike or error from error
 
 
-def unlike_sizes(error: Exception) -> CollectiveError | None:
+def different_sizes_error(error: Exception) -> CollectiveError | None:
     """Return the error to raise if a message was longer than its buffer, else None."""
     if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
-    return CollectiveError(UNLIKE_SIZES)
+    return CollectiveError(DIFFERENT_SIZES)
 
 
 def reduce_scatter(

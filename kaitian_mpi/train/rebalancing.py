@@ -68,7 +68,7 @@ class Balancing(StepObserver):
         self._waiting: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        # The stages of a pipeline take unlike times, and wait for each other.
+        # The stages of a pipeline take different times, and wait for each other.
         plan = None
         if reports is not None and self._follows_speeds:
             plan = self.observe(step.number, reports)

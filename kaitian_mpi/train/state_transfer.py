@@ -106,7 +106,7 @@ def check_reloadable(state: Any, where: str) -> None:
     except Exception as error:  # of tensors of the user's own classes
         raise UserError(
             f"{where} cannot be saved and loaded again ({type(error).__name__}); return tensors, "
-            "numbers and texts, in dicts, lists and tuples"
+            "numbers and strings, in dicts, lists and tuples"
         ) from error
 
 

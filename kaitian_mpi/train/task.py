@@ -83,7 +83,7 @@ class Task:
     numbers or tensors of one element. None: the loss alone is evaluated."""
     layers: Sequence[nn.Module] | None = None
     """For `layout="pipeline"`: modules of the model in order, with all of its parameters. The first
-    is called as the model is, each other one with what the one before returns, and the model must
+    is called as the model is, each other one with the output of the one before, and the model must
     return what the last does. None: those of a model that is an `nn.Sequential`, or of Hugging
     Face with a `base_model_pp_plan`."""
     name: str = ""

@@ -339,7 +339,7 @@ REFUSED = {
         "gathers equal batches from the ranks",
     ),
     "sharded": (lambda: fully_shard(nn.Linear(4, 4)), {}, "does not work with FSDP"),
-    "unlike batches": (wrapped, {"more_rows": 1}, r"which are \[6, 7"),
+    "different batches": (wrapped, {"more_rows": 1}, r"which are \[6, 7"),
     "pairs": (
         lambda: wrapped(lambda scores: {"loss": (scores @ scores.T).square().sum()}),
         {"loss_of": lambda output: output["loss"]},

@@ -261,7 +261,7 @@ def test_balancing_learns_first_then_follows(tmp_path, capfd):
 
 
 def test_plans_that_wait_for_batches_hold_once_these_are_dropped(tmp_path):
-    """Else ranks with unequal numbers of workers would go on with unlike plans."""
+    """Else ranks with unequal numbers of workers would go on with different plans."""
     given = []
     balance = balancing(tmp_path)
     balance._set_plan = given.append

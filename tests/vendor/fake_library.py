@@ -71,8 +71,8 @@ class Library:
         self._shelf: list[LibraryWork] = []
         self._watchdog = Watchdog(self._contract, timeout)
         communicators.add(self)
-        # Not a communicator of its own: threads of two groups may make theirs in unlike orders on
-        # two ranks, in which MPI's creation may hang.
+        # Not a communicator of its own: threads of two groups may make theirs in different orders
+        # on two ranks, in which MPI's creation may hang.
         known = current_world()
         self._comm = MPI.COMM_WORLD if known is None else known.comm
         if rank == 0:
@@ -230,7 +230,7 @@ class Library:
         text = header.encode()[:HEADER_BYTES]
         own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         seen = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._from_all(own)]
-        assert len(set(seen)) == 1, f"the ranks give the fake library unlike calls: {seen}"
+        assert len(set(seen)) == 1, f"the ranks give the fake library different calls: {seen}"
 
     def _complete(self, messages, *buffers) -> None:
         """Wait as a kernel does: as long as it takes, and for a dead rank forever."""
@@ -287,7 +287,7 @@ class Library:
             if tensor.layout is not torch.strided or not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
         if name not in ("alltoall", "reduce_scatter", "allgather") and tensors:
-            assert len({tensor.dtype for tensor in tensors}) == 1, "tensors of unlike types"
+            assert len({tensor.dtype for tensor in tensors}) == 1, "tensors of different types"
         if name.partition(" ")[0] in self._contract.lacks:
             raise RuntimeError(f"the library does not support {name}")
         calls.append(name)
@@ -320,7 +320,7 @@ class Library:
                 time.sleep(sum(each.nbytes for each in outputs) / bytes_per_sec)
             except AbortedError:
                 # A gather in place writes no rank's own part (NCCL's "In-place Operations"), nor do
-                # the broadcasts that pieces of unlike sizes become; a copy of all pieces does.
+                # the broadcasts that pieces of different sizes become; a copy of all pieces does.
                 is_in_place = name == "all_gather_single" or (name == "allgather" and not scratch)
                 inputs = sources if is_in_place else []
                 kept = [each.clone() for each in inputs]

@@ -177,7 +177,7 @@ def test_no_thread_of_the_library_can_end_the_survivors_of_a_loss(world, monkeyp
     if world.device_kind.is_host:
         pytest.skip("this rank has no such library")
     contract = CONTRACTS[chosen_name()]
-    # Since torch 2.14, such a group of some ranks would give later ones unlike names on the others.
+    # Since torch 2.14, such a group of some ranks would give later ones other names elsewhere.
     names = dist.distributed_c10d._world
     monkeypatch.setattr(names, "group_count", names.group_count)  # so that it is restored
     for name in world.device_kind.error_handling():

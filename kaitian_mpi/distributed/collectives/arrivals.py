@@ -94,7 +94,7 @@ class ArrivalTracker:
                 now = time.monotonic()
         except Exception as error:
             keep_alive(request, buffers)
-            if (unlike := pairwise.unlike_sizes(error)) is None:
+            if (unlike := pairwise.different_sizes_error(error)) is None:
                 raise
             raise unlike from error
         # No rank has given up on one that arrived before that and has waited no longer.

@@ -156,7 +156,7 @@ class HostOperations:
         self._complete(self._comm.Ibcast(as_raw_buffer(message), root), message)
         if self.rank != root:
             if size.view(torch.int64).item() != nbytes:
-                raise CollectiveError(pairwise.UNLIKE_SIZES)
+                raise CollectiveError(pairwise.DIFFERENT_SIZES)
             host = to_host(tensor, read=False)
             host.view(-1).view(torch.uint8).copy_(content)
             from_host(host, tensor)
@@ -236,7 +236,7 @@ class HostOperations:
         """Gather long tensors if one rank has an accelerator; return whether they were.
 
         Raises:
-            CollectiveError: the ranks have lists of unlike sizes; on every rank.
+            CollectiveError: the ranks have lists of different sizes; on every rank.
         """
         sizes = [piece.nbytes for piece in pieces]
         if (relay := self._relay_if_long(self.size * max(sizes))) is None:
@@ -352,5 +352,5 @@ class HostOperations:
         self._complete(request, host, source)
         self._complete(sizes, leaving, arriving)
         if arriving.tolist() != [count * host.itemsize for count in received_counts]:
-            raise CollectiveError(pairwise.UNLIKE_SIZES)
+            raise CollectiveError(pairwise.DIFFERENT_SIZES)
         from_host(host, output)

@@ -35,7 +35,7 @@ class Sizes:
         self._arrivals = arrivals
 
     def check_equal(self, sizes: Sequence[int]) -> None:
-        """Raise a `CollectiveError` if the ranks have unlike sizes."""
+        """Raise a `CollectiveError` if the ranks have different sizes."""
         rows = self._gathered([*sizes])
         _refuse_if((rows != rows[0]).any())
 
@@ -69,6 +69,6 @@ class Sizes:
         return rows
 
 
-def _refuse_if(are_unlike: np.bool_) -> None:
-    if are_unlike:
-        raise CollectiveError(pairwise.UNLIKE_SIZES)
+def _refuse_if(are_different: np.bool_) -> None:
+    if are_different:
+        raise CollectiveError(pairwise.DIFFERENT_SIZES)

@@ -159,7 +159,7 @@ class DividedState(Partition, Generic[Target]):
         missing |= set(result.missing_keys) - owned
         if missing or result.unexpected_keys:
             names = ", ".join([*sorted(missing), *result.unexpected_keys])
-            raise RuntimeError(f"it has not the same parameters: {names}")
+            raise RuntimeError(f"its parameters differ: {names}")
 
     def _load_settings(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load the settings of `optimizer_states`, of this rank or another.

@@ -1,6 +1,6 @@
 """Takes equal devices of a host for equally fast until repeated measurements separate them. Pure.
 
-Ranks that share cores are timed at unlike moments: of four equal ones on two cores, some looked
+Ranks that share cores are timed at different moments: of four equal ones on two cores, some looked
 half again as fast as others.
 """
 

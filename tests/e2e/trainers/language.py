@@ -1,4 +1,4 @@
-"""A small language model, and texts of unlike lengths."""
+"""A small language model, and texts of different lengths."""
 
 import random
 

@@ -102,9 +102,9 @@ def chain_of(task: Task) -> list[nn.Module]:
     layers = layers or _pieces_of(task.model)
     if not layers:
         raise UserError(
-            "--layout pipeline requires Task(layers=[...]): the model's modules in order, of which "
-            "each is called with what the one before returns; or a model that is an nn.Sequential, "
-            "or one of Hugging Face's with a base_model_pp_plan"
+            "--layout pipeline requires Task(layers=[...]): the model's modules in order, each "
+            "called with the output of the one before; or a model that is an nn.Sequential, or one "
+            "of Hugging Face's with a base_model_pp_plan"
         )
     covered = {id(p) for layer in layers for p in layer.parameters()}
     missing = [name for name, p in task.model.named_parameters() if id(p) not in covered]
@@ -274,8 +274,8 @@ def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
         if type(value) in _PLAIN:
             return {"plain": value}
         raise UserError(
-            f"--layout pipeline: a layer returns a {type(value).__name__}; layers may pass on "
-            "tensors, numbers and texts, in lists, tuples and dicts"
+            f"--layout pipeline: a layer returns a {type(value).__name__}; layers may return "
+            "tensors, numbers and strings, in lists, tuples and dicts"
         )
 
     form = form_of(value)

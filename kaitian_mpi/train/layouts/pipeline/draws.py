@@ -43,5 +43,6 @@ def equal_draws(seed: int, device: torch.device, is_mixed: bool = False) -> Iter
         if before is not None and not torch.equal(before, kind.random_state(device.index or 0)):  # type: ignore[arg-type]
             raise UserError(
                 "--layout pipeline: the loss draws random numbers on its device before it calls "
-                "the model, and devices of unlike kinds draw others; draw them on the host"
+                "the model, and different kinds of devices draw different ones; draw them on the "
+                "host"
             )

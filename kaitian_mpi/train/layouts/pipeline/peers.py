@@ -68,10 +68,10 @@ class PeerGroups:
     """This rank's messages with others.
 
     Where a library carries them, there are groups of this rank and one other each, in which one of
-    the two sends: a broadcast in a group of two is a message. A library carries out what a group is
-    called for in that order, so each direction has a group of its own: activations and gradients
-    come in unlike orders on the two ranks. Only the thread that computes starts such messages, as
-    the library has to be called for all groups in one order.
+    the two sends: a broadcast in a group of two is a message. A library carries out a group's calls
+    in order, so each direction has a group of its own: activations and gradients come in different
+    orders on the two ranks. Only the thread that computes starts such messages, as the library must
+    be called for all groups in one order.
     """
 
     def __init__(

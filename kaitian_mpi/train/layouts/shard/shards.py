@@ -245,7 +245,7 @@ class Shards(DividedState[Part]):
             if (rows.shape, rows.dtype) != (target.shape, target.dtype):
                 raise UserError(
                     f"the data of a parameter was set to a tensor of shape "
-                    f"{list(parameter.shape)} and {parameter.dtype}; both have to stay as they were"
+                    f"{list(parameter.shape)} and {parameter.dtype}; keep its shape and dtype"
                 )
             target.data = rows
 
