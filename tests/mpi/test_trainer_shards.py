@@ -119,5 +119,5 @@ def test_a_gradient_is_not_read_in_silence(world, owners):
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     x, y = batch(world, 0, own=True)
     loss_of(ddp(x), y).backward()
-    with pytest.raises(UserError, match="use torch.nn.utils.clip_grad_norm_"):
+    with pytest.raises(UserError, match=r"use torch\.nn\.utils\.clip_grad_norm_"):
         model.last.weight.grad.norm()

@@ -201,7 +201,8 @@ class OwnedModel:
         engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        assert self.sums is not None and self._syncs is not None
+        assert self.sums is not None
+        assert self._syncs is not None
         is_last = self._syncs
         self._syncs = None
         if self.sharded is not None:
