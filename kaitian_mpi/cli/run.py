@@ -89,16 +89,18 @@ def main() -> None:
             os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
         use_backend_for([name for name in chosen.backend_override.split(",") if name])
         use_started_ranks(world)
+        adaptive = None
+        if chosen.adaptive:
+            from kaitian_mpi.integrations.adaptive import install
+
+            adaptive = install(world)
         if chosen.layout != "replicate":
             from kaitian_mpi.integrations.shard.budget import LayoutSettings
             from kaitian_mpi.integrations.shard.install import Installed
 
             memory = chosen.emulate_memory or ""
-            Installed(world, LayoutSettings(chosen.layout, chosen.shard_parameters, memory))
-        if chosen.adaptive:
-            from kaitian_mpi.integrations.adaptive import install
-
-            install(world)
+            settings = LayoutSettings(chosen.layout, chosen.shard_parameters, memory)
+            Installed(world, settings, adaptive.waiting if adaptive else None)
         with told_to_supervisor(comm):
             run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
         report_end()

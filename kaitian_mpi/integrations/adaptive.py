@@ -105,6 +105,10 @@ class Adaptive:
         self._receive_all()
         _installed.clear()
 
+    def waiting(self, _: str = "") -> contextlib.AbstractContextManager[None]:
+        """Return a context whose time is one of waiting for other ranks, not of computing."""
+        return self._times.waiting()
+
     def divide(self, sampler: PlannedBatchSampler, rows: int) -> list[int]:
         """Return how many rows of a batch each rank takes."""
         plan = self._plans.get(sampler.rank_rows)

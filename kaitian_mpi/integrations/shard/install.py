@@ -8,7 +8,7 @@ owned_optimizer.py). Whoever reads the whole state alone is answered by the owne
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from kaitian_mpi.integrations.shard.budget import LayoutSettings
 from kaitian_mpi.integrations.shard.extend_clipping import extend_clipping
@@ -19,20 +19,22 @@ from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards, Waits
 from kaitian_mpi.mpi.world import World
 
 
+def _unmeasured(what: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Installed:
     """The extensions of torch in this process."""
 
-    def __init__(
-        self, world: World, settings: LayoutSettings, waits: Waits = lambda what: nullcontext()
-    ) -> None:
+    def __init__(self, world: World, settings: LayoutSettings, waits: Waits | None = None) -> None:
         """Let the script's models in DDP have owners from now on. Collective.
 
         Args:
             world: all ranks, each of which runs the script.
             settings: how to lay out models.
-            waits: makes the context of waiting for other ranks.
+            waits: makes the context of waiting for other ranks; None if nobody measures it.
         """
-        self._shards = shards = TrainerShards(world, settings, waits)
+        self._shards = shards = TrainerShards(world, settings, waits or _unmeasured)
         extend = extend_ddp, extend_optimizers, extend_modules, extend_clipping
         self._restore = [extend_one(shards) for extend_one in extend]
 

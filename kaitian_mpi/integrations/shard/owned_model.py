@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.pending_parameter import is_compiling
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
 from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
-from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Read
+from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Piece, Read
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.exchange import gather_values
@@ -49,6 +50,7 @@ class OwnedModel:
         world: World,
         index: int,
         read: Read,
+        waits: Waits,
         backward_done: Callable[[], None],
     ) -> None:
         """Watch the model in a DDP, whose ranks own nothing yet. Not collective.
@@ -58,6 +60,7 @@ class OwnedModel:
             world: all ranks.
             index: of this model, the same on every rank.
             read: asks a rank for its rows. Not collective.
+            waits: makes the context of waiting for other ranks.
             backward_done: called when all ranks have computed a backward.
         """
         self.parameters = list(ddp.module.parameters())
@@ -65,12 +68,12 @@ class OwnedModel:
         self.sharded: ScriptParameters | None = None
         self.sums: OpenReducer | None = None
         self._module = weakref.ref(ddp.module)
-        self._group: Any = ddp.process_group
         self._world = world
         self._backward_done = backward_done
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._by_rows = True
-        self._options: dict[str, Any] = {}
+        self._waits = waits
+        self._options: dict[str, Any] = {"group": ddp.process_group, "waits": waits}
         self._prefetches = False
         # Whether the last forward's backward ends a step; None if a backward has followed it.
         self._syncs: bool | None = None
@@ -92,20 +95,13 @@ class OwnedModel:
         """Return the number of a parameter."""
         return self._numbers[id(parameter)]
 
-    def assign(
-        self,
-        owners: Owners,
-        optimizers: Sequence[Optimizer],
-        waits: Waits = lambda what: nullcontext(),
-    ) -> None:
+    def assign(self, owners: Owners, optimizers: Sequence[Optimizer]) -> None:
         """Make ranks the owners of the model's rows. Not collective, and equal on all ranks.
 
         Args:
             owners: of which fractions.
             optimizers: those that step the model.
-            waits: makes the context of waiting for other ranks.
         """
-        self._options = {"group": self._group, "waits": waits}
         self._prefetches = owners.prefetches
         self._by_rows = steps_by_element(optimizers)
         parts = divide_parameters(
@@ -117,9 +113,14 @@ class OwnedModel:
         )
         values: dict[Any, torch.Tensor] = {}
         if owners.sharded:
+            if is_compiling():
+                raise UserError(
+                    "torch.compile does not support sharded parameters, and the model does not fit "
+                    "whole on each rank; remove torch.compile"
+                )
             device = self.parameters[0].device
             self.sharded = ScriptParameters(
-                self.module, owners.sharded, device, self.rows.read, self.rows.write
+                self.module, owners.sharded, device, self._read_rows, self.rows.write
             )
             own = [part for part in parts if part.owner == self._world.rank]
             values = self.sharded.shard([(p.parameter, p.begin, p.end) for p in own])
@@ -182,6 +183,10 @@ class OwnedModel:
         """Give all ranks the new values of whole parameters. Collective."""
         if self.sums is not None:
             self.sums.share_values()
+
+    def _read_rows(self, number: int) -> list[Piece]:
+        with self._waits("the owners' rows"):
+            return self.rows.read(number)
 
     def _begin_backward(self, syncs: bool, _: torch.Tensor) -> None:
         assert self.sums is not None

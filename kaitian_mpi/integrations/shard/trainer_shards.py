@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,9 +33,7 @@ class TrainerShards:
         settings: how to lay out models.
     """
 
-    def __init__(
-        self, world: World, settings: LayoutSettings, waits: Waits = lambda what: nullcontext()
-    ) -> None:
+    def __init__(self, world: World, settings: LayoutSettings, waits: Waits) -> None:
         """Own nothing yet, and answer other ranks' reads until all have come to their exit.
 
         Collective. `waits` makes the context of waiting for other ranks.
@@ -68,7 +66,7 @@ class TrainerShards:
     def add_model(self, ddp: DistributedDataParallel) -> None:
         """Take note of a model, which gets owners before its first forward with gradients."""
         index = len(self._served[MODEL])
-        model = OwnedModel(ddp, self.world, index, self.read, self._backward_done)
+        model = OwnedModel(ddp, self.world, index, self.read, self._waits, self._backward_done)
         self._models[ddp] = model
         self._served[MODEL].append(model.rows)
         weakref.finalize(model, self._deleted.append, (MODEL, index)).atexit = False
@@ -178,7 +176,7 @@ class TrainerShards:
         world = emulated(self.settings, self.world, model.module)
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
-            model.assign(owners, optimizers, self._waits)
+            model.assign(owners, optimizers)
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
             self.own(optimizer)

@@ -1,0 +1,58 @@
+"""Layout shard under DistributedDataParallel, on ranks of which some have accelerators."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kaitian_mpi.balance.ownership import without_mirrors
+from kaitian_mpi.integrations.shard import trainer_shards
+from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
+from kaitian_mpi.integrations.shard.install import Installed
+
+SHARES = 3.0, 1.0, 2.0, 1.0
+STEPS = 5
+
+
+@pytest.fixture
+def installed(world):
+    extensions = Installed(world, LayoutSettings())
+    yield
+    extensions.close()
+
+
+@pytest.mark.parametrize("are_sharded", [False, True])
+def test_a_loop_trains_as_one_process_does(world, installed, device_of, monkeypatch, are_sharded):
+    def find_owners(settings, world, model, optimizers):
+        numbers = range(len([*model.parameters()])) if are_sharded else ()
+        return Owners(without_mirrors(SHARES[: world.size]), frozenset(numbers), True, "")
+
+    def train(model, rows, place):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(12 * world.size, 13, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            model(place(x[rows].contiguous())).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+        return optimizer
+
+    monkeypatch.setattr(trainer_shards, "find_owners", find_owners)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 64), nn.Tanh(), nn.Linear(64, 7)).double()
+    reference = copy.deepcopy(model)
+    model.to(world.device)
+    ddp = DistributedDataParallel(model)
+    optimizer = train(ddp, slice(world.rank, None, world.size), device_of)
+    expected = train(reference, slice(None), torch.clone)
+    for (name, value), other in zip(
+        model.state_dict().items(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(value.cpu(), other.detach(), rtol=0, atol=1e-12, msg=name)
+    states = optimizer.state_dict()["state"]
+    for place, state in expected.state_dict()["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(states[place][name].cpu(), value, rtol=0, atol=1e-12)
