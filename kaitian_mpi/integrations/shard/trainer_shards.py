@@ -21,6 +21,7 @@ from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER, OwnedRow
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
+from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 
 Waits = Callable[[str], AbstractContextManager[Any]]
 
@@ -53,6 +54,7 @@ class TrainerShards:
         }
         self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
         self._reads = OwnerReads(world.comm, self._serve)
+        register_close(self._check_used)
 
     @property
     def read(self) -> Read:
@@ -61,6 +63,7 @@ class TrainerShards:
 
     def close(self) -> None:
         """Answer no more reads. Collective."""
+        unregister_close(self._check_used)
         self._reads.close()
 
     def add_model(self, ddp: DistributedDataParallel) -> None:
@@ -180,6 +183,15 @@ class TrainerShards:
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
             self.own(optimizer)
+
+    def _check_used(self) -> None:
+        """Say at the script's end if there was nothing to shard."""
+        if not self._served[MODEL] and self.settings.layout == "shard":
+            print_rank_0(
+                self.world,
+                "--layout shard: the script has put no model in DistributedDataParallel, so nothing "
+                "was sharded",
+            )
 
     def _backward_done(self) -> None:
         """Free what the script has deleted: no rank is before that any more, and may read it."""
