@@ -189,8 +189,8 @@ class TrainerShards:
         if not self._served[MODEL] and self.settings.layout == "shard":
             print_rank_0(
                 self.world,
-                "--layout shard: the script has put no model in DistributedDataParallel, so nothing "
-                "was sharded",
+                "--layout shard: nothing was sharded, as the script has put no model in "
+                "DistributedDataParallel",
             )
 
     def _backward_done(self) -> None:
