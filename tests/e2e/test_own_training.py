@@ -93,3 +93,10 @@ def test_the_script_of_the_readme_trains(mpirun, tmp_path):
 def test_the_script_with_batch_sizes_by_hand_trains(mpirun):
     *_, script = blocks((ROOT / "docs/scripts.md").read_text(), "python")
     mpirun(2, PYTHON, "script.py", script=script)
+
+
+def test_the_cell_of_the_page_on_notebooks_trains(tmp_path):
+    """As a kernel runs it: alone, without mpirun; a second training may follow in the process."""
+    cell = blocks((ROOT / "docs/notebooks.md").read_text(), "python")[0]
+    ended = run_alone(PYTHON, "-c", f"{cell}\n{cell}\nprint(len(losses), 'steps')", cwd=tmp_path)
+    assert "8 steps" in ended.out
