@@ -48,7 +48,7 @@ class ChunkLengths(NamedTuple):
         best = max(math.isqrt(total_bytes * self.half_bytes), _MIN_CHUNK_BYTES)
         least = -(-total_bytes // max(self.limit_bytes, _MIN_CHUNK_BYTES))
         count = max(least, round(total_bytes / best))
-        length = -(-total_bytes // max(count, 1) // ALIGNMENT) * ALIGNMENT
+        length = math.ceil(total_bytes / (max(count, 1) * ALIGNMENT)) * ALIGNMENT
         return [min(length, total_bytes - at) for at in range(0, total_bytes, length or 1)] or [0]
 
 
