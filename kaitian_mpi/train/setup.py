@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
@@ -27,6 +26,9 @@ from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_lim
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples
 from kaitian_mpi.train.task import Task
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.sharded_model import ShardedModel
 
 _log = logging.getLogger(__name__)
 

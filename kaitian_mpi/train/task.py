@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,12 +18,14 @@ from torch.utils.data import DataLoader
 from kaitian_mpi.config.factory import parameters_of
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.gradients import check_dense
-from kaitian_mpi.distributed.sharded_model import ShardedModel, check_without_torch_func
 from kaitian_mpi.distributed.sync_batch_norm import local_statistics
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.train.data.batches import is_stream, place
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.sharded_model import ShardedModel
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -297,6 +299,8 @@ class Computation:
             try:
                 loss = task.loss(model, batch)
             except RuntimeError as error:
+                from kaitian_mpi.distributed.sharded_model import check_without_torch_func
+
                 check_without_torch_func(model, error)
                 raise
             return check_loss(loss, needs_gradient)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kaitian_mpi.balance.cost_model import RankCost, scores
 from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
@@ -26,6 +25,9 @@ from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benc
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, equal_share
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, Task, aside, borrowed
+
+if TYPE_CHECKING:
+    from kaitian_mpi.distributed.sharded_model import ShardedModel
 
 FROM_BENCHMARK = "the benchmark"
 
