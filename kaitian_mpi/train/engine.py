@@ -90,7 +90,7 @@ class Engine:
         self._setup = setup
         self.state = state
         self.plan = plan
-        self._keeps_state = keeps_state
+        self.keeps_state = keeps_state
         self._task: Task = setup.task
         self._computation = state.computation
         self._pace = world.device_kind.pace
@@ -167,7 +167,7 @@ class Engine:
         self._follow_unfreezing()
         samples = step.samples
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
-        if self._keeps_state or step.rank_samples == 0 or self._task.loss is None:
+        if self.keeps_state or step.rank_samples == 0 or self._task.loss is None:
             self.state.buffers.save()
         statistics, step_in_epoch = self.state.statistics, self.state.progress.step_in_epoch
         if statistics.norms:

@@ -125,7 +125,7 @@ class Loop:
 
     def step_done(self, step: Step, script_follows: bool = True) -> None:
         """Let the observers follow a step, after which the script may use the weights."""
-        if self._agreement.survives and script_follows:
+        if self.engine.keeps_state and script_follows:
             self.engine.gradients.check_values()  # else they would be wrong if a rank is lost
         wants_checkpoint = any(observer.wants_checkpoint() for observer in self.observers)
         reports = self.exchange.swap(step.report(wants_checkpoint))
@@ -256,7 +256,7 @@ class Loop:
 
     def _commit_unit(self) -> None:
         """Continue only if every rank got this far."""
-        if self._agreement.survives:
+        if self.engine.keeps_state:  # else the job does not survive a loss
             self._agreement.commit(not _default_group().is_broken)
         self.state.buffers.commit()
 
