@@ -23,6 +23,44 @@ def installed(world):
     extensions.close()
 
 
+def matrices(seed):
+    """Return a model with two parameters that are large enough to stay on the host."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)).double()
+
+
+def test_large_parameters_stay_on_the_host_until_they_have_owners(world, device_of, monkeypatch):
+    def find_owners(settings, world, model, optimizers):
+        return Owners(without_mirrors(SHARES[: world.size]), frozenset({0, 2}), True, "")
+
+    def train(model, rows, place):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4 * world.size, 128, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            model(place(x[rows].contiguous())).square().mean().backward()
+            optimizer.step()
+
+    monkeypatch.setattr(trainer_shards, "find_owners", find_owners)
+    extensions = Installed(world, LayoutSettings(shards_parameters=True))
+    model, own, reference = matrices(world.rank), matrices(world.rank), matrices(0)
+    before, _ = world.device_kind.tensor_bytes(world.device_index)
+    model.to(world.device)
+    after, _ = world.device_kind.tensor_bytes(world.device_index)
+    assert model[0].weight.device == model[0].bias.device == world.device
+    assert after - before < model[0].weight.nbytes
+    x = torch.ones(2, 128, dtype=torch.float64)
+    torch.testing.assert_close(model(device_of(x)).cpu(), own(x))  # copied to the device for this
+    train(DistributedDataParallel(model), slice(world.rank, None, world.size), device_of)
+    train(reference, slice(None), torch.clone)  # rank 0's values were given to all
+    for (name, value), other in zip(
+        model.state_dict().items(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(value.cpu(), other.detach(), rtol=0, atol=1e-12, msg=name)
+    extensions.close()
+
+
 @pytest.mark.parametrize("are_sharded", [False, True])
 def test_a_loop_trains_as_one_process_does(world, installed, device_of, monkeypatch, are_sharded):
     def find_owners(settings, world, model, optimizers):

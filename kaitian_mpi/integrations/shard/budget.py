@@ -10,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from kaitian_mpi.balance.ownership import Pair
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.integrations.shard.host_parameters import on_host
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World, limited_as
 from kaitian_mpi.train.layouts.shard.memory_budget import (
@@ -103,7 +104,8 @@ def replica_fits(world: World, model: nn.Module) -> tuple[bool, str]:
 
 
 def _used(world: World, model: nn.Module) -> int:
-    """Return the bytes of this rank's device that the model and the rest take."""
+    """Return the bytes of this rank's device that the whole model and the rest take."""
     if world.info.emulated_memory:
         return sum(parameter.nbytes for parameter in model.parameters())
-    return memory_in_use(world)
+    staying = sum(parameter.nbytes for _, parameter, _ in on_host(model))
+    return memory_in_use(world) + staying

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.integrations.shard.budget import replica_fits
+from kaitian_mpi.integrations.shard.host_parameters import is_large
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 from kaitian_mpi.observe.console import print_rank_0
 
@@ -27,6 +29,7 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
             fits, line = replica_fits(shards.world, ddp.module)
             print_rank_0(shards.world, line)
             if fits:
+                shards.move_whole(ddp.module)
                 stock[_MAKES_REDUCER](ddp, *args, **kwargs)
                 return
         _check(ddp, shards.world.size)
@@ -38,6 +41,19 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
         ddp.register_forward_pre_hook(_BeginForward())
         ddp.register_forward_hook(_EndForward(), always_call=True)
 
+    verify: Any = distributed._verify_param_shape_across_processes
+    synchronize: Any = distributed._sync_module_states
+
+    def verify_small(group: Any, parameters: Any, logger: Any = None) -> Any:
+        """Compare the parameters of which no rank has a stand-in, with other strides."""
+        return verify(group, [p for p in parameters if not is_large(p)], logger)
+
+    def synchronize_plain(*, module: nn.Module, **kwargs: Any) -> None:
+        ignored = {*kwargs.pop("params_and_buffers_to_ignore"), *shards.synchronize(module)}
+        synchronize(module=module, params_and_buffers_to_ignore=ignored, **kwargs)
+
+    distributed._verify_param_shape_across_processes = verify_small  # type: ignore[assignment]
+    distributed._sync_module_states = synchronize_plain  # type: ignore[assignment]
     replaced = {name: _refuse(name) for name in _REFUSED} | {_MAKES_REDUCER: make_reducer}
     for name, function in replaced.items():
         setattr(DistributedDataParallel, name, function)
@@ -45,6 +61,8 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
 
     def restore() -> None:
         _active.clear()
+        distributed._verify_param_shape_across_processes = verify
+        distributed._sync_module_states = synchronize
         for name, function in stock.items():
             setattr(DistributedDataParallel, name, function)
 

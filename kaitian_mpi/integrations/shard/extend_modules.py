@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.integrations.shard.host_parameters import HostParameters, stays
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
@@ -30,17 +31,31 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
                     stack.enter_context(model.sharded.making_state_dict())
             return state_dict(module, *args, **kwargs)
 
+    staying: set[int] = set()  # the parameters that a move now leaves on the host
+
     @functools.wraps(apply)
     def apply_to_whole(module: nn.Module, change: Any, recurse: bool = True) -> Any:
         """Change, or move, what is whole; rows stay where their owner has them."""
-        sharded = {n: p for n, p in module._parameters.items() if is_sharded(p)}
-        for holder in dict.fromkeys(type(parameter).holder for parameter in sharded.values()):
+        device = None if staying else shards.device_to_spare(module, change)
+        if device is not None:
+            staying.update(id(p) for p in module.parameters() if stays(p))
+        left = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if id(parameter) in staying or is_sharded(parameter)
+        }
+        for holder in dict.fromkeys(type(p).holder for p in left.values() if is_sharded(p)):
             holder.move(change)
-        module._parameters.update(dict.fromkeys(sharded))
+        module._parameters.update(dict.fromkeys(left))
         try:
-            return apply(module, change, recurse)
+            moved = apply(module, change, recurse)
         finally:
-            module._parameters.update(sharded)
+            module._parameters.update(left)
+            if device is not None:
+                staying.clear()
+        if device is not None:
+            HostParameters(module, device)
+        return moved
 
     @functools.wraps(load)
     def load_on_host(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:

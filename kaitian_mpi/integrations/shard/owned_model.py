@@ -86,6 +86,10 @@ class OwnedModel:
         assert module is not None
         return module
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether this is of a module."""
+        return self._module() is module
+
     @property
     def has_owners(self) -> bool:
         """Whether `assign` was called."""
@@ -95,17 +99,23 @@ class OwnedModel:
         """Return the number of a parameter."""
         return self._numbers[id(parameter)]
 
-    def assign(self, owners: Owners, optimizers: Sequence[Optimizer]) -> None:
+    def assign(self, owners: Owners, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         """Make ranks the owners of the model's rows. Not collective, and equal on all ranks.
 
         Args:
             owners: of which fractions.
             optimizers: those that step the model.
+            device: for parameters that have stayed on the host so far.
         """
         self._prefetches = owners.prefetches
         self._by_rows = steps_by_element(optimizers)
+        # Some are still on the host on some ranks, and the parts must be the same on all.
+        alike = [
+            nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in self.parameters
+        ]
         parts = divide_parameters(
-            self.parameters,
+            alike,
             stepped=range(len(self.parameters)),
             owned=owners.sharded,
             pairs=owners.pairs,
@@ -118,13 +128,14 @@ class OwnedModel:
                     "torch.compile does not support sharded parameters, and the model does not fit "
                     "whole on each rank; remove torch.compile"
                 )
-            device = self.parameters[0].device
             self.sharded = ScriptParameters(
                 self.module, owners.sharded, device, self._read_rows, self.rows.write
             )
             own = [part for part in parts if part.owner == self._world.rank]
             values = self.sharded.shard([(p.parameter, p.begin, p.end) for p in own])
             values = {key: rows for key, rows in values.items() if key[0] in owners.sharded}
+        elif len({parameter.device for parameter in self.parameters}) > 1:
+            self.module.to(device)
         self.rows.assign(parts, values)
         self._make_reducer()
 

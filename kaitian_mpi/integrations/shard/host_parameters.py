@@ -1,0 +1,86 @@
+"""Parameters that stay in host memory when a script moves its model to a device.
+
+A device that is too small for a model could not even start to train it: trainers move the whole
+model before DistributedDataParallel divides it. So large parameters stay on the host until they
+have owners. They look as if they were on the device, and are copied there while something computes
+with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import nn
+
+from kaitian_mpi.distributed.sharded_model import can_be_sharded
+from kaitian_mpi.integrations.shard.owned_rows import Piece, count_rows
+from kaitian_mpi.integrations.shard.script_parameters import (
+    ScriptParameter,
+    ScriptParameters,
+    is_sharded,
+)
+
+_MIN_BYTES = 1 << 17  # smaller parameters are moved
+
+
+class HostParameters(ScriptParameters):
+    """The large parameters of a module that was moved to a device."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Let the large parameters of a module, which are on the host, look as if on the device."""
+        numbers = [
+            number for number, parameter in enumerate(module.parameters()) if stays(parameter)
+        ]
+        super().__init__(module, numbers, device, self._whole, self._keep)
+        self._values = {number: self._parameters[number].detach() for number in numbers}
+        for number in numbers:
+            self._reshard(number)
+
+    def values_of(self, parameter: ScriptParameter) -> torch.Tensor:
+        """Return the values of one of these parameters, in host memory."""
+        self._free_all()
+        return self._values[self._number_of[parameter]]
+
+    def release(self, parameters: Collection[nn.Parameter]) -> None:
+        """Let some of these parameters be plain ones on the host again."""
+        self._free_all()
+        for number, parameter in self._parameters.items():
+            if number in self._values and any(parameter is other for other in parameters):
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._set(number, self._values.pop(number))
+                parameter.__class__ = nn.Parameter
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `Module.to` and its like; a change of the dtype changes the values."""
+        self._free_all()
+        self._values = {number: change(value).cpu() for number, value in self._values.items()}
+        for number, value in self._values.items():
+            self._device = change(torch.empty(0, dtype=value.dtype, device=self._device)).device
+            self._reshard(number)
+
+    def _whole(self, number: int) -> list[Piece]:
+        value = self._values[number]
+        return [(0, count_rows(value), value)]
+
+    @torch.no_grad()
+    def _keep(self, number: int, values: torch.Tensor) -> None:
+        self._values[number].copy_(values)
+
+
+def is_large(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter stays on the host if its model may not fit a rank's device."""
+    return is_sharded(parameter) or (can_be_sharded(parameter) and parameter.nbytes >= _MIN_BYTES)
+
+
+def stays(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is one that stays on the host."""
+    is_on_host = not is_sharded(parameter) and parameter.device.type == "cpu"
+    return is_on_host and is_large(parameter)
+
+
+def on_host(module: nn.Module) -> Iterator[tuple[str, ScriptParameter, HostParameters]]:
+    """Yield a module's parameters that have stayed on the host, with their names and holders."""
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter) and isinstance(type(parameter).holder, HostParameters):
+            yield name, parameter, type(parameter).holder  # type: ignore[misc]
