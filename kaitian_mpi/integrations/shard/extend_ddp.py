@@ -29,7 +29,7 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
             fits, line = replica_fits(shards.world, ddp.module)
             print_rank_0(shards.world, line)
             if fits:
-                shards.move_whole(ddp.module)
+                shards.placement.move_whole(ddp.module)
                 stock[_MAKES_REDUCER](ddp, *args, **kwargs)
                 return
         _check(ddp, shards.world.size)
@@ -49,7 +49,10 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
         return verify(group, [p for p in parameters if not is_large(p)], logger)
 
     def synchronize_plain(*, module: nn.Module, **kwargs: Any) -> None:
-        ignored = {*kwargs.pop("params_and_buffers_to_ignore"), *shards.synchronize(module)}
+        ignored = {
+            *kwargs.pop("params_and_buffers_to_ignore"),
+            *shards.placement.synchronize(module),
+        }
         synchronize(module=module, params_and_buffers_to_ignore=ignored, **kwargs)
 
     distributed._verify_param_shape_across_processes = verify_small  # type: ignore[assignment]

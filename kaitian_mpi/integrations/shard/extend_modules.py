@@ -36,7 +36,7 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
     @functools.wraps(apply)
     def apply_to_whole(module: nn.Module, change: Any, recurse: bool = True) -> Any:
         """Change, or move, what is whole; rows stay where their owner has them."""
-        device = None if staying else shards.device_to_spare(module, change)
+        device = None if staying else shards.placement.device_to_spare(module, change)
         if device is not None:
             staying.update(id(p) for p in module.parameters() if stays(p))
         left = {

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.integrations.shard.owned_rows import Piece, count_rows
 from kaitian_mpi.integrations.shard.script_parameters import (
@@ -75,7 +76,7 @@ def is_large(parameter: nn.Parameter) -> bool:
 
 def stays(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is one that stays on the host."""
-    is_on_host = not is_sharded(parameter) and parameter.device.type == "cpu"
+    is_on_host = not is_sharded(parameter) and device_of(parameter.device).is_host
     return is_on_host and is_large(parameter)
 
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,20 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
-from kaitian_mpi.integrations.shard.host_parameters import is_large, on_host, stays
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel, Read
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
 from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER, OwnedRows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
-from kaitian_mpi.integrations.shard.script_parameters import is_sharded
-from kaitian_mpi.mpi.exchange import check_same, gather_values
+from kaitian_mpi.integrations.shard.placement import Placement
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.train.measure.rank_timer import memory_limit
-from kaitian_mpi.train.state_transfer import broadcast_state
-
-_SMALL = 0.25  # of a device's memory: a module's parameters that are moved there at once
 
 Waits = Callable[[str], AbstractContextManager[Any]]
 
@@ -40,6 +33,7 @@ class TrainerShards:
     Attributes:
         world: all ranks, each of which runs the script.
         settings: how to lay out models.
+        placement: where parameters are before they have owners.
     """
 
     def __init__(self, world: World, settings: LayoutSettings, waits: Waits) -> None:
@@ -49,6 +43,7 @@ class TrainerShards:
         """
         self.world = world
         self.settings = settings
+        self.placement = Placement(world, settings.shards_parameters)
         self._waits = waits
         self._models = weakref.WeakKeyDictionary[DistributedDataParallel, OwnedModel]()
         # Not by equality, which is elementwise for tensors.
@@ -60,7 +55,6 @@ class TrainerShards:
             MODEL: [],
             OPTIMIZER: [],
         }
-        self._assigns = False  # whether parameters are being given to their owners
         self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
         self._reads = OwnerReads(world.comm, self._serve)
         register_close(self._check_used)
@@ -105,68 +99,6 @@ class TrainerShards:
     def optimizer_of(self, optimizer: Optimizer) -> OwnedOptimizer | None:
         """Return this rank's side of an optimizer; None if it has none yet."""
         return self._owned.get(optimizer)
-
-    def device_to_spare(
-        self, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.device | None:
-        """Return the device to which a change moves a module that may not fit there whole.
-
-        Not collective. None if it moves it to no accelerator, or the module is small.
-        """
-        if self._assigns or self.world.info.is_on_host:
-            return None
-        large = sum(p.nbytes for p in module.parameters() if stays(p))
-        if not large:
-            return None
-        device = change(torch.empty(0)).device
-        if device.type != self.world.device.type:
-            return None
-        is_small = large <= _SMALL * memory_limit(self.world)
-        return None if is_small and not self.settings.shards_parameters else device
-
-    def move_whole(self, module: nn.Module) -> None:
-        """Move a module's parameters that stay on the host to this rank's device."""
-        with self._releasing(module) as stayed:
-            if stayed:
-                module.to(self.world.device)
-
-    @contextmanager
-    def _releasing(self, module: nn.Module) -> Iterator[bool]:
-        """Let parameters be plain ones, on the host, that stay there; yield whether some did.
-
-        In the block, no others stay when they are moved.
-        """
-        staying = [(parameter, holder) for _, parameter, holder in on_host(module)]
-        for holder in dict.fromkeys(holder for _, holder in staying):
-            holder.release([parameter for parameter, _ in staying])
-        self._assigns = True
-        try:
-            yield bool(staying)
-        finally:
-            self._assigns = False
-
-    def synchronize(self, module: nn.Module) -> set[str]:
-        """Give all ranks rank 0's values of parameters that stay on some rank's host. Collective.
-
-        Returns:
-            The names of the parameters that all ranks have equal now, or own rows of.
-        """
-        parameters = dict(module.named_parameters())
-        shapes = {name: str(list(p.shape)) for name, p in parameters.items() if is_large(p)}
-        check_same(self.world.comm, shapes, "create the same model on every rank")
-        staying = {name: holder for name, _, holder in on_host(module)}
-        names = sorted({name for own in gather_values(self.world.comm, [*staying]) for name in own})
-        for name in names:
-            parameter = parameters[name]
-            holder = staying.get(name)
-            value = parameter.detach() if holder is None else holder.values_of(parameter)  # type: ignore[arg-type]
-            arrived = broadcast_state(self.world.comm, value, 0, self.world.rank > 0)
-            if self.world.rank > 0:
-                value.copy_(arrived)
-        owned = {
-            name for name, parameter in parameters.items() if is_sharded(parameter)
-        } - staying.keys()
-        return owned | set(names)
 
     def begin_forward(self, ddp: DistributedDataParallel) -> None:
         """Choose the owners before the first forward with gradients. Collective then."""
@@ -254,7 +186,7 @@ class TrainerShards:
         world = emulated(self.settings, self.world, model.module)
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
-            with self._releasing(model.module):
+            with self.placement.releasing(model.module):
                 model.assign(owners, optimizers, world.device)
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
