@@ -38,7 +38,8 @@ from kaitian_mpi.integrations.lightning_means import count_rows_exactly
 from kaitian_mpi.integrations.loss_weights import Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.output_weights import OutputWeights
-from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler, plan_loaders
+from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
+from kaitian_mpi.integrations.planned_loaders import plan_loaders
 from kaitian_mpi.integrations.taken_batches import (
     BatchRows,
     Iteration,
@@ -56,8 +57,11 @@ _UNSUPPORTED = {  # by a type's name
     "DeepSpeedEngine": "DeepSpeed: use DistributedDataParallel",
     "FullyShardedDataParallel": "FSDP: use DistributedDataParallel",
     "FSDPState": "FSDP: use DistributedDataParallel",
-    "IterableDatasetShard": "an IterableDataset: use a data set with a length and an index",
 }
+_STREAM = (
+    "this loader of an IterableDataset: give the DataLoader a batch_size, and no IterDataPipe or "
+    "in_order=False"
+)
 _NEEDS = (
     "it needs a DataLoader with torch's DistributedSampler over all ranks, or one that Accelerate "
     "has prepared, and a model in DistributedDataParallel"
@@ -109,12 +113,18 @@ class Adaptive:
         """Return a context whose time is one of waiting for other ranks, not of computing."""
         return self._times.waiting()
 
-    def divide(self, sampler: PlannedBatchSampler, rows: int) -> list[int]:
-        """Return how many rows of a batch each rank takes."""
+    def plan_of(self, sampler: PlannedBatchSampler) -> AdaptivePlan:
+        """Return the plan that divides a loader's batches; an equal one before it trains."""
         plan = self._plans.get(sampler.rank_rows)
-        if plan is None:
-            plan = AdaptivePlan(sampler.rank_rows, self.world.infos, min_batch=2)
-        return plan.divide(rows)
+        return plan or AdaptivePlan(sampler.rank_rows, self.world.infos, min_batch=2)
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """Return every rank's number. Collective."""
+        return self._ranks.gather_numbers(number)
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0. Not collective."""
+        print_rank_0(self.world, text)
 
     def is_training(self) -> bool:
         """Return whether a model is in training mode, such as before its first batch."""
@@ -147,6 +157,8 @@ class Adaptive:
         Yields the rows of that batch, or None if it is not known.
         """
         self._step_batch = self._taken.train(inputs, in_order=True)
+        if self._step_batch is not None:
+            self._count_rows(self._step_batch)
         try:
             yield self._step_batch.rows if self._step_batch is not None else None
         finally:
@@ -263,8 +275,14 @@ class Adaptive:
                 "--adaptive divides a partial batch that is the first one only if the model is in "
                 "training mode before it is taken; call model.train() before the loop"
             )
+        self._count_rows(taken)
         self._train_rows = taken.rows
         return taken.rows
+
+    def _count_rows(self, taken: TakenBatch) -> None:
+        """Add up the ranks' rows of a batch from before its loader trained. Collective then."""
+        if not taken.rows.all_ranks:
+            taken.count_all(self._ranks.sum(taken.rows.this_rank))
 
     def _begin(self, sampler: PlannedBatchSampler, model: nn.Module) -> None:
         """Make this loader's batches follow the ranks' speed. Collective."""
@@ -272,9 +290,11 @@ class Adaptive:
             raise AgreedError(sampler.refusal)
         sampler.begin_training()
         self._train_sampler = sampler
-        if sampler.rank_rows in self._plans:
+        if sampler.rank_rows in self._plans and not sampler.may_end_early:
             return  # such as the loader of another epoch
-        rows = self._ranks.gather_at("the first batch of a loader", sampler.rank_rows)
+        rows = self._ranks.gather_at(sampler.position(), sampler.rank_rows)
+        if sampler.rank_rows in self._plans:
+            return
         if len(set(rows)) > 1:
             raise AgreedError(
                 f"--adaptive divides the ranks' batches itself, which are {rows} rows now; "
@@ -374,7 +394,7 @@ def _refusal(taken: TakenBatches) -> AgreedError:
     type_names = {type(value).__name__ for value in objects}
     unsupported = [text for name, text in _UNSUPPORTED.items() if name in type_names]
     if taken.reads_stream:
-        unsupported.insert(0, _UNSUPPORTED["IterableDatasetShard"])
+        unsupported.append(_STREAM)
     # By type, as a proxy answers for the object that it stands for.
     modules = (value for value in objects if issubclass(type(value), nn.Module))
     if any(is_lightning(module) and not module.automatic_optimization for module in modules):

@@ -46,11 +46,14 @@ class Ranks(NamedTuple):
 
     def sum(self, number: int) -> int:
         """Return the sum of the ranks' numbers. Collective."""
-        addend = np.array([number], dtype=np.int64)
-        total = np.empty_like(addend)
+        return sum(self.gather_numbers(number))
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """Return every rank's number, without their time for a wait. Collective."""
+        numbers = np.empty(self.comm.size, dtype=np.int64)
         with self.waiting():
-            wait_request(self.comm.Iallreduce(addend, total))
-        return int(total[0])
+            wait_request(self.comm.Iallgather(np.array([number], dtype=np.int64), numbers))
+        return [int(rank_number) for rank_number in numbers]
 
     def gather_at(self, point: str, value: Any) -> list[Any]:
         """Return every rank's value, which JSON can hold, at a point of the step. Collective.

@@ -29,6 +29,7 @@ class BatchRows(NamedTuple):
     this_rank: int
     """0 if this rank has a row only as a stand-in, which does not count."""
     all_ranks: int
+    """0 if that is not known yet, as of a stream before its loader trains."""
     is_padded: bool = False
     """Whether ranks may have the same rows, as in a partial batch of torch's samplers."""
 
@@ -99,6 +100,10 @@ class TakenBatch:
         # A forward's tensors are compared with these, if it may have one of several batches.
         compares = in_training and not iteration.is_direct
         self._samples = [_sample(tensor) for tensor in tensors_in(batch)] if compares else []
+
+    def count_all(self, rows: int) -> None:
+        """Complete the number of rows that all ranks have."""
+        self.rows = self.rows._replace(all_ranks=rows)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of the batch has the content of `tensor`, as far as sampled."""

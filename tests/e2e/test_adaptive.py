@@ -233,17 +233,36 @@ def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(tmp_path, 
     assert not list((tmp_path / "runs").iterdir())
 
 
+@needs_lightning
+@pytest.mark.usefixtures("preloaded")
+def test_endless_parts_of_a_stream_by_lightning(mpirun):
+    """With unlike numbers of workers, which read ahead unlike numbers of batches."""
+    ended = run(mpirun, "streams.py", "lightning")
+    found = found_in(ended)
+    assert found["steps"] == 20
+    assert found["rows"] == [20 * 16]  # each batch is as large as the script's
+    assert found["splits"] >= 2
+    assert found["difference"] < 1e-9
+
+
+@needs_accelerate
+@pytest.mark.usefixtures("preloaded")
+def test_a_stream_that_all_ranks_read_by_hugging_faces_trainer(mpirun):
+    train(mpirun, "streams.py", "hugging_face")
+
+
 @needs_accelerate
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("command", "message"),
     [
-        ("split_batches", "leave out Accelerate's split_batches"),
-        ("dispatch_batches", "dispatch_batches: set it to False"),
+        ("accelerate_loop.py classifier split_batches", "leave out Accelerate's split_batches"),
+        ("accelerate_loop.py classifier dispatch_batches", "dispatch_batches: set it to False"),
+        ("streams.py dispatched", "dispatch_batches: set it to False"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_in_a_line(mpirun, option, message):
-    ended = run(mpirun, "accelerate_loop.py", "classifier", option, code=2)
+def test_what_cannot_be_adapted_is_refused_in_a_line(mpirun, command, message):
+    ended = run(mpirun, *command.split(), code=2)
     (line,) = [line for line in ended.err.splitlines() if "--adaptive" in line]
     assert message in line
     assert "Traceback" not in ended.err

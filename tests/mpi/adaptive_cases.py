@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from kaitian_mpi.errors import AgreedError
 
@@ -55,6 +61,9 @@ class Case:
     """Whether the rows of the first half have as many labels each."""
     equal: bool
     """Whether all plans are equal."""
+    stream: str
+    """Whether each rank has a part of one ("own"), all read one ("shared"), or there is none."""
+    workers: int
 
 
 def draw(seed, size):
@@ -72,6 +81,10 @@ def draw(seed, size):
     if loss == "shifted" and batch == 1:
         loss = "tokens"  # single rows cannot tell which labels count: all are taken, as a line says
     batches = -(-rows // (batch * size))
+    stream, workers = pick(["", "", "own", "shared"]), pick([0] * 8 + [1, 2])
+    if stream == "own":
+        rows += batch * size * max(workers, 1)
+    most_skipped = 0 if stream == "own" else batches - 1  # parts of a stream may have no more
     return Case(
         seed=seed,
         rows=rows,
@@ -79,7 +92,7 @@ def draw(seed, size):
         epochs=numbers.randint(1, 3),
         shuffle=pick([True, False]),
         drop_last=pick(["", "", "sampler", "loader"]),
-        skipped=pick([0, 0, numbers.randint(0, batches - 1), batches - 1]),
+        skipped=pick([0, 0, numbers.randint(0, most_skipped), most_skipped]),
         new_loaders=pick([True, False]),
         accumulated=pick([1, 1, 2, 3]),
         loss=loss,
@@ -92,6 +105,8 @@ def draw(seed, size):
         evaluates=pick(["", "without", "with"]),
         alike=pick([True, False]),
         equal=pick([True, False, False]),
+        stream=stream,
+        workers=workers,
     )
 
 
@@ -220,6 +235,33 @@ def shares_of(case, size, step):
     return [b - a for a, b in itertools.pairwise([0, *cuts, total])]
 
 
+class Stream(IterableDataset):
+    """Yields some rows of the data, in the order of an epoch; workers share them."""
+
+    def __init__(self, case, rank=0, size=1):
+        self.data, self.case, self.epoch, self.rank, self.size = data_of(case), case, 0, rank, size
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        numbers = random.Random(f"{self.case.seed} {self.epoch}")
+        order = list(range(self.case.rows))
+        if self.case.shuffle:
+            numbers.shuffle(order)
+        least = self.case.batch * max(self.case.workers, 1)  # a batch for each rank
+        spare = len(order) - least * self.size
+        if self.size > 1 and spare > 0:
+            cuts = sorted(numbers.choices(range(spare + 1), k=self.size - 1))
+            cuts = [least * number + cut for number, cut in enumerate([0, *cuts, spare])]
+        else:
+            cuts = [len(order) * number // self.size for number in range(self.size + 1)]
+        part = order[cuts[self.rank] : cuts[self.rank + 1]]
+        info = get_worker_info()
+        part = part if info is None else part[info.id :: info.num_workers]
+        return (self.data[row] for row in part)
+
+
 class Loop:
     """Trains a case's models in DDP, and the same models in one process, on the same rows."""
 
@@ -243,12 +285,29 @@ class Loop:
         return True
 
     def loader(self):
+        case = self.case
+        if case.stream:
+            return self.loader_of_a_stream()
         sampler = DistributedSampler(
-            self.data, shuffle=self.case.shuffle, drop_last=self.case.drop_last == "sampler"
+            self.data, shuffle=case.shuffle, drop_last=case.drop_last == "sampler"
         )
-        return DataLoader(
-            self.data, self.case.batch, sampler=sampler, drop_last=self.case.drop_last == "loader"
-        )
+        whole = case.drop_last == "loader"
+        return DataLoader(self.data, case.batch, sampler=sampler, drop_last=whole)
+
+    def loader_of_a_stream(self):
+        case, drop_last = self.case, self.case.drop_last == "loader"
+        rank, size = self.adaptive.rank, self.size
+        if case.stream == "own":
+            rows = Stream(case, rank, size)
+        else:
+            from accelerate.data_loader import IterableDatasetShard
+
+            rows = IterableDatasetShard(Stream(case), case.batch, drop_last, size, rank)
+        workers = {"num_workers": case.workers}
+        if case.workers:
+            workers |= {"prefetch_factor": 1 + case.seed % 3}
+            workers |= {"persistent_workers": bool(case.seed % 2)}
+        return DataLoader(rows, case.batch, drop_last=drop_last, **workers)
 
     def train(self):
         loader = self.loader()
@@ -258,15 +317,28 @@ class Loop:
             in_eval_mode = self.case.mode == "always" or (self.case.mode == "later" and epoch > 0)
             for models in (self.model, self.alone):
                 models.train(not in_eval_mode)
-            loader.sampler.set_epoch(epoch)
+            (loader.dataset if self.case.stream else loader.sampler).set_epoch(epoch)
             self.seen.append([])
-            batches = len(loader)
-            for index, (x, labels, rows) in enumerate(loader):
-                if epoch == 0 and index < self.case.skipped:
-                    continue
-                self.step(x, labels, rows, is_last=index == batches - 1)
+            for index, (batch, is_last) in enumerate(self.batches(loader)):
+                if epoch or index >= self.case.skipped:
+                    self.step(*batch, is_last)
             if self.case.evaluates:
                 self.evaluate()
+
+    def batches(self, loader):
+        """Yield each batch, and whether the gradients are applied after it in any case."""
+        case = self.case
+        if not case.stream:
+            length = len(loader)
+            yield from ((batch, index == length - 1) for index, batch in enumerate(loader))
+        elif case.models != "one" or case.mode != "never":
+            yield from ((batch, True) for batch in loader)
+        else:  # the next one is taken before, as by trainers that look for the last one
+            ahead = itertools.chain(loader, [None])
+            batch = next(ahead)
+            for following in ahead:
+                yield batch, following is None
+                batch = following
 
     def step(self, x, labels, rows, is_last):
         self.steps += 1
@@ -276,7 +348,8 @@ class Loop:
                 stack.enter_context(part.no_sync())
             self.model.backward(x, labels)
         ranks = [None] * self.size
-        dist.all_gather_object(ranks, rows.tolist())
+        is_counted = not self.case.stream or self.adaptive._train_rows.this_rank > 0
+        dist.all_gather_object(ranks, rows.tolist() if is_counted else [])
         whole = list(dict.fromkeys(row for part in ranks for row in part))
         self.seen[-1] += whole
         x, labels, _ = self.data[whole]
@@ -319,6 +392,9 @@ class Loop:
     def check_rows(self):
         """Check that each row comes once an epoch, but for those that are left out."""
         case, size = self.case, self.size
+        if case.stream:
+            self.check_streams()
+            return
         total = case.rows // size * size if case.drop_last == "sampler" else case.rows
         per_rank = total // size if case.drop_last == "sampler" else -(-case.rows // size)
         whole = case.drop_last == "loader"
@@ -329,6 +405,21 @@ class Loop:
             count = expected - skipped
             assert len(set(seen)) == len(seen), f"epoch {epoch}: rows twice"
             assert len(seen) >= count > len(seen) - case.batch * size, (epoch, len(seen), count)
+
+    def check_streams(self):
+        """Check that each row comes once an epoch, but for those that are left out."""
+        case, full = self.case, self.case.batch * self.size
+        for epoch, seen in enumerate(self.seen):
+            assert len(set(seen)) == len(seen), f"epoch {epoch}: rows twice"
+            if case.drop_last == "loader":
+                assert len(seen) % full == 0
+                least = (
+                    case.rows - full * max(case.workers, 1) + 1 if case.stream == "shared" else 0
+                )
+            else:
+                least = case.rows
+            skipped = case.skipped * full if epoch == 0 else 0
+            assert len(seen) >= least - skipped, f"epoch {epoch}: {len(seen)} rows of {least}"
 
 
 def run(case, adaptive):

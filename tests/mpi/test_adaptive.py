@@ -24,6 +24,7 @@ from torch.utils.data import (
 from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
 from kaitian_mpi.integrations import losses
 from kaitian_mpi.integrations.adaptive import install
+from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
 
 pytestmark = pytest.mark.sizes(3)
 
@@ -309,30 +310,33 @@ def shard(sampler):
     return DataLoader(sampler.data_source, batch_sampler=own)
 
 
-def iterable(rows):
+class Stream(IterableDataset):
+    """Yields rows."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def split_stream(rows):
     from accelerate.data_loader import IterableDatasetShard
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(rows)
-
-    return DataLoader(IterableDatasetShard(Stream(), 2, num_processes=dist.get_world_size()), 2)
-
-
-def stream(rows):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(rows)
-
-    return DataLoader(Stream(), 2)
+    place = {"num_processes": dist.get_world_size(), "process_index": dist.get_rank()}
+    return DataLoader(IterableDatasetShard(Stream(rows), 3, split_batches=True, **place), 1)
 
 
 NEEDS = "needs a DataLoader with torch's DistributedSampler"
 REFUSED = {
     "no sampler": (wrapped, {"sampler": None}, NEEDS),
     "no DDP": (lambda: nn.Linear(4, 4), {}, NEEDS),
-    "no length": (wrapped, {"load": iterable}, "does not work with an IterableDataset"),
-    "a stream": (wrapped, {"load": stream}, "does not work with an IterableDataset"),
+    "split stream": (wrapped, {"load": split_stream}, "leave out Accelerate's split_batches"),
+    "batches of its own": (
+        wrapped,
+        {"load": lambda rows: DataLoader(Stream(rows), batch_size=None)},
+        "IterableDataset: give the DataLoader a batch_size",
+    ),
     "equal shapes": (
         wrapped,
         {"load": lambda rows: shard(RepeatSampler(rows))},
@@ -363,6 +367,34 @@ def test_what_cannot_be_adapted_is_refused_on_every_rank(adaptive, case):
     build, options, message = REFUSED[case]
     with pytest.raises(AgreedError, match=message):
         train(build(), adaptive.rank, **{"loss_of": square, **options})
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_parts_of_a_stream_that_end_at_different_steps(adaptive, capsys, drop_last):
+    """Rank r has 4 + 2 r rows, of which it takes 2 in a step."""
+    part = torch.arange(10.0 * adaptive.rank, 10.0 * adaptive.rank + 4 + 2 * adaptive.rank)
+    loader = DataLoader(Stream(part.view(-1, 1)), 2, drop_last=drop_last)
+    own = nn.Linear(1, 1, bias=False)
+    model, steps = DistributedDataParallel(own), []
+    for x in loader:
+        own.zero_grad()
+        model(x).mean().backward()
+        steps.append(own.weight.grad.item())
+    means = [(0 + 1 + 10 + 11 + 20 + 21) / 6, (2 + 3 + 12 + 13 + 22 + 23) / 6]
+    means += [] if drop_last else [(14 + 15 + 24 + 25) / 4, (26 + 27) / 2]
+    assert steps == pytest.approx(means)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "stream" in line]
+    text = "rank 0 has no full batch" if drop_last else "rank 0 has no row"
+    assert [text in line for line in lines] == [True] * (adaptive.rank == 0)
+
+
+def test_ranks_that_read_different_streams_are_told_so(adaptive):
+    from accelerate.data_loader import IterableDatasetShard
+
+    rows = [(row,) for row in torch.ones(9 if adaptive.rank else 10, 4)]
+    stream = IterableDatasetShard(Stream(rows), 2, False, adaptive.size, adaptive.rank)
+    with pytest.raises(AgreedError, match="different numbers of rows"):
+        train(wrapped(), adaptive.rank, square, load=lambda _: DataLoader(stream, 2))
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -585,7 +617,7 @@ def test_ranks_at_different_points_are_told_so(adaptive, world):
     """Each gets what another one has sent for something else."""
     loss = adaptive._weights.new_loss("model")
     loss.observe({}, lambda: [losses.MEAN])
-    sampler = SimpleNamespace(refusal="", rank_rows=3, begin_training=lambda: None)
+    sampler = PlannedBatchSampler(None, 3, adaptive)
     message = "the first batch of a loader on rank 0, a backward of a new loss on ranks 1, 2"
     calls = [lambda: adaptive._begin(sampler, nn.Linear(1, 1)), loss._agree, loss._agree]
     with pytest.raises(UserError, match=message):

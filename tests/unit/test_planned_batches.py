@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
-from kaitian_mpi.integrations.planned_batches import plan_loaders
+from kaitian_mpi.integrations.planned_loaders import plan_loaders
 
 accelerate = pytest.importorskip("accelerate.data_loader")
 RANKS, ROWS = 3, 2
@@ -29,8 +29,8 @@ class Planner:
         self.changes: dict[int, list[int]] = {}  # by the number of batches given before
         self._given = itertools.count()
 
-    def divide(self, sampler, rows):
-        return self.plan.divide(rows)
+    def plan_of(self, sampler):
+        return self.plan
 
     def is_training(self):
         return self.in_training

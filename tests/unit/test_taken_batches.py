@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.planned_batches import plan_loaders
+from kaitian_mpi.integrations.planned_loaders import plan_loaders
 from kaitian_mpi.integrations.taken_batches import TakenBatches, tensors_in
 
 BATCHES, ROWS = 7, 2
@@ -139,7 +139,7 @@ def twice(script):
 def of_accelerate(script):
     accelerate = pytest.importorskip("accelerate.data_loader")
     made = numbered(prepared)
-    own = made.batch_sampler._original
+    own = made.batch_sampler.original
     loader = accelerate.DataLoaderShard(
         made.dataset, device="cpu", batch_sampler=own, collate_fn=made.collate_fn
     )
