@@ -72,8 +72,9 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     for step in range(3):
         own = runner.own(COUNT)
         batches = {number: computation.place((x[step, number], y[step, number])) for number in own}
-        gradients.samples, gradients.weight = 4 * COUNT, 4.0 * len(own) * runner.is_last
-        gradients.losses = runner.train(COUNT, batches, dict.fromkeys(own, 1 / COUNT), range(COUNT))
+        weight, weights = 4.0 * len(own) * runner.is_last, dict.fromkeys(own, 1 / COUNT)
+        losses = runner.train(COUNT, batches, weights, range(COUNT))
+        gradients.backward_done(losses, weight, samples=4 * COUNT)
         gradients.finish()
         assert gradients.factor == 1.0
         assert any("broadcast" in call for call in fake_library.calls) == bool(joined)

@@ -212,7 +212,7 @@ def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way
 
         return call
 
-    monkeypatch.setattr(ShardBucket, "take", late(ShardBucket.take))
+    monkeypatch.setattr(ShardBucket, "store", late(ShardBucket.store))
     monkeypatch.setattr(Gathering, "_gather", late(Gathering._gather))
     torch.manual_seed(5)
     alone = OnTwoStreams()
