@@ -1,33 +1,40 @@
 """Layout shard under DistributedDataParallel: plain loops against one process, in float64."""
 
+import collections
 import contextlib
 import copy
+import gc
 import itertools
+import time
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.balance.ownership import without_mirrors
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 
 SHARES = 3.0, 1.0, 2.0, 1.0
-STEPS = 6
+STEPS = 5
 loss_of = nn.CrossEntropyLoss()
 
 
 class Net(nn.Module):
     """Uses `some` only when it is asked for, and `never` not at all."""
 
-    def __init__(self):
+    def __init__(self, seed=1):
         super().__init__()
-        torch.manual_seed(1)
-        self.first, self.middle, self.last = nn.Linear(13, 64), nn.Linear(64, 64), nn.Linear(64, 7)
-        self.never, self.some = nn.Linear(64, 64), nn.Linear(64, 64)
+        torch.manual_seed(seed)
+        self.first, self.middle, self.last = nn.Linear(13, 32), nn.Linear(32, 32), nn.Linear(32, 7)
+        self.never, self.some = nn.Linear(32, 32), nn.Linear(32, 32)
         self.double()
 
     def forward(self, x, some=False):
@@ -42,71 +49,275 @@ def installed(world):
     extensions.close()
 
 
-@pytest.fixture(params=["whole", "sharded"])
-def owners(request, world, installed, monkeypatch):
-    """Let ranks own unequal parts, of all parameters' values as well if these are sharded."""
+def give(monkeypatch, world, shares, is_sharded):
+    """Let ranks own these shares, of all parameters' values as well if these are sharded."""
 
     def find_owners(settings, world, model, optimizers):
-        numbers = range(len([*model.parameters()])) if request.param == "sharded" else ()
-        return Owners(without_mirrors(SHARES[: world.size]), frozenset(numbers), True, "")
+        numbers = range(len([*model.parameters()])) if is_sharded else ()
+        return Owners(without_mirrors(shares[: world.size]), frozenset(numbers), True, "")
 
     monkeypatch.setattr(trainer_shards, "find_owners", find_owners)
+
+
+@pytest.fixture(params=["whole", "sharded"])
+def owners(request, world, installed, monkeypatch):
+    give(monkeypatch, world, SHARES, request.param == "sharded")
     return request.param
 
 
-def batch(world, step, own):
-    """Return a step's samples and labels: this rank's, or those of all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    rows = 12 * world.size
-    x = torch.randn(rows, 13, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 7, (rows,), generator=generator)
-    return (x[world.rank :: world.size], y[world.rank :: world.size]) if own else (x, y)
+class Data:
+    """The batches of a rank, or those of all ranks for one process."""
+
+    def __init__(self, world, is_own):
+        self.world, self.is_own = world, is_own
+
+    def __call__(self, step):
+        generator = torch.Generator().manual_seed(step)
+        rows = 12 * self.world.size
+        x = torch.randn(rows, 13, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 7, (rows,), generator=generator)
+        return (x[self.mine], y[self.mine]) if self.is_own else (x, y)
+
+    @property
+    def mine(self):
+        return slice(self.world.rank, None, self.world.size)
+
+    @property
+    def is_first(self):
+        """Whether this is rank 0, or one process."""
+        return self.world.rank == 0 or not self.is_own
+
+    def ranks(self):
+        """Return the slices of the batches of one process that are those of the ranks."""
+        return [slice(rank, None, self.world.size) for rank in range(self.world.size)]
+
+    def barrier(self):
+        if self.is_own:
+            dist.barrier()
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1, **options)
 
 
-def compare(world, train, tolerance=1e-12):
+def compare(world, train, tolerance=1e-12, make=Net, **options):
     """Check that a loop gives the same weights, and results, in a DDP and in one process."""
-    model = Net()
+    model = make()
     reference = copy.deepcopy(model)
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    results = train(ddp, model, lambda step: batch(world, step, own=True))
-    expected = train(reference, reference, lambda step: batch(world, step, own=False))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, **options)
+    results = train(ddp, model, Data(world, True))
+    expected = train(reference, reference, Data(world, False))
     pairs = itertools.chain(
         zip(model.parameters(), reference.parameters(), strict=True),
-        zip(results or [], expected or [], strict=True),
+        zip(results or [], expected or [], strict=world.rank == 0),
     )
     for one, other in pairs:
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=tolerance)
 
 
-def test_a_plain_loop(world, owners):
+def step_once(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+
+
+def state_of(optimizer):
+    """Return all tensors of an optimizer's state, by place and name."""
+    state = optimizer.state_dict()["state"]
+    places = sorted(state)
+    tensors = [state[place][name] for place in places for name in sorted(state[place])]
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def by_groups(model):
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False)]
+    decayed, other = groups
+    return torch.optim.AdamW(
+        [{"params": decayed}, {"params": other, "weight_decay": 0.0, "lr": 3e-3}], 1e-2
+    )
+
+
+OPTIMIZERS = {
+    "adamw": lambda model: adamw(model.parameters()),
+    "one_by_one": lambda model: adamw(model.parameters(), foreach=False),
+    "fused": lambda model: adamw(model.parameters(), fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True),
+    "groups": by_groups,
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:.*is not known to step each element")
+def test_optimizers_and_their_state(world, owners, name):
     def train(model, module, data):
-        optimizer = adamw(model)
+        optimizer = OPTIMIZERS[name](model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            x, y = data(step)
-            loss_of(model(x), y).backward()
-            optimizer.step()
-        return [
-            state for each in optimizer.state_dict()["state"].values() for state in each.values()
-        ]
+            step_once(model, optimizer, *data(step))
+            scheduler.step()
+        found = state_of(optimizer) if data.is_first else []
+        data.barrier()
+        return found
 
     compare(world, train)
 
 
-def test_accumulation_and_clipping(world, owners):
+def to_none(module, optimizer):
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def by_zero(module, optimizer):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+CLEARS = {
+    "module": lambda module, optimizer: module.zero_grad(),
+    "zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+    "zeros_of_module": lambda module, optimizer: module.zero_grad(set_to_none=False),
+    "by_hand": to_none,
+    "zeros_by_hand": by_zero,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, "between") for name in CLEARS),
+        *(("zeros", "after"), ("zeros_by_hand", "before")),
+        *(
+            pytest.param(name, place, marks=pytest.mark.thorough)
+            for name in CLEARS
+            for place in ("before", "after")
+        ),
+    ],
+)
+def test_gradients_are_cleared_in_every_way_at_every_place(world, owners, name, place):
+    """Lightning clears between a forward and its backward."""
+
     def train(model, module, data):
-        optimizer, norms = adamw(model), []
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            clear = partial(CLEARS[name], module, optimizer)
+            if place == "before":
+                clear()
+            x, y = data(step)
+            loss = loss_of(model(x), y)
+            if place == "between":
+                clear()
+            loss.backward()
+            optimizer.step()
+            if place == "after":
+                clear()
+
+    compare(world, train)
+
+
+def test_a_closure(world, owners):
+    def train(model, module, data):
+        optimizer, losses = adamw(model.parameters()), []
+
+        def closure(x, y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            return loss
+
+        for step in range(STEPS):
+            loss = optimizer.step(partial(closure, *data(step)))
+            assert float(loss.detach()) == losses[-1]
+
+    compare(world, train)
+
+
+@pytest.mark.parametrize(("has_inf", "fused"), [(False, False), (True, False), (True, True)])
+def test_a_scaler(world, owners, has_inf, fused):
+    def train(model, module, data):
+        optimizer = adamw(model.parameters(), fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        norms, scales = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = data(step)
+            if has_inf and step == 3 and data.is_first:
+                x = x.clone()
+                x[0, 0] = torch.inf
+            scaler.scale(loss_of(model(x), y)).backward()
+            if step > 1:
+                scaler.unscale_(optimizer)
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3).nan_to_num(7.0))
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(torch.tensor(scaler.get_scale()))
+        return [*norms, *scales]
+
+    compare(world, train)
+
+
+def total_norm(parameters):
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def clip_by_total_norm(parameters):
+    parameters = list(parameters)
+    norm = total_norm(parameters)
+    nn.utils.clip_grads_with_norm_(parameters, 0.2, norm)
+    return norm
+
+
+CLIPS = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3),
+    "inf": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05, norm_type=torch.inf),
+    "one": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=1.0),
+    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.003),
+    "total": total_norm,
+    "by_total": clip_by_total_norm,
+    "multiply": lambda parameters: [
+        parameter.grad.mul_(0.5) for parameter in parameters if parameter.grad is not None
+    ][:0],
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping(world, owners, name):
+    def train(model, module, data):
+        optimizer, norms = torch.optim.SGD(model.parameters(), 0.3), []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model(data(step)[0]), data(step)[1]).backward()
+            norm = CLIPS[name](model.parameters())
+            norms += [norm] if isinstance(norm, torch.Tensor) else []
+            optimizer.step()
+        return norms
+
+    compare(world, train)
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("some", ["none", "of_one_rank", "of_all"])
+def test_accumulation(world, owners, no_sync, some):
+    """A parameter of which only one rank, or micro-batch, has a gradient is not forgotten."""
+
+    def train(model, module, data):
+        optimizer, norms = adamw(model.parameters()), []
         for step in range(STEPS):
             optimizer.zero_grad()
             for micro in range(3):
                 x, y = data(10 * step + micro)
-                adds = model is not module and micro < 2
-                with model.no_sync() if adds else contextlib.nullcontext():
-                    (loss_of(model(x), y) / 3).backward()
+                uses = micro == 0 and some != "none"
+                if not data.is_own:
+                    flags = [uses and (some == "of_all" or not i) for i in range(data.world.size)]
+                    parts = zip(data.ranks(), flags, strict=True)
+                    losses = [loss_of(model(x[part], some=flag), y[part]) for part, flag in parts]
+                    (sum(losses) / len(losses) / 3).backward()
+                    continue
+                with model.no_sync() if no_sync and micro < 2 else contextlib.nullcontext():
+                    flag = uses and (some == "of_all" or data.is_first)
+                    (loss_of(model(x, some=flag), y) / 3).backward()
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
             optimizer.step()
         return norms
@@ -114,10 +325,609 @@ def test_accumulation_and_clipping(world, owners):
     compare(world, train)
 
 
+def two_forwards(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (x, y), (u, v) = data(step), data(step + 50)
+        first, second = loss_of(model(x), y), loss_of(model(u), v)
+        first.backward()
+        second.backward()
+        optimizer.step()
+
+
+def two_forwards_and_a_backward(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (x, y), (u, v) = data(step), data(step + 50)
+        (loss_of(model(x), y) + loss_of(model(u), v)).backward()
+        optimizer.step()
+
+
+def used_by_one_rank(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = data(step)
+        if data.is_own:
+            loss_of(model(x, some=data.is_first), y).backward()
+        else:
+            parts = enumerate(data.ranks())
+            losses = [loss_of(model(x[part], some=not rank), y[part]) for rank, part in parts]
+            (sum(losses) / len(losses)).backward()
+        optimizer.step()
+
+
+def two_optimizers(model, module, data):
+    large, small = (
+        [p for p in module.parameters() if (p.dim() > 1) == is_large] for is_large in (1, 0)
+    )
+    optimizers = torch.optim.SGD(large, 0.1, momentum=0.9), adamw(small)
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = data(step)
+        loss_of(model(x), y).backward()
+        for optimizer in optimizers[: 1 + step % 2]:
+            optimizer.step()
+
+
+def created_late(model, module, data):
+    loss_of(model(data(0)[0]), data(0)[1]).backward()
+    model.zero_grad()
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+
+
+def average(model, module, data):
+    optimizer = adamw(model.parameters())
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        averaged.update_parameters(module)
+    return [parameter.detach().clone() for parameter in averaged.parameters()]
+
+
+def average_by_hand(model, module, data):
+    optimizer = adamw(model.parameters())
+    averaged = {name: value.clone() for name, value in module.state_dict().items()}
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        for name, value in module.state_dict().items():
+            averaged[name].lerp_(value, 0.5)
+    return [*averaged.values()]
+
+
+def clamp(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+def change_data(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        for parameter in module.parameters():
+            parameter.data.mul_(0.9)
+
+
+def new_group(model, module, data):
+    optimizer = adamw(module.last.parameters())
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": [*module.middle.parameters()], "lr": 1e-3})
+        model.zero_grad()
+        x, y = data(step)
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+def load_midway(model, module, data):
+    optimizer, kept = adamw(model.parameters()), None
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        if step == 1:
+            kept = copy.deepcopy(module.state_dict()), copy.deepcopy(optimizer.state_dict())
+        if step == 3:
+            module.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+
+
+def load_before_the_first_forward(model, module, data):
+    optimizer = adamw(model.parameters())
+    other = copy.deepcopy(Net())
+    kept = adamw(other.parameters())
+    for step in range(2):
+        x, y = Data(data.world, False)(step)
+        step_once(other, kept, x, y)
+    module.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(kept.state_dict())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+    return state_of(optimizer)
+
+
+def first_saves_alone(model, module, data, changes=False):
+    optimizer, found = adamw(model.parameters()), []
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        if changes:
+            with torch.no_grad():
+                module.last.bias.mul_(0.5)
+        if step == 2 and data.is_first:
+            time.sleep(0.1 * data.is_own)  # the others are in their next backward, or in a barrier
+            found += [tensor.clone() for tensor in state_of(optimizer)]
+            found += [value.clone() for value in module.state_dict().values()]
+        if changes:
+            data.barrier()
+    return found
+
+
+def first_evaluates_alone(model, module, data):
+    optimizer, found = adamw(model.parameters()), []
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        if step == 2 and data.is_first:
+            module.eval()
+            with torch.no_grad():
+                x, _ = Data(data.world, False)(50)
+                found.append(module(x))
+            module.train()
+    return found
+
+
+def adversaries(model, module, data):
+    other = Net(seed=7)
+    rival = DistributedDataParallel(other) if data.is_own else other
+    own, their = adamw(module.parameters()), adamw(other.parameters())
+    for step in range(STEPS):
+        x, y = data(step)
+        own.zero_grad()
+        (loss_of(model(x), y) + 0.1 * rival(x).square().mean()).backward()
+        own.step()
+        their.zero_grad()
+        (loss_of(rival(x), y) + 0.1 * model(x).detach().square().mean()).backward()
+        their.step()
+    return [parameter.detach().clone() for parameter in other.parameters()]
+
+
+def recompute(model, module, data, use_reentrant):
+    optimizer = adamw(model.parameters())
+    forward = module.middle.forward
+    module.middle.forward = lambda h: checkpoint(forward, h, use_reentrant=use_reentrant)
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+    del module.middle.forward
+
+
+def copies(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        if step == 1:
+            found = [p.detach().clone() for p in copy.deepcopy(module).parameters()]
+    return found
+
+
+def in_eval_mode(model, module, data):
+    optimizer = adamw(model.parameters())
+    model.eval()
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+
+
+def frozen_and_unfrozen(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(6):
+        module.first.requires_grad_(step % 3 != 1)
+        step_once(model, optimizer, *data(step))
+
+
+LOOPS = {
+    name: loop
+    for loop in (
+        *(two_forwards, two_forwards_and_a_backward, used_by_one_rank, two_optimizers),
+        *(created_late, average, average_by_hand, clamp, change_data, new_group, load_midway),
+        *(load_before_the_first_forward, first_saves_alone, first_evaluates_alone, adversaries),
+        *(copies, in_eval_mode, frozen_and_unfrozen),
+    )
+    if (name := loop.__name__)
+} | {
+    "first_saves_changes_alone": partial(first_saves_alone, changes=True),
+    "recompute": partial(recompute, use_reentrant=False),
+    "recompute_reentrant": partial(recompute, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop(world, owners, name):
+    compare(world, LOOPS[name])
+
+
+def test_replaced_data_is_followed_or_refused(world, owners):
+    def train(model, module, data):
+        optimizer = adamw(model.parameters())
+        for step in range(STEPS):
+            step_once(model, optimizer, *data(step))
+            for parameter in module.parameters() if step == 2 else ():
+                parameter.data = parameter.data.clone() * 0.5
+
+    if owners == "whole":
+        compare(world, train)
+        return
+    with pytest.raises(UserError, match=r"\.data was set, but the parameter is sharded"):
+        compare(world, train)
+
+
+@pytest.mark.parametrize("owns", [(1.0, 0.0, 2.0, 1.0), (0.0, 1.0, 0.0, 0.0)])
+def test_a_rank_that_owns_nothing(world, installed, monkeypatch, owns):
+    if world.size == 1:
+        pytest.skip("one rank owns all")
+    for is_sharded in (False, True):
+        give(monkeypatch, world, owns, is_sharded)
+        compare(world, LOOPS["first_saves_alone"])
+
+
+def test_autocast(world, owners):
+    def train(model, module, data):
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = data(step)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model(x.float()), y)
+            loss.backward()
+            optimizer.step()
+
+    compare(world, train, tolerance=5e-3, make=lambda: Net().float())
+
+
+class Tied(nn.Module):
+    """Embeds and scores with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding, self.scores = nn.Embedding(7, 13), nn.Linear(13, 7, bias=False)
+        self.scores.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x):
+        return self.scores(torch.tanh(x) @ self.embedding.weight.T @ self.embedding.weight)
+
+
+def test_tied_weights_are_saved_once(world, owners, tmp_path):
+    def train(model, module, data):
+        optimizer = adamw(model.parameters())
+        for step in range(STEPS):
+            step_once(model, optimizer, *data(step))
+        state = module.state_dict()
+        one, other = state["embedding.weight"], state["scores.weight"]
+        torch.save(state, tmp_path / "state.pt")
+        saved = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert one.data_ptr() == other.data_ptr()
+        pointers = {value.untyped_storage().data_ptr() for value in saved.values()}
+        assert len(pointers) == 1
+        return [*saved.values()]
+
+    compare(world, train, make=Tied)
+
+
+class Adapted(nn.Module):
+    """A frozen base with adapters of low rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Net().requires_grad_(False)
+        self.down, self.up = nn.Linear(13, 2, bias=False), nn.Linear(2, 7, bias=False)
+        self.double()
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_of_a_frozen_base(world, owners):
+    def train(model, module, data):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = adamw(trained)
+        for step in range(STEPS):
+            step_once(model, optimizer, *data(step))
+        return [*module.state_dict().values(), *state_of(optimizer)]
+
+    compare(world, train, make=Adapted)
+
+
+def test_compiled_models(world, owners):
+    def train(model, module, data):
+        optimizer = adamw(model.parameters())
+        compiled = torch.compile(model, backend="eager")
+        for step in range(3):
+            step_once(compiled, optimizer, *data(step))
+
+    if owners == "whole":
+        compare(world, train)
+        torch._dynamo.reset()  # compiled code in use is refused when parameters are sharded
+
+
 def test_a_gradient_is_not_read_in_silence(world, owners):
     model = Net()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    x, y = batch(world, 0, own=True)
+    x, y = Data(world, True)(0)
     loss_of(ddp(x), y).backward()
     with pytest.raises(UserError, match=r"use torch\.nn\.utils\.clip_grad_norm_"):
         model.last.weight.grad.norm()
+
+
+def test_a_model_is_deleted_while_another_rank_reads_it(world, owners):
+    model = Net()
+    reference = copy.deepcopy(model)
+    for ddp, data in (
+        (DistributedDataParallel(model, find_unused_parameters=True), Data(world, True)),
+        (reference, Data(world, False)),
+    ):
+        optimizer = adamw(ddp.parameters())
+        step_once(ddp, optimizer, *data(0))
+    if world.rank:
+        del model, ddp, optimizer
+        gc.collect()
+        return
+    time.sleep(0.2)
+    found = [value.clone() for value in model.state_dict().values()]
+    expected = reference.state_dict().values()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def late_with_scaler(model, module, data):
+    """The scaler is the first that looks at an optimizer which was created after a forward."""
+    loss_of(model(data(0)[0]), data(0)[1]).backward()
+    model.zero_grad()
+    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(data(step)[0]), data(step)[1])).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scaler_of_two_optimizers(model, module, data):
+    """An infinite gradient, which the script clears or which is another optimizer's, is none."""
+    first = adamw(module.first.parameters())
+    second = adamw([*module.middle.parameters(), *module.last.parameters()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        x, y = data(step)
+        handle = module.first.bias.register_hook(lambda gradient: gradient * torch.inf)
+        scaler.scale(loss_of(model(x), y)).backward()
+        handle.remove()
+        if step == 1:
+            module.first.bias.grad.zero_()
+            module.first.bias.grad.nan_to_num_(0.0)
+        for optimizer in (first, second):
+            scaler.step(optimizer)
+        scaler.update()
+
+
+def group_of_another_model(model, module, data):
+    """The optimizer of one model gets the parameters of another one."""
+    other = Net(seed=3)
+    rival = DistributedDataParallel(other, find_unused_parameters=True) if data.is_own else other
+    optimizer = adamw(module.parameters())
+    for step in range(STEPS):
+        x, y = data(step)
+        optimizer.zero_grad()
+        (loss_of(model(x), y) + loss_of(rival(x), y)).backward()
+        if step == 2:
+            optimizer.add_param_group({"params": [*other.parameters()], "lr": 3e-3})
+        optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    return [*(p.detach().clone() for p in other.parameters()), *state_of(optimizer)]
+
+
+def wrapped_again(model, module, data):
+    """As by a trainer whose `fit` is called twice."""
+    optimizer = adamw(module.parameters())
+    for step in range(STEPS):
+        if step == 2 and data.is_own:
+            model.zero_grad()
+            with torch.no_grad():
+                module.last.bias.sum().item() if data.is_first else None
+            model = DistributedDataParallel(module, find_unused_parameters=True)
+        step_once(model, optimizer, *data(step))
+    return state_of(optimizer)
+
+
+def state_reset(model, module, data):
+    """The ways in which scripts reset or change an optimizer's state by themselves."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        if step == 0:
+            optimizer.state.clear()
+        if step == 1:
+            optimizer.state = collections.defaultdict(dict)
+        if step == 3:
+            for state in optimizer.state.values():
+                state["momentum_buffer"].mul_(0.5)
+    return state_of(optimizer)
+
+
+def copy_of_an_optimizer(model, module, data):
+    optimizer = adamw(module.parameters())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        if step == 1:
+            kept = copy.deepcopy(optimizer)
+        if step == 2:
+            optimizer.load_state_dict(kept.state_dict())
+    return state_of(optimizer)
+
+
+def state_dict_of_an_earlier_step(model, module, data):
+    optimizer, found = adamw(module.parameters()), []
+    state = module.state_dict()
+    for step in range(3):
+        step_once(model, optimizer, *data(step))
+        if step == 0:
+            state = module.state_dict()
+        found += [value.clone() for value in state.values()]
+    return found
+
+
+def kept_data(model, module, data):
+    optimizer = adamw(module.parameters())
+    for step in range(3):
+        step_once(model, optimizer, *data(step))
+        torch._foreach_mul_([parameter.data for parameter in module.parameters()], 0.9)
+        if step == 1:
+            kept = [parameter.data for parameter in module.parameters()]
+            module.state_dict()
+            for values in kept:
+                values.mul_(0.9)
+
+
+def thrown_away_under_no_sync(model, module, data):
+    """As of a discriminator when the generator is trained."""
+    optimizer = adamw(module.parameters())
+    for step in range(3):
+        with model.no_sync() if data.is_own else contextlib.nullcontext():
+            loss_of(model(data(step + 50)[0]), data(step)[1]).backward()
+        optimizer.zero_grad(set_to_none=step == 1)
+        loss_of(model(data(step)[0]), data(step)[1]).backward()
+        optimizer.step()
+
+
+def unfrozen_before_clearing(model, module, data):
+    optimizer = adamw(module.parameters())
+    module.first.requires_grad_(False)
+    for step in range(4):
+        if step == 2:
+            module.first.requires_grad_(True)
+        x, y = data(step)
+        loss = loss_of(model(x), y)
+        if step != 2:  # there, it adds to the gradients of the step before
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+FOUND = {
+    loop.__name__: loop
+    for loop in (
+        *(late_with_scaler, scaler_of_two_optimizers, group_of_another_model, wrapped_again),
+        *(state_reset, copy_of_an_optimizer, state_dict_of_an_earlier_step, kept_data),
+        *(thrown_away_under_no_sync, unfrozen_before_clearing),
+    )
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_scripts_do_beside_steps(world, owners, name):
+    compare(world, FOUND[name])
+
+
+def set_gradient(ddp, module, optimizer, x, y):
+    module.last.bias.grad = torch.ones(7, dtype=torch.float64)
+    optimizer.step()
+
+
+def put_back_gradient(ddp, module, optimizer, x, y):
+    kept = module.last.bias.grad
+    optimizer.zero_grad()
+    loss_of(ddp(x), y).backward()
+    module.last.bias.grad = kept
+    optimizer.step()
+
+
+def step_in_hook(ddp, module, optimizer, x, y):
+    module.first.bias.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    loss_of(ddp(x), y).backward()
+
+
+def failed_backward(ddp, module, optimizer, x, y):
+    def fail(gradient):
+        raise ValueError("no gradient")
+
+    loss = loss_of(ddp(x), y)
+    module.last.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="no gradient"):
+        loss.backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def step_without_sync(ddp, module, optimizer, x, y):
+    with ddp.no_sync():
+        loss_of(ddp(x), y).backward()
+    optimizer.step()
+
+
+def norm_of_order_zero(ddp, module, optimizer, x, y):
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0, norm_type=0)
+
+
+def state_of_a_parameter(ddp, module, optimizer, x, y):
+    optimizer.step()
+    optimizer.state[module.last.bias]["exp_avg"]
+
+
+def other_wrap(ddp, module, optimizer, x, y):
+    DistributedDataParallel(nn.Sequential(module, nn.Linear(7, 7)))
+
+
+def converted(ddp, module, optimizer, x, y):
+    optimizer.step()
+    optimizer.zero_grad()
+    module.float()
+    optimizer.step()
+
+
+REFUSALS = [
+    (set_gradient, "the .grad of a parameter was set"),
+    (put_back_gradient, "the .grad of a parameter was set"),
+    (step_in_hook, "in a hook of its own backward"),
+    (failed_backward, "the last backward has failed"),
+    (step_without_sync, "leave no_sync"),
+    (norm_of_order_zero, "does not support norms of order 0"),
+    (state_of_a_parameter, r"use optimizer.state_dict\(\)"),
+    (other_wrap, "parameters in two models"),
+    (converted, "convert"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "message"), REFUSALS)
+def test_mistakes_are_refused(world, owners, mistake, message):
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    x, y = Data(world, True)(0)
+    loss_of(ddp(x), y).backward()
+    with pytest.raises((UserError, UnsupportedError), match=message):
+        mistake(ddp, model, optimizer, x, y)
+    dist.barrier()
+
+
+def test_values_of_a_state_dict_are_not_changed_in_silence(world, owners):
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    loss_of(ddp(Data(world, True)(0)[0]), Data(world, True)(0)[1]).backward()
+    if owners == "sharded":
+        with pytest.raises(UserError, match="values of a state_dict were changed in place"):
+            model.state_dict()["last.bias"].mul_(2)
+    dist.barrier()
+
+
+def test_parameters_that_ddp_ignores_are_refused(world, installed):
+    model = Net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.bias"])
+    with pytest.raises(UnsupportedError, match=r"a parameter that DDP ignores: last\.bias"):
+        DistributedDataParallel(model)

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from kaitian_mpi.distributed.gradients import sum_on_host
+from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
@@ -21,7 +22,7 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
     """Replace torch's functions that read all gradients; return what restores them.
 
     They give what they give in one process. `clip_grad_norm_` calls the first two. On remote
-    gradients, the first is collective.
+    gradients, the first is collective, and so is the loss scaling of their optimizers.
     """
     total, clip, clip_value = (
         getattr(clip_grad, name)
@@ -41,8 +42,12 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
         remote = [tensor for tensor in tensors if isinstance(tensor, RemoteGradient)]
         if not remote:
             return total(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        if norm_type <= 0:
+            raise UnsupportedError(
+                f"--layout shard does not support norms of order {norm_type}; use a positive order"
+            )
         others = [tensor for tensor in tensors if not isinstance(tensor, RemoteGradient)]
-        rows = [row for gradient in remote for row in gradient.rows()]
+        rows = [row for gradient in remote for row in gradient.rows() if row.numel()]
         own, local = (
             float(total(each, norm_type, False, foreach)) if each else 0.0
             for each in (rows, others)
@@ -73,11 +78,13 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
     ) -> Any:
         with shards.inside(optimizer):
             found = dict(unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16))
-        is_finite = shards.are_finite(optimizer)
-        if is_finite is not None:
+        if shards.optimizer_of(optimizer) is not None:
             found.setdefault(found_inf.device, found_inf)
-            for number in found.values():  # each rank decides by all gradients
-                number.fill_(0.0 if is_finite else 1.0)
+            # Each rank decides by the gradients of all.
+            total = torch.tensor(sum(map(float, found.values())), dtype=torch.float64)
+            sum_on_host(total).wait()
+            for number in found.values():
+                number.fill_(float(total > 0))
         return found
 
     stock: list[tuple[Any, str, Any]] = []

@@ -46,7 +46,8 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
 
     def verify_small(group: Any, parameters: Any, logger: Any = None) -> Any:
         """Compare the parameters of which no rank has a stand-in, with other strides."""
-        return verify(group, [p for p in parameters if not is_large(p)], logger)
+        small = [parameter for parameter in parameters if not is_large(parameter)]
+        return verify(group, small, logger) if small else None  # torch reads the first one
 
     def synchronize_plain(*, module: nn.Module, **kwargs: Any) -> None:
         ignored = {
@@ -100,6 +101,11 @@ def _check(ddp: DistributedDataParallel, ranks: int) -> None:
             "--layout shard does not support delay_all_reduce_named_params; remove it"
         )
     for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and name in ddp.parameters_to_ignore:
+            raise UnsupportedError(
+                f"--layout shard does not support a parameter that DDP ignores: {name}; freeze it, "
+                "or let DDP sum its gradient"
+            )
         if parameter.requires_grad and parameter.is_complex():
             raise UnsupportedError(f"--layout shard does not support complex parameters: {name}")
 

@@ -22,6 +22,7 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
     create: Any = Optimizer.__init__
     whole_state: Any = Optimizer.state_dict
     load: Any = Optimizer.load_state_dict
+    pickled: Any = Optimizer.__getstate__
 
     @functools.wraps(create)
     def create_and_note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +34,7 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
         owned = shards.optimizer_of(optimizer)
         if owned is None or owned.is_inside:
             return whole_state(optimizer)
+        owned.follow(optimizer, owned.models)
         return owned.state_dict(optimizer, whole_state, shards.read)
 
     @functools.wraps(load)
@@ -42,6 +44,15 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
             load(optimizer, state_dict)
         else:
             owned.load(optimizer, state_dict, load)
+
+    @functools.wraps(pickled)
+    def getstate(optimizer: Optimizer) -> dict[str, Any]:
+        """Return what a copy, or a file, of an optimizer has."""
+        content: dict[str, Any] = pickled(optimizer)
+        owned = shards.optimizer_of(optimizer)
+        if owned is None or owned.is_inside or not owned.has_begun:
+            return content
+        return {**content, "state": owned.whole_state(optimizer, whole_state, shards.read)}
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         owned = shards.own(optimizer)
@@ -66,6 +77,7 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
         "__init__": create_and_note,
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
+        "__getstate__": getstate,
     }
     for name, function in replaced.items():
         setattr(Optimizer, name, function)
@@ -76,6 +88,7 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
 
     def restore() -> None:
         stock = {"__init__": create, "state_dict": whole_state, "load_state_dict": load}
+        stock["__getstate__"] = pickled
         for name, function in stock.items():
             setattr(Optimizer, name, function)
         for hook in hooks:

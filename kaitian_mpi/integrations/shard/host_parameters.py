@@ -33,19 +33,22 @@ class HostParameters(ScriptParameters):
         numbers = [
             number for number, parameter in enumerate(module.parameters()) if stays(parameter)
         ]
-        super().__init__(module, numbers, device, self._whole, self._keep)
+        self._changes = dict.fromkeys(numbers, 0)
+        super().__init__(
+            *(module, numbers, device), *(self._whole, self._changes.__getitem__, self._keep)
+        )
         self._values = {number: self._parameters[number].detach() for number in numbers}
         for number in numbers:
             self._reshard(number)
 
     def values_of(self, parameter: ScriptParameter) -> torch.Tensor:
         """Return the values of one of these parameters, in host memory."""
-        self._free_all()
+        self.free()
         return self._values[self._number_of[parameter]]
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Let some of these parameters be plain ones on the host again."""
-        self._free_all()
+        self.free()
         for number, parameter in self._parameters.items():
             if number in self._values and any(parameter is other for other in parameters):
                 with torch._C.DisableTorchFunctionSubclass():
@@ -54,7 +57,7 @@ class HostParameters(ScriptParameters):
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module.to` and its like; a change of the dtype changes the values."""
-        self._free_all()
+        self.free()
         self._values = {number: change(value).cpu() for number, value in self._values.items()}
         for number, value in self._values.items():
             self._device = change(torch.empty(0, dtype=value.dtype, device=self._device)).device
@@ -67,6 +70,7 @@ class HostParameters(ScriptParameters):
     @torch.no_grad()
     def _keep(self, number: int, values: torch.Tensor) -> None:
         self._values[number].copy_(values)
+        self._changes[number] += 1
 
 
 def is_large(parameter: nn.Parameter) -> bool:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
+
 from kaitian_mpi.distributed.shard_reducer import ShardReducer
 
 
@@ -25,16 +27,60 @@ class OpenReducer(ShardReducer):
         self.begin_step(sys.maxsize)
         super()._begin_sums()
         self._has_sum: set[int] = set()  # buckets that have sums of earlier backwards
+        self._is_complete = True
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the parameters whose gradients it sums."""
+        return {self._numbers[parameter] for parameter in self._parameters}
 
     @property
     def is_armed(self) -> bool:
         """Whether a backward is being added."""
         return self._is_armed
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last backward was completed as the last one of a step."""
+        return self._is_complete
+
     def numbers_used(self) -> set[int]:
-        """Return the numbers of the parameters with a gradient: of any rank, once it is summed."""
+        """Return the numbers of the parameters that may have a gradient; the same on every rank.
+
+        These are those of which some rank has one, but all until the sums are complete: no rank
+        knows before which gradients the others have.
+        """
         pairs = zip(self._parameters, self._used, strict=True)
-        return {self._numbers[parameter] for parameter, count in pairs if count > 0}
+        return {
+            self._numbers[parameter]
+            for parameter, count in pairs
+            if count > 0 or not self._is_complete
+        }
+
+    def gradients(self, number: int) -> list[torch.Tensor]:
+        """Return what this rank has of the sum of a gradient, before the sums are complete."""
+        self._wait_for_sums(0)
+        return [
+            gradient
+            for index in self._has_sum
+            for part, gradient in self._buckets[index].gradients.items()
+            if part.parameter == number
+        ]
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Add to the gradients that the targets have, of these parameters. Not collective."""
+        for index, parameter in enumerate(self._parameters):
+            self._used[index] = float(self._numbers[parameter] in numbers)
+        for index, bucket in enumerate(self._buckets):
+            if not any(part.parameter in numbers for part in bucket.gradients):
+                continue
+            self._has_sum.add(index)
+            for part, gradient in bucket.gradients.items():
+                kept = self._targets[part].grad if part.parameter in numbers else None
+                if kept is None:
+                    gradient.zero_()
+                else:
+                    self._targets[part].grad = gradient.copy_(kept)
 
     def begin(self, weight: float, cleared: Collection[int]) -> None:
         """Let the next backward add to the owners' sums. Not collective.
@@ -64,6 +110,7 @@ class OpenReducer(ShardReducer):
         if is_last:
             self.values.check_all_seen()
         self.end_round()
+        self._is_complete = is_last
         if is_last:
             self._wait_for_sums(0)
             self._settle()

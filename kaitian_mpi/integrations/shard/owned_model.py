@@ -21,7 +21,7 @@ from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
 from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
 from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Piece, Read
-from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
+from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradients
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -77,7 +77,7 @@ class OwnedModel:
         self._prefetches = False
         # Whether the last forward's backward ends a step; None if a backward has followed it.
         self._syncs: bool | None = None
-        self._gradients: dict[int, RemoteGradient] = {}
+        self._gradients = RemoteGradients(self.parameters, self._gradients_of)
 
     @property
     def module(self) -> nn.Module:
@@ -86,14 +86,15 @@ class OwnedModel:
         assert module is not None
         return module
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether this is of a module."""
-        return self._module() is module
-
     @property
     def has_owners(self) -> bool:
         """Whether `assign` was called."""
         return bool(self.rows.parts)
+
+    def wrap_again(self, ddp: DistributedDataParallel) -> None:
+        """Be the model of another DDP as well. Not collective."""
+        self._module = weakref.ref(ddp.module)
+        self._group = ddp.process_group
 
     def number(self, parameter: torch.Tensor) -> int:
         """Return the number of a parameter."""
@@ -129,7 +130,8 @@ class OwnedModel:
                     "whole on each rank; remove torch.compile"
                 )
             self.sharded = ScriptParameters(
-                self.module, owners.sharded, device, self._read_rows, self.rows.write
+                *(self.module, owners.sharded, device),
+                *(self._read_rows, self.rows.version, self.rows.write),
             )
             own = [part for part in parts if part.owner == self._world.rank]
             values = self.sharded.shard([(p.parameter, p.begin, p.end) for p in own])
@@ -154,6 +156,7 @@ class OwnedModel:
     def begin_forward(self, syncs: bool) -> None:
         """Take note of a forward with gradients; whether its backward ends a step or adds."""
         assert self.sums is not None
+        self._check_no_backward()
         if self.sums.is_outdated:
             if self.sums.has_begun:
                 raise UserError(
@@ -163,6 +166,7 @@ class OwnedModel:
             self.sums.check_values()
             self.sums.close()
             self._make_reducer()
+            self.sums.keep(self._gradients.kept())
         if self.sharded is not None and self.sums.gathering is not None:
             self.sharded.begin_forward(self.sums.gathering, is_first=self._syncs is None)
         self._syncs = syncs
@@ -182,13 +186,24 @@ class OwnedModel:
     def before_step(self) -> None:
         """Let this rank's rows follow what the script has done to parameters and gradients."""
         if self.sums is not None:
+            self._check_no_backward()
             self.sums.check_values()
             self.rows.follow_data()
             self.follow_cleared()
 
     def follow_cleared(self) -> None:
-        """Clear the gradients of this rank's rows that the script has cleared. Not collective."""
-        self.rows.clear(self._cleared())
+        """Clear the gradients of this rank's rows that the script has cleared. Not collective.
+
+        Raises:
+            UserError: the others are not summed yet.
+        """
+        assert self.sums is not None
+        self.rows.clear(self._gradients.cleared())
+        if not self.sums.is_complete and self._gradients.kept():
+            raise UserError(
+                "--layout shard: gradients of a backward under no_sync() were stepped or clipped, "
+                "but each rank has only its own; leave no_sync() for a step's last micro-batch"
+            )
 
     def after_step(self) -> None:
         """Give all ranks the new values of whole parameters. Collective."""
@@ -208,11 +223,8 @@ class OwnedModel:
                 "--layout shard does not support gradients of gradients (create_graph=True)"
             )
         self._syncs = syncs
-        self.sums.begin(1 / self._world.size, self._cleared())
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.parameters:
-                if isinstance(parameter.grad, RemoteGradient):
-                    parameter.grad = None  # autograd shall not add to it
+        self.sums.begin(1 / self._world.size, self._gradients.cleared())
+        self._gradients.hide(self.sums.numbers)  # autograd shall not add to them
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(self._end_backward)
 
@@ -224,15 +236,35 @@ class OwnedModel:
         if self.sharded is not None:
             self.sharded.end_backward()
         self.sums.complete(is_last)
-        self.rows.end_backward()
-        self._backward_done()
-        with torch._C.DisableTorchFunctionSubclass():
-            for number in self.sums.numbers_used():
-                self.parameters[number].grad = self._gradients[number]
+        if is_last:  # of one that only adds, a rank that owns nothing may see the end before others
+            self.rows.end_backward()
+            self._backward_done()
+        self._gradients.show(self.sums.numbers_used())
 
-    def _cleared(self) -> set[int]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return {n for n, p in enumerate(self.parameters) if p.requires_grad and p.grad is None}
+    def _gradients_of(self, number: int) -> list[torch.Tensor]:
+        assert self.sums is not None
+        if self.sums.is_complete:
+            return self.rows.gradients(number)
+        return self.sums.gradients(number)
+
+    def _check_no_backward(self) -> None:
+        """Check that no backward is under way.
+
+        Raises:
+            UserError: it has failed, or this is in one of its hooks.
+        """
+        assert self.sums is not None
+        if not self.sums.is_armed:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise UserError(
+                "--layout shard: a model computes or is stepped in a hook of its own backward, "
+                "when the ranks' gradients are not summed yet; do it after backward()"
+            )
+        raise UserError(
+            "--layout shard: the last backward has failed on this rank, so the gradients are not "
+            "summed; a training cannot continue after that"
+        )
 
     def _make_reducer(self) -> None:
         gathering = None
@@ -252,10 +284,8 @@ class OwnedModel:
             **self._options,
         )
         check = _RefuseUnseen(self)
-        for number, parameter in enumerate(self.parameters):
+        for parameter in self.parameters:
             if parameter.requires_grad:
-                gradients = partial(self.rows.gradients, number)
-                self._gradients[number] = RemoteGradient.of(parameter, gradients)
                 parameter.register_post_accumulate_grad_hook(check)
 
 

@@ -38,31 +38,32 @@ Read = Callable[..., Any]
 class OwnedOptimizer:
     """This rank's side of an optimizer: its rows of the parameters, and their state.
 
-    The optimizer shows the model's parameters, and no state. Only within `step` it has this rank's
-    rows and their state.
+    The optimizer shows the model's parameters, and the state of this rank's rows. Only within
+    `step` it has these rows in place of the parameters.
 
     Attributes:
         index: among the optimizers, the same on every rank.
+        models: that the optimizer steps.
         steps: how often the state has changed.
         has_begun: whether this rank keeps its rows.
     """
 
-    def __init__(self, index: int, models: Sequence[OwnedModel], find_model: FindModel) -> None:
+    def __init__(self, index: int, find_model: FindModel) -> None:
         """Keep nothing yet.
 
         Args:
             index: among the optimizers, the same on every rank.
-            models: that the optimizer steps.
             find_model: returns the model of a parameter; None if it is in no DDP.
         """
         self.index = index
-        self.models = models
+        self.models: Sequence[OwnedModel] = ()
         self.steps = 0
         self._find_model = find_model
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._shown: Any = None
+        self._shown = RowsState(self)
+        # By the steps: those before the script has loaded others, which other ranks may still read.
+        self._before: dict[int, Mapping[Any, Any]] = {}
         self._whole: list[list[torch.Tensor]] = []
-        self._parameters: list[torch.Tensor] = []
         self._depth = 0
         self.has_begun = False
         self._lock = threading.RLock()
@@ -101,9 +102,7 @@ class OwnedOptimizer:
             return
         for lock in self._locks():
             lock.acquire()
-        self._parameters = parameters_of(optimizer)
         self._whole = [group["params"] for group in optimizer.param_groups]
-        self._shown = optimizer.state
         optimizer.state = self._state
         for group in optimizer.param_groups:
             group["params"] = [*self._own(group["params"])]
@@ -114,7 +113,8 @@ class OwnedOptimizer:
         if self._depth:
             return
         self._state = optimizer.state  # type: ignore[assignment]
-        optimizer.state = self._shown
+        if self.has_begun:
+            optimizer.state = self._shown
         for group, parameters in zip(optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
         self._whole = []
@@ -130,13 +130,29 @@ class OwnedOptimizer:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Keep this rank's rows of what was loaded, or made, before there were owners."""
-        if optimizer.state:
-            order = enumerate(parameters_of(optimizer))
-            self._loaded = {n: optimizer.state[p] for n, p in order if p in optimizer.state}
-            optimizer.state = defaultdict(dict)
         self.has_begun = True
-        self._keep(optimizer, self._loaded or {})
+        self._keep(optimizer, self._loaded or _by_place(optimizer))
         self._loaded = None
+
+    def follow(self, optimizer: Optimizer, models: Sequence[OwnedModel]) -> None:
+        """Follow what the script has done to the optimizer: groups of other models, another state.
+
+        Not collective.
+        """
+        self.models = models
+        if self.has_begun and not self.is_inside and optimizer.state is not self._shown:
+            self._keep(optimizer, _by_place(optimizer))
+
+    def own_state(self) -> defaultdict[Any, Any]:
+        """Return the state of this rank's rows."""
+        return self._state
+
+    def clear_state(self) -> None:
+        """Forget the state of this rank's rows, as the script has asked for on each rank."""
+        with self._lock:
+            self._before[self.steps] = self._state
+            self._state = defaultdict(dict)
+            self.steps += 1
 
     def load(self, optimizer: Optimizer, state: Mapping[str, Any], original: Any) -> None:
         """Load a whole `state_dict`, of which this rank keeps its rows. Not collective.
@@ -154,18 +170,30 @@ class OwnedOptimizer:
 
     def state_dict(self, optimizer: Optimizer, original: Any, read: Read) -> dict[str, Any]:
         """Return the whole `state_dict`, whose state is read from its owners when it is needed."""
-        content: dict[str, Any] = original(optimizer)
         if not self.has_begun:
+            content: dict[str, Any] = original(optimizer)
             content["state"] = dict(self._loaded or content["state"])
         else:
-            owners = sorted({owner for model in self.models for owner in model.rows.owners()})
-            parameters = parameters_of(optimizer)
-            collect = partial(self._collect, read, owners, self.steps, parameters)
+            optimizer.state = defaultdict(dict)
+            try:
+                content = original(optimizer)
+            finally:
+                optimizer.state = self._shown
+            collect = partial(self._collect, read, self.steps, parameters_of(optimizer))
             content["state"] = OwnersState(collect)
         return content
 
-    def serve(self, place: int, steps: int) -> Any:
-        """Return this rank's rows of the state of a parameter, by its place in the groups.
+    def end_backward(self) -> None:
+        """Take note that no rank reads the states of earlier steps any more."""
+        self._before.clear()
+
+    def serve(self, index: int, number: int, steps: int) -> Any:
+        """Return this rank's rows of the state of a parameter.
+
+        Args:
+            index: of the parameter's model.
+            number: of the parameter.
+            steps: that the rank that asks has done.
 
         Raises:
             UserError: the state has changed since so many steps.
@@ -173,21 +201,30 @@ class OwnedOptimizer:
         with self._lock:
             if self.steps < steps:
                 return NOT_YET
-            if self.steps > steps:
+            state = self._state if steps == self.steps else self._before.get(steps)
+            if state is None:
                 raise UserError(
                     f"--layout shard: the optimizer's state of step {steps} was read when a rank "
-                    f"had done step {self.steps}; read it before the next step, and not from "
-                    "another thread"
+                    f"had done step {self.steps}; read it between optimizer.step() and the next "
+                    "backward(), and not from another thread"
                 )
-            parameter = self._parameters[place]
-            model = self._find_model(parameter)
-            if model is None:
-                return [(0, count_rows(parameter), dict(self._state.get(parameter, {})))]
             return [
-                (part.begin, part.end, dict(self._state[target]))
-                for part, target in model.rows.parts_of(model.number(parameter))
-                if target in self._state
+                (part.begin, part.end, dict(state[target]))
+                for model in self.models
+                if model.rows.index == index
+                for part, target in model.rows.parts_of(number)
+                if target in state
             ]
+
+    def has_model(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is of a model that has owners."""
+        return self._find_model(parameter) is not None
+
+    def whole_state(self, optimizer: Optimizer, original: Any, read: Read) -> dict[Any, Any]:
+        """Return the whole state by parameter, read from its owners. Not collective."""
+        state = self.state_dict(optimizer, original, read)["state"]
+        order = enumerate(parameters_of(optimizer))
+        return {parameter: state[place] for place, parameter in order if place in state}
 
     def _locks(self) -> list[Any]:
         return [self._lock, *(model.rows.lock for model in self.models)]
@@ -204,20 +241,21 @@ class OwnedOptimizer:
     def _collect(
         self,
         read: Read,
-        owners: Sequence[int],
         steps: int,
         parameters: Sequence[torch.Tensor],
     ) -> dict[int, Any]:
         spool = Spool(Path(tempfile.gettempdir()))
         states = {}
-        for place in range(len(parameters)):
-            pieces = [
-                piece
-                for rank in owners
-                for piece in read(rank, OPTIMIZER, self.index, place, steps)
-            ]
+        for place, parameter in enumerate(parameters):
+            model = self._find_model(parameter)
+            if model is None:
+                if parameter in self._state:
+                    states[place] = dict(self._state[parameter])
+                continue
+            wanted = OPTIMIZER, self.index, model.rows.index, model.number(parameter), steps
+            pieces = [piece for rank in model.rows.owners() for piece in read(rank, *wanted)]
             if pieces:  # else no rank has stepped it
-                ordered = in_order(pieces, parameters[place])
+                ordered = in_order(pieces, parameter)
                 states[place] = join_states([state for *_, state in ordered], spool.keep)
         if spool.fault is not None:
             raise UserError(
@@ -245,6 +283,8 @@ class OwnedOptimizer:
                     rows = cut_state(state, whole, (part.begin, part.end))
                     own[len(targets) - 1] = copy.deepcopy(rows)
         self.enter(optimizer)
+        self._before[self.steps] = self._state
+        optimizer.state = defaultdict(dict)
         try:
             numbers = {id(target): n for n, target in enumerate(parameters_of(optimizer))}
             state = {numbers[id(targets[n])]: content for n, content in own.items()}
@@ -257,6 +297,74 @@ class OwnedOptimizer:
             self.steps += 1
         finally:
             self.leave(optimizer)
+
+
+class RowsState(defaultdict[Any, Any]):
+    """What an optimizer shows as its `state` outside of `step`: that of this rank's rows.
+
+    A loop over all of it may change each element. The state of a parameter is with several ranks.
+    """
+
+    def __init__(self, owned: OwnedOptimizer) -> None:
+        """Show the state of an optimizer's rows on this rank."""
+        super().__init__(dict)
+        self._owned = owned
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._owned.own_state()[self._checked(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._owned.own_state()[self._checked(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._owned.own_state()[self._checked(key)]
+
+    def __contains__(self, key: Any) -> bool:
+        return self._checked(key) in self._owned.own_state()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._owned.own_state())
+
+    def __len__(self) -> int:
+        return len(self._owned.own_state())
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter that is in no DDP."""
+        return self._owned.own_state().get(self._checked(key), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Forget the state of a parameter that is in no DDP."""
+        return self._owned.own_state().pop(self._checked(key), *default)
+
+    def keys(self) -> Any:
+        """Return this rank's rows."""
+        return self._owned.own_state().keys()
+
+    def values(self) -> Any:
+        """Return the states of this rank's rows."""
+        return self._owned.own_state().values()
+
+    def items(self) -> Any:
+        """Return this rank's rows and their states."""
+        return self._owned.own_state().items()
+
+    def clear(self) -> None:
+        """Forget all state."""
+        self._owned.clear_state()
+
+    def _checked(self, key: Any) -> Any:
+        if self._owned.has_model(key):
+            raise UserError(
+                "--layout shard: the state of a parameter is with the ranks that own its rows and "
+                "cannot be read from optimizer.state; use optimizer.state_dict()"
+            )
+        return key
+
+
+def _by_place(optimizer: Optimizer) -> dict[int, Any]:
+    """Return a whole state by its places in the `state_dict`."""
+    order, state = enumerate(parameters_of(optimizer)), optimizer.state
+    return {place: state[parameter] for place, parameter in order if parameter in state}
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ class OwnedRows:
     done itself.
 
     Attributes:
+        index: of the model, the same on every rank.
         parts: of all parameters, by all ranks; empty until `assign`.
         targets: this rank's rows, with a gradient of their own.
         lock: held while the rows change.
@@ -51,7 +52,7 @@ class OwnedRows:
         self.lock = threading.RLock()
         self._parameters = parameters
         self._rank = rank
-        self._index = index
+        self.index = index
         self._read = read
         self._targets_of: dict[int, list[nn.Parameter]] = {}
         self._sharded: frozenset[int] = frozenset()
@@ -93,10 +94,20 @@ class OwnedRows:
         return sorted({part.owner for part in self.parts})
 
     def follow_data(self) -> None:
-        """Be views of parameters again whose `data` was set since. Not collective."""
+        """Be views of parameters again whose `data` was set since. Not collective.
+
+        Raises:
+            UserError: they have another dtype or shape now.
+        """
         for part, target in self.targets.items():
             if part.parameter not in self._sharded:
                 rows = _rows(self._parameters[part.parameter], part)
+                if rows.dtype != target.dtype or rows.shape != target.shape:
+                    raise UserError(
+                        f"--layout shard: a parameter was {target.dtype} {tuple(target.shape)} in "
+                        f"the first forward and is {rows.dtype} {tuple(rows.shape)} now; convert "
+                        "the model before"
+                    )
                 if rows.data_ptr() != target.data_ptr():
                     target.data = rows
 
@@ -131,16 +142,29 @@ class OwnedRows:
             if self._steps > steps:
                 raise UserError(
                     f"--layout shard: a parameter of step {steps} was read when a rank had done "
-                    f"step {self._steps}; read it before the next step, and not from another thread"
+                    f"step {self._steps}; read it between optimizer.step() and the next "
+                    "backward(), and not from another thread"
                 )
             if not self.parts or self._steps < steps or self._changes.get(number, 0) < changes:
                 return NOT_YET
-            return self._before.get((number, changes)) or self._pieces(number)
+            if changes == self._changes.get(number, 0):
+                return self._pieces(number)
+            before = self._before.get((number, changes))
+            if before is None:
+                raise UserError(
+                    "--layout shard: a parameter was read that a rank has changed since; every "
+                    "rank must change the same parameters as often as the others"
+                )
+            return before
+
+    def version(self, number: int) -> tuple[int, int]:
+        """Return the steps, and the script's changes to a parameter since, that it has."""
+        return self._steps, self._changes.get(number, 0)
 
     def read(self, number: int) -> list[Piece]:
         """Read a parameter's rows from their owners. Not collective."""
         owners = sorted({part.owner for part in self.parts if part.parameter == number})
-        wanted = MODEL, self._index, number, self._steps, self._changes.get(number, 0)
+        wanted = MODEL, self.index, number, *self.version(number)
         pieces = [piece for owner in owners for piece in self._read(owner, *wanted)]
         return in_order(pieces, self._parameters[number])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,68 @@ class RemoteGradient(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> RemoteGradient:
         return RemoteGradient.of(self, self.rows)
+
+
+class RemoteGradients:
+    """What stands in the `.grad` of a model's parameters, and what the script has done to it."""
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], rows_of: Callable[[int], Sequence[torch.Tensor]]
+    ) -> None:
+        """Let nothing stand there yet.
+
+        Args:
+            parameters: of the model, by their numbers.
+            rows_of: returns this rank's rows of the sum of a parameter's gradient.
+        """
+        self._parameters = parameters
+        self._rows_of = rows_of
+        self._gradients: dict[int, RemoteGradient] = {}  # those that the script has not cleared
+
+    def show(self, numbers: Collection[int]) -> None:
+        """Let a gradient stand in the `.grad` of these parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in numbers:
+                self._parameters[number].grad = self._gradient(number)
+
+    def hide(self, numbers: Collection[int]) -> None:
+        """Let none stand there, until it is shown again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in numbers:
+                if isinstance(self._parameters[number].grad, RemoteGradient):
+                    self._parameters[number].grad = None
+
+    def kept(self) -> set[int]:
+        """Return the numbers of the parameters whose gradient the script has not cleared."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {n for n, p in enumerate(self._parameters) if p.grad is not None}
+
+    def cleared(self) -> set[int]:
+        """Return the numbers of the parameters that have no gradient.
+
+        Raises:
+            UserError: the script has set one.
+        """
+        cleared = set()
+        for number, parameter in enumerate(self._parameters):
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient = parameter.grad
+            if gradient is None:
+                cleared.add(number)
+                self._gradients.pop(number, None)  # if the script has kept it, it is no longer true
+            elif getattr(gradient, "rows", "") is not self._gradient(number).rows:
+                raise UserError(
+                    "--layout shard: the .grad of a parameter was set, or computed without the "
+                    "forward of DistributedDataParallel, but its sum is with the ranks that own "
+                    "it; let backward() compute it, and set it to None or zero only"
+                )
+        return cleared
+
+    def _gradient(self, number: int) -> RemoteGradient:
+        if number not in self._gradients:
+            rows = partial(self._rows_of, number)
+            self._gradients[number] = RemoteGradient.of(self._parameters[number], rows)
+        return self._gradients[number]
 
 
 def _is_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
@@ -17,12 +18,22 @@ from kaitian_mpi.distributed.pending_parameter import (
     EXPOSES_MEMORY,
     SETS_DATA,
     PendingParameter,
+    memory_users,
+    needs_no_values,
     pending_in,
 )
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue
 from kaitian_mpi.observe.tensor_files import Spool
+
+_CHANGED_LATE = (
+    "--layout shard: {} was changed through a tensor that the script has kept, after the values "
+    "that it shows were freed or stepped; change sharded parameters themselves, as by mul_() with "
+    "torch.no_grad()"
+)
+
+_MAY_CHANGE_UNSEEN = -1  # in place of a version, in ShardedModel
 
 Pieces = Callable[[int], Sequence[tuple[int, int, torch.Tensor]]]
 """Returns a parameter's rows by its owners: their begin, end and values in host memory."""
@@ -47,7 +58,11 @@ class ScriptParameter(PendingParameter):
         with ExitStack() as stack:
             for holder in used:
                 stack.enter_context(holder.around_call())
-            return super().__torch_function__(func, types, args, kwargs)
+            result = super().__torch_function__(func, types, args, kwargs)
+        if not needs_no_values(func):
+            for holder in used:
+                holder.write_changes()
+        return result
 
 
 def is_sharded(parameter: Any) -> TypeGuard[ScriptParameter]:
@@ -68,6 +83,7 @@ class ScriptParameters(ShardedModel):
         numbers: Collection[int],
         device: torch.device,
         read_pieces: Pieces,
+        read_version: Callable[[int], Any],
         write: Callable[[int, torch.Tensor], None],
     ) -> None:
         """Leave the model as it is until `shard`.
@@ -77,13 +93,19 @@ class ScriptParameters(ShardedModel):
             numbers: of these parameters.
             device: where they are used.
             read_pieces: reads a parameter from its owners. Not collective.
+            read_version: returns what is another one once a parameter's values have changed.
             write: takes back the values of a parameter that the script has changed in place.
         """
         super().__init__(model, numbers, device)
         self._read_pieces = read_pieces
+        self._read_version = read_version
         self._source = self.read
         self._write_back = write
         self._exposed: dict[int, torch.Tensor] = {}  # copies of values that may change unseen
+        # Values that are freed here, but not by the script, which may still change them, with a
+        # copy of each and the version that they are of.
+        self._aliased: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        self._versions_freed: dict[int, int] = {}
         self._lazy: dict[int, OwnersValue] | None = None  # while a state_dict is made
 
     @torch.no_grad()
@@ -98,7 +120,7 @@ class ScriptParameters(ShardedModel):
     def begin_forward(self, gathering: Gathering, is_first: bool) -> None:
         """Gather what a forward with gradients uses; `is_first` if no backward is due."""
         if is_first:
-            self._free_all()
+            self.free()
         self._source = gathering.unshard
         self._enter_hooks()
 
@@ -113,7 +135,7 @@ class ScriptParameters(ShardedModel):
         """Free all values, and read them from their owners from now on."""
         self.end_forward()
         self._source = self.read
-        self._free_all()
+        self.free()
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module.to` and its like: the values are used on another device from now on.
@@ -131,13 +153,34 @@ class ScriptParameters(ShardedModel):
                 )
             device = changed.device
         if device != self._device:
-            self._free_all()
+            self.free()
             self._device = device
+
+    def write_changes(self) -> None:
+        """Take what a function has changed in place, as on each rank. Not collective.
+
+        At once: other ranks may read it while this one's script waits for them.
+        """
+        for number in self._unsharded:
+            version = _version_of(self._parameters[number])
+            if self._versions[number] not in (version, _MAY_CHANGE_UNSEEN):
+                assert self._write_back is not None
+                self._write_back(number, self._unsharded[number].after_all_streams())
+                self._versions[number] = version
+
+    def free(self) -> None:
+        """Free the values that this rank has beside its rows. Not collective."""
+        for number in [*self._unsharded]:
+            changed = self._reshard(number)
+            if changed is not None:
+                assert self._write_back is not None
+                self._write_back(number, changed)
+        self._follow_aliases()
 
     @contextmanager
     def making_state_dict(self) -> Iterator[None]:
         """Let a `state_dict` have values that are read when it is written."""
-        self._free_all()
+        self.free()
         outer = self._lazy
         self._lazy = {} if outer is None else outer
         try:
@@ -151,8 +194,15 @@ class ScriptParameters(ShardedModel):
             return None
         number = self._number_of[parameter]  # type: ignore[index]
         if number not in self._lazy:
-            self._lazy[number] = OwnersValue.of(self._parameters[number], self._reader(number))
+            self._lazy[number] = OwnersValue.of(
+                self._parameters[number], self._reader(number), partial(self._rows_version, number)
+            )
         return self._lazy[number]
+
+    def _rows_version(self, number: int) -> Any:
+        """Return the version of a parameter's values, which the script may just have changed."""
+        self.free()
+        return self._read_version(number)
 
     def _reader(self, number: int) -> Callable[[], torch.Tensor]:
         parameter = self._parameters[number]
@@ -187,12 +237,23 @@ class ScriptParameters(ShardedModel):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
-    def _free_all(self) -> None:
-        for number in [*self._unsharded]:
-            changed = self._reshard(number)
-            if changed is not None:
-                assert self._write_back is not None
-                self._write_back(number, changed)
+    def _follow_aliases(self) -> None:
+        """Take what the script has changed through `data` that it has kept.
+
+        Raises:
+            UserError: the parameter has other values by now.
+        """
+        for number, (values, before, version) in [*self._aliased.items()]:
+            if not _are_same(values, before):
+                if self._read_version(number) != version or self._write_back is None:
+                    raise UserError(_CHANGED_LATE.format(self.name(number)))
+                self._write_back(number, values)
+                version = self._read_version(number)
+                before.copy_(values)
+            if memory_users(values) > 1:
+                self._aliased[number] = values, before, version
+            else:
+                del self._aliased[number]
 
     def _unshard_used(self, parameters: Sequence[PendingParameter], function: Any) -> None:
         if function == SETS_DATA:
@@ -200,6 +261,13 @@ class ScriptParameters(ShardedModel):
                 f"--layout shard: {self.name(self._number_of[parameters[0]])}.data was set, but "
                 "the parameter is sharded; change it in place, as by copy_() with torch.no_grad()"
             )
+        if self._aliased:
+            self._follow_aliases()
+        for parameter in parameters:
+            number = self._number_of[parameter]
+            version = _version_of(parameter)
+            if self._versions_freed.pop(number, version) != version:
+                raise UserError(_CHANGED_LATE.format(self.name(number)))
         super()._unshard_used(parameters, function)
         if function in EXPOSES_MEMORY:
             for number in (self._number_of[parameter] for parameter in parameters):
@@ -207,11 +275,24 @@ class ScriptParameters(ShardedModel):
                     self._exposed[number] = self._unsharded[number].values.clone()
 
     def _reshard(self, number: int) -> torch.Tensor | None:
+        unsharded, before = self._unsharded.get(number), self._exposed.pop(number, None)
         changed = super()._reshard(number)
-        before = self._exposed.pop(number, None)
-        if changed is not None and before is not None and _are_same(before, changed):
-            return None  # the script has only looked at them
-        return changed
+        self._versions_freed[number] = _version_of(self._parameters[number])
+        if unsharded is None or before is None:
+            return changed
+        is_same = _are_same(before, unsharded.values)
+        if memory_users(unsharded.values) > 1:
+            # Else what the script changes later would be lost.
+            version = self._read_version(number)
+            self._aliased[number] = unsharded.values, before, version
+            self._follow_aliases()
+            return None
+        return None if is_same else changed
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

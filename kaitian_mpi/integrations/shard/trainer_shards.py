@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kaitian_mpi.devices.memory_limit import unlimited
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel, Read
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
@@ -70,10 +70,24 @@ class TrainerShards:
         self._reads.close()
 
     def add_model(self, ddp: DistributedDataParallel) -> None:
-        """Take note of a model, which gets owners before its first forward with gradients."""
-        known = next((m for m in self.models() if m.is_of(ddp.module)), None)
-        if known is not None:  # a trainer wraps its model again, such as for a second training
-            self._models[ddp] = known
+        """Take note of a model, which gets owners before its first forward with gradients.
+
+        A model that is wrapped again keeps those that it has.
+
+        Raises:
+            UnsupportedError: some of its parameters are of another model.
+        """
+        parameters = [*ddp.module.parameters()]
+        found = {id(m): m for p in parameters if (m := self.model_of(p))}
+        if found:
+            model, *others = found.values()
+            if others or [*map(id, model.parameters)] != [*map(id, parameters)]:
+                raise UnsupportedError(
+                    "--layout shard does not support parameters in two models of "
+                    "DistributedDataParallel; wrap the whole model once"
+                )
+            model.wrap_again(ddp)
+            self._models[ddp] = model
             return
         index = len(self._served[MODEL])
         model = OwnedModel(ddp, self.world, index, self.read, self._waits, self._backward_done)
@@ -121,16 +135,20 @@ class TrainerShards:
         To be called at the same place of the script on every rank.
         """
         owned = self._owned.get(optimizer)
+        if owned is not None and owned.is_inside:
+            return owned
+        found = {id(m): m for p in parameters_of(optimizer) if (m := self.model_of(p))}
+        models = [*found.values()]
         if owned is None:
-            found = {id(m): m for p in parameters_of(optimizer) if (m := self.model_of(p))}
-            if not found:
+            if not models:
                 return None
             OwnedOptimizer.check(optimizer)
             index = len(self._served[OPTIMIZER])
-            owned = OwnedOptimizer(index, [*found.values()], self.model_of)
+            owned = OwnedOptimizer(index, self.model_of)
             self._owned[optimizer] = owned
             self._served[OPTIMIZER].append(owned)
             weakref.finalize(optimizer, self._deleted.append, (OPTIMIZER, index)).atexit = False
+        owned.follow(optimizer, models)
         if not owned.has_begun and all(model.has_owners for model in owned.models):
             for model in owned.models:
                 model.check_optimizer(optimizer)
@@ -154,8 +172,8 @@ class TrainerShards:
 
     @contextmanager
     def inside(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let an optimizer have this rank's rows in the block."""
-        owned = self.optimizer_of(optimizer)
+        """Let an optimizer have this rank's rows in the block, at the same place on every rank."""
+        owned = self.own(optimizer)
         if owned is None or owned.is_inside:
             yield
             return
@@ -164,14 +182,6 @@ class TrainerShards:
             yield
         finally:
             owned.leave(optimizer)
-
-    def are_finite(self, optimizer: Optimizer) -> bool | None:
-        """Return whether the sums of all gradients are finite; None if they have no owners."""
-        owned = self.optimizer_of(optimizer)
-        if owned is None:
-            return None
-        sums = [model.sums for model in owned.models]
-        return all(own is None or own.is_finite() for own in sums)
 
     def _assign(self, model: OwnedModel) -> None:
         """Choose the owners of a model, by the ranks' memory. Collective."""
@@ -202,7 +212,9 @@ class TrainerShards:
             )
 
     def _backward_done(self) -> None:
-        """Free what the script has deleted: no rank is before that any more, and may read it."""
+        """Free what is older than this backward, which no rank reads any more."""
+        for owned in self._owned.values():
+            owned.end_backward()
         while self._deleted:
             kind, index = self._deleted.pop()
             self._served[kind][index] = None

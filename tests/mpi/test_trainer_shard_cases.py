@@ -1,0 +1,29 @@
+"""Random loops over DDP with layout shard give the numbers of one process."""
+
+import pytest
+from trainer_shard_cases import TOLERANCE, draw, run
+
+from kaitian_mpi.integrations.shard.budget import LayoutSettings
+from kaitian_mpi.integrations.shard.install import Installed
+
+pytestmark = pytest.mark.sizes(3)
+
+SEEDS = (4, 9, 26, 38, 73, 101)  # each has shown a fault once
+FURTHER_SEEDS = range(1000, 1012)
+
+
+@pytest.fixture(scope="module")
+def installed(world):
+    extensions = Installed(world, LayoutSettings())
+    yield
+    extensions.close()
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in FURTHER_SEEDS)]
+)
+@pytest.mark.usefixtures("installed")
+def test_a_random_loop_trains_as_one_process(world, seed):
+    found = run(draw(seed, world.size), world)
+    assert not isinstance(found, str), found
+    assert found < TOLERANCE
