@@ -96,6 +96,9 @@ class Adaptive:
         self._step_batch: TakenBatch | None = None  # of all forwards in the trainer's current step
         self._forward_batch: TakenBatch | None = None  # of the forward that is computed, if known
         self._train_rows = self._forward_rows = BatchRows(1, world.size)
+        # The latest batches of a forward with gradients, and of a backward.
+        self._train_batch: TakenBatch | None = None
+        self._trained_batch: TakenBatch | None = None
         self._next_backward_sums = False  # the gradients over the ranks
         self._restore = [plan_loaders(self), self._extend_ddp()]
         self._restore.append(register_optimizer_step_post_hook(self._check_supported).remove)
@@ -276,6 +279,7 @@ class Adaptive:
                 "training mode before it is taken; call model.train() before the loop"
             )
         self._count_rows(taken)
+        self._train_batch = taken
         self._train_rows = taken.rows
         return taken.rows
 
@@ -314,6 +318,9 @@ class Adaptive:
 
     def _backward_done(self) -> None:
         """Mark when all gradients are computed; DDP's callback waits for the ranks after this."""
+        if self._train_batch is not None and self._train_batch is not self._trained_batch:
+            self._trained_batch = self._train_batch
+            self._times.batch_trained(self._train_batch.number_in_epoch)
         if self._next_backward_sums:
             self._next_backward_sums = False
             self._times.computed()

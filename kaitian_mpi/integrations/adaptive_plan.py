@@ -10,7 +10,9 @@ from kaitian_mpi.balance.planner import Planner
 from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.devices import Device
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.preflight.verdict import by_value, differ
 from kaitian_mpi.train.step_times import ReportExchange, StepClock
 
 if TYPE_CHECKING:
@@ -75,8 +77,10 @@ class StepTimer:
         self.steps = 0
         """The steps so far."""
         self._batches = 0  # since the last step, several if they are accumulated
+        self._trained = 0  # batches so far
+        self._latest_batch = 0  # its number in its loader's epoch, from 1
         self._clock = StepClock(device)
-        self._reports = ReportExchange(comm, fields=4)
+        self._reports = ReportExchange(comm, fields=6)
 
     def add_batch(self) -> None:
         """Count a batch of the current step, which has several if they are accumulated."""
@@ -94,6 +98,11 @@ class StepTimer:
         """Mark that this rank's gradients of the step are computed."""
         self._clock.gradients_ready()
 
+    def batch_trained(self, number: int) -> None:
+        """Record that the gradients of a batch are computed: the `number`th of its epoch."""
+        self._trained += 1
+        self._latest_batch = number
+
     def summed(self, rows: int) -> None:
         """Start to exchange the times of a step whose gradients are summed. Collective.
 
@@ -109,15 +118,29 @@ class StepTimer:
             times = self._clock.take()
             per_batch = 1 / (max(times.steps, 1) * batches)
             self.receive()
-            self._reports.start(
-                (times.steps, rows, times.computed * per_batch, times.waited * per_batch)
-            )
+            seconds = times.computed * per_batch, times.waited * per_batch
+            self._reports.start((times.steps, rows, *seconds, self._trained, self._latest_batch))
         self._clock.start()
 
     def receive(self) -> RankSteps | None:
-        """Return the ranks' times exchanged since the last call, if any. Collective."""
+        """Return the ranks' times exchanged since the last call, if any. Collective.
+
+        Raises:
+            AgreedError: the ranks have not trained on the same batches, so that gradients of
+                different batches were summed.
+        """
         gathered = self._reports.receive()
         if gathered is None:
             return None
-        steps, rows, computed, waited = gathered.T.copy()
+        steps, rows, computed, waited, trained, latest = gathered.T.copy()
+        batches = {
+            rank: f"{int(count)} batches up to batch {int(number)} of an epoch"
+            for rank, (count, number) in enumerate(zip(trained, latest, strict=True))
+        }
+        if differ(batches):
+            raise AgreedError(
+                f"--adaptive: the ranks have trained on different batches by step {self.steps}: "
+                f"{by_value(batches)}; if the script catches an error, such as of memory, leave "
+                "that batch out on every rank, or let the error end the job"
+            )
         return RankSteps(steps.astype(int), rows.astype(int), computed, waited)

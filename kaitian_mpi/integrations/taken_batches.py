@@ -45,6 +45,8 @@ class Iteration:
         """The batches without a forward, in the order in which they were taken."""
         self.is_direct: bool | None = None
         """Whether each forward has the batch taken last; None before the first forward."""
+        self.batches = 0
+        """The number of batches taken so far."""
         self.is_over = False
         """Whether the script takes no more batches."""
 
@@ -54,6 +56,7 @@ class Iteration:
 
     def add(self, taken: TakenBatch) -> None:
         """Add a batch that the script has taken."""
+        self.batches += 1
         self.waiting.append(taken)
         del self.waiting[:-_MAX_WAITING]
 
@@ -95,6 +98,7 @@ class TakenBatch:
         self.rows = rows
         self.number = number
         """The number of batches taken before, from any loader."""
+        self.number_in_epoch = iteration.batches + 1
         self.in_training = in_training
         """Whether a model was in training mode then."""
         # A forward's tensors are compared with these, if it may have one of several batches.

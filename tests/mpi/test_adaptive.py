@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -386,6 +387,38 @@ def test_parts_of_a_stream_that_end_at_different_steps(adaptive, capsys, drop_la
     lines = [line for line in capsys.readouterr().out.splitlines() if "stream" in line]
     text = "rank 0 has no full batch" if drop_last else "rank 0 has no row"
     assert [text in line for line in lines] == [True] * (adaptive.rank == 0)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_batch_that_one_rank_leaves_out_is_named(adaptive, accumulated):
+    """As after an out-of-memory error that the script catches; else the others would wait."""
+    model, rows = wrapped(), TensorDataset(torch.randn(45, 4))
+    out_of_memory = model.module.register_forward_pre_hook(fail_on_batch_3(adaptive.rank == 1))
+    part = "4 batches up to batch 4 of an epoch on ranks 0, 2, 3 batches up to batch 4"
+    if accumulated == 1:
+        part = "3 batches up to batch 3 of an epoch on ranks 0, 2, 3 batches up to batch 4"
+    with pytest.raises(AgreedError, match=f"{part} of an epoch on rank 1"):
+        leave_out_failures(
+            model, DataLoader(rows, 3, sampler=DistributedSampler(rows)), accumulated
+        )
+    out_of_memory.remove()
+
+
+def fail_on_batch_3(fails):
+    forwards = itertools.count(1)
+
+    def hook(*_):
+        if next(forwards) == 3 and fails:
+            raise MemoryError
+
+    return hook
+
+
+def leave_out_failures(model, loader, accumulated):
+    for index, (x,) in enumerate(loader):
+        model.require_backward_grad_sync = (index + 1) % accumulated == 0
+        with contextlib.suppress(MemoryError):
+            square(model(x)).backward()
 
 
 def test_ranks_that_read_different_streams_are_told_so(adaptive):
