@@ -1,4 +1,4 @@
-"""`kaitian-run --adaptive`: users' trainers, unmodified, with batches by the ranks' speed."""
+"""`kaitian-run --adaptive` and `--layout shard`: users' trainers, unmodified."""
 
 import json
 import os
@@ -211,16 +211,24 @@ def test_trainers_of_a_year_ago(mpirun, year_old_server, monkeypatch, tmp_path, 
 
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
-    ("trainer", "killed_at"),
+    ("trainer", "killed_at", "owned"),
     [
-        ("plain_ddp", 19),
-        pytest.param("accelerate", 25, marks=needs_accelerate),
-        pytest.param("hugging_face", 13, marks=needs_accelerate),
-        pytest.param("lightning", 15, marks=needs_lightning),
+        ("plain_ddp", 19, ""),
+        pytest.param("accelerate", 25, "", marks=needs_accelerate),
+        pytest.param("hugging_face", 13, "", marks=needs_accelerate),
+        pytest.param("lightning", 15, "", marks=needs_lightning),
+        pytest.param("hugging_face", 13, "sharded", marks=needs_accelerate),
+        pytest.param("plain_ddp", 19, "whole", marks=pytest.mark.thorough),
+        pytest.param("accelerate", 25, "whole", marks=[needs_accelerate, pytest.mark.thorough]),
+        pytest.param("lightning", 15, "sharded", marks=[needs_lightning, pytest.mark.thorough]),
     ],
 )
-def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(tmp_path, trainer, killed_at):
+def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(
+    tmp_path, trainer, killed_at, owned
+):
     options = "--adaptive --emulate-slowdown 1:3.0 --backend-override gloo,nccl".split()
+    if owned:
+        options += ["--layout", "shard", str(TRAINERS / "owned.py"), "3,1", owned]
     ranks = forked(["kaitian-run", *options, str(TRAINERS / "resumed.py"), trainer, str(killed_at)])
     supervised = f"kaitian-supervise mpirun -np {RANKS}".split()
     ended = run_alone(*supervised, *ranks, cwd=tmp_path, fresh=True)
@@ -265,4 +273,125 @@ def test_what_cannot_be_adapted_is_refused_in_a_line(mpirun, command, message):
     ended = run(mpirun, *command.split(), code=2)
     (line,) = [line for line in ended.err.splitlines() if "--adaptive" in line]
     assert message in line
+    assert "Traceback" not in ended.err
+
+
+def run_owned(mpirun, script, *options, ranks=RANKS, shares="3,1,2", kind="sharded", **more):
+    """Run a script with layout shard, and owners by unequal shares."""
+    flags = "--layout shard --backend-override gloo,nccl".split()
+    flags += ["--adaptive", "--emulate-slowdown", "1:3.0"] * more.pop("adaptive", False)
+    words = TRAINERS / "owned.py", shares, kind, TRAINERS / script, *options
+    return mpirun(ranks, "kaitian-run", *flags, *words, **more)
+
+
+OWNED = [
+    ("hugging_face.py", "language 2 0", "sharded", True),
+    ("hugging_face.py", "own 2 0", "whole", False),
+    ("accelerate_loop.py", "classifier", "sharded", False),
+    ("resumed.py", "lightning -1", "sharded", True),
+    ("resumed.py", "lightning -1", "whole", False),
+    pytest.param("trl_sft.py", "nll", "sharded", True, marks=needs_trl),
+]
+FURTHER_OWNED = [
+    ("hugging_face.py", "language 2 0", "whole", False),
+    ("hugging_face.py", "language 2 0", "sharded", False),
+    ("hugging_face.py", "classifier 1 0", "sharded", True),
+    ("accelerate_loop.py", "classifier", "whole", True),
+    ("resumed.py", "plain_ddp -1 workers", "sharded", True),
+    ("resumed.py", "lightning -1", "whole", True),
+    ("resumed.py", "lightning -1", "sharded", False),
+    pytest.param("trl_sft.py", "nll", "whole", False, marks=needs_trl),
+]
+
+
+@needs_accelerate
+@needs_lightning
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.parametrize(
+    ("script", "options", "kind", "adaptive"),
+    [
+        *OWNED,
+        *(
+            pytest.param(
+                *getattr(case, "values", case),
+                marks=[*getattr(case, "marks", ()), pytest.mark.thorough],
+            )
+            for case in FURTHER_OWNED
+        ),
+    ],
+)
+def test_trainers_whose_models_have_owners(mpirun, script, options, kind, adaptive):
+    ended = run_owned(mpirun, script, *options.split(), kind=kind, adaptive=adaptive)
+    assert ended.out.count(f"owners: [3.0, 1.0, 2.0], {kind}") == 1
+    assert found_in(ended)["difference"] < 1e-7
+
+
+@needs_accelerate
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=pytest.mark.thorough)])
+def test_a_checkpoint_of_owners_is_of_any_number_of_ranks(mpirun, tmp_path, kind):
+    def difference(folder):
+        one, other = (load_file(tmp_path / f / "final/model.safetensors") for f in ("one", folder))
+        return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+    from safetensors.torch import load_file
+
+    script = TRAINERS / "checkpointed.py"
+    mpirun(1, PYTHON, script, "one", "12")
+    run_owned(mpirun, script, "two", "6", kind=kind)
+    mpirun(1, PYTHON, script, "resumed", "12", "two/checkpoint-3")
+    run_owned(mpirun, script, "three", "4", "two/checkpoint-3", ranks=3, kind=kind)
+    assert difference("two") < 1e-14
+    assert difference("resumed") < 1e-14
+    assert difference("three") < 1e-8  # the Trainer divides by labels, in float32
+
+
+@needs_accelerate
+@needs_lightning
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.parametrize("trainer", ["hugging_face", "lightning"])
+def test_a_model_of_four_times_the_smallest_device(mpirun, trainer):
+    flags = "--layout shard --emulate-memory 1:3MB --backend-override gloo,nccl".split()
+    ended = mpirun(2, "kaitian-run", *flags, TRAINERS / "large.py", trainer, "256", "48")
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("LOSSES")]
+    size, *losses = line.removeprefix("LOSSES").replace("[", " ").replace("]", " ").split()
+    assert int(size) > 4 * 3e6
+    assert len(losses) == 3
+    assert "layout shard: parameters, gradients and optimizer state by rank" in ended.out
+
+
+DDP_LOOP = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(400, 400)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(ddp.parameters())
+ddp(torch.ones(3, 400)).sum().backward()
+if sys.argv[1:]:
+    model.weight.grad.norm()
+optimizer.step()
+print("stepped", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("memory", "line"),
+    [
+        ("", "layout replicate: a replica fits every rank"),
+        ("--emulate-memory 1:1MB", "layout shard: a replica takes about "),
+    ],
+)
+def test_the_layout_follows_from_the_memory(mpirun, memory, line):
+    flags = f"--layout auto {memory} --backend-override gloo,nccl".split()
+    ended = mpirun(2, "kaitian-run", *flags, "script.py", script=DDP_LOOP)
+    assert ended.out.count(line) == 1
+    assert ended.out.count("stepped") == 2
+
+
+def test_a_read_gradient_is_an_error_of_a_line(mpirun):
+    flags = "--layout shard --backend-override gloo,nccl".split()
+    ended = mpirun(2, "kaitian-run", *flags, "script.py", "reads", script=DDP_LOOP, code=2)
+    lines = {line for line in ended.err.splitlines() if "--layout shard" in line}
+    assert len(lines) == 1
+    assert "use torch.nn.utils.clip_grad_norm_ or get_total_norm" in lines.pop()
     assert "Traceback" not in ended.err

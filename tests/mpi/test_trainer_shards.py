@@ -643,15 +643,21 @@ def test_adapters_of_a_frozen_base(world, owners):
     compare(world, train, make=Adapted)
 
 
-def test_compiled_models(world, owners):
+@pytest.mark.parametrize("is_inside", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_compiled_models(world, installed, monkeypatch, is_inside):
     def train(model, module, data):
         optimizer = adamw(model.parameters())
-        compiled = torch.compile(model, backend="eager")
+        compiled = model if is_inside else torch.compile(model, backend="eager")
         for step in range(3):
             step_once(compiled, optimizer, *data(step))
 
-    if owners == "whole":
-        compare(world, train)
+    def make():
+        return torch.compile(Net(), backend="aot_eager") if is_inside else Net()
+
+    give(monkeypatch, world, SHARES, is_sharded=False)
+    try:
+        compare(world, train, make=make)
+    finally:
         torch._dynamo.reset()  # compiled code in use is refused when parameters are sharded
 
 
@@ -891,7 +897,77 @@ def converted(ddp, module, optimizer, x, y):
     optimizer.step()
 
 
+def wrapped(model=None, **options):
+    return DistributedDataParallel(model or Net(), find_unused_parameters=True, **options)
+
+
+def hook_of_communication(ddp, module, optimizer, x, y):
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+
+
+def join(ddp, module, optimizer, x, y):
+    ddp.join()
+
+
+def mixed_precision(ddp, module, optimizer, x, y):
+    precision = torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+    DistributedDataParallel(Net().float(), mixed_precision=precision)
+
+
+def delayed(ddp, module, optimizer, x, y):
+    other = Net()
+    wrapped(
+        other,
+        delay_all_reduce_named_params=[("last.bias", other.last.bias)],
+        param_to_hook_all_reduce=other.last.weight,
+    )
+
+
+def lbfgs(ddp, module, optimizer, x, y):
+    other = wrapped()
+    torch.optim.LBFGS(other.parameters()).step(lambda: loss_of(other(x), y))
+
+
+def gradient_of_gradients(ddp, module, optimizer, x, y):
+    loss_of(ddp(x), y).backward(create_graph=True)
+
+
+def sparse_gradient(ddp, module, optimizer, x, y):
+    DistributedDataParallel(nn.Embedding(5, 3, sparse=True))(torch.tensor([1])).sum().backward()
+
+
+def complex_parameter(ddp, module, optimizer, x, y):
+    DistributedDataParallel(nn.Linear(3, 2, dtype=torch.complex64))
+
+
+def past_the_forward(ddp, module, optimizer, x, y):
+    loss_of(module(x), y).backward()
+
+
+class Hidden:
+    """An output in which no tensor is found."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def hidden_output(ddp, module, optimizer, x, y):
+    other = nn.Linear(13, 7).double()
+    other.register_forward_hook(lambda module, inputs, output: Hidden(output))
+    loss_of(DistributedDataParallel(other)(x).value, y).backward()
+
+
 REFUSALS = [
+    (hook_of_communication, "register_comm_hook; remove it"),
+    (join, "join; remove it"),
+    (mixed_precision, "use torch.autocast"),
+    (delayed, "delay_all_reduce_named_params; remove it"),
+    (lbfgs, "does not support LBFGS"),
+    (gradient_of_gradients, "create_graph=True"),
+    (sparse_gradient, "sparse"),
+    (complex_parameter, "complex parameters: weight"),
+    (past_the_forward, "call the wrapped model"),
+    (hidden_output, "return tensors, or dicts"),
     (set_gradient, "the .grad of a parameter was set"),
     (put_back_gradient, "the .grad of a parameter was set"),
     (step_in_hook, "in a hook of its own backward"),

@@ -86,8 +86,9 @@ def _budget(
     )
 
 
-def replica_fits(world: World, model: nn.Module) -> tuple[bool, str]:
+def replica_fits(settings: LayoutSettings, world: World, model: nn.Module) -> tuple[bool, str]:
     """Return whether each rank has memory for a replica, and a line that says why. Collective."""
+    world = emulated(settings, world, model)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     # Gradients, the buckets in which DDP sums them, and the optimizer's state.
     needed = _used(world, model) + trained * (2 + _REPLICA_STATES)

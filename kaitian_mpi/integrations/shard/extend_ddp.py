@@ -26,7 +26,7 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
 
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if shards.settings.layout == "auto":
-            fits, line = replica_fits(shards.world, ddp.module)
+            fits, line = replica_fits(shards.settings, shards.world, ddp.module)
             print_rank_0(shards.world, line)
             if fits:
                 shards.placement.move_whole(ddp.module)

@@ -286,7 +286,7 @@ class OwnedModel:
         check = _RefuseUnseen(self)
         for parameter in self.parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(check)
+                parameter.register_hook(check)  # before autograd adds to `.grad`
 
 
 @not_compiled
@@ -296,7 +296,7 @@ class _RefuseUnseen:
     def __init__(self, model: OwnedModel) -> None:
         self._model = weakref.ref(model)  # else a parameter would keep itself
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor) -> None:
         model = self._model()
         if model is not None and model.sums is not None and not model.sums.is_armed:
             raise UserError(

@@ -18,7 +18,7 @@ Rows = Callable[[], Sequence[torch.Tensor]]
 _ABOUT = {
     *("detach_", "requires_grad_", "numel", "nelement", "size", "dim", "ndimension", "stride"),
     *("is_contiguous", "is_floating_point", "is_complex", "element_size", "__hash__", "__len__"),
-    *("get_device", "is_meta", "storage_offset"),
+    *("get_device", "is_meta", "storage_offset", "_has_compatible_shallow_copy_type"),
 }
 _READS = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")}
 # These change each element by itself, so each owner can change its rows.
