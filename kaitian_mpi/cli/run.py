@@ -58,6 +58,9 @@ def main() -> None:
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
         if not (chosen.module or os.path.isfile(chosen.script)):
             raise UserError(f"there is no script {chosen.script}; name the file to run")
+        if chosen.layout == "replicate" and (chosen.emulate_memory or chosen.shard_parameters):
+            flag = "--emulate-memory" if chosen.emulate_memory else "--shard-parameters"
+            raise UserError(f"{flag} requires --layout shard or --layout auto")
         program_flags = own_flags(options)
         start_mpirun_if_requested(PROGRAM, program_flags, options[len(program_flags) :], chosen)
         hide_unused_devices(os.environ, chosen.devices)

@@ -113,6 +113,11 @@ def limit_memory(
     return device, limits
 
 
+def is_limited() -> bool:
+    """Return whether this process has a limit."""
+    return LimitedDevice._limit > 0
+
+
 @contextmanager
 def unlimited() -> Iterator[None]:
     """Lift the limit in the block, to map files: they do not count as device memory."""

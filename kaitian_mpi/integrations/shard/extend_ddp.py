@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
+from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.integrations.shard.budget import replica_fits
@@ -29,6 +30,8 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
             fits, line = replica_fits(shards.settings, shards.world, ddp.module)
             print_rank_0(shards.world, line)
             if fits:
+                with unlimited():  # an emulated limit holds from here on
+                    pass
                 shards.placement.move_whole(ddp.module)
                 stock[_MAKES_REDUCER](ddp, *args, **kwargs)
                 return

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER, count_rows, in_order
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.owners_state import OwnersState
-from kaitian_mpi.observe.tensor_files import Spool
 from kaitian_mpi.train.layouts.shard.shards import cut_state, join_states, steps_by_element
 
 # An update of these is of several parameters together, or reads gradients outside of step().
@@ -244,7 +242,7 @@ class OwnedOptimizer:
         steps: int,
         parameters: Sequence[torch.Tensor],
     ) -> dict[int, Any]:
-        spool = Spool(Path(tempfile.gettempdir()))
+        memory = HostMemory(parameters)
         states = {}
         for place, parameter in enumerate(parameters):
             model = self._find_model(parameter)
@@ -256,13 +254,7 @@ class OwnedOptimizer:
             pieces = [piece for rank in model.rows.owners() for piece in read(rank, *wanted)]
             if pieces:  # else no rank has stepped it
                 ordered = in_order(pieces, parameter)
-                states[place] = join_states([state for *_, state in ordered], spool.keep)
-        if spool.fault is not None:
-            raise UserError(
-                f"--layout shard: the optimizer's state cannot be collected in "
-                f"{tempfile.gettempdir()} ({spool.fault.strerror}); set TMPDIR to a folder with "
-                "room"
-            )
+                states[place] = join_states([state for *_, state in ordered], memory.keep)
         return states
 
     def _keep(self, optimizer: Optimizer, states: Mapping[int, Any]) -> None:

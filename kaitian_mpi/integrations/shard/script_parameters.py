@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -24,8 +22,8 @@ from kaitian_mpi.distributed.pending_parameter import (
 )
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue
-from kaitian_mpi.observe.tensor_files import Spool
 
 _CHANGED_LATE = (
     "--layout shard: {} was changed through a tensor that the script has kept, after the values "
@@ -206,17 +204,11 @@ class ScriptParameters(ShardedModel):
 
     def _reader(self, number: int) -> Callable[[], torch.Tensor]:
         parameter = self._parameters[number]
+        memory = HostMemory([*self._parameters.values()])
 
         def read() -> torch.Tensor:
             pieces = sorted(self._read_pieces(number), key=lambda piece: piece[0])
-            spool = Spool(Path(tempfile.gettempdir()))
-            values = spool.keep([rows for *_, rows in pieces])
-            if spool.fault is not None:
-                raise UserError(
-                    f"--layout shard: {self.name(number)} cannot be collected in "
-                    f"{tempfile.gettempdir()} ({spool.fault.strerror}); set TMPDIR to a folder "
-                    "with room"
-                )
+            values = memory.keep([rows for *_, rows in pieces])
             return values.view(parameter.shape)
 
         return read
