@@ -89,6 +89,7 @@ class Adaptive:
         self._ratios: weakref.WeakKeyDictionary[DistributedDataParallel, int] = (
             weakref.WeakKeyDictionary()
         )
+        self._said: set[str] = set()
         # By the rows of a rank's full batch in the script.
         self._plans: dict[int, AdaptivePlan] = {}
         self._train_sampler: PlannedBatchSampler | None = None  # of the loader that trains
@@ -126,8 +127,10 @@ class Adaptive:
         return self._ranks.gather_numbers(number)
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0. Not collective."""
-        print_rank_0(self.world, text)
+        """Print a line on rank 0, once. Not collective."""
+        if text not in self._said:
+            self._said.add(text)
+            print_rank_0(self.world, text)
 
     def is_training(self) -> bool:
         """Return whether a model is in training mode, such as before its first batch."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
 from kaitian_mpi.integrations.taken_batches import BatchRows, Iteration
 
 Iterate = Callable[[DataLoader], Iterator[Any]]
 """`DataLoader.__iter__`."""
+_MAY_BE_MIXED = "rows_may_be_mixed"
+"""The attribute by which a script's batch sampler allows to divide its batches."""
 _EQUAL_SHAPES = "RepeatSampler"  # of TRL's trainers that generate, such as GRPO
 
 
@@ -25,6 +29,10 @@ class _StepBatch(NamedTuple):
     """This rank's, by its original sampler; None if that yields none."""
     all_rows: list[int]
     """The rows of all ranks."""
+    is_partial: bool
+    """Whether it has fewer rows than the ranks' full batches, so that the original repeats some."""
+    whole: list[list[int]]
+    """The batches that stay whole; none if their rows are divided."""
 
 
 class BatchPlanner(Protocol):
@@ -46,7 +54,7 @@ class BatchPlanner(Protocol):
         """Return every rank's number. Collective."""
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0. Not collective."""
+        """Print a line on rank 0, once. Not collective."""
 
     def batch_taken(self, iteration: Iteration, rows: BatchRows, batch: Any) -> None:
         """Record that the script has taken a batch."""
@@ -127,6 +135,7 @@ class _IndexBatchSampler(PlannedBatchSampler):
         """Divide the ranks' batches, without the first `skipped` ones."""
         super().__init__(original, rank_rows, planner)
         self._skipped = skipped
+        self._has_custom_batches = False
         self._epoch: _Epoch | None = None
 
     def __len__(self) -> int:
@@ -172,7 +181,9 @@ class _IndexBatchSampler(PlannedBatchSampler):
                     batch = next(inner)
                 except StopIteration:
                     return
-                _, rows = epoch.fetched.popleft()
+                step_batch, rows = epoch.fetched.popleft()
+                if self.trains and self._has_custom_batches:
+                    self._check_same(step_batch)
                 if outer_rows is None:
                     self._planner.batch_taken(iteration, rows, batch)
                 else:
@@ -183,6 +194,14 @@ class _IndexBatchSampler(PlannedBatchSampler):
             if self._epoch is epoch:
                 self._epoch = None
 
+    def _check_same(self, batch: _StepBatch) -> None:
+        """Check that all ranks' samplers have yielded the same batches. Collective."""
+        checksum = zlib.crc32(repr(batch.all_rows).encode())
+        if len(set(self._planner.gather_numbers(checksum))) > 1:
+            raise AgreedError(
+                "--adaptive: the ranks' batch samplers yield different batches; seed them alike"
+            )
+
     def _all_batches(self) -> Iterator[_StepBatch]:
         """Yield the batches of an epoch."""
         raise NotImplementedError
@@ -192,22 +211,33 @@ class _IndexBatchSampler(PlannedBatchSampler):
 
         Before training both are equal for a full batch. A partial one may be first, after a resume.
         """
-        return self.trains or (self._is_partial(batch) and self._planner.is_training())
-
-    def _is_partial(self, batch: _StepBatch) -> bool:
-        return len(batch.all_rows) < self.rank_rows * self._planner.size
+        return self.trains or (batch.is_partial and self._planner.is_training())
 
     def _take(self, batch: _StepBatch) -> tuple[list[int], BatchRows]:
         """Return this rank's rows of a batch, as indices, and how many rows the ranks have."""
         if not self._is_divided(batch):
             indices = batch.rank_rows or []
-            is_padded = self._is_partial(batch)
-            return indices, BatchRows(len(indices), len(indices) * self._planner.size, is_padded)
-        shares = self._planner.plan_of(self).divide(len(batch.all_rows))
+            all_ranks = 0 if self._has_custom_batches else len(indices) * self._planner.size
+            return indices, BatchRows(len(indices), all_ranks, batch.is_partial)
         rank = self._planner.rank
+        if batch.whole:
+            dealt = deal_batches(batch.whole, self._planner.plan_of(self).shares)
+            rows = BatchRows(len(dealt[rank]), len(batch.all_rows))
+            return dealt[rank] or batch.all_rows[:1], rows
+        shares = self._planner.plan_of(self).divide(len(batch.all_rows))
         start = sum(shares[:rank])
         indices = batch.all_rows[start : start + shares[rank]] or batch.all_rows[:1]
         return indices, BatchRows(shares[rank], sum(shares))
+
+
+def deal_batches(batches: list[list[int]], shares: list[int]) -> list[list[int]]:
+    """Return a batch for each rank: the larger its share, the larger the batch."""
+    ranks = sorted(range(len(shares)), key=lambda rank: -shares[rank])
+    largest_first = sorted(batches, key=len, reverse=True)
+    dealt: list[list[int]] = [[] for _ in shares]
+    for rank, batch in zip(ranks, largest_first, strict=False):
+        dealt[rank] = batch
+    return dealt
 
 
 class _Epoch:
@@ -239,7 +269,8 @@ class PlannedDistributedSampler(_IndexBatchSampler):
         # The ranks' samplers are padded to equal lengths, so there may be one step more.
         step = self.rank_rows * self._planner.size
         for index, rank_rows in enumerate(self.original):
-            yield _StepBatch(rank_rows, order[index * step : (index + 1) * step] or order[:1])
+            rows = order[index * step : (index + 1) * step] or order[:1]
+            yield _StepBatch(rank_rows, rows, len(rows) < step, whole=[])
 
 
 class PlannedShardSampler(_IndexBatchSampler):
@@ -247,16 +278,15 @@ class PlannedShardSampler(_IndexBatchSampler):
 
     def __init__(self, shard: Any, planner: BatchPlanner, skipped: int = 0) -> None:
         super().__init__(shard, shard.batch_size or 1, planner, skipped)
-        sampler = type(getattr(shard.batch_sampler, "sampler", None)).__name__
+        self._has_rank_rows = False
+        batches = shard.batch_sampler
+        self._has_custom_batches = type(batches) is not BatchSampler
+        self._stay_whole = self._has_custom_batches and not getattr(batches, _MAY_BE_MIXED, False)
+        sampler = type(getattr(batches, "sampler", None)).__name__
         if shard.split_batches:
             self.refusal = (
                 "--adaptive divides the batches of all ranks itself; leave out Accelerate's "
                 "split_batches"
-            )
-        elif type(shard.batch_sampler) is not BatchSampler:
-            self.refusal = (
-                "--adaptive divides batches of torch's BatchSampler, but this loader has a "
-                f"{type(shard.batch_sampler).__name__}; leave out --adaptive"
             )
         elif sampler == _EQUAL_SHAPES:
             self.refusal = (
@@ -264,16 +294,47 @@ class PlannedShardSampler(_IndexBatchSampler):
                 f"ranks ({sampler}: GRPO and its like); leave out --adaptive"
             )
 
+    def begin_training(self) -> None:
+        """Follow the plan from the next batch on; say how custom batches do."""
+        super().begin_training()
+        name = type(self.original.batch_sampler).__name__
+        if self._stay_whole:
+            self._planner.say(
+                f"adaptive: the batches of {name} stay whole, the largest for the fastest rank; "
+                f"set its attribute {_MAY_BE_MIXED} = True if rows of a step's batches may be mixed"
+            )
+        elif self._has_custom_batches:
+            self._planner.say(f"adaptive: the rows of a step's batches of {name} are divided anew")
+
     def _all_batches(self) -> Iterator[_StepBatch]:
         batches, same = itertools.tee(self.original.batch_sampler)
         shard = copy.copy(self.original)  # yields this rank's rows in the same order
         shard.batch_sampler = _Replay(self.original.batch_sampler, same)
         rank_batches = iter(shard)
+        is_short = False
         while step_batches := list(itertools.islice(batches, self._planner.size)):
+            if is_short:
+                raise AgreedError(
+                    "--adaptive: Accelerate leaves out batches of other sizes than the batch_size "
+                    f"of {type(self.original.batch_sampler).__name__}; remove that attribute"
+                )
             all_rows = [row for rows in step_batches for row in rows]
-            if self.original.drop_last and len(all_rows) < self.rank_rows * self._planner.size:
+            if self.original.batch_size is None:
+                self._set_rank_rows(len(all_rows), len(step_batches))
+                is_partial = len(step_batches) < self._planner.size
+            else:
+                is_partial = len(all_rows) < self.rank_rows * self._planner.size
+                is_short = self._has_custom_batches and is_partial
+            if self.original.drop_last and is_partial:
                 return
-            yield _StepBatch(next(rank_batches, None), all_rows)
+            whole = step_batches if self._stay_whole else []
+            yield _StepBatch(next(rank_batches, None), all_rows, is_partial, whole)
+
+    def _set_rank_rows(self, rows: int, batches: int) -> None:
+        """Take the mean size of the first step's batches for that of all, if they have no size."""
+        if not self._has_rank_rows:
+            self._has_rank_rows = True
+            self.rank_rows = max(1, rows // batches)
 
 
 class _Replay(BatchSampler):

@@ -103,7 +103,8 @@ class _StreamEpoch:
 
     def __init__(self, number: int, shares: list[int]) -> None:
         self.number = number
-        self.answered = 0
+        self.answered = 0  # requests
+        self.taken = 0  # batches
         self._plans = [(0, shares)]  # with the first request of each
 
     def change(self, shares: list[int], ahead: int) -> None:
@@ -142,7 +143,7 @@ class PlannedStream(PlannedBatchSampler):
     def position(self) -> str:
         """Return which batch of this loader is the latest: a rank may have no more before it."""
         epoch = self._stream_epoch
-        return f"batch {epoch.answered} of iteration {epoch.number} over a stream"
+        return f"batch {epoch.taken} of iteration {epoch.number} over its part of a stream"
 
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
         """Yield the loader's batches; a new plan applies to those that are not asked for yet."""
@@ -164,6 +165,7 @@ class PlannedStream(PlannedBatchSampler):
                 rows = self._rows_of(answer)
                 if rows is None:
                     return
+                epoch.taken += 1
                 if outer_rows is None:
                     self._planner.batch_taken(iteration, rows, answer.batch)
                 else:

@@ -4,6 +4,7 @@ mpirun -np 3 python tests/mpi/adaptive_cases.py FIRST_SEED CASES
 """
 
 import copy
+import dataclasses
 import itertools
 import random
 import sys
@@ -64,6 +65,8 @@ class Case:
     stream: str
     """Whether each rank has a part of one ("own"), all read one ("shared"), or there is none."""
     workers: int
+    batches: str
+    """How a batch sampler's own batches of different sizes are divided: "whole", "mixed", or ""."""
 
 
 def draw(seed, size):
@@ -83,8 +86,9 @@ def draw(seed, size):
     batches = -(-rows // (batch * size))
     stream, workers = pick(["", "", "own", "shared"]), pick([0] * 8 + [1, 2])
     if stream == "own":
-        rows += batch * size * max(workers, 1)
-    most_skipped = 0 if stream == "own" else batches - 1  # parts of a stream may have no more
+        rows += 2 * batch * size * max(workers, 1)
+    # Parts of a stream may have no more batches; the last batch may be single rows.
+    most_skipped = 0 if stream == "own" or loss == "shifted" else batches - 1
     return Case(
         seed=seed,
         rows=rows,
@@ -107,6 +111,7 @@ def draw(seed, size):
         equal=pick([True, False, False]),
         stream=stream,
         workers=workers,
+        batches="" if stream or loss == "shifted" else pick(["", "", "whole", "mixed"]),
     )
 
 
@@ -249,7 +254,7 @@ class Stream(IterableDataset):
         order = list(range(self.case.rows))
         if self.case.shuffle:
             numbers.shuffle(order)
-        least = self.case.batch * max(self.case.workers, 1)  # a batch for each rank
+        least = 2 * self.case.batch * max(self.case.workers, 1)  # as one may be taken ahead
         spare = len(order) - least * self.size
         if self.size > 1 and spare > 0:
             cuts = sorted(numbers.choices(range(spare + 1), k=self.size - 1))
@@ -260,6 +265,31 @@ class Stream(IterableDataset):
         info = get_worker_info()
         part = part if info is None else part[info.id :: info.num_workers]
         return (self.data[row] for row in part)
+
+
+class Batches:
+    """A batch sampler with batches of its own, the same on each rank."""
+
+    def __init__(self, case):
+        self.case, self.epoch, self.rows_may_be_mixed = case, 0, case.batches == "mixed"
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def batches(self, epoch):
+        numbers, rows = random.Random(f"{self.case.seed} {epoch}"), [*range(self.case.rows)]
+        if self.case.shuffle:
+            numbers.shuffle(rows)
+        while rows:
+            count = numbers.randint(1 + self.case.norm, 2 * self.case.batch)
+            yield rows[:count]
+            rows = rows[count:]
+
+    def __iter__(self):
+        return self.batches(self.epoch)
+
+    def __len__(self):
+        return sum(1 for _ in self)
 
 
 class Loop:
@@ -278,16 +308,22 @@ class Loop:
         adaptive.has_new_plan = self.new_plan
 
     def new_plan(self):
-        plan = self.adaptive._plans.get(self.case.batch)
+        plan = next(iter(self.adaptive._plans.values()), None)
         if plan is None:
             return False
-        plan.shares = shares_of(self.case, self.size, self.steps)
+        batch = sum(plan.shares) // self.size  # another one if a batch sampler has its own
+        plan.shares = shares_of(dataclasses.replace(self.case, batch=batch), self.size, self.steps)
         return True
 
     def loader(self):
         case = self.case
         if case.stream:
             return self.loader_of_a_stream()
+        if case.batches:
+            from accelerate.data_loader import BatchSamplerShard
+
+            shard = BatchSamplerShard(Batches(case), self.size, self.adaptive.rank)
+            return DataLoader(self.data, batch_sampler=shard)
         sampler = DistributedSampler(
             self.data, shuffle=case.shuffle, drop_last=case.drop_last == "sampler"
         )
@@ -317,13 +353,19 @@ class Loop:
             in_eval_mode = self.case.mode == "always" or (self.case.mode == "later" and epoch > 0)
             for models in (self.model, self.alone):
                 models.train(not in_eval_mode)
-            (loader.dataset if self.case.stream else loader.sampler).set_epoch(epoch)
+            self.set_epoch(loader, epoch)
             self.seen.append([])
             for index, (batch, is_last) in enumerate(self.batches(loader)):
                 if epoch or index >= self.case.skipped:
                     self.step(*batch, is_last)
             if self.case.evaluates:
                 self.evaluate()
+
+    def set_epoch(self, loader, epoch):
+        if self.case.batches:
+            loader.batch_sampler.batch_sampler.set_epoch(epoch)
+        else:
+            (loader.dataset if self.case.stream else loader.sampler).set_epoch(epoch)
 
     def batches(self, loader):
         """Yield each batch, and whether the gradients are applied after it in any case."""
@@ -394,6 +436,12 @@ class Loop:
         case, size = self.case, self.size
         if case.stream:
             self.check_streams()
+            return
+        if case.batches:
+            for epoch, seen in enumerate(self.seen):
+                batches = list(Batches(case).batches(epoch))
+                left = batches[case.skipped * size :] if epoch == 0 else batches
+                assert sorted(seen) == sorted(row for batch in left for row in batch)
             return
         total = case.rows // size * size if case.drop_last == "sampler" else case.rows
         per_rank = total // size if case.drop_last == "sampler" else -(-case.rows // size)

@@ -321,6 +321,29 @@ class Stream(IterableDataset):
         return iter(self.rows)
 
 
+class Buckets:
+    """A batch sampler of a script, with batches of given rows."""
+
+    def __init__(self, *batches, **attributes):
+        self.batches = batches
+        vars(self).update(attributes)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def bucketed(rows, *batches, **attributes):
+    """Return a loader of such batches as Accelerate prepares it."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    batch_sampler = Buckets(*batches, **attributes)
+    own = BatchSamplerShard(batch_sampler, dist.get_world_size(), dist.get_rank())
+    return DataLoader(rows, batch_sampler=own)
+
+
 def split_stream(rows):
     from accelerate.data_loader import IterableDatasetShard
 
@@ -342,6 +365,20 @@ REFUSED = {
         wrapped,
         {"load": lambda rows: shard(RepeatSampler(rows))},
         "gathers equal batches from the ranks",
+    ),
+    "different buckets": (
+        wrapped,
+        {
+            "load": lambda rows: bucketed(
+                rows, *([[0, 1]] * 3), *([[1], [dist.get_rank()], [3]] * 2)
+            )
+        },
+        "different batches; seed them alike",
+    ),
+    "smaller batches": (
+        wrapped,
+        {"load": lambda rows: bucketed(rows, *([[0, 1], [2, 3], [4]] * 3), batch_size=2)},
+        "leaves out batches of other sizes than the batch_size of Buckets",
     ),
     "sharded": (lambda: fully_shard(nn.Linear(4, 4)), {}, "does not work with FSDP"),
     "different batches": (wrapped, {"more_rows": 1}, r"which are \[6, 7"),
@@ -387,6 +424,39 @@ def test_parts_of_a_stream_that_end_at_different_steps(adaptive, capsys, drop_la
     lines = [line for line in capsys.readouterr().out.splitlines() if "stream" in line]
     text = "rank 0 has no full batch" if drop_last else "rank 0 has no row"
     assert [text in line for line in lines] == [True] * (adaptive.rank == 0)
+
+
+def test_a_part_of_a_stream_that_ends_before_training_begins_is_named(adaptive):
+    """As the next batch is taken before the first one is trained on, which trainers do."""
+    part = torch.ones(4 if adaptive.rank else 2, 4)
+    batches = list(DataLoader(Stream(part), 2))
+    message = "batch 1 of iteration 1 over its part of a stream on rank 0, batch 2"
+    with pytest.raises(UserError, match=message):
+        wrapped()(batches[0])
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_batches_of_a_scripts_own_batch_sampler(adaptive, capsys, monkeypatch, mixed):
+    """Batches of 3, 1 and 2 rows in each step; rank 2 is the fastest."""
+
+    def new_plan():
+        adaptive._plans[2].shares = [1, 2, 3]
+        return True
+
+    monkeypatch.setattr(adaptive, "has_new_plan", new_plan)
+    rows = torch.arange(18.0).view(-1, 1)
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8], [9], [10, 11], [12, 13, 14], [15], [16, 17]]
+    own, taken = nn.Linear(1, 1, bias=False), []
+    model = DistributedDataParallel(own)
+    for step, x in enumerate(bucketed(rows, *batches, rows_may_be_mixed=mixed)):
+        own.zero_grad()
+        model(x).mean().backward()
+        assert own.weight.grad.item() == pytest.approx(6 * step + 2.5)
+        taken.append(x.flatten().tolist())
+    divided = [[6], [7, 8], [9, 10, 11]] if mixed else [[9], [10, 11], [6, 7, 8]]
+    assert taken[:2] == [batches[adaptive.rank], divided[adaptive.rank]]
+    text = "a step's batches of Buckets are divided anew" if mixed else "of Buckets stay whole"
+    assert capsys.readouterr().out.count(text) == (adaptive.rank == 0)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
