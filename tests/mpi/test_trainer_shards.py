@@ -216,9 +216,12 @@ def test_gradients_are_cleared_in_every_way_at_every_place(world, owners, name, 
     compare(world, train)
 
 
-def test_a_closure(world, owners):
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_closure(world, owners, has_state):
     def train(model, module, data):
         optimizer, losses = adamw(model.parameters()), []
+        if has_state:
+            optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)
 
         def closure(x, y):
             optimizer.zero_grad()
@@ -460,6 +463,7 @@ def first_saves_alone(model, module, data, changes=False):
         if changes:
             with torch.no_grad():
                 module.last.bias.mul_(0.5)
+                module.first.bias.data.mul_(0.5)
         if step == 2 and data.is_first:
             time.sleep(0.1 * data.is_own)  # the others are in their next backward, or in a barrier
             found += [tensor.clone() for tensor in state_of(optimizer)]
@@ -854,6 +858,13 @@ def put_back_gradient(ddp, module, optimizer, x, y):
     optimizer.step()
 
 
+def step_before_the_first_forward(ddp, module, optimizer, x, y):
+    other = Net()
+    wrapped(other)
+    loss_of(other(x), y).backward()
+    adamw(other.parameters()).step()
+
+
 def step_in_hook(ddp, module, optimizer, x, y):
     module.first.bias.register_post_accumulate_grad_hook(lambda p: optimizer.step())
     loss_of(ddp(x), y).backward()
@@ -970,6 +981,7 @@ REFUSALS = [
     (hidden_output, "return tensors, or dicts"),
     (set_gradient, "the .grad of a parameter was set"),
     (put_back_gradient, "the .grad of a parameter was set"),
+    (step_before_the_first_forward, "the .grad of a parameter was set"),
     (step_in_hook, "in a hook of its own backward"),
     (failed_backward, "the last backward has failed"),
     (step_without_sync, "leave no_sync"),

@@ -9,6 +9,7 @@ rank sleeps at random.
     mpirun -np 3 python tests/mpi/trainer_shard_cases.py FIRST_SEED CASES
 """
 
+import collections
 import contextlib
 import copy
 import random
@@ -66,11 +67,16 @@ EVENTS = (
 )
 
 
+MORE_EVENTS = (*EVENTS, "alias", "views", "copy_optimizer", "reset", "second", "thrown_away")
+FIRST_WITH_MORE = 5000  # so that the cases of lower seeds stay what they were
+
+
 def draw(seed, size):
     numbers = random.Random(seed)
     pick = numbers.choice
     micro = pick([1, 1, 2, 3])
     place = pick(["before", "between", "after"])
+    events = EVENTS if seed < FIRST_WITH_MORE else MORE_EVENTS
 
     def step(index):
         return {
@@ -84,7 +90,7 @@ def draw(seed, size):
             "some": [numbers.random() < 0.5 for _ in range(size * 16)],
             "closure": numbers.random() < 0.1,
             "stepped": [numbers.random() < 0.9 for _ in range(3)],
-            "events": [pick(EVENTS) for _ in range(pick([0, 0, 1, 1, 2]))],
+            "events": [pick(events) for _ in range(pick([0, 0, 1, 1, 2]))],
             "rank": numbers.randrange(size),
         }
 
@@ -190,7 +196,7 @@ class Loop:
         self.model = self.wrap() if is_own else self.module
         self.found = []
         self.skew = random.Random(f"{case.seed} {world.rank}")
-        self.averages = self.kept = self.old = None
+        self.averages = self.kept = self.old = self.other = None
         self.batches = 0
         self.step = None
         self.scaler = torch.amp.GradScaler(
@@ -438,6 +444,54 @@ class Loop:
 
     def look(self):
         self.note(torch.stack([p.detach().sum() for p in self.module.parameters()]))
+
+    def alias(self):
+        """Change values through `data` that is kept beyond uses of other parameters."""
+        kept = [parameter.data for parameter in self.module.parameters()]
+        torch._foreach_mul_(kept, 0.9)
+
+    def views(self):
+        with torch.no_grad():
+            kept = [parameter.detach() for parameter in self.module.parameters()]
+            self.note(torch.stack([values.square().sum() for values in kept]))
+
+    def copy_optimizer(self):
+        for optimizer in self.optimizers:
+            state = copy.deepcopy(optimizer).state_dict()["state"]
+            for place in sorted(state):
+                self.note(*(state[place][name] for name in sorted(state[place])))
+
+    def reset(self):
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.SGD):
+                optimizer.state = collections.defaultdict(dict)
+
+    def second(self):
+        """Train another model, whose loss is of this one's output."""
+        if self.other is None:
+            torch.manual_seed(3)
+            self.other = nn.Linear(CLASSES, CLASSES).double()
+            self.rival = DistributedDataParallel(self.other) if self.is_own else self.other
+            self.others = torch.optim.AdamW(self.other.parameters(), 0.02)
+        self.module.zero_grad()
+        self.others.zero_grad()
+        x, _ = batch(self.case, self.world.size, self.batches)
+        some = [True] * 16
+        if self.is_own:
+            x = x[self.world.rank :: self.world.size]
+        self.rival(self.model(x, some)).square().mean().backward()
+        self.note(nn.utils.clip_grad_norm_(self.other.parameters(), 0.3))
+        self.others.step()
+        self.module.zero_grad()
+        self.note(*self.other.state_dict().values())
+
+    def thrown_away(self):
+        """A backward under no_sync whose gradients are cleared."""
+        self.module.zero_grad()
+        with self.model.no_sync() if self.is_own else contextlib.nullcontext():
+            self.next_loss().backward()
+        self.module.zero_grad(set_to_none=self.step["no_sync"])
+        self.module.zero_grad()
 
     def rewrap(self):
         self.module.zero_grad()

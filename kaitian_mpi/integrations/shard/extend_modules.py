@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.devices import device_of
@@ -17,11 +18,15 @@ from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
 
+_BARRIER = "barrier"
+
+
 def extend_modules(shards: TrainerShards) -> Callable[[], None]:
-    """Extend torch's modules and `torch.load`; return what restores them."""
+    """Extend torch's modules, `torch.load` and barrier; return what restores them."""
     state_dict: Any = nn.Module.state_dict
     apply: Any = nn.Module._apply
     load: Any = torch.load
+    barrier: Any = dist.barrier
 
     @functools.wraps(state_dict)
     def lazy_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +76,15 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
                 return state
         return load(file, map_location, *args, **kwargs)
 
+    @functools.wraps(barrier)
+    def barrier_after_changes(*args: Any, **kwargs: Any) -> Any:
+        """Let other ranks read what the script has changed unseen, while it waits for them."""
+        for model in shards.models():
+            if model.sharded is not None:
+                model.sharded.free()
+        return barrier(*args, **kwargs)
+
+    setattr(dist, _BARRIER, barrier_after_changes)
     nn.Module.state_dict = lazy_state_dict  # type: ignore[assignment, method-assign]
     nn.Module._apply = apply_to_whole  # type: ignore[method-assign]
     torch.load = load_on_host  # type: ignore[assignment]
@@ -79,6 +93,7 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
         nn.Module.state_dict = state_dict  # type: ignore[method-assign]
         nn.Module._apply = apply  # type: ignore[method-assign]
         torch.load = load
+        setattr(dist, _BARRIER, barrier)
 
     return restore
 

@@ -158,7 +158,7 @@ class OwnedModel:
         assert self.sums is not None
         self._check_no_backward()
         if self.sums.is_outdated:
-            if self.sums.has_begun:
+            if self.sums.has_begun and self._gradients.kept():
                 raise UserError(
                     "--layout shard: a parameter requires gradients now that did not in the last "
                     "backward; freeze and unfreeze parameters only after optimizer.step()"
@@ -185,11 +185,13 @@ class OwnedModel:
 
     def before_step(self) -> None:
         """Let this rank's rows follow what the script has done to parameters and gradients."""
-        if self.sums is not None:
-            self._check_no_backward()
-            self.sums.check_values()
-            self.rows.follow_data()
-            self.follow_cleared()
+        if self.sums is None:
+            self._gradients.cleared()  # none that the script has set
+            return
+        self._check_no_backward()
+        self.sums.check_values()
+        self.rows.follow_data()
+        self.follow_cleared()
 
     def follow_cleared(self) -> None:
         """Clear the gradients of this rank's rows that the script has cleared. Not collective.

@@ -94,12 +94,14 @@ class OwnedOptimizer:
         return self._depth > 0
 
     def enter(self, optimizer: Optimizer) -> None:
-        """Give the optimizer this rank's rows and their state."""
+        """Give the optimizer this rank's rows and their state, if there are owners yet."""
         self._depth += 1
         if self._depth > 1:
             return
         for lock in self._locks():
             lock.acquire()
+        if not self.has_begun:  # a closure may compute the first forward
+            return
         self._whole = [group["params"] for group in optimizer.param_groups]
         optimizer.state = self._state
         for group in optimizer.param_groups:
@@ -110,12 +112,12 @@ class OwnedOptimizer:
         self._depth -= 1
         if self._depth:
             return
-        self._state = optimizer.state  # type: ignore[assignment]
-        if self.has_begun:
+        if self._whole:
+            self._state = optimizer.state  # type: ignore[assignment]
             optimizer.state = self._shown
-        for group, parameters in zip(optimizer.param_groups, self._whole, strict=True):
-            group["params"] = parameters
-        self._whole = []
+            for group, parameters in zip(optimizer.param_groups, self._whole, strict=True):
+                group["params"] = parameters
+            self._whole = []
         for lock in self._locks():
             lock.release()
 
