@@ -17,7 +17,6 @@ from kaitian_mpi.integrations.shard.host_parameters import HostParameters, stays
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
-
 _BARRIER = "barrier"
 
 
