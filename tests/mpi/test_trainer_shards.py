@@ -23,8 +23,9 @@ from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 
 SHARES = 3.0, 1.0, 2.0, 1.0
-STEPS = 5
+STEPS = 4
 loss_of = nn.CrossEntropyLoss()
+further_sizes = pytest.mark.thorough(1, 2, 4)
 
 
 class Net(nn.Module):
@@ -183,6 +184,7 @@ CLEARS = {
 }
 
 
+@further_sizes
 @pytest.mark.parametrize(
     ("name", "place"),
     [
@@ -285,6 +287,7 @@ CLIPS = {
 }
 
 
+@further_sizes
 @pytest.mark.parametrize("name", CLIPS)
 def test_clipping(world, owners, name):
     def train(model, module, data):
@@ -549,6 +552,7 @@ LOOPS = {
 }
 
 
+@further_sizes
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop(world, owners, name):
     compare(world, LOOPS[name])
@@ -647,7 +651,8 @@ def test_adapters_of_a_frozen_base(world, owners):
     compare(world, train, make=Adapted)
 
 
-@pytest.mark.parametrize("is_inside", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_inside", [False, True])
 def test_compiled_models(world, installed, monkeypatch, is_inside):
     def train(model, module, data):
         optimizer = adamw(model.parameters())
@@ -840,6 +845,7 @@ FOUND = {
 }
 
 
+@further_sizes
 @pytest.mark.parametrize("name", FOUND)
 def test_what_scripts_do_beside_steps(world, owners, name):
     compare(world, FOUND[name])
@@ -992,6 +998,8 @@ REFUSALS = [
 ]
 
 
+@further_sizes
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize(("mistake", "message"), REFUSALS)
 def test_mistakes_are_refused(world, owners, mistake, message):
     model = Net()
