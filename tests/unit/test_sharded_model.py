@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kaitian_mpi.distributed.sharded_model import ShardedModel, check_without_torch_func
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.layouts.shard.shards import cut_state, _join, _kept, steps_by_element
+from kaitian_mpi.train.layouts.shard.shards import _kept, cut_state, join_states, steps_by_element
 
 
 class Owner:
@@ -174,6 +174,8 @@ def test_gradients_of_torch_func_are_refused_while_parameters_are_in_parts():
 def test_rows_of_a_state_that_fills_no_memory_have_memory_of_their_own():
     """As of Adagrad, which makes it along with itself; an owner may have single rows of it."""
     state = {"sum": torch.zeros(1).expand(12)}
-    rows = [_join([cut_state(state, (0, 0, 12), (at, at + 1))], _kept)["sum"] for at in (0, 6)]
+    rows = [
+        join_states([cut_state(state, (0, 0, 12), (at, at + 1))], _kept)["sum"] for at in (0, 6)
+    ]
     rows[0].add_(1)
     assert [each.tolist() for each in rows] == [[1.0], [0.0]]
