@@ -80,7 +80,9 @@ def test_parameters_in_parts_come_from_the_checkpoint_if_there_is_one(tmp_path, 
     if not dies_after:
         assert ended.code != 0
         # Its run folder is empty: the first checkpoint is written once training begins.
-        text = "part of the state is lost, and there is no checkpoint to continue from; start the job"
+        text = (
+            "part of the state is lost, and there is no checkpoint to continue from; start the job"
+        )
         # On a busy machine mpirun may have dropped the very last line; the file has it.
         events = (tmp_path / "run/events.jsonl").read_text()
         assert f'{text} again"' in events, ended.text
