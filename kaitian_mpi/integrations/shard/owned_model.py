@@ -94,7 +94,7 @@ class OwnedModel:
     def wrap_again(self, ddp: DistributedDataParallel) -> None:
         """Be the model of another DDP as well. Not collective."""
         self._module = weakref.ref(ddp.module)
-        self._group = ddp.process_group
+        self._options["group"] = ddp.process_group
 
     def number(self, parameter: torch.Tensor) -> int:
         """Return the number of a parameter."""
