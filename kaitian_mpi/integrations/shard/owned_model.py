@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,11 +126,6 @@ class OwnedModel:
         )
         values: dict[Any, torch.Tensor] = {}
         if owners.sharded:
-            if is_compiling():
-                raise UserError(
-                    "torch.compile does not support sharded parameters, and the model does not fit "
-                    "whole on each rank; remove torch.compile"
-                )
             self.sharded = ScriptParameters(
                 *(self.module, owners.sharded, device),
                 *(self._read_rows, self.rows.version, self.rows.write),
@@ -168,6 +165,11 @@ class OwnedModel:
             self._make_reducer()
             self.sums.keep(self._gradients.kept())
         if self.sharded is not None and self.sums.gathering is not None:
+            if is_compiling() and _is_called_by_compiled_code():
+                raise UserError(
+                    "torch.compile does not support sharded parameters, and the model does not fit "
+                    "whole on each rank; remove torch.compile"
+                )
             self.sharded.begin_forward(self.sums.gathering, is_first=self._syncs is None)
         self._syncs = syncs
 
@@ -289,6 +291,16 @@ class OwnedModel:
         for parameter in self.parameters:
             if parameter.requires_grad:
                 parameter.register_hook(check)  # before autograd adds to `.grad`
+
+
+def _is_called_by_compiled_code() -> bool:
+    """Return whether a DDP was compiled, rather than anything else in the process."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if Path(frame.f_code.co_filename).parent.name == "_dynamo":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @not_compiled
