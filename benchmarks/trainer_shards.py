@@ -32,15 +32,14 @@ from torch.optim import Optimizer
 
 from kaitian_mpi import init
 from kaitian_mpi.balance.ownership import without_mirrors
-from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts.shard.memory_budget import is_worth_sharding
 
 VOCABULARY, LENGTH = 256, 32
 SHARES = 3.0, 1.0, 2.0, 1.0
-MIN_SHARDED_BYTES = 1 << 17
 
 
 class Trainer:
@@ -81,19 +80,19 @@ def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Traine
     trainers["stock"].step()  # which makes its optimizer's state
     Installed(world, LayoutSettings())  # until the process ends
     stock_owners = trainer_shards.find_owners
-    for name, least in (("whole", None), ("sharded", MIN_SHARDED_BYTES)):
+    for name, are_sharded in (("whole", False), ("sharded", True)):
 
         def find_owners(
             settings: LayoutSettings,
             world: World,
             model: nn.Module,
             optimizers: Sequence[Optimizer],
-            least: int | None = least,
+            are_sharded: bool = are_sharded,
         ) -> Owners:
             numbers = frozenset(
                 number
                 for number, parameter in enumerate(model.parameters())
-                if least and can_be_sharded(parameter) and parameter.nbytes >= least
+                if are_sharded and is_worth_sharding(parameter)
             )
             return Owners(without_mirrors(SHARES[: world.size]), numbers, True, "")
 

@@ -76,7 +76,7 @@ class ShardBucket:
         self._parameters = [parameters[part.parameter] for part in self.parts]
         self._like = next(iter(parameters.values())).detach().new_empty(0)
         pairs = zip(self._parameters, self.parts, strict=True)
-        rows = [torch.empty_like(_rows(*pair), device="meta") for pair in pairs]
+        rows = [torch.empty_like(rows_of_part(*pair), device="meta") for pair in pairs]
         if is_sharded:
             rows = [layout.contiguous() for layout in rows]
         sizes = [layout.numel() for layout in rows]
@@ -150,7 +150,7 @@ class ShardBucket:
                 view.zero_()
             else:
                 views.append(view)
-                rows.append(_rows(gradient, part))
+                rows.append(rows_of_part(gradient, part))
         if rows:
             torch._foreach_copy_(views, rows)
             buffer.mul_(weight)
@@ -166,7 +166,7 @@ class ShardBucket:
         buffer = pool.take(self._like, self.length)
         places = [place for place in self._placed(buffer) if place[0].owner == self.rank]
         if places:
-            rows = [_rows(parameter, part) for part, parameter, _ in places]
+            rows = [rows_of_part(parameter, part) for part, parameter, _ in places]
             torch._foreach_copy_([view for _, _, view in places], rows)
         return buffer
 
@@ -177,7 +177,7 @@ class ShardBucket:
             return
         places = [place for place in self._placed(buffer) if place[0].owner != self.rank]
         if places:
-            rows = [_rows(parameter, part) for part, parameter, _ in places]
+            rows = [rows_of_part(parameter, part) for part, parameter, _ in places]
             torch._foreach_copy_(rows, [view for _, _, view in places])
 
     def release(self, buffer: torch.Tensor, pool: BufferPool) -> None:
@@ -229,6 +229,7 @@ class ShardBucket:
         return any(part.mirror != NO_MIRROR for part in self.parts)
 
 
-def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def rows_of_part(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return a view of the rows of a parameter, or its gradient, that a part has."""
     tensor = tensor.detach()
     return tensor[part.begin : part.end] if tensor.dim() else tensor

@@ -24,6 +24,11 @@ from kaitian_mpi.distributed.pending_parameter import (
 from kaitian_mpi.errors import UserError
 
 _RANDOM_STD = 0.02
+IS_COMPILED = (
+    "torch.compile does not support sharded parameters, and the model does not fit whole on each "
+    "rank; remove torch.compile"
+)
+"""The message for a compiled model."""
 
 Source = Callable[[int], torch.Tensor]
 """Returns the whole values of the parameter of this number, in memory of their own."""
@@ -97,10 +102,7 @@ class ShardedModel:
             UserError: the model is compiled.
         """
         if any(is_compiled(module) for module in model.modules()):
-            raise UserError(
-                "torch.compile does not support sharded parameters, and the model does not fit "
-                "whole on each rank; remove torch.compile"
-            )
+            raise UserError(IS_COMPILED)
         parameters = list(model.named_parameters())
         self.numbers = frozenset(numbers)
         self._model = model

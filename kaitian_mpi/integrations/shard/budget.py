@@ -14,6 +14,7 @@ from kaitian_mpi.integrations.shard.host_parameters import on_host
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World, limited_as
 from kaitian_mpi.train.layouts.shard.memory_budget import (
+    USUAL_STATES,
     MemoryBudget,
     divide_memory,
     memory_in_use,
@@ -21,7 +22,6 @@ from kaitian_mpi.train.layouts.shard.memory_budget import (
 from kaitian_mpi.train.measure.rank_timer import memory_limit
 
 _SETTINGS = TrainingConfig(layout="shard", mirrors=False)
-_REPLICA_STATES = 2  # of an optimizer that is not known yet: Adam's moments
 _MIN_ACTIVATIONS = 0.1  # of a rank's memory, which is left to what a forward keeps
 
 
@@ -91,7 +91,7 @@ def replica_fits(settings: LayoutSettings, world: World, model: nn.Module) -> tu
     world = emulated(settings, world, model)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     # Gradients, the buckets in which DDP sums them, and the optimizer's state.
-    needed = _used(world, model) + trained * (2 + _REPLICA_STATES)
+    needed = _used(world, model) + trained * (2 + USUAL_STATES)
     facts = gather_values(world.comm, [needed, memory_limit(world) * (1 - _MIN_ACTIVATIONS)])
     short = [rank for rank, (needed, limit) in enumerate(facts) if needed > limit]
     if not short:

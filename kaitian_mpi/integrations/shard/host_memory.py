@@ -12,8 +12,8 @@ from kaitian_mpi.devices.cpu import available_bytes
 from kaitian_mpi.devices.memory_limit import is_limited
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe.tensor_files import Spool
+from kaitian_mpi.train.layouts.shard.memory_budget import USUAL_STATES
 
-_USUAL_STATES = 2  # of an optimizer: Adam's moments
 _MAX_FRACTION = 0.25  # of the host's free memory
 
 
@@ -25,7 +25,7 @@ class HostMemory:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Keep nothing yet. `parameters` are those of the model, which is brought, or its state."""
-        size = sum(parameter.nbytes for parameter in parameters) * (1 + _USUAL_STATES)
+        size = sum(parameter.nbytes for parameter in parameters) * (1 + USUAL_STATES)
         is_plenty = size <= _MAX_FRACTION * available_bytes() and not is_limited()
         self._spool = Spool(None if is_plenty else Path(tempfile.gettempdir()))
 

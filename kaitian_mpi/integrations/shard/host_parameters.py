@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.sharded_model import can_be_sharded
-from kaitian_mpi.integrations.shard.owned_rows import Piece, count_rows
+from kaitian_mpi.integrations.shard.owned_rows import Piece
 from kaitian_mpi.integrations.shard.script_parameters import (
     ScriptParameter,
     ScriptParameters,
     is_sharded,
 )
-
-_MIN_BYTES = 1 << 17  # smaller parameters are moved
+from kaitian_mpi.train.layouts.shard.memory_budget import is_worth_sharding
+from kaitian_mpi.train.layouts.shard.shards import count_rows
 
 
 class HostParameters(ScriptParameters):
@@ -75,7 +74,7 @@ class HostParameters(ScriptParameters):
 
 def is_large(parameter: nn.Parameter) -> bool:
     """Return whether a parameter stays on the host if its model may not fit a rank's device."""
-    return is_sharded(parameter) or (can_be_sharded(parameter) and parameter.nbytes >= _MIN_BYTES)
+    return is_sharded(parameter) or is_worth_sharding(parameter)
 
 
 def stays(parameter: nn.Parameter) -> bool:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.pending_parameter import is_compiling
+from kaitian_mpi.distributed.sharded_model import IS_COMPILED
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
@@ -166,10 +167,7 @@ class OwnedModel:
             self.sums.keep(self._gradients.kept())
         if self.sharded is not None and self.sums.gathering is not None:
             if is_compiling() and _is_called_by_compiled_code():
-                raise UserError(
-                    "torch.compile does not support sharded parameters, and the model does not fit "
-                    "whole on each rank; remove torch.compile"
-                )
+                raise UserError(IS_COMPILED)
             self.sharded.begin_forward(self.sums.gathering, is_first=self._syncs is None)
         self._syncs = syncs
 

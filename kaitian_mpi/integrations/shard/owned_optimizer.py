@@ -16,10 +16,15 @@ from torch.optim import Optimizer
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER, count_rows, in_order
+from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER, in_order
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.owners_state import OwnersState
-from kaitian_mpi.train.layouts.shard.shards import cut_state, join_states, steps_by_element
+from kaitian_mpi.train.layouts.shard.shards import (
+    count_rows,
+    cut_state,
+    join_states,
+    steps_by_element,
+)
 
 # An update of these is of several parameters together, or reads gradients outside of step().
 _REFUSED = (

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from kaitian_mpi.balance.ownership import Part
+from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.train.layouts.shard.shards import count_rows
 
 Key = tuple[int, int, int]
 """The number of a parameter, and the begin and end of some of its rows."""
@@ -54,7 +56,9 @@ class OwnedRows:
         self._rank = rank
         self.index = index
         self._read = read
-        self._targets_of: dict[int, list[nn.Parameter]] = {}
+        # By the number of a parameter.
+        self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
+        self._owners_of: dict[int, set[int]] = {}
         self._sharded: frozenset[int] = frozenset()
         self._steps = 0
         self._changes: dict[int, int] = {}  # by the script itself, since the last step
@@ -70,20 +74,21 @@ class OwnedRows:
         """
         self._sharded = frozenset(number for number, _, _ in values)
         for part in parts:
+            self._owners_of.setdefault(part.parameter, set()).add(part.owner)
             if part.owner == self._rank:
                 key = part.parameter, part.begin, part.end
                 target = _target(self._parameters[part.parameter], part, values.get(key))
                 self.targets[part] = target
-                self._targets_of.setdefault(part.parameter, []).append(target)
+                self._parts_of.setdefault(part.parameter, []).append((part, target))
         self.parts = parts  # from now on, other ranks may read them
 
     def of(self, number: int) -> Sequence[nn.Parameter]:
         """Return this rank's rows of a parameter."""
-        return self._targets_of.get(number, ())
+        return [target for _, target in self.parts_of(number)]
 
-    def parts_of(self, number: int) -> list[tuple[Part, nn.Parameter]]:
+    def parts_of(self, number: int) -> Sequence[tuple[Part, nn.Parameter]]:
         """Return this rank's parts of a parameter, and its rows of each."""
-        return [(p, target) for p, target in self.targets.items() if p.parameter == number]
+        return self._parts_of.get(number, ())
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Return the gradients of this rank's rows of a parameter."""
@@ -101,7 +106,7 @@ class OwnedRows:
         """
         for part, target in self.targets.items():
             if part.parameter not in self._sharded:
-                rows = _rows(self._parameters[part.parameter], part)
+                rows = rows_of_part(self._parameters[part.parameter], part)
                 if rows.dtype != target.dtype or rows.shape != target.shape:
                     raise UserError(
                         f"--layout shard: a parameter was {target.dtype} {tuple(target.shape)} in "
@@ -163,7 +168,7 @@ class OwnedRows:
 
     def read(self, number: int) -> list[Piece]:
         """Read a parameter's rows from their owners. Not collective."""
-        owners = sorted({part.owner for part in self.parts if part.parameter == number})
+        owners = sorted(self._owners_of[number])
         wanted = MODEL, self.index, number, *self.version(number)
         pieces = [piece for owner in owners for piece in self._read(owner, *wanted)]
         return in_order(pieces, self._parameters[number])
@@ -204,19 +209,9 @@ def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:
     return ordered
 
 
-def count_rows(parameter: torch.Tensor) -> int:
-    """Return the length of a parameter's first dimension; 1 without dimensions."""
-    return len(parameter) if parameter.dim() else 1
-
-
 def _target(parameter: nn.Parameter, part: Part, values: torch.Tensor | None) -> nn.Parameter:
     """Return what an optimizer steps for a part: its values, or else a view of the rows."""
-    rows = _rows(parameter, part) if values is None else values
+    rows = rows_of_part(parameter, part) if values is None else values
     target = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     vars(target).update(vars(parameter))  # an optimizer may look for marks of a model's
     return target
-
-
-def _rows(parameter: nn.Parameter, part: Part) -> torch.Tensor:
-    rows = parameter.detach()
-    return rows[part.begin : part.end] if parameter.dim() else rows

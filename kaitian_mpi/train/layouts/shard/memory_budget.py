@@ -32,7 +32,7 @@ from kaitian_mpi.train.setup import Setup
 _BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
 _UNSHARDED = 4  # sharded parameters: one that is whole, its gradient, two that are being summed
 _MIN_SHARDED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
-_USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
+USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # The fraction of a rank's budget for its owned and mirrored parts; the rest is for activations. On
 # a host also for moving the state after a loss: new parts exist before the old ones are freed.
 _MAX_FRACTION, _MAX_FRACTION_ON_HOST = 0.75, 0.4
@@ -252,9 +252,7 @@ def shard_needs(
     owned, copied = sum(trained) * (1 + states), sum(trained)
     needs = [Need(owned, bucket, _BUFFERS * bucket, small, copied=copied)]
     numbers = frozenset(
-        number
-        for number, parameter in enumerate(parameters)
-        if can_be_sharded(parameter) and parameter.nbytes >= _MIN_SHARDED_BYTES
+        number for number, parameter in enumerate(parameters) if is_worth_sharding(parameter)
     )
     if numbers and not config.spares:
         sharded_bytes = sum(parameters[number].nbytes for number in numbers)
@@ -267,12 +265,17 @@ def shard_needs(
     return needs, numbers
 
 
+def is_worth_sharding(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is sharded if parameters do not fit whole on each rank."""
+    return can_be_sharded(parameter) and parameter.nbytes >= _MIN_SHARDED_BYTES
+
+
 def usual_states(optimizers: Sequence[Optimizer]) -> int:
     """Return about how many numbers optimizers keep for each number of a parameter."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     has_momentum = any(group.get("momentum") for group in groups)
     is_sgd = all(type(optimizer) is SGD for optimizer in optimizers)
-    return int(has_momentum) if is_sgd else _USUAL_STATES
+    return int(has_momentum) if is_sgd else USUAL_STATES
 
 
 def steps_at_once(optimizers: Sequence[Optimizer], is_host: bool) -> bool:

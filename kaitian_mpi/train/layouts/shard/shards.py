@@ -126,7 +126,7 @@ class Shards(DividedState[Part]):
         values = _sources(comm, self._values | self._loaded)
         return all(
             sum(end - begin for _, (begin, end) in _cover(sources, self._whole(number)))
-            == _rows(self._parameters[number])
+            == count_rows(self._parameters[number])
             for sources, numbers in ((states, self._numbers), (values, self.owned))
             for number in numbers
         )
@@ -199,7 +199,7 @@ class Shards(DividedState[Part]):
         owned, mirrored = [0.0] * size, [0.0] * size
         counts = _counts(self._parameters, self._numbers, self.owned)
         for part in self.parts:
-            rows = max(1, _rows(self._parameters[part.parameter]))
+            rows = max(1, count_rows(self._parameters[part.parameter]))
             count = counts[part.parameter] * (part.end - part.begin) / rows
             owned[part.owner] += count
             if part.mirror != NO_MIRROR:
@@ -287,7 +287,7 @@ class Shards(DividedState[Part]):
         return {key: state[_VALUE] for key, state in moved.items() if state}
 
     def _whole(self, number: int) -> Key:
-        return number, 0, _rows(self._parameters[number])
+        return number, 0, count_rows(self._parameters[number])
 
     def _target(self, part: Part, rank: int) -> nn.Parameter:
         """Return the parameter that an optimizer steps for a part."""
@@ -353,7 +353,7 @@ def divide_parameters(
     """
     counts = _counts(parameters, stepped, owned)
     order = [n for bucket in group_into_buckets(parameters, BUCKET_CAPS) for n in bucket]
-    return divide(counts, [*map(_rows, parameters)], pairs, order, by_rows)
+    return divide(counts, [*map(count_rows, parameters)], pairs, order, by_rows)
 
 
 def _move(
@@ -458,13 +458,14 @@ def _key(part: Part) -> Key:
     return part.parameter, part.begin, part.end
 
 
-def _rows(parameter: torch.Tensor) -> int:
+def count_rows(parameter: torch.Tensor) -> int:
+    """Return the length of a parameter's first dimension; 1 without dimensions."""
     return len(parameter) if parameter.dim() else 1
 
 
 def _target(parameter: nn.Parameter, part: Part) -> nn.Parameter:
     """Return the parameter that an optimizer steps for a part: whole, or a view of its rows."""
-    if part.end - part.begin == _rows(parameter):
+    if part.end - part.begin == count_rows(parameter):
         return parameter
     rows = parameter.detach()[part.begin : part.end]
     return nn.Parameter(rows, requires_grad=parameter.requires_grad)
