@@ -1,7 +1,9 @@
 """Layout pipeline on devices whose kind has a library, beside kinds that have none or another."""
 
 import copy
+import itertools
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, permutations, product
 
@@ -16,6 +18,7 @@ from torch.nn import functional
 from kaitian_mpi import Task
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
@@ -29,6 +32,7 @@ from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation
 
 COUNT = 5  # micro-batches
+HELD_SEC = 5e-3  # longer than a message takes
 LONG_SEC = 60.0  # in which a message comes, however busy the machine is
 
 
@@ -159,6 +163,21 @@ def test_a_link_is_measured_from_device_to_device(world):
     }
     if "cpu vendor" in links:
         assert links["cpu vendor"].busy_sec >= 0.9 / bytes_per_sec
+
+
+@pytest.mark.sizes(2)
+def test_a_link_is_measured_beside_others_that_hold_the_cores(world, monkeypatch):
+    """In which each of the first messages takes longer than a large one."""
+    turns, synchronize = itertools.count(), World.synchronize
+
+    def late(world):
+        synchronize(world)
+        if next(turns) < 20:
+            time.sleep(HELD_SEC)
+
+    monkeypatch.setattr(World, "synchronize", late)
+    if links := measure_links(world):
+        assert all(link.busy_sec > 0 for link in links.values())
 
 
 class Wide(nn.Linear):

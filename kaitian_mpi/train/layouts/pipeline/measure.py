@@ -31,7 +31,9 @@ from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import aside
 
-_ROUNDS = 3
+_MIN_ROUNDS = 3
+_MAX_ROUNDS = 100
+_ROUNDS_SEC = 0.3  # longer than others hold the cores in each round
 _TRIAL_BYTES = 1 << 20
 _UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
 
@@ -208,11 +210,16 @@ def _apart(world: World, one: str, other: str) -> tuple[int, int] | None:
 def _one_way(world: World, size: int, ranks: tuple[int, int], peers: PeerGroups) -> float:
     """Return the seconds of so many bytes from one rank's device to the other's, by both ranks.
 
-    Of several round trips the shortest.
+    Of many round trips the shortest: a short message waits longer for a core than on its way.
     """
     # On the devices, as activations are: copies to and from the host are part of the way.
-    buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=world.device), []
-    for _ in range(_ROUNDS):
+    buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    seconds: list[float] = []
+    while not buffer[0]:
+        if world.rank == ranks[0]:  # which tells the other in each message whether it is the last
+            rounds, is_enough = len(seconds) + 1, sum(seconds) >= _ROUNDS_SEC
+            is_last = rounds >= _MAX_ROUNDS or (rounds >= _MIN_ROUNDS and is_enough)
+            buffer[0] = int(is_last)
         world.synchronize()
         begin = time.perf_counter()
         for source, target in (ranks, ranks[::-1]):
