@@ -7,9 +7,9 @@ import runpy
 import shlex
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
+from documented import CANNOT, PAGES, ROOT, RUN_BY_OTHERS, documented_commands, pattern_of
 from sources import FILES, nodes
 
 from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
@@ -17,8 +17,6 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.supervise.environments import read_environments
 from kaitian_mpi.supervise.hosts import parse_hostfile
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_A_USER = ("script.py", "train.py", "mytask.py", "runs/", "cat/", "dog/")
 MESSAGES = {
     "backend.md": (
@@ -220,3 +218,15 @@ def messages_in_the_code():
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found
+
+
+def test_documented_commands_are_run_or_a_table_says_why_not():
+    """`tests/e2e/test_documented_commands.py` runs those of which no table has a pattern."""
+    commands = documented_commands()
+    assert len(commands) > 90
+    used = {pattern_of(command) for command in commands}
+    assert [pattern for pattern in [*CANNOT, *RUN_BY_OTHERS] if pattern not in used] == []
+    for tests in RUN_BY_OTHERS.values():
+        assert all((ROOT / "tests" / name).exists() for name in tests.split()), tests
+    own = [command for command in commands if "kaitian-" in command]
+    assert sum(pattern_of(command) is None for command in own) > len(own) / 2
