@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -116,6 +117,30 @@ class _StreamEpoch:
         return next(shares for first, shares in reversed(self._plans) if first <= request)
 
 
+class _Requests(BatchSampler):
+    """The requests of an epoch, as the batches of the loader that reads.
+
+    That loader belongs to the stream. If it referred to it in turn, its workers would end only when
+    garbage is collected, which closes their queues first: torch would wait 5 s for each of them.
+    """
+
+    def __init__(self, stream: PlannedStream) -> None:
+        self._stream = weakref.ref(stream)
+
+    def __iter__(self) -> Iterator[_RowsRequest]:
+        stream = self._stream()
+        assert stream is not None
+        return self._of_epoch(stream.stream_epoch)
+
+    def _of_epoch(self, epoch: _StreamEpoch) -> Iterator[_RowsRequest]:
+        for number in itertools.count():
+            stream = self._stream()
+            assert stream is not None
+            request = stream.request(epoch, epoch.shares_of(number))
+            del stream
+            yield request
+
+
 class PlannedStream(PlannedBatchSampler):
     """Asks for this rank's share of each batch from its own part of a stream.
 
@@ -131,18 +156,14 @@ class PlannedStream(PlannedBatchSampler):
         super().__init__(loader.batch_sampler, loader.batch_size, planner)
         self._stream: Any = loader.dataset
         self._drop_last = loader.drop_last
-        self._stream_epoch = _StreamEpoch(0, [self.rank_rows] * planner.size)
+        self.stream_epoch = _StreamEpoch(0, [self.rank_rows] * planner.size)
+        """The epoch that is read."""
         self._reading_loader: DataLoader | None = None
         self._has_told_end = False
 
-    def __iter__(self) -> Iterator[Any]:
-        """Return an epoch's requests."""
-        epoch = self._stream_epoch
-        return (self._request(epoch, epoch.shares_of(number)) for number in itertools.count())
-
     def position(self) -> str:
         """Return which batch of this loader is the latest: a rank may have no more before it."""
-        epoch = self._stream_epoch
+        epoch = self.stream_epoch
         return f"batch {epoch.taken} of iteration {epoch.number} over its part of a stream"
 
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
@@ -150,7 +171,7 @@ class PlannedStream(PlannedBatchSampler):
         iteration, outer_rows = Iteration(self), self._outer_rows
         self._outer_rows = None
         shares = self._planner.plan_of(self).shares
-        epoch = self._stream_epoch = _StreamEpoch(self._stream_epoch.number + 1, shares)
+        epoch = self.stream_epoch = _StreamEpoch(self.stream_epoch.number + 1, shares)
         answers = iterate(self._reading(loader))
         ahead: int | None = None  # requests that any rank makes before it needs the batch
         try:
@@ -180,7 +201,7 @@ class PlannedStream(PlannedBatchSampler):
             reading = copy.copy(loader)
             vars(reading).update(
                 dataset=StreamReader(self._stream, self._drop_last, loader.collate_fn),
-                batch_sampler=self,
+                batch_sampler=_Requests(self),
                 collate_fn=_as_read,
                 _dataset_kind=_DatasetKind.Map,
             )
@@ -189,7 +210,8 @@ class PlannedStream(PlannedBatchSampler):
             self._reading_loader = reading
         return self._reading_loader
 
-    def _request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
+    def request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
+        """Return what a worker is asked for to get this rank's share of a batch."""
         own = shares[self._planner.rank]
         return _RowsRequest(epoch.number, [own], 0, self._planner.plan_of(self).min_batch, False)
 
@@ -252,7 +274,11 @@ class SharedStream(PlannedStream):
         self._stream.batch_size = self._stream.num_processes = 1
         self._stream.process_index = 0
 
-    def _request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
+    def request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
+        """Return what a worker is asked for: the batch of all ranks, and which part is this rank's.
+
+        Until the loader trains, a partial batch is padded as Accelerate does it.
+        """
         is_padded = not (self.trains or self._planner.is_training())
         min_batch = self._planner.plan_of(self).min_batch
         return _RowsRequest(epoch.number, shares, self._planner.rank, min_batch, is_padded)

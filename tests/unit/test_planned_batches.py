@@ -1,13 +1,21 @@
 """How a plan divides a loader's batches, and what a loader that does not train yields."""
 
 import copy
+import gc
 import itertools
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
 from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
 from kaitian_mpi.integrations.planned_loaders import plan_loaders
@@ -169,6 +177,29 @@ def test_a_new_plan_keeps_the_workers():
     torch.empty((), dtype=torch.int64).random_()
     torch.empty((), dtype=torch.int64).random_()
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Stream(IterableDataset):
+    """Yields the process that reads a row."""
+
+    def __iter__(self):
+        return itertools.repeat(os.getpid(), 6)
+
+
+def test_persistent_workers_of_a_stream_end_with_its_loader():
+    """Not when garbage is collected, for which torch waits for each of them."""
+    restore = plan_loaders(Planner(0, [2, 2, 2]))
+    gc.collect()
+    gc.disable()
+    try:
+        loader = DataLoader(Stream(), 2, num_workers=1, persistent_workers=True)
+        readers = [batch.tolist() for _ in range(2) for batch in loader]
+        assert readers == 6 * [2 * [readers[0][0]]]
+        del loader
+        assert not Path(f"/proc/{readers[0][0]}").exists()
+    finally:
+        gc.enable()
+        restore()
 
 
 def test_copies_and_older_iterators_do_no_harm():
