@@ -127,7 +127,7 @@ class _Requests(BatchSampler):
     def __init__(self, stream: PlannedStream) -> None:
         self._stream = weakref.ref(stream)
 
-    def __iter__(self) -> Iterator[_RowsRequest]:
+    def __iter__(self) -> Iterator[Any]:
         stream = self._stream()
         assert stream is not None
         return self._of_epoch(stream.stream_epoch)
