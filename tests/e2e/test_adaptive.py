@@ -349,14 +349,23 @@ def test_a_checkpoint_of_owners_is_of_any_number_of_ranks(mpirun, tmp_path, kind
 @needs_accelerate
 @needs_lightning
 @pytest.mark.usefixtures("preloaded")
-@pytest.mark.parametrize("trainer", ["hugging_face", "lightning"])
-def test_a_model_of_four_times_the_smallest_device(mpirun, trainer):
+@pytest.mark.parametrize(
+    ("trainer", "begins"),
+    [
+        ("hugging_face", ""),
+        ("lightning", "meta"),
+        pytest.param("hugging_face", "meta", marks=pytest.mark.thorough),
+        pytest.param("lightning", "", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_model_of_four_times_the_smallest_device(mpirun, trainer, begins):
     flags = "--layout shard --emulate-memory 1:3MB --backend-override gloo,nccl".split()
-    ended = mpirun(2, "kaitian-run", *flags, TRAINERS / "large.py", trainer, "256", "48")
+    ended = mpirun(2, "kaitian-run", *flags, TRAINERS / "large.py", trainer, "256", "48", begins)
     (line,) = [line for line in ended.out.splitlines() if line.startswith("LOSSES")]
     size, *losses = line.removeprefix("LOSSES").replace("[", " ").replace("]", " ").split()
     assert int(size) > 4 * 3e6
     assert len(losses) == 3
+    assert all(float(loss.strip(",")) < 3 for loss in losses)
     assert "layout shard: parameters, gradients and optimizer state by rank" in ended.out
 
 

@@ -7,18 +7,21 @@ import gc
 import itertools
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_memory import MB, in_memory
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.balance.ownership import without_mirrors
-from kaitian_mpi.errors import UnsupportedError, UserError
-from kaitian_mpi.integrations.shard import trainer_shards
+from kaitian_mpi.distributed.sharded_model import can_be_sharded
+from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
+from kaitian_mpi.integrations.shard import extend_ddp, host_parameters, trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 
@@ -101,10 +104,10 @@ def adamw(parameters, **options):
     return torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1, **options)
 
 
-def compare(world, train, tolerance=1e-12, make=Net, **options):
+def compare(world, train, tolerance=1e-12, make=Net, model=None, **options):
     """Check that a loop gives the same weights, and results, in a DDP and in one process."""
-    model = make()
-    reference = copy.deepcopy(model)
+    reference = make()
+    model = model or copy.deepcopy(reference)
     ddp = DistributedDataParallel(model, find_unused_parameters=True, **options)
     results = train(ddp, model, Data(world, True))
     expected = train(reference, reference, Data(world, False))
@@ -668,6 +671,155 @@ def test_compiled_models(world, installed, monkeypatch, is_inside):
         compare(world, train, make=make)
     finally:
         torch._dynamo.reset()  # compiled code in use is refused when parameters are sharded
+
+
+class Buffered(Net):
+    """Has buffers, one of them twice, and a tied weight."""
+
+    def __init__(self, seed=1):
+        super().__init__(seed)
+        self.register_buffer("offsets", torch.randn(7, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(3), persistent=False)
+        self.last.offsets = nn.Buffer(self.offsets)
+        self.some.weight = self.middle.weight
+        self.norm = nn.BatchNorm1d(13, dtype=torch.float64, momentum=None)
+
+    def forward(self, x, some=False):
+        if not self.training:
+            x = self.norm(x)
+        return super().forward(x, some=True) + self.last.offsets / self.count
+
+
+def evaluated_first(model, module, data, keeps_state=False):
+    """As by Lightning's sanity check; then each rank loads what it has."""
+    optimizer = adamw(model.parameters())
+    with torch.no_grad():
+        module.eval()
+        found = [module(Data(data.world, False)(50)[0])]
+        module.train()
+    data.barrier()
+    state = module.state_dict()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    found += [value.detach().clone() for value in copy.deepcopy(module).state_dict().values()]
+    module.load_state_dict({name: value * 0.9 for name, value in state.items()})
+    found += [value.clone() for value in state.values()]
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+    found += [value.clone() for value in state.values()] if keeps_state else []
+    return [*found, *state_of(optimizer)]
+
+
+ON_META = {"evaluated_first": evaluated_first} | {
+    name: LOOPS[name] for name in ("first_saves_alone", "created_late", "average")
+}
+
+
+@further_sizes
+@pytest.mark.parametrize("name", ON_META)
+@pytest.mark.parametrize("are_large", [False, True])
+def test_a_model_with_values_on_rank_0_only(world, owners, monkeypatch, name, are_large):
+    if are_large:
+        monkeypatch.setattr(host_parameters, "is_worth_sharding", can_be_sharded)
+    loop = ON_META[name]
+    if name == "evaluated_first":  # a state_dict of parameters that were plain does not follow
+        loop = partial(loop, keeps_state=are_large)
+    begins = "cpu" if world.rank in (0, 3) else "meta"
+    with torch.device(begins):
+        model = Buffered()
+    optimizer = adamw(model.parameters()) if name == "average" else None
+    model.to("cpu")
+    assert model.last.weight.device.type == begins
+    compare(world, loop, make=Buffered, model=model)
+    assert optimizer is None or optimizer.param_groups[0]["params"] == [*model.parameters()]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_model_without_values_on_rank_0_is_refused(world, installed, is_first):
+    options = {} if is_first else {"init_sync": False}
+    if (is_first and world.rank > 0) or (world.size == 1 and not is_first):
+        return
+    with torch.device("meta"):
+        model = Buffered()
+    with pytest.raises(UserError, match=r"first\.weight is on meta on rank \d, without values"):
+        DistributedDataParallel(model, **options)
+
+
+def test_state_that_was_made_on_meta_is_refused(world, owners):
+    with torch.device("meta" if world.rank else "cpu"):
+        model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ends = contextlib.nullcontext() if world.rank == 0 else pytest.raises(UserError, match="after")
+    with ends:
+        ddp(Data(world, True)(0)[0])
+    dist.barrier()
+    del optimizer
+
+
+def test_other_forms_than_those_of_rank_0_are_refused(world, installed, monkeypatch):
+    if world.size == 1:
+        pytest.skip("one rank is rank 0")
+    for are_large in (False, True):
+        if are_large:
+            monkeypatch.setattr(host_parameters, "is_worth_sharding", can_be_sharded)
+        with torch.device("meta" if world.rank else "cpu"):
+            model = nn.Linear(5, 3)
+        if world.rank == 0:
+            model.double()
+        with pytest.raises(AgreedError, match=r"differs between ranks: .*create the same model"):
+            DistributedDataParallel(model)
+
+
+def test_rows_may_change_while_they_are_sent(world, owners):
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    loss_of(ddp(Data(world, True)(0)[0]), Data(world, True)(0)[1]).backward()
+    if owners == "sharded":
+        (shards,) = extend_ddp._active
+        rows = shards.model_of(model.first.weight).rows
+        number, before = 0, model.first.weight.detach().clone()
+        served = rows.serve(number, *rows.version(number))
+        with torch.no_grad():
+            model.first.weight.mul_(2)
+        for begin, end, values in served:
+            torch.testing.assert_close(values, before[begin:end])
+    dist.barrier()
+
+
+class Layers(nn.Module):
+    """16 MB of parameters, of 1 MB each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.sizes(3)
+def test_only_rank_0_ever_has_the_model_whole(world, installed, monkeypatch):
+    """Each peak is at most the owned rows, 4 of the largest parameters and what MPI allocates."""
+    give(monkeypatch, world, (2.0, 1.0, 1.0), is_sharded=True)
+    whole, largest, spare = 16 * MB, MB, 4 * MB
+    dist.all_reduce(torch.ones(MB))  # for what the first call allocates permanently
+    dist.barrier()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, _ = in_memory()
+    with torch.device("meta" if world.rank else "cpu"):
+        model = Layers()
+    ddp = DistributedDataParallel(model)
+    output = ddp(torch.ones(2, 512))
+    share = 0.5 if world.rank == 0 else 0.25
+    at_most = whole * (1 if world.rank == 0 else share) + 4 * largest + spare
+    assert in_memory()[1] - before < at_most
+    output.sum().backward()
+    dist.barrier()
 
 
 def test_a_gradient_is_not_read_in_silence(world, owners):

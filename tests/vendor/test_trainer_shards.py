@@ -11,6 +11,7 @@ from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
+from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 
 SHARES = 3.0, 1.0, 2.0, 1.0
 STEPS = 5
@@ -29,10 +30,8 @@ def matrices(seed):
     return nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)).double()
 
 
-def test_large_parameters_stay_on_the_host_until_they_have_owners(world, device_of, monkeypatch):
-    def find_owners(settings, world, model, optimizers):
-        return Owners(without_mirrors(SHARES[: world.size]), frozenset({0, 2}), True, "")
-
+@pytest.mark.parametrize("begins", ["cpu", "meta"])
+def test_large_parameters_stay_on_the_host_until_they_have_owners(world, device_of, begins):
     def train(model, rows, place):
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for step in range(STEPS):
@@ -42,18 +41,29 @@ def test_large_parameters_stay_on_the_host_until_they_have_owners(world, device_
             model(place(x[rows].contiguous())).square().mean().backward()
             optimizer.step()
 
-    monkeypatch.setattr(trainer_shards, "find_owners", find_owners)
     extensions = Installed(world, LayoutSettings(shards_parameters=True))
-    model, own, reference = matrices(world.rank), matrices(world.rank), matrices(0)
+    is_on_meta = begins == "meta" and world.rank > 0
+    own, reference = matrices(world.rank), matrices(0)
+    with torch.device("meta" if is_on_meta else "cpu"):
+        model = matrices(world.rank)
     before, _ = world.device_kind.tensor_bytes(world.device_index)
     model.to(world.device)
+    if is_on_meta:
+        assert model[0].weight.is_meta
+    else:
+        after, _ = world.device_kind.tensor_bytes(world.device_index)
+        assert model[0].weight.device == model[0].bias.device == world.device
+        assert after - before < model[0].weight.nbytes
+        x = torch.ones(2, 128, dtype=torch.float64)
+        torch.testing.assert_close(model(device_of(x)).cpu(), own(x))  # copied to the device
+    ddp = DistributedDataParallel(model)
     after, _ = world.device_kind.tensor_bytes(world.device_index)
-    assert model[0].weight.device == model[0].bias.device == world.device
     assert after - before < model[0].weight.nbytes
-    x = torch.ones(2, 128, dtype=torch.float64)
-    torch.testing.assert_close(model(device_of(x)).cpu(), own(x))  # copied to the device for this
-    train(DistributedDataParallel(model), slice(world.rank, None, world.size), device_of)
+    assert model[0].weight.device == model[0].bias.device == world.device
+    train(ddp, slice(world.rank, None, world.size), device_of)
     train(reference, slice(None), torch.clone)  # rank 0's values were given to all
+    assert is_sharded(model[0].weight)
+    assert is_sharded(model[2].weight)
     for (name, value), other in zip(
         model.state_dict().items(), reference.parameters(), strict=True
     ):

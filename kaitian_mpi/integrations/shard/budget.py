@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from kaitian_mpi.balance.ownership import Pair
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.integrations.shard.host_parameters import on_host
+from kaitian_mpi.integrations.shard.host_parameters import as_plain, on_host
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World, limited_as
 from kaitian_mpi.train.layouts.shard.memory_budget import (
@@ -73,6 +73,7 @@ def emulated(settings: LayoutSettings, world: World, model: nn.Module) -> World:
     The interpreter's memory and the data do not count, but the model does.
     """
     model_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    model_bytes -= _missing(model)
     return limited_as(world, settings.emulate_memory, model_bytes)
 
 
@@ -81,8 +82,9 @@ def _budget(
 ) -> MemoryBudget:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     known = optimizers or [AdamW(trained)]  # the usual one, if the script makes its own later
+    planned = nn.ParameterList(map(as_plain, model.parameters()))
     return divide_memory(
-        *(_SETTINGS, world, model, known, _used(world, model)), settings.shards_parameters
+        *(_SETTINGS, world, planned, known, _used(world, model)), settings.shards_parameters
     )
 
 
@@ -108,5 +110,9 @@ def _used(world: World, model: nn.Module) -> int:
     """Return the bytes of this rank's device that the whole model and the rest take."""
     if world.info.emulated_memory:
         return sum(parameter.nbytes for parameter in model.parameters())
-    staying = sum(parameter.nbytes for _, parameter, _ in on_host(model))
-    return memory_in_use(world) + staying
+    return memory_in_use(world) + _missing(model)
+
+
+def _missing(model: nn.Module) -> int:
+    """Return the bytes of parameters that are not on this rank's device yet."""
+    return sum(holder.missing_bytes(parameter) for _, parameter, holder in on_host(model))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
@@ -16,14 +19,22 @@ from kaitian_mpi.integrations.shard.host_parameters import is_large
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 from kaitian_mpi.observe.console import print_rank_0
 
+_CREATE = "__init__"
 _MAKES_REDUCER = "_ddp_init_helper"
 _REFUSED = "register_comm_hook", "_register_builtin_comm_hook", "join"
 
 
 def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
     """Extend each DDP that is created from now on; return what restores the class."""
-    names = [_MAKES_REDUCER, *_REFUSED]
+    names = [_CREATE, _MAKES_REDUCER, *_REFUSED]
     stock: dict[str, Any] = {name: getattr(DistributedDataParallel, name) for name in names}
+    arguments = inspect.signature(stock[_CREATE])
+
+    @functools.wraps(stock[_CREATE])
+    def create(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        given = arguments.bind(ddp, *args, **kwargs).arguments
+        shards.placement.begin(given["module"], given.get("init_sync", True))
+        stock[_CREATE](ddp, *args, **kwargs)
 
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if shards.settings.layout == "auto":
@@ -50,7 +61,8 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
     def verify_small(group: Any, parameters: Any, logger: Any = None) -> Any:
         """Compare the parameters of which no rank has a stand-in, with other strides."""
         small = [parameter for parameter in parameters if not is_large(parameter)]
-        return verify(group, small, logger) if small else None  # torch reads the first one
+        # One at least, as torch reads the first, and all ranks must come.
+        return verify(group, [*small, torch.zeros(1, device=parameters[0].device)], logger)
 
     def synchronize_plain(*, module: nn.Module, **kwargs: Any) -> None:
         ignored = {
@@ -61,7 +73,8 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
 
     distributed._verify_param_shape_across_processes = verify_small  # type: ignore[assignment]
     distributed._sync_module_states = synchronize_plain  # type: ignore[assignment]
-    replaced = {name: _refuse(name) for name in _REFUSED} | {_MAKES_REDUCER: make_reducer}
+    replaced: dict[str, Any] = {name: _refuse(name) for name in _REFUSED}
+    replaced |= {_CREATE: create, _MAKES_REDUCER: make_reducer}
     for name, function in replaced.items():
         setattr(DistributedDataParallel, name, function)
     _active.append(shards)

@@ -30,18 +30,20 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
     @functools.wraps(state_dict)
     def lazy_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for model in shards.models():
-                if model.sharded is not None:
-                    stack.enter_context(model.sharded.making_state_dict())
+            sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+            for holder in dict.fromkeys(type(parameter).holder for parameter in sharded):
+                stack.enter_context(holder.making_state_dict())
             return state_dict(module, *args, **kwargs)
 
-    staying: set[int] = set()  # the parameters that a move now leaves on the host
+    staying = set[int]()  # the parameters that a move now leaves on the host
 
     @functools.wraps(apply)
     def apply_to_whole(module: nn.Module, change: Any, recurse: bool = True) -> Any:
         """Change, or move, what is whole; rows stay where their owner has them."""
+        change = shards.placement.keep_on_meta(change)
         device = None if staying else shards.placement.device_to_spare(module, change)
         if device is not None:
+            numbers = [number for number, p in enumerate(module.parameters()) if stays(p)]
             staying.update(id(p) for p in module.parameters() if stays(p))
         left = {
             name: parameter
@@ -58,7 +60,7 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
             if device is not None:
                 staying.clear()
         if device is not None:
-            HostParameters(module, device)
+            HostParameters(module, numbers, device)
         return moved
 
     @functools.wraps(load)
@@ -81,6 +83,7 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
         for model in shards.models():
             if model.sharded is not None:
                 model.sharded.free()
+        shards.placement.free()
         return barrier(*args, **kwargs)
 
     setattr(dist, _BARRIER, barrier_after_changes)

@@ -8,7 +8,8 @@ with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,16 +28,12 @@ from kaitian_mpi.train.layouts.shard.shards import count_rows
 class HostParameters(ScriptParameters):
     """The large parameters of a module that was moved to a device."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """Let the large parameters of a module, which are on the host, look as if on the device."""
-        numbers = [
-            number for number, parameter in enumerate(module.parameters()) if stays(parameter)
-        ]
+    def __init__(self, module: nn.Module, numbers: Collection[int], device: torch.device) -> None:
+        """Let some parameters of a module look as if they were on a device. Not collective."""
         self._changes = dict.fromkeys(numbers, 0)
-        super().__init__(
-            *(module, numbers, device), *(self._whole, self._changes.__getitem__, self._keep)
-        )
-        self._values = {number: self._parameters[number].detach() for number in numbers}
+        super().__init__(*(module, numbers, device), *(self._whole, self._version, self._keep))
+        # By `data`: a change of a detached tensor would count as one of the parameter.
+        self._values = {number: self._parameters[number].data for number in numbers}
         for number in numbers:
             self._reshard(number)
 
@@ -45,26 +42,48 @@ class HostParameters(ScriptParameters):
         self.free()
         return self._values[self._number_of[parameter]]
 
+    def missing_bytes(self, parameter: ScriptParameter) -> int:
+        """Return the bytes that the values of one of these parameters do not take on the device."""
+        value = self._values.get(self._number_of[parameter])
+        return parameter.nbytes if value is None or value.device != self._device else 0
+
     def release(self, parameters: Collection[nn.Parameter]) -> None:
-        """Let some of these parameters be plain ones on the host again."""
+        """Let some of these parameters be plain ones again."""
         self.free()
         for number, parameter in self._parameters.items():
-            if number in self._values and any(parameter is other for other in parameters):
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._set(number, self._values.pop(number))
+            if self._holds(number) and any(parameter is other for other in parameters):
+                if number in self._values:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        self._set(number, self._values.pop(number))
                 parameter.__class__ = nn.Parameter
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module.to` and its like; a change of the dtype changes the values."""
         self.free()
-        self._values = {number: change(value).cpu() for number, value in self._values.items()}
-        for number, value in self._values.items():
-            self._device = change(torch.empty(0, dtype=value.dtype, device=self._device)).device
+        for number, parameter in self._parameters.items():
+            if not self._holds(number):
+                continue
+            like = change(torch.empty(0, dtype=parameter.dtype, device=self._device))
+            value = self._values.get(number)
+            if value is not None:
+                self._values[number] = change(value).to(value.device)
+            self._device = like.device
+            with torch._C.DisableTorchFunctionSubclass():
+                self._set(number, like.new_empty(1).expand(parameter.shape))
             self._reshard(number)
 
-    def _whole(self, number: int) -> list[Piece]:
-        value = self._values[number]
-        return [(0, count_rows(value), value)]
+    def _holds(self, number: int) -> bool:
+        """Return whether a parameter has neither become a plain one since, nor another's."""
+        kind = type(self._parameters[number])
+        return issubclass(kind, ScriptParameter) and kind.holder is self
+
+    def _whole(self, number: int) -> Sequence[Piece]:
+        if not self._holds(number):  # by a `state_dict` of before
+            return _rows(self._parameters[number].detach())
+        return _rows(self._values[number])
+
+    def _version(self, number: int) -> Any:
+        return self._changes[number] if self._holds(number) else object()
 
     @torch.no_grad()
     def _keep(self, number: int, values: torch.Tensor) -> None:
@@ -84,7 +103,19 @@ def stays(parameter: nn.Parameter) -> bool:
 
 
 def on_host(module: nn.Module) -> Iterator[tuple[str, ScriptParameter, HostParameters]]:
-    """Yield a module's parameters that have stayed on the host, with their names and holders."""
+    """Yield a module's parameters that are no plain ones yet, with their names and holders."""
     for name, parameter in module.named_parameters():
         if is_sharded(parameter) and isinstance(type(parameter).holder, HostParameters):
             yield name, parameter, type(parameter).holder  # type: ignore[misc]
+
+
+def as_plain(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter with what a plan needs to know of it: it may be a plain one later."""
+    if not is_sharded(parameter):
+        return parameter
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(like, requires_grad=parameter.requires_grad)
+
+
+def _rows(values: torch.Tensor) -> list[Piece]:
+    return [(0, count_rows(values), values)]

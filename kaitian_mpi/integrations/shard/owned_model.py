@@ -24,6 +24,7 @@ from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
 from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
 from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Piece, Read
+from kaitian_mpi.integrations.shard.placement import GiveRows
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradients
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.exchange import gather_values
@@ -103,13 +104,20 @@ class OwnedModel:
         """Return the number of a parameter."""
         return self._numbers[id(parameter)]
 
-    def assign(self, owners: Owners, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """Make ranks the owners of the model's rows. Not collective, and equal on all ranks.
+    def assign(
+        self,
+        owners: Owners,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        give_rows: GiveRows,
+    ) -> None:
+        """Make ranks the owners of the model's rows. Collective.
 
         Args:
             owners: of which fractions.
             optimizers: those that step the model.
             device: for parameters that have stayed on the host so far.
+            give_rows: gives this rank what rank 0 alone has so far.
         """
         self._prefetches = owners.prefetches
         self._by_rows = steps_by_element(optimizers)
@@ -125,15 +133,15 @@ class OwnedModel:
             pairs=owners.pairs,
             by_rows=self._by_rows,
         )
-        values: dict[Any, torch.Tensor] = {}
+        values = give_rows(parts, owners.sharded)
         if owners.sharded:
             self.sharded = ScriptParameters(
                 *(self.module, owners.sharded, device),
                 *(self._read_rows, self.rows.version, self.rows.write),
             )
-            own = [part for part in parts if part.owner == self._world.rank]
-            values = self.sharded.shard([(p.parameter, p.begin, p.end) for p in own])
-            values = {key: rows for key, rows in values.items() if key[0] in owners.sharded}
+            own = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
+            kept = self.sharded.shard([key for key in own if key not in values])
+            values |= {key: rows for key, rows in kept.items() if key[0] in owners.sharded}
         elif len({parameter.device for parameter in self.parameters}) > 1:
             self.module.to(device)
         self.rows.assign(parts, values)

@@ -134,9 +134,20 @@ class OwnedOptimizer:
         self.leave(optimizer)
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Keep this rank's rows of what was loaded, or made, before there were owners."""
+        """Keep this rank's rows of what was loaded, or made, before there were owners.
+
+        Raises:
+            UserError: it was made on meta, without values.
+        """
+        states = self._loaded or _by_place(optimizer)
+        for state in states.values():
+            if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
+                raise UserError(
+                    f"--layout shard: the state of {type(optimizer).__name__} was created on meta; "
+                    "create the optimizer after DistributedDataParallel"
+                )
         self.has_begun = True
-        self._keep(optimizer, self._loaded or _by_place(optimizer))
+        self._keep(optimizer, states)
         self._loaded = None
 
     def follow(self, optimizer: Optimizer, models: Sequence[OwnedModel]) -> None:

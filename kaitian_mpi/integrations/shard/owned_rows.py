@@ -20,8 +20,8 @@ Key = tuple[int, int, int]
 Piece = tuple[int, int, Any]
 """The begin and end of some rows, and what an owner has of them."""
 Read = Callable[..., Any]
-MODEL, OPTIMIZER = 0, 1
-"""What is read from an owner."""
+MODEL, OPTIMIZER, FIRST = 0, 1, 2
+"""What is read from an owner; FIRST is what rank 0 has of a model before it has owners."""
 
 
 class OwnedRows:
@@ -153,7 +153,9 @@ class OwnedRows:
             if not self.parts or self._steps < steps or self._changes.get(number, 0) < changes:
                 return NOT_YET
             if changes == self._changes.get(number, 0):
-                return self._pieces(number)
+                # Copies, as the script may change the rows while they are sent.
+                pieces = self._pieces(number)
+                return [(b, e, rows.to("cpu", copy=True)) for b, e, rows in pieces]
             before = self._before.get((number, changes))
             if before is None:
                 raise UserError(

@@ -17,7 +17,7 @@ from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel, Read
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
-from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER, OwnedRows
+from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
 from kaitian_mpi.mpi.world import World
@@ -43,7 +43,7 @@ class TrainerShards:
         """
         self.world = world
         self.settings = settings
-        self.placement = Placement(world, settings.shards_parameters)
+        self.placement = Placement(world, settings.shards_parameters, self._read_first)
         self._waits = waits
         self._models = weakref.WeakKeyDictionary[DistributedDataParallel, OwnedModel]()
         # Not by equality, which is elementwise for tensors.
@@ -196,8 +196,8 @@ class TrainerShards:
         world = emulated(self.settings, self.world, model.module)
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
-            with self.placement.releasing(model.module):
-                model.assign(owners, optimizers, world.device)
+            with self.placement.releasing(model.module) as give_rows:
+                model.assign(owners, optimizers, world.device, give_rows)
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
             self.own(optimizer)
@@ -219,8 +219,13 @@ class TrainerShards:
             kind, index = self._deleted.pop()
             self._served[kind][index] = None
 
+    def _read_first(self, *numbers: int) -> Any:
+        return self._reads.read(0, FIRST, *numbers)
+
     def _serve(self, kind: int, index: int, *numbers: int) -> Any:
-        """Answer another rank: see `OwnedRows.serve` and `OwnedOptimizer.serve`."""
+        """Answer another rank: see the `serve` of OwnedRows, OwnedOptimizer and Placement."""
+        if kind == FIRST:
+            return self.placement.serve(index, *numbers)
         served = self._served[kind]
         if index >= len(served):
             return NOT_YET

@@ -1,15 +1,17 @@
 """Trains a model of many layers for some steps, by Hugging Face's Trainer or Lightning.
 
-large.py hugging_face|lightning WIDTH LAYERS: prints the bytes of the parameters, and the losses.
+large.py hugging_face|lightning WIDTH LAYERS [meta]: prints the bytes of the parameters, and the
+losses. With `meta`, rank 0 alone creates the model with its values.
 """
 
+import contextlib
 import os
 import sys
 
 import torch
 from torch import nn
 
-kind, width, layers = sys.argv[1], *map(int, sys.argv[2:])
+kind, width, layers = sys.argv[1], *map(int, sys.argv[2:4])
 torch.manual_seed(0)
 
 
@@ -79,7 +81,9 @@ def lightning(model):
     return losses
 
 
-model = Net()
+begins_on_meta = "meta" in sys.argv and os.environ["RANK"] != "0"
+with torch.device("meta") if begins_on_meta else contextlib.nullcontext():
+    model = Net()
 losses = {"hugging_face": hugging_face, "lightning": lightning}[kind](model)
 if os.environ["RANK"] == "0":
     size = sum(parameter.nbytes for parameter in model.parameters())
