@@ -31,11 +31,11 @@ from kaitian_mpi.distributed.sync_batch_norm import (
     convert_sync_batchnorm,
     participate,
 )
-from kaitian_mpi.errors import AgreedError
+from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan, StepTimer
 from kaitian_mpi.integrations.forward_by_name import extend_forward, hook_by_name
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
-from kaitian_mpi.integrations.loss_weights import Forward, Ranks
+from kaitian_mpi.integrations.loss_weights import Backwards, Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.output_weights import OutputWeights
 from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
@@ -101,6 +101,8 @@ class Adaptive:
         self._train_batch: TakenBatch | None = None
         self._trained_batch: TakenBatch | None = None
         self._next_backward_sums = False  # the gradients over the ranks
+        self._is_in_backward = False  # in which gradients are summed
+        self._backwards = Backwards(self._backward_begun, self._backward_done)
         self._restore = [plan_loaders(self), self._extend_ddp()]
         self._restore.append(register_optimizer_step_post_hook(self._check_supported).remove)
         register_close(self._receive_all)
@@ -216,7 +218,16 @@ class Adaptive:
 
         Collective when a loader is new, in training mode. In eval mode gradients may be computed or
         not, and a rank may be alone: the batch counts as training data if there is a backward.
+
+        Raises:
+            UserError: the last backward has failed, in which the other ranks wait for this one.
         """
+        if self._is_in_backward and torch._C._current_graph_task_id() == -1:
+            raise UserError(
+                f"--adaptive: the backward of step {self._times.steps + 1} has failed on rank "
+                f"{self.rank}, and the script goes on, while the other ranks wait for its "
+                "gradients; let the error end the job"
+            )
         inputs = args, kwargs
         if not (torch.is_grad_enabled() and model.module.training):
             self._forward_batch = self._taken.evaluate(inputs)
@@ -248,7 +259,7 @@ class Adaptive:
         if model.module.training:
             forward.batch()
         inputs = args, dict(kwargs)
-        return self._weights.weight_output(model, inputs, output, forward, self._backward_done)
+        return self._weights.weight_output(model, inputs, output, forward, self._backwards)
 
     def end_forward(self) -> None:
         """Stop watching the forward, even if it has failed."""
@@ -319,8 +330,12 @@ class Adaptive:
             "follow the ranks' speed",
         )
 
+    def _backward_begun(self) -> None:
+        self._is_in_backward |= self._next_backward_sums
+
     def _backward_done(self) -> None:
         """Mark when all gradients are computed; DDP's callback waits for the ranks after this."""
+        self._is_in_backward = False
         if self._train_batch is not None and self._train_batch is not self._trained_batch:
             self._trained_batch = self._train_batch
             self._times.batch_trained(self._train_batch.number_in_epoch)

@@ -12,7 +12,7 @@ from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.devices import Device
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.preflight.verdict import by_value, differ
+from kaitian_mpi.preflight.verdict import by_value, ranks_text
 from kaitian_mpi.train.step_times import ReportExchange, StepClock
 
 if TYPE_CHECKING:
@@ -79,8 +79,10 @@ class StepTimer:
         self._batches = 0  # since the last step, several if they are accumulated
         self._trained = 0  # batches so far
         self._latest_batch = 0  # its number in its loader's epoch, from 1
+        self._epochs = 0  # that this rank's latest batch has begun before its own
+        self._reported = 0  # the step of the report that is exchanged
         self._clock = StepClock(device)
-        self._reports = ReportExchange(comm, fields=6)
+        self._reports = ReportExchange(comm, fields=7)
 
     def add_batch(self) -> None:
         """Count a batch of the current step, which has several if they are accumulated."""
@@ -101,6 +103,7 @@ class StepTimer:
     def batch_trained(self, number: int) -> None:
         """Record that the gradients of a batch are computed: the `number`th of its epoch."""
         self._trained += 1
+        self._epochs += number <= self._latest_batch
         self._latest_batch = number
 
     def summed(self, rows: int) -> None:
@@ -119,7 +122,9 @@ class StepTimer:
             per_batch = 1 / (max(times.steps, 1) * batches)
             self.receive()
             seconds = times.computed * per_batch, times.waited * per_batch
-            self._reports.start((times.steps, rows, *seconds, self._trained, self._latest_batch))
+            progress = self._trained, self._epochs, self._latest_batch
+            self._reports.start((times.steps, rows, *seconds, *progress))
+            self._reported = self.steps
         self._clock.start()
 
     def receive(self) -> RankSteps | None:
@@ -132,15 +137,19 @@ class StepTimer:
         gathered = self._reports.receive()
         if gathered is None:
             return None
-        steps, rows, computed, waited, trained, latest = gathered.T.copy()
-        batches = {
-            rank: f"{int(count)} batches up to batch {int(number)} of an epoch"
-            for rank, (count, number) in enumerate(zip(trained, latest, strict=True))
-        }
-        if differ(batches):
+        steps, rows, computed, waited, *progress = gathered.T.copy()
+        batches = {rank: (e, n, -t) for rank, (t, e, n) in enumerate(zip(*progress, strict=True))}
+        if len(set(batches.values())) > 1:
+            furthest = max(batches.values())
+            behind = [rank for rank, reached in batches.items() if reached == furthest]
+            texts = {
+                rank: f"{int(-trained)} batches up to batch {int(number)} of an epoch"
+                for rank, (_, number, trained) in batches.items()
+            }
             raise AgreedError(
-                f"--adaptive: the ranks have trained on different batches by step {self.steps}: "
-                f"{by_value(batches)}; if the script catches an error, such as of memory, leave "
-                "that batch out on every rank, or let the error end the job"
+                f"--adaptive: in step {self._reported}, {ranks_text(behind)} left out a batch that "
+                f"the others have trained on: {by_value(texts)}; if the script catches an error, "
+                "such as of memory, leave that batch out on every rank, or let the error end the "
+                "job"
             )
         return RankSteps(steps.astype(int), rows.astype(int), computed, waited)

@@ -216,14 +216,23 @@ class Forward:
             )
 
 
+class Backwards(NamedTuple):
+    """What is called as a backward goes on."""
+
+    begun: Callable[[], None]
+    """For each output with a gradient, before that leaves for the model."""
+    done: Callable[[], None]
+    """When all gradients are computed, before DDP waits for other ranks."""
+
+
 class ForwardWeight:
     """The factor of a loss's gradient on its way into a forward."""
 
-    def __init__(
-        self, forward: Forward, loss: Loss, labels: Labels, backward_done: Callable[[], None]
-    ) -> None:
+    def __init__(self, forward: Forward, loss: Loss, labels: Labels, backwards: Backwards) -> None:
         """Weight by the rows of `forward`, or by its `labels`, as the loss demands."""
-        self.backward_done = backward_done
+        self.backward_begun = backwards.begun
+        """Called in a backward before the factor is used."""
+        self.backward_done = backwards.done
         """Called when all gradients are computed, before DDP waits for other ranks."""
         self._forward = forward
         self._loss = loss

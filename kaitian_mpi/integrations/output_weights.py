@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,7 @@ from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.integrations.inner_losses import InnerCall, InnerCalls
 from kaitian_mpi.integrations.loss_graphs import rules_of_graph
-from kaitian_mpi.integrations.loss_weights import Forward, ForwardWeight, Loss, Ranks
+from kaitian_mpi.integrations.loss_weights import Backwards, Forward, ForwardWeight, Loss, Ranks
 from kaitian_mpi.integrations.losses import (
     MEAN,
     Labels,
@@ -97,7 +96,7 @@ class OutputWeights:
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         output: Any,
         forward: Forward,
-        backward_done: Callable[[], None],
+        backwards: Backwards,
     ) -> Any:
         """Return the output of a forward, with weighted gradients.
 
@@ -106,7 +105,7 @@ class OutputWeights:
             inputs: its positional and keyword arguments.
             output: its output.
             forward: its batch.
-            backward_done: called when all gradients are computed, before DDP waits for other ranks.
+            backwards: what is called as its backward goes on.
 
         Raises:
             AgreedError: this model's input was computed by another model in a hidden way.
@@ -126,8 +125,8 @@ class OutputWeights:
                 returned_loss, rows = self._of_steps[model], first_length(*inputs) or 0
                 outputs = self._inner.outputs
                 returned_loss.observe({}, lambda: rules_of_graph(returned, outputs, rows))
-        returned_weight = ForwardWeight(forward, returned_loss, labels, backward_done)
-        self._latest = ForwardWeight(forward, output_loss, labels, backward_done)
+        returned_weight = ForwardWeight(forward, returned_loss, labels, backwards)
+        self._latest = ForwardWeight(forward, output_loss, labels, backwards)
         return weight_output(output, returned, returned_weight, self._latest)
 
     def _examine(self, model: DistributedDataParallel, output: Any) -> None:

@@ -20,6 +20,9 @@ class Weight(Protocol):
     def factor(self) -> float:
         """Return the factor on this rank, in a backward. Collective where ranks count labels."""
 
+    def backward_begun(self) -> None:
+        """Called in each backward before this factor is used."""
+
     def backward_done(self) -> None:
         """Called when all gradients are computed, before DDP waits for other ranks."""
 
@@ -104,6 +107,7 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.weight.backward_begun()
         torch.autograd.Variable._execution_engine.queue_callback(ctx.weight.backward_done)
         if torch.is_grad_enabled():
             raise UnsupportedError(

@@ -404,3 +404,57 @@ def test_a_read_gradient_is_an_error_of_a_line(mpirun):
     assert len(lines) == 1
     assert "use torch.nn.utils.clip_grad_norm_ or get_total_norm" in lines.pop()
     assert "Traceback" not in ended.err
+
+
+FAILING_LOOP = """
+import sys, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(ddp.parameters())
+rows = TensorDataset(torch.ones(64, 4))
+
+def fail(gradient):
+    raise torch.OutOfMemoryError("no memory")
+
+for number, (x,) in enumerate(DataLoader(rows, 4, sampler=DistributedSampler(rows))):
+    is_failing = number == 2 and dist.get_rank() == 1
+    try:
+        if is_failing and sys.argv[1] == "forward":
+            fail(None)
+        output = ddp(x)
+        if is_failing:
+            model.weight.register_hook(fail)
+        output.sum().backward()
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        pass
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "place", "line"),
+    [
+        ("--adaptive", "forward", "--adaptive: in step 3, rank 1 left out a batch that the others"),
+        ("--adaptive", "backward", "--adaptive: the backward of step 3 has failed on rank 1"),
+        (
+            "--adaptive --layout shard",
+            "forward",
+            "--adaptive: in step 3, rank 1 left out a batch that the others",
+        ),
+        pytest.param(
+            "--adaptive --layout shard",
+            "backward",
+            "a backward has failed on rank 1 after 2 optimizer steps",
+            marks=pytest.mark.thorough,
+        ),
+        ("--layout shard", "backward", "a backward has failed on rank 1 after 2 optimizer steps"),
+    ],
+)
+def test_a_batch_that_one_rank_fails_in_is_named(mpirun, flags, place, line):
+    words = [*flags.split(), "--backend-override", "gloo,nccl", "script.py", place]
+    ended = mpirun(2, "kaitian-run", *words, script=FAILING_LOOP, code=2)
+    assert ended.err.count(line) == 1
+    assert "Traceback" not in ended.err

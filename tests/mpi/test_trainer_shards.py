@@ -1141,7 +1141,7 @@ REFUSALS = [
     (put_back_gradient, "the .grad of a parameter was set"),
     (step_before_the_first_forward, "the .grad of a parameter was set"),
     (step_in_hook, "in a hook of its own backward"),
-    (failed_backward, "the last backward has failed"),
+    (failed_backward, r"a backward has failed on rank \d after 0 optimizer steps"),
     (step_without_sync, "leave no_sync"),
     (norm_of_order_zero, "does not support norms of order 0"),
     (state_of_a_parameter, r"use optimizer.state_dict\(\)"),

@@ -272,8 +272,9 @@ class OwnedModel:
                 "when the ranks' gradients are not summed yet; do it after backward()"
             )
         raise UserError(
-            "--layout shard: the last backward has failed on this rank, so the gradients are not "
-            "summed; a training cannot continue after that"
+            f"--layout shard: a backward has failed on rank {self._world.rank} after "
+            f"{self.rows.steps} optimizer steps, so the gradients are not summed; let the error "
+            "end the job"
         )
 
     def _make_reducer(self) -> None:

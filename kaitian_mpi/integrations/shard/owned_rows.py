@@ -36,6 +36,7 @@ class OwnedRows:
         parts: of all parameters, by all ranks; empty until `assign`.
         targets: this rank's rows, with a gradient of their own.
         lock: held while the rows change.
+        steps: of optimizers that have changed the rows.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class OwnedRows:
         self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
         self._owners_of: dict[int, set[int]] = {}
         self._sharded: frozenset[int] = frozenset()
-        self._steps = 0
+        self.steps = 0
         self._changes: dict[int, int] = {}  # by the script itself, since the last step
         # The rows before each of these changes, which other ranks may still read.
         self._before: dict[tuple[int, int], list[Piece]] = {}
@@ -124,7 +125,7 @@ class OwnedRows:
 
     def end_step(self) -> None:
         """Take note of an optimizer's step, before `lock` is released."""
-        self._steps += 1
+        self.steps += 1
         self._changes.clear()
         self._before.clear()
 
@@ -144,13 +145,13 @@ class OwnedRows:
             UserError: this rank has done another step.
         """
         with self.lock:
-            if self._steps > steps:
+            if self.steps > steps:
                 raise UserError(
                     f"--layout shard: a parameter of step {steps} was read when a rank had done "
-                    f"step {self._steps}; read it between optimizer.step() and the next "
+                    f"step {self.steps}; read it between optimizer.step() and the next "
                     "backward(), and not from another thread"
                 )
-            if not self.parts or self._steps < steps or self._changes.get(number, 0) < changes:
+            if not self.parts or self.steps < steps or self._changes.get(number, 0) < changes:
                 return NOT_YET
             if changes == self._changes.get(number, 0):
                 # Copies, as the script may change the rows while they are sent.
@@ -166,7 +167,7 @@ class OwnedRows:
 
     def version(self, number: int) -> tuple[int, int]:
         """Return the steps, and the script's changes to a parameter since, that it has."""
-        return self._steps, self._changes.get(number, 0)
+        return self.steps, self._changes.get(number, 0)
 
     def read(self, number: int) -> list[Piece]:
         """Read a parameter's rows from their owners. Not collective."""
