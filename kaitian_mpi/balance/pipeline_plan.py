@@ -38,6 +38,7 @@ _FEW = 8
 _SIMULATED = 12  # plans that are compared in detail
 _AHEADS = (0, 1, 3)
 _BOUNDS_OF_MANY = 8
+_ROWS = 64  # of a matrix at a time, which the caches hold
 # Stages move if the ranks' speeds have changed by the first factor, the step gets faster by the
 # second, and the steps left save more than a move takes: these seconds, and sending the parameters.
 _MIN_CHANGE = 1.1
@@ -153,8 +154,16 @@ def _splits(
         solution = program.solve(min(bound * (1 + 1e-9), longest * (1 - 1e-9)))
 
 
+_Solved = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+"""By begin of some stages: their least seconds, number of ranks, and the end of each of them."""
+
+
 class _Program:
-    """The dynamic program for one order of the groups and one number of micro-batches."""
+    """The dynamic program for one order of the groups and one number of micro-batches.
+
+    Its matrices have a row for each layer that a stage may begin with, and in column k what holds
+    for a stage of k + 1 layers: so only as many columns are needed as a stage may have layers.
+    """
 
     def __init__(self, job: PipelineJob, order: Sequence[list[int]], count: int) -> None:
         self._job = job
@@ -169,20 +178,18 @@ class _Program:
         self._kept = _between([layer.kept_bytes * self._samples for layer in layers])
         output_bytes = [0.0, *(layer.output_bytes for layer in layers)]
         self._outputs = np.array(output_bytes) * self._samples
-        ends = self._outputs[:-1, None] + self._outputs[None, :]
-        self._transit = np.zeros_like(self._kept)
-        self._transit[:-1] = TRANSIT * ends
+        self._transit = TRANSIT * (self._outputs[:-1, None] + _by_length(self._outputs))
         self._transit += _largest([one.temporary_bytes * self._samples for one in layers])
         self._times = []
         self._speeds = []
-        self._chunks: dict[tuple[int, int, int], tuple[float, np.ndarray]] = {}
+        self._spares: dict[tuple[int, float, bool], tuple[np.ndarray, int]] = {}
         for group in order:
             fixed, sample = map(np.diff, job.sums[group[0]])
-            self._times.append(_between(fixed + self._samples * sample))
+            self._times.append(_between(fixed + self._samples * sample, past=np.inf))
             rank_sec = [job.seconds(rank, 0, self._size, self._samples) for rank in group]
             self._speeds.append([rank_sec[0] / max(seconds, 1e-12) for seconds in rank_sec])
         rates = [
-            sum(speeds) / times[0, -1]
+            sum(speeds) / times[0, self._size - 1]
             for speeds, times in zip(self._speeds, self._times, strict=True)
         ]
         self.least = 1 / sum(rates)
@@ -202,8 +209,15 @@ class _Program:
             merged = best.copy()
             follows = after.copy()
             ways: dict[int, list[np.ndarray]] = {}
+            # Of several numbers of stages, the last stages often have the same ranks.
+            known: dict[tuple[tuple[int, int], ...], _Solved] = {(): (best, after, [])}
             for number in _numbers(len(self._order[place]), self._size):
-                sums, ranks, ways[number] = self._group(place, number, best, after, bound)
+                chunks = _chunks(len(self._order[place]), number)
+                for first in reversed(range(number)):
+                    last = tuple(chunks[first:])
+                    if last not in known:
+                        known[last] = self._stage(place, last, known[last[1:]], bound)
+                sums, ranks, ways[number] = known[tuple(chunks)]
                 better = sums < merged
                 chosen[better] = number
                 merged[better] = sums[better]
@@ -215,48 +229,64 @@ class _Program:
         stages, longest = self._trace(choices[::-1])
         return stages, float(best[0]), longest
 
-    def _group(
-        self, place: int, number: int, best: np.ndarray, after: np.ndarray, bound: float
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the least sums with a group in `number` stages before the best stages after it.
-
-        Also returns the number of ranks after each layer, and the end of each stage by its begin.
-        """
-        group = self._order[place]
+    def _stage(
+        self, place: int, chunks: Sequence[tuple[int, int]], solved: _Solved, bound: float
+    ) -> _Solved:
+        """Put the stage of a group's first chunk of ranks before the best stages of the others."""
+        best, after, ways = solved
+        begin, end = chunks[0]
+        ranks = end - begin
         job = self._job
-        kind = job.ranks[group[0]].kind
-        ways = []
-        chunks = _chunks(len(group), number)
-        for chunk, (begin, end) in reversed(list(enumerate(chunks))):
-            ranks = end - begin
-            speed, spare = self._chunk(place, begin, end)
-            busy, latency = self._hops(place, (begin, end), is_last=chunk == number - 1)
-            hop = 2 * (busy + latency * (busy > 0))
-            times = self._times[place]
-            kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
-            cost = times * (ranks / speed) + (hop + best)
-            if ranks > 1:  # the sum of the replicas' gradients
-                cost = cost + self._trained * job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec
-            cost[(kept * self._kept > spare) | (times > bound * speed)] = np.inf
-            cost[:, busy > bound] = np.inf
-            way = cost.argmin(axis=1)
-            ways.append(way)
-            best = np.take_along_axis(cost, way[:, None], 1)[:, 0]
-            after = after[way] + ranks
-        return best, after, ways[::-1]
+        kind = job.ranks[self._order[place][0]].kind
+        speed = sum(self._speeds[place][begin:end])
+        spare, columns = self._spare(place, begin, end)
+        times = self._times[place]
+        longest_sec = bound * speed
+        busy, latency = self._hops(place, (begin, end), is_last=len(chunks) == 1)
+        rest = 2 * (busy + latency * (busy > 0)) + best
+        rest[busy > bound] = np.inf
+        kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
+        # The sum of the replicas' gradients.
+        sum_sec = job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec if ranks > 1 else 0.0
+        rest, kept = _by_length(rest), _by_length(kept)
+        sums = np.full(self._size + 1, np.inf)
+        way = np.zeros(self._size + 1, int)
+        for row in range(0, self._size, _ROWS):
+            rows = slice(row, row + _ROWS)
+            width = _width(times[rows, : min(columns, self._size - row)] <= longest_sec)
+            if not width:
+                continue
+            part = rows, slice(0, width)
+            cost = times[part] * (ranks / speed)
+            cost += rest[part]
+            if sum_sec:
+                cost += self._trained[part] * sum_sec
+            cost[(kept[part] * self._kept[part] > spare[part]) | (times[part] > longest_sec)] = (
+                np.inf
+            )
+            shortest = cost.argmin(axis=1)
+            numbers = np.arange(len(shortest))
+            sums[rows][: len(numbers)] = cost[numbers, shortest]
+            way[rows][: len(numbers)] = row + numbers + 1 + shortest
+        return sums, after[way] + ranks, [way, *ways]
 
-    def _chunk(self, place: int, begin: int, end: int) -> tuple[float, np.ndarray]:
-        """Return the speed of some ranks of a group, and their memory for activations."""
-        if (place, begin, end) not in self._chunks:
-            facts = [self._job.ranks[rank] for rank in self._order[place][begin:end]]
-            budget = min(rank.memory_bytes - rank.base_bytes for rank in facts)
-            budget -= BUCKET_BYTES * (len(facts) > 1)
-            at_once = any(rank.steps_at_once for rank in facts)
+    def _spare(self, place: int, begin: int, end: int) -> tuple[np.ndarray, int]:
+        """Return the memory of some ranks of a group for activations; -1 if the rest is too large.
+
+        Also returns the most layers that they have memory for.
+        """
+        facts = [self._job.ranks[rank] for rank in self._order[place][begin:end]]
+        budget = min(rank.memory_bytes - rank.base_bytes for rank in facts)
+        budget -= BUCKET_BYTES * (len(facts) > 1)
+        at_once = any(rank.steps_at_once for rank in facts)
+        if (place, budget, at_once) not in self._spares:
             optimizer_bytes = self._trained if at_once else TEMPORARIES * self._largest
             spare = budget - self._owned - self._largest - self._transit
-            spare[(self._owned + optimizer_bytes > budget) | (self._times[place] <= 0)] = -1.0
-            self._chunks[place, begin, end] = sum(self._speeds[place][begin:end]), spare
-        return self._chunks[place, begin, end]
+            times = self._times[place]
+            is_refused = (times <= 0) | np.isinf(times)
+            spare[is_refused | (self._owned + optimizer_bytes > budget)] = -1.0
+            self._spares[place, budget, at_once] = spare, _width(spare >= 0)
+        return self._spares[place, budget, at_once]
 
     def _hops(self, place: int, chunk: tuple[int, int], is_last: bool) -> tuple[np.ndarray, float]:
         """Return the busy seconds and the latency of the links after a stage of a group.
@@ -293,27 +323,41 @@ class _Program:
                 target = int(way[layer])
                 ranks = tuple(group[begin:end])
                 stages.append(Stage(layer, target, ranks, (1.0,) * len(ranks)))
-                time = self._times[place][layer, target] / sum(self._speeds[place][begin:end])
+                sec = self._times[place][layer, target - layer - 1]
+                time = sec / sum(self._speeds[place][begin:end])
                 busy, _ = self._hops(place, (begin, end), is_last=end == len(group))
                 longest = max(longest, float(time), float(busy[target]))
                 layer = target
         return tuple(stages), longest
 
 
-def _between(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return a matrix whose [i, j] is the sum of values[i:j]; 0 if j is not after i."""
+def _between(values: Sequence[float] | np.ndarray, past: float = 0.0) -> np.ndarray:
+    """Return a matrix whose [i, k] is the sum of values[i : i + k + 1]; `past` beyond the last."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    return np.maximum(sums[None, :] - sums[:, None], 0.0) * (
-        np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
-    )
+    lengths = np.arange(len(values))
+    is_past = lengths[:, None] + lengths[None, :] >= len(values)
+    return np.where(is_past, past, np.maximum(_by_length(sums) - sums[:-1, None], 0.0))
 
 
 def _largest(values: Sequence[float]) -> np.ndarray:
-    """Return a matrix whose [i, j] is the largest of values[i:j]; 0 if j is not after i."""
-    largest = np.zeros((len(values) + 1, len(values) + 1))
+    """Return a matrix whose [i, k] is the largest of values[i : i + k + 1]."""
+    largest = np.zeros((len(values), len(values)))
     for begin in range(len(values)):
-        largest[begin, begin + 1 :] = np.maximum.accumulate(values[begin:])
+        largest[begin, : len(values) - begin] = np.maximum.accumulate(values[begin:])
     return largest
+
+
+def _by_length(by_end: np.ndarray) -> np.ndarray:
+    """Return a view whose [i, k] is by_end[i + k + 1]; 0 past the end."""
+    count = len(by_end) - 1
+    padded = np.concatenate([by_end[1:], np.zeros(count)])
+    return np.lib.stride_tricks.sliding_window_view(padded, count)[:count]
+
+
+def _width(is_allowed: np.ndarray) -> int:
+    """Return the number of columns up to the last in which something is allowed."""
+    columns = np.flatnonzero(is_allowed.any(axis=0))
+    return int(columns[-1]) + 1 if len(columns) else 0
 
 
 def _numbers(ranks: int, layers: int) -> list[int]:

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,8 +17,17 @@ from kaitian_mpi.balance.pipeline import (
     simulate,
     windows,
 )
-from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob, fits, predict
-from kaitian_mpi.balance.pipeline_plan import plan_pipeline, replan
+from kaitian_mpi.balance.pipeline_cost import (
+    BUCKET_BYTES,
+    TEMPORARIES,
+    TRANSIT,
+    Layer,
+    LayerFacts,
+    PipelineJob,
+    fits,
+    predict,
+)
+from kaitian_mpi.balance.pipeline_plan import _chunks, _Program, plan_pipeline, replan
 
 MB = 10**6
 
@@ -112,6 +122,118 @@ def test_the_plan_is_the_best_of_all_splits(ranks):
     assert plan.step_sec <= best * 1.001
     layers = [layer for stage in plan.stages for layer in range(stage.begin, stage.end)]
     assert layers == list(range(7))
+
+
+def random_job(choose):
+    """Return a job of unequal layers, links and ranks of up to three kinds; some have no plan."""
+
+    def layer():
+        sizes = [choose.choice([0, choose.randrange(1, 900)]) for _ in range(4)]
+        kept, output, temporary = (choose.uniform(0, 300) for _ in range(3))
+        return Layer(sizes[0], sizes[1], kept, output, sizes[2], sizes[3], 1, 0.0, temporary)
+
+    layers = tuple(layer() for _ in range(choose.randrange(1, 10)))
+
+    def rank(kind):
+        seconds = [tuple(choose.uniform(1e-6, 1e-3) for _ in layers) for _ in range(2)]
+        memory_bytes = choose.choice([1e9, 2e4, 5e3]) + choose.choice([0, BUCKET_BYTES])
+        return LayerFacts(
+            kind, memory_bytes, *seconds,
+            steps_at_once=choose.random() < 0.2, node=choose.randrange(3),
+        )  # fmt: skip
+
+    kinds = [rank(kind) for kind in "abc"]
+    ranks = sorted(choose.choices(kinds, k=choose.randrange(1, 7)), key=lambda facts: facts.kind)
+    links = {
+        f"{one} {other}": Hop(choose.uniform(0, 1e-4), choose.uniform(0, 1e-6))
+        for one, other in itertools.combinations_with_replacement("abc", 2)
+    }
+    return PipelineJob(layers, tuple(ranks), 32, links=links)
+
+
+def least_seconds(job, order, count, bound):
+    """Return the least sum of the stages' times within a bound, layer by layer."""
+    samples = job.global_batch / count
+    outputs = [0.0, *(samples * layer.output_bytes for layer in job.layers)]
+    end = len(job.layers)
+
+    def sent(ranks, layer, targets):
+        hops = [job.hop(job.ranks[ranks[0]].kind, target, 1) for target in targets]
+        nodes = len({job.ranks[rank].node for rank in ranks})
+        busy = outputs[layer] * max(hop.busy_sec for hop in hops) / nodes if layer < end else 0.0
+        return busy, 2 * (busy + max(hop.latency_sec for hop in hops) * (busy > 0))
+
+    def fits_memory(ranks, layers, begin, after):
+        facts = [job.ranks[rank] for rank in ranks]
+        budget = min(rank.memory_bytes - rank.base_bytes for rank in facts)
+        budget -= BUCKET_BYTES * (len(ranks) > 1)
+        owned = sum(layer.weight_bytes + layer.state_bytes for layer in layers)
+        largest = max(layer.largest_bytes for layer in layers)
+        trained = sum(layer.trained_bytes for layer in layers)
+        at_once = any(rank.steps_at_once for rank in facts)
+        kept = samples * sum(layer.kept_bytes for layer in layers)
+        transit = TRANSIT * (outputs[begin] + outputs[begin + len(layers)])
+        transit += samples * max(layer.temporary_bytes for layer in layers)
+        number = min(-(-(len(ranks) + after) // len(ranks)), -(-count // len(ranks)))
+        computes = owned + largest + transit + number * kept <= budget
+        return computes and owned + (trained if at_once else TEMPORARIES * largest) <= budget
+
+    @cache
+    def stages(place, chunks, begin):
+        """Return the least sum with these chunks of a group next, and the ranks from there on."""
+        if not chunks:
+            return rest(place + 1, begin)
+        group = order[place]
+        ranks = group[slice(*chunks[0])]
+        kind = job.ranks[group[0]].kind
+        later = {job.ranks[ranks[0]].kind for ranks in order[place + 1 :]}
+        whole = [job.seconds(rank, 0, end, samples) for rank in group]
+        speed = sum(whole[0] / whole[number] for number in range(*chunks[0]))
+        best = math.inf, 0
+        for target in range(begin + 1, end + 1):
+            seconds = job.seconds(group[0], begin, target, samples)
+            busy, hop = sent(ranks, target, later if len(chunks) == 1 and later else {kind})
+            after_sec, after = stages(place, chunks[1:], target)
+            is_short = seconds <= bound * speed and busy <= bound
+            if is_short and fits_memory(ranks, job.layers[begin:target], begin, after):
+                gradients = sum(layer.trained_bytes for layer in job.layers[begin:target])
+                share = 2 * (len(ranks) - 1) / len(ranks)
+                cost = seconds * len(ranks) / speed + hop + after_sec
+                cost += gradients * job.hop(kind, kind, share).busy_sec
+                best = min(best, (cost, after + len(ranks)))
+        return best
+
+    @cache
+    def rest(place, begin):
+        if place == len(order):
+            return (0.0 if begin == end else math.inf), 0
+        numbers = range(1, min(len(order[place]), end) + 1)
+        chosen = (tuple(_chunks(len(order[place]), number)) for number in numbers)
+        return min(rest(place + 1, begin), *(stages(place, each, begin) for each in chosen))
+
+    return rest(0, 0)[0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_sum_within_a_bound_is_that_of_all_ends_of_all_stages(seed):
+    job = random_job(random.Random(seed))
+    groups = [list(group) for _, group in itertools.groupby(
+        range(len(job.ranks)), lambda rank: job.ranks[rank])]  # fmt: skip
+    for count in (1, 8):
+        program = _Program(job, groups, count)
+        for bound in (math.inf, 3 * program.least, 1.2 * program.least):
+            solution = program.solve(bound)
+            least = least_seconds(job, groups, count, bound)
+            assert (solution is None) == math.isinf(least)
+            if solution is not None:
+                stages, seconds, longest = solution
+                assert seconds == pytest.approx(least, rel=1e-9)
+                assert longest <= bound * (1 + 1e-9)
+                ends = [(stage.begin, stage.end) for stage in stages]
+                assert [end for _, end in ends] == [
+                    *(begin for begin, _ in ends[1:]),
+                    len(job.layers),
+                ]
 
 
 def test_layers_go_where_there_is_memory_for_them():

@@ -37,7 +37,7 @@ from kaitian_mpi.observe.console import print_rank_0, show_table
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.layout import Layout
-from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
+from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
 from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
 from kaitian_mpi.train.layouts.replicate import ReplicateLayout
@@ -166,7 +166,8 @@ def whole_layer(
     kept = sum(layer.kept_bytes for layer in layers)
     casts = sum(layer.cast_bytes for layer in layers)
     temporary = max(layer.temporary_bytes for layer in layers)
-    return layer_of(model, optimizers, LayerBytes(kept, casts, temporary))
+    (whole,) = layers_of([model], optimizers, [LayerBytes(kept, casts, temporary)])
+    return whole
 
 
 def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:

@@ -21,7 +21,7 @@ from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.layouts.choose import refused_layouts, short_reason, whole_layer
 from kaitian_mpi.train.layouts.fake_forward import activation_bytes
 from kaitian_mpi.train.layouts.pipeline.chain import Piece, chain_of
-from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layer_of
+from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
 from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs, steps_at_once
 from kaitian_mpi.train.measure.plan import min_batch_by_layers
 from kaitian_mpi.train.measure.rank_timer import SAFE_FRACTION
@@ -48,12 +48,12 @@ class MemoryEstimate:
 
     model: str
     parameters: int
-    """How many numbers they are."""
+    """The number of values in the parameters."""
     parameter_bytes: int
     sample_bytes: float
-    """What is kept of a sample from forward to backward, and temporary tensors."""
+    """Kept of a sample from forward to backward, with temporary tensors."""
     fault: str
-    """Why that is not known, and counts as nothing; empty if it is."""
+    """The reason why that is not known, and counts as nothing; empty if it is."""
     others: tuple[str, ...]
     """The optimizers of other classes than SGD and Adam, whose state is counted as Adam's."""
     layouts: tuple[LayoutMemory, ...]
@@ -81,14 +81,12 @@ def estimate_memory(
         except UserError as error:
             refused[PIPELINE] = short_reason(error)
     fault = ""
-    found = [LayerBytes()] * len(chain)
+    layer_bytes = [LayerBytes()] * len(chain)
     try:
-        found = _bytes_of_a_sample(task, config, chain, min_batch, world)
+        layer_bytes = _bytes_of_a_sample(task, config, chain, min_batch, world)
     except Exception as error:  # of the model's own code, which may need values
         fault = one_line(error)
-    layers = tuple(
-        layer_of(layer, optimizers, each) for layer, each in zip(chain, found, strict=True)
-    )
+    layers = tuple(layers_of(chain, optimizers, layer_bytes))
     whole = whole_layer(model, optimizers, layers)
     used = float(world.device_kind.memory_peak_bytes(world.device_index))
     ranks = tuple(_facts(device, layers, whole, optimizers, used) for device in devices)
@@ -109,7 +107,7 @@ def estimate_memory(
         sum(parameter.nbytes for parameter in model.parameters()),
         job.sample_bytes,
         fault,
-        tuple(type(each).__name__ for each in optimizers if not _has_usual_state(each)),
+        tuple(type(one).__name__ for one in optimizers if not _has_usual_state(one)),
         tuple(layout_memory(job, layout) for layout in (REPLICATE, SHARD, PIPELINE)),
     )
 
@@ -126,10 +124,10 @@ def _bytes_of_a_sample(
     samples = max(min_batch, min(_SAMPLES, config.global_batch_size, len(data)))
     computation = Computation(world.device, config.precision.replace("auto", "fp32"), "contiguous")
     modules = [_called_modules(layer) for layer in chain]
-    found = activation_bytes(task, computation, data[list(range(samples))], modules)
+    batch_bytes = activation_bytes(task, computation, data[list(range(samples))], modules)
     return [
-        LayerBytes(each.kept / samples, each.casts, each.temporary / samples, each.output / samples)
-        for each in found
+        LayerBytes(one.kept / samples, one.casts, one.temporary / samples, one.output / samples)
+        for one in batch_bytes
     ]
 
 
@@ -153,7 +151,7 @@ def _facts(
     return LayerFacts(
         device.kind,
         SAFE_FRACTION * device.memory_bytes,
-        tuple(2 * each for each in seconds),
+        tuple(2 * sec for sec in seconds),
         seconds,
         base_bytes=base,
         start_bytes=base + whole.weight_bytes * device.is_on_host,

@@ -55,7 +55,7 @@ def activation_bytes(
 ) -> list[LayerBytes]:
     """Return the bytes of a batch in each layer, as the host's operators keep them.
 
-    Whatever the operators themselves allocate, such as the workspaces of a library, is left out.
+    Memory that the operators themselves allocate, such as workspaces of a library, is left out.
 
     Args:
         task: whose parameters may have no values.
@@ -67,21 +67,21 @@ def activation_bytes(
     watch = _LayerWatch(modules)
     with ExitStack() as stack:
         stack.enter_context(_copied_buffers(task.model))  # as torch changes small ones in place
-        # What is in the batch, and buffers, are converted when they are used.
+        # Tensors of the batch, and buffers, are converted when they are used.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_fake_parameters(task.model))
         model = stack.enter_context(borrowed(task.model))
         parameters = list(model.parameters())
         live = LiveBytes([*parameters, *model.buffers(), *tensors_in(batch)])
         casts = CastMode(parameters)
-        for each in (casts, live) if computation.has_autocast else (live,):
-            stack.enter_context(each)
+        for mode in (casts, live) if computation.has_autocast else (live,):
+            stack.enter_context(mode)
         stack.enter_context(watch.hooks())
         with watch.saved(parameters), computation.autocast():
             loss = check_loss(task.loss(model, batch))
         kept, forward = live.now, live.most
         loss.backward()
-        largest = max((each.nbytes for each in parameters), default=0)
+        largest = max((parameter.nbytes for parameter in parameters), default=0)
         temporary = max(0, forward - kept, live.most - kept - largest)
     return watch.layers(casts.copies, float(temporary))
 
@@ -99,7 +99,7 @@ class _LayerWatch:
     def hooks(self) -> Iterator[None]:
         """Note which layer computes."""
         with ExitStack() as stack:
-            for module in {each for layer in self._modules for each in layer}:
+            for module in {module for layer in self._modules for module in layer}:
                 stack.callback(module.register_forward_pre_hook(self._begin).remove)
                 stack.callback(module.register_forward_hook(self._end).remove)
             yield
@@ -109,14 +109,14 @@ class _LayerWatch:
         self._at_work = next((n for n in later if module in self._modules[n]), self._at_work)
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
-        self._outputs[self._at_work] = sum(each.nbytes for each in tensors_in(output))
+        self._outputs[self._at_work] = sum(tensor.nbytes for tensor in tensors_in(output))
         if module is self._modules[self._at_work][-1]:
             self._at_work = min(self._at_work + 1, len(self._modules) - 1)
 
     @contextmanager
     def saved(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Note what autograd keeps, without the parameters."""
-        known = {each.untyped_storage()._cdata for each in parameters}
+        known = {parameter.untyped_storage()._cdata for parameter in parameters}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             memory = tensor.untyped_storage()
@@ -143,15 +143,15 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, others: Sequence[torch.Tensor]) -> None:
         """Count nothing for the memory of `others`."""
         super().__init__()
-        self._sizes = {each.untyped_storage()._cdata: 0 for each in others}
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in others}
         self.now = 0
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._note(each.untyped_storage())
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
         return result
 
     def _note(self, memory: Any) -> None:
@@ -173,7 +173,7 @@ def _copied_buffers(model: nn.Module) -> Iterator[None]:
     try:
         for module, buffers in own:
             copies = {
-                name: None if each is None else each.clone() for name, each in buffers.items()
+                name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()
             }
             module._buffers.update(copies)
         yield

@@ -76,7 +76,7 @@ class Layout(ABC):
     def planned_bytes(
         self, config: TrainingConfig, world: World, plan: Plan, profiles: Profiles
     ) -> list[int | None]:
-        """Return how many bytes each rank's device is to use at most; None if unknown."""
+        """Return the most bytes that each rank's device is to use; None if unknown."""
         return profiles.planned_bytes(world.infos, plan.batch_sizes)
 
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:

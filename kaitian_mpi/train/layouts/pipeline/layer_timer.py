@@ -140,8 +140,7 @@ class LayerTimer:
             self._world.info.node,
             device.is_host,
         )
-        pairs = zip(self._chain, self._bytes, strict=True)
-        return facts, [layer_of(layer, optimizers, layer_bytes) for layer, layer_bytes in pairs]
+        return facts, layers_of(self._chain, optimizers, self._bytes)
 
     def _grow(self, memory: float) -> None:
         """Time larger and larger micro-batches, up to an equal share, while there is time."""
@@ -397,17 +396,26 @@ def _medians(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[floa
     ]
 
 
-def layer_of(layer: nn.Module, optimizers: Sequence[Optimizer], layer_bytes: LayerBytes) -> Layer:
-    """Return a layer's cost, given its activation and output bytes as measured."""
-    stepped = {
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    }
+def layers_of(
+    chain: Sequence[nn.Module], optimizers: Sequence[Optimizer], measured: Sequence[LayerBytes]
+) -> list[Layer]:
+    """Return the layers' costs, given their activation and output bytes as measured."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    stepped = {parameter for group in groups for parameter in group["params"]}
+    states = usual_states(optimizers)
+    pairs = zip(chain, measured, strict=True)
+    return [_layer_of(layer, stepped, states, layer_bytes) for layer, layer_bytes in pairs]
+
+
+def _layer_of(
+    layer: nn.Module, stepped: set[torch.Tensor], states: int, layer_bytes: LayerBytes
+) -> Layer:
     parameters = list(layer.parameters())
     trained = [p.nbytes for p in parameters if p.requires_grad and p in stepped]
     size = sum(p.nbytes for p in parameters) + sum(b.nbytes for b in layer.buffers())
     return Layer(
         size,
-        sum(trained) * (1 + usual_states(optimizers)),
+        sum(trained) * (1 + states),
         layer_bytes.kept,
         layer_bytes.output,
         max((p.nbytes for p in parameters), default=0),
