@@ -68,7 +68,7 @@ class CostTable:
         return self.alpha_sec * micro_batches + self.beta_sec * samples
 
     def within(self, seconds: float, most: int | np.ndarray) -> np.ndarray:
-        """Return how many samples, at most `most`, each rank can process in this time."""
+        """Return the number of samples, at most `most`, that each rank can process in this time."""
         full_sec = self.alpha_sec + self.beta_sec * self.largest_micro_batch
         full_count = np.minimum(np.floor(seconds / full_sec), most)  # at least one sample each
         left_sec = seconds - full_count * full_sec

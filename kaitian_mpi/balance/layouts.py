@@ -217,7 +217,7 @@ def _replicate(job: LayoutJob) -> Prediction:
 
 
 class ShardDivision(NamedTuple):
-    """How layout shard divides what ranks own, by their free memory."""
+    """The division of layout shard into what ranks own, by their free memory."""
 
     need: Need
     fixed_bytes: np.ndarray

@@ -1,4 +1,4 @@
-"""What each rank's memory is for in each layout, by what the layouts are compared by."""
+"""Each rank's memory in each layout, by purpose, as the comparison of layouts counts it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _pipeline(job: LayoutJob) -> LayoutMemory:
                               facts.memory_bytes)  # fmt: skip
             ranks.append(idle)
             continue
-        stage, found = stages[rank]
+        stage, sizes = stages[rank]
         layers = chain.layers[stage.begin : stage.end]
         gradients = sum(layer.trained_bytes for layer in layers)
         ranks.append(
@@ -134,9 +134,9 @@ def _pipeline(job: LayoutJob) -> LayoutMemory:
                 parameters=sum(layer.weight_bytes for layer in layers),
                 gradients=gradients,
                 state=sum(layer.state_bytes for layer in layers) - gradients,
-                activations=found.computing,
-                other=facts.base_bytes + found.buffer,
-                stepping=found.stepping,
+                activations=sizes.computing,
+                other=facts.base_bytes + sizes.buffer,
+                stepping=sizes.stepping,
                 samples=plan.micro_batch,
                 limit=facts.memory_bytes,
             )

@@ -97,7 +97,7 @@ def parse_ranks(text: str) -> list[RanksAlike]:
     Raises:
         UserError: it is malformed.
     """
-    found = []
+    parsed = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None:
@@ -109,10 +109,10 @@ def parse_ranks(text: str) -> list[RanksAlike]:
         memory_bytes = round(float(size) * _UNITS[unit]) if size else None
         if memory_bytes == 0:
             raise UserError(f"--memory: {entry!r} has no memory; give its size")
-        found.append(RanksAlike(int(count or 1), kind, memory_bytes))
-    if sum(ranks.number for ranks in found) > min(MAX_RANKS, _MOST_RANKS):
+        parsed.append(RanksAlike(int(count or 1), kind, memory_bytes))
+    if sum(ranks.number for ranks in parsed) > min(MAX_RANKS, _MOST_RANKS):
         raise UserError(f"--memory {text}: at most {_MOST_RANKS:,} ranks can be estimated")
-    return found
+    return parsed
 
 
 def devices_of(ranks: Sequence[RanksAlike], world: World) -> list[DeviceMemory]:
@@ -127,7 +127,7 @@ def devices_of(ranks: Sequence[RanksAlike], world: World) -> list[DeviceMemory]:
     kinds = known_kinds()
     on_cpu = sum(entry.number for entry in ranks if _is_here(entry) and entry.kind == "cpu")
     used: dict[str, int] = {}
-    found = []
+    devices = []
     for entry in ranks:
         known = kinds.devices.get(entry.kind)
         is_on_host = known is not None and known.is_host
@@ -145,8 +145,8 @@ def devices_of(ranks: Sequence[RanksAlike], world: World) -> list[DeviceMemory]:
                         f"--memory: this machine has {kinds.counts.get(entry.kind, 0)} devices of "
                         f"kind {entry.kind}; give the memory of each, such as {entry.kind}:24GB"
                     )
-            found.append(DeviceMemory(entry.kind, memory_bytes, is_on_host))
-    return found
+            devices.append(DeviceMemory(entry.kind, memory_bytes, is_on_host))
+    return devices
 
 
 def _is_here(ranks: RanksAlike) -> bool:
@@ -154,29 +154,32 @@ def _is_here(ranks: RanksAlike) -> bool:
 
 
 def show(
-    found: MemoryEstimate, ranks: Sequence[RanksAlike], config: TrainConfig, show_table: ShowTable
+    memory: MemoryEstimate,
+    ranks: Sequence[RanksAlike],
+    config: TrainConfig,
+    show_table: ShowTable,
 ) -> None:
     """Print an estimate, in MB for each rank."""
     kinds = [entry.kind for entry in ranks for _ in range(entry.number)]
     count = len(kinds)
     print(
-        f"memory of {found.model}, estimated without running it: {found.parameters:,} parameters, "
-        f"{_mb(found.parameter_bytes)} MB"
+        f"memory of {memory.model}, estimated without running it: "
+        f"{memory.parameters:,} parameters, {_mb(memory.parameter_bytes)} MB"
     )
     share = f"{config.global_batch_size:,} samples over {count:,} rank{'s' * (count > 1)}"
     print(f"global batch: {share}, as if all were equally fast")
-    if found.fault:
+    if memory.fault:
         print(
-            f"note: activations are not in the figures, as the loss needs values ({found.fault}); "
+            f"note: activations are not in the figures, as the loss needs values ({memory.fault}); "
             "kaitian-plan -n measures them"
         )
     else:
-        print(f"activations of a sample: {found.sample_bytes / 1e6:,.3g} MB, estimated")
-    for name in found.others:
+        print(f"activations of a sample: {memory.sample_bytes / 1e6:,.3g} MB, estimated")
+    for name in memory.others:
         print(f"note: the state of {name} is counted as Adam's, two numbers for each parameter")
     print("MB by rank; the limit is 90% of the device's memory, as in a training")
-    for layout in found.layouts:
-        print(f"layout {layout.layout}: {_verdict(layout, bool(found.fault))}")
+    for layout in memory.layouts:
+        print(f"layout {layout.layout}: {_verdict(layout, bool(memory.fault))}")
         if layout.ranks:
             heads = "rank", "kind", "weights", "gradients", "optimizer", "activations", "other"
             show_table((*heads, "total", "limit"), _rows(layout.ranks, kinds))

@@ -123,7 +123,11 @@ class Device:
         group.abort()
 
     def count(self) -> int:
-        """Return how many devices the process can use; raise `KindError` if it cannot open them."""
+        """Return the number of devices that the process can use.
+
+        Raises:
+            KindError: it cannot open them.
+        """
         raise NotImplementedError
 
     def torch_device(self, index: int) -> torch.device:

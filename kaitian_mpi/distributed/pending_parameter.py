@@ -130,6 +130,6 @@ def is_compiling() -> bool:
 
 
 def memory_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors share a tensor's memory, itself included."""
+    """Return the number of tensors that share a tensor's memory, itself included."""
     storage = tensor.untyped_storage()  # one more user, until it is deleted
     return torch._C._storage_Use_Count(storage._cdata) - 1

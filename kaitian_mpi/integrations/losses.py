@@ -253,7 +253,7 @@ def left_open(rules: Sequence[Rule], labels: Labels) -> list[Rule]:
 
 
 def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:
-    """Return how many entries of each row count, by every rule of labels that a loss may have.
+    """Return the number of entries of each row that count, by every rule a loss may have.
 
     Labels may have any name, and be a mask. If all rows have equally many of them, only those named
     `labels`, with torch's ignored index, are assumed.

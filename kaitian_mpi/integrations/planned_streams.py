@@ -23,7 +23,7 @@ from kaitian_mpi.integrations.taken_batches import BatchRows, Iteration
 
 
 class _RowsRequest(NamedTuple):
-    """What a worker is asked for: the next rows of its stream, divided over some ranks."""
+    """A request to a worker: the next rows of its stream, divided over some ranks."""
 
     epoch: int
     shares: list[int]
@@ -36,11 +36,11 @@ class _RowsRequest(NamedTuple):
 
 
 class _RowsAnswer(NamedTuple):
-    """What has been read for a request."""
+    """The rows that were read for a request."""
 
     this_rank: int
     all_ranks: int
-    """How many rows have been read; 0 at the stream's end."""
+    """The number of rows that were read; 0 at the stream's end."""
     is_padded: bool
     """Whether some of them are repeated."""
     batch: Any
@@ -227,7 +227,7 @@ class PlannedStream(PlannedBatchSampler):
         return last
 
     def _rows_of(self, answer: _RowsAnswer) -> BatchRows | None:
-        """Return how many rows the ranks have of a batch; None where the epoch ends.
+        """Return the ranks' numbers of rows of a batch; None at the end of the epoch.
 
         Collective once the loader trains. Before that only this rank's rows are known, and the
         epoch ends as the script's own.

@@ -98,7 +98,7 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
 
 
 def elements_per_piece(comm: MPI.Comm, tensor: torch.Tensor) -> int:
-    """Return how many elements of each piece of this dtype `reduce_scatter` reduces in one round.
+    """Return the elements of each piece of this dtype that `reduce_scatter` reduces in a round.
 
     Calling it for consecutive slices gives the same result as one call, if the lengths of all but
     the last are multiples of this.
@@ -108,7 +108,7 @@ def elements_per_piece(comm: MPI.Comm, tensor: torch.Tensor) -> int:
 
 
 def elements_per_round(comm: MPI.Comm, tensor: torch.Tensor) -> int:
-    """Return how many elements of a tensor of this dtype `allreduce` reduces in one round."""
+    """Return the number of elements of this dtype that `allreduce` reduces in one round."""
     return elements_per_piece(comm, tensor) * comm.size
 
 

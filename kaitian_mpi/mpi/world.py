@@ -365,7 +365,7 @@ def finished_ranks(world: World) -> list[int]:
 
 
 def share_cores(comm: MPI.Comm) -> int:
-    """Return how many threads each rank of this host should compute with. Collective."""
+    """Return the number of threads that each rank of this host should use. Collective."""
     usable = _gather_on_host(comm, sorted(usable_cores()))
     return max(1, len(set().union(*usable)) // len(usable))
 

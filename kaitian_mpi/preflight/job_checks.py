@@ -75,7 +75,7 @@ def check_shared_memory(job: JobFacts) -> Iterator[Verdict]:
 
 
 def count_cores(ranks: Iterable[RankFacts]) -> int:
-    """Return how many cores some ranks of one host may run on together."""
+    """Return the number of cores that some ranks of one host may run on together."""
     return len(frozenset().union(*(facts.machine.cores for facts in ranks)))
 
 

@@ -25,7 +25,7 @@ _SEC_BETWEEN_LINES = 10.0
 
 
 def known_classes(spec: str, dataset: Any) -> int:
-    """Return how many classes a dataset says that it has; 0 if it does not.
+    """Return the number of classes that a dataset states; 0 if it states none.
 
     That is its `num_classes`, the length of its `classes`, or 1 + the largest of its `targets` or
     `labels`; also of a dataset that it is a part of.

@@ -268,7 +268,7 @@ class Metrics(StepObserver):
 
 
 def _evaluations_left(loop: Loop, samples: int) -> int:
-    """Return how many epochs of so many samples are yet to end, the current one included."""
+    """Return the number of epochs that are yet to end, the current one included."""
     batch, min_batch = sum(loop.sampler.batch_sizes), loop.sampler.min_batch
     later_steps = loop.progress.total_steps - loop.progress.step - loop.steps_in_epoch
     return 1 + math.ceil(later_steps / steps_per_epoch(samples, batch, min_batch))

@@ -385,7 +385,7 @@ def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def _required_arguments(function: Callable[..., Any]) -> int:
-    """Return how many positional arguments a function requires, as far as that is known."""
+    """Return the number of positional arguments that a function requires, if that is known."""
     parameters = (parameters_of(function) or {}).values()
     positional = [one for one in parameters if one.kind <= one.POSITIONAL_OR_KEYWORD]
     return sum(one.default is one.empty for one in positional)

@@ -95,7 +95,7 @@ def check_whole(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -
 
 
 def element_counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return how many elements of its first dimension each rank has; no splits mean equal parts."""
+    """Return the size of the first dimension on each rank; no splits mean equal parts."""
     length = tensor.shape[0] if tensor.shape else 1
     if not splits and length % size:
         raise UnsupportedError(

@@ -122,7 +122,7 @@ def _exit_after_rank() -> None:
 
 
 def steps_ahead(workers: int) -> int:
-    """Return how many steps ahead of training a loader with these workers fetches batches.
+    """Return the number of steps by which a loader with these workers is ahead of the training.
 
     A plan that is set between two steps takes effect after the batches fetched ahead.
     """

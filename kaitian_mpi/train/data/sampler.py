@@ -24,7 +24,7 @@ def steps_per_epoch(samples: int, global_batch_size: int, min_batch: int = 1) ->
 
 
 def shares_of_step(remaining: int, batch_sizes: Sequence[int], min_batch: int = 1) -> list[int]:
-    """Return how many samples each rank takes in the next step, the same on every rank."""
+    """Return the number of samples of each rank in the next step, the same on every rank."""
     total = sum(batch_sizes)
     if remaining == total or remaining >= total + min_batch:
         return list(batch_sizes)
@@ -147,7 +147,7 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
         return steps_per_epoch(left, self.global_batch_size, self.min_batch)
 
     def shares_at(self, position: int) -> list[int]:
-        """Return how many samples each rank takes in the step at `position`.
+        """Return the number of samples of each rank in the step at `position`.
 
         A step that a loader with workers has fetched ahead has the plan of that time.
         """

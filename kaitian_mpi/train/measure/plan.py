@@ -113,7 +113,7 @@ class Profiles:
     def planned_bytes(
         self, infos: Sequence[RankInfo], shares: Sequence[int], stepping: Sequence[float] = ()
     ) -> list[int | None]:
-        """Return how many bytes each rank is to use at most; None if that was not measured.
+        """Return the most bytes that each rank is to use; None if that was not measured.
 
         Args:
             infos: of the ranks.
