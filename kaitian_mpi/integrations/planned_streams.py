@@ -117,30 +117,6 @@ class _StreamEpoch:
         return next(shares for first, shares in reversed(self._plans) if first <= request)
 
 
-class _Requests(BatchSampler):
-    """The requests of an epoch, as the batches of the loader that reads.
-
-    That loader belongs to the stream. If it referred to it in turn, its workers would end only when
-    garbage is collected, which closes their queues first: torch would wait 5 s for each of them.
-    """
-
-    def __init__(self, stream: PlannedStream) -> None:
-        self._stream = weakref.ref(stream)
-
-    def __iter__(self) -> Iterator[Any]:
-        stream = self._stream()
-        assert stream is not None
-        return self._of_epoch(stream.stream_epoch)
-
-    def _of_epoch(self, epoch: _StreamEpoch) -> Iterator[_RowsRequest]:
-        for number in itertools.count():
-            stream = self._stream()
-            assert stream is not None
-            request = stream.request(epoch, epoch.shares_of(number))
-            del stream
-            yield request
-
-
 class PlannedStream(PlannedBatchSampler):
     """Asks for this rank's share of each batch from its own part of a stream.
 
@@ -156,14 +132,22 @@ class PlannedStream(PlannedBatchSampler):
         super().__init__(loader.batch_sampler, loader.batch_size, planner)
         self._stream: Any = loader.dataset
         self._drop_last = loader.drop_last
-        self.stream_epoch = _StreamEpoch(0, [self.rank_rows] * planner.size)
-        """The epoch that is read."""
-        self._reading_loader: DataLoader | None = None
+        self._stream_epoch = _StreamEpoch(0, [self.rank_rows] * planner.size)
+        # Its workers end with the script's loader, and not when garbage is collected: that closes
+        # their queues first, and torch would wait 5 s for each of them.
+        self._reading_loaders: weakref.WeakKeyDictionary[DataLoader, DataLoader] = (
+            weakref.WeakKeyDictionary()
+        )
         self._has_told_end = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an epoch's requests."""
+        epoch = self._stream_epoch
+        return (self._request(epoch, epoch.shares_of(number)) for number in itertools.count())
 
     def position(self) -> str:
         """Return which batch of this loader is the latest: a rank may have no more before it."""
-        epoch = self.stream_epoch
+        epoch = self._stream_epoch
         return f"batch {epoch.taken} of iteration {epoch.number} over its part of a stream"
 
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
@@ -171,7 +155,7 @@ class PlannedStream(PlannedBatchSampler):
         iteration, outer_rows = Iteration(self), self._outer_rows
         self._outer_rows = None
         shares = self._planner.plan_of(self).shares
-        epoch = self.stream_epoch = _StreamEpoch(self.stream_epoch.number + 1, shares)
+        epoch = self._stream_epoch = _StreamEpoch(self._stream_epoch.number + 1, shares)
         answers = iterate(self._reading(loader))
         ahead: int | None = None  # requests that any rank makes before it needs the batch
         try:
@@ -197,21 +181,21 @@ class PlannedStream(PlannedBatchSampler):
 
     def _reading(self, loader: DataLoader) -> DataLoader:
         """Return a loader like the script's whose workers read what they are asked for."""
-        if self._reading_loader is None or not loader.persistent_workers:
+        reading = self._reading_loaders.get(loader)
+        if reading is None or not loader.persistent_workers:
             reading = copy.copy(loader)
             vars(reading).update(
                 dataset=StreamReader(self._stream, self._drop_last, loader.collate_fn),
-                batch_sampler=_Requests(self),
+                batch_sampler=self,
                 collate_fn=_as_read,
                 _dataset_kind=_DatasetKind.Map,
             )
             if loader.worker_init_fn is not None:
                 reading.worker_init_fn = _InitializeWorker(loader.worker_init_fn)
-            self._reading_loader = reading
-        return self._reading_loader
+            self._reading_loaders[loader] = reading
+        return reading
 
-    def request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
-        """Return what a worker is asked for to get this rank's share of a batch."""
+    def _request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
         own = shares[self._planner.rank]
         return _RowsRequest(epoch.number, [own], 0, self._planner.plan_of(self).min_batch, False)
 
@@ -274,11 +258,7 @@ class SharedStream(PlannedStream):
         self._stream.batch_size = self._stream.num_processes = 1
         self._stream.process_index = 0
 
-    def request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
-        """Return what a worker is asked for: the batch of all ranks, and which part is this rank's.
-
-        Until the loader trains, a partial batch is padded as Accelerate does it.
-        """
+    def _request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
         is_padded = not (self.trains or self._planner.is_training())
         min_batch = self._planner.plan_of(self).min_batch
         return _RowsRequest(epoch.number, shares, self._planner.rank, min_batch, is_padded)

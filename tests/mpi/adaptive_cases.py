@@ -477,8 +477,6 @@ def run(case, adaptive):
         loop.train()
     except AgreedError as error:
         return str(error)
-    finally:
-        del adaptive.has_new_plan  # which refers to the loop
     loop.check_rows()
     return loop.difference()
 

@@ -195,7 +195,9 @@ def test_persistent_workers_of_a_stream_end_with_its_loader():
         loader = DataLoader(Stream(), 2, num_workers=1, persistent_workers=True)
         readers = [batch.tolist() for _ in range(2) for batch in loader]
         assert readers == 6 * [2 * [readers[0][0]]]
+        train_sampler = loader.batch_sampler
         del loader
+        assert not train_sampler.trains
         assert not Path(f"/proc/{readers[0][0]}").exists()
     finally:
         gc.enable()
