@@ -15,10 +15,11 @@ compares the loop over DDP, from step 30 on, with the same loop with the best fi
 
 compares equal and adaptive batches of timm's own train.py, on random images.
 
-    python benchmarks/trainers.py --kills 10 [--trainers …]
+    python benchmarks/trainers.py --kills 10 [--owned whole|sharded] [--trainers …]
 
 kills a rank at a random step of jobs under `kaitian-supervise`, whose scripts resume from their own
-checkpoints, and compares the weights with those of one process.
+checkpoints, and compares the weights with those of one process. With `--owned`, in layout shard,
+with shares 3:1.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ def compare_with_best(count: int) -> None:
     show(f"ddp, {best}", pairs)
 
 
-def kill(trainer: str) -> tuple[float, float]:
+def kill(trainer: str, owned: str) -> tuple[float, float]:
     """Kill rank 1 of one job before a random step.
 
     Returns:
@@ -269,8 +270,10 @@ def kill(trainer: str) -> tuple[float, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = "kaitian-supervise mpirun -np 2 kaitian-run --adaptive --emulate-slowdown 1:3"
-        words = [*command.split(), "--backend-override", "gloo,nccl", str(RESUMED)]
-        words += [RESUMED_NAMES.get(trainer, trainer), str(random.randrange(1, 26))]
+        words = [*command.split(), "--backend-override", "gloo,nccl"]
+        if owned:
+            words += ["--layout", "shard", str(RESUMED.with_name("owned.py")), "3,1", owned]
+        words += [str(RESUMED), RESUMED_NAMES.get(trainer, trainer), str(random.randrange(1, 26))]
         rows, killed = Path(folder, "rows-0.jsonl"), Path(folder, "killed")
         with Path(folder, "output").open("w+") as output:
             job = subprocess.Popen(
@@ -290,10 +293,10 @@ def kill(trainer: str) -> tuple[float, float]:
         return seconds, found[0]["difference"]
 
 
-def measure_kills(trainers: Sequence[str], count: int) -> None:
+def measure_kills(trainers: Sequence[str], count: int, owned: str) -> None:
     """Print a line per trainer."""
     for trainer in trainers:
-        kills = [kill(trainer) for _ in range(count)]
+        kills = [kill(trainer, owned) for _ in range(count)]
         seconds = sorted(each for each, _ in kills)
         equal = [difference for _, difference in kills if difference < 1e-9]
         print(
@@ -310,6 +313,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--trainers", default=",".join(TRAINERS))
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--owned", default="", choices=("whole", "sharded"))
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--timm", default="", metavar="TRAIN_PY")
     parser.add_argument("--train", help=argparse.SUPPRESS)
@@ -317,7 +321,7 @@ def main() -> None:
     if arguments.train:
         return train(arguments.train)
     if arguments.kills:
-        return measure_kills(arguments.trainers.split(","), arguments.kills)
+        return measure_kills(arguments.trainers.split(","), arguments.kills, arguments.owned)
     if arguments.best:
         return compare_with_best(arguments.pairs)
     for slowdown in (True, False):

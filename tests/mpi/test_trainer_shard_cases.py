@@ -1,7 +1,7 @@
 """Random loops over DDP with layout shard give the numbers of one process."""
 
 import pytest
-from trainer_shard_cases import TOLERANCE, draw, run
+from trainer_shard_cases import draw, run
 
 from kaitian_mpi.integrations.shard.budget import LayoutSettings
 from kaitian_mpi.integrations.shard.install import Installed
@@ -24,6 +24,7 @@ def installed(world):
 )
 @pytest.mark.usefixtures("installed")
 def test_a_random_loop_trains_as_one_process(world, seed):
-    found = run(draw(seed, world.size), world)
+    case = draw(seed, world.size)
+    found = run(case, world)
     assert not isinstance(found, str), found
-    assert found < TOLERANCE
+    assert found < case.tolerance

@@ -4,7 +4,8 @@ A case follows from its seed alone: a model with tied, unused, frozen, 0-dimensi
 parameters, some of them used by some ranks only; several optimizers and groups; micro-batches with
 and without no_sync, several forwards a backward, every way to clear and to clip; and what scripts
 do between steps: one rank saves, evaluates or copies alone, averages, clamps, loads, freezes. Each
-rank sleeps at random.
+rank sleeps at random. From some seed on, layers may be in lower precision, DDP has options, ranks
+but 0 may begin on meta, and models are copied and pickled, in their DDP as well.
 
     mpirun -np 3 python tests/mpi/trainer_shard_cases.py FIRST_SEED CASES
 """
@@ -12,6 +13,7 @@ rank sleeps at random.
 import collections
 import contextlib
 import copy
+import pickle
 import random
 import sys
 import time
@@ -29,11 +31,16 @@ from torch.utils.checkpoint import checkpoint
 from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard import trainer_shards
+from kaitian_mpi.integrations.shard import host_parameters, trainer_shards
 from kaitian_mpi.integrations.shard.budget import Owners
 
 FEATURES, CLASSES, ROWS = 5, 3, 4
-TOLERANCE = 1e-11
+TOLERANCES = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-3,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.1,
+}
 
 
 @dataclass
@@ -55,6 +62,17 @@ class Case:
     prefetches: bool
     scaler: bool
     sleeps: bool
+    dtypes: list[torch.dtype]
+    """Of each block's parameters."""
+    options: dict
+    """Of DDP."""
+    on_meta: list[bool]
+    """By rank: whether its model begins on meta."""
+
+    @property
+    def tolerance(self):
+        """How far a number may be from that of one process."""
+        return max(TOLERANCES[dtype] for dtype in [torch.float64, *self.dtypes])
 
 
 BLOCKS = ("linear", "norm", "scalar", "empty", "tied", "unused", "frozen", "some", "ckpt", "twice")
@@ -68,7 +86,10 @@ EVENTS = (
 
 
 MORE_EVENTS = (*EVENTS, "alias", "views", "copy_optimizer", "reset", "second", "thrown_away")
-FIRST_WITH_MORE = 5000  # so that the cases of lower seeds stay what they were
+NEW_EVENTS = "pickle", "pickle_ddp", "copy_ddp"
+# So that the cases of lower seeds stay what they were.
+FIRST_WITH_MORE = 5000
+FIRST_WITH_OPTIONS = 8000
 
 
 def draw(seed, size):
@@ -77,6 +98,7 @@ def draw(seed, size):
     micro = pick([1, 1, 2, 3])
     place = pick(["before", "between", "after"])
     events = EVENTS if seed < FIRST_WITH_MORE else MORE_EVENTS
+    events = events if seed < FIRST_WITH_OPTIONS else (*events, *NEW_EVENTS)
 
     def step(index):
         return {
@@ -94,6 +116,19 @@ def draw(seed, size):
             "rank": numbers.randrange(size),
         }
 
+    def options():
+        """Draw what came later, by numbers of its own."""
+        drawn = random.Random(f"options {seed}")
+        if seed < FIRST_WITH_OPTIONS:
+            return [torch.float64] * 16, {"find_unused_parameters": True}, [False] * size
+        lower = drawn.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+        dtypes = [drawn.choice([torch.float64, lower]) for _ in range(16)]
+        names = "find_unused_parameters", "static_graph", "gradient_as_bucket_view"
+        begins = drawn.random() < 0.5
+        on_meta = [rank > 0 and begins and drawn.random() < 0.7 for rank in range(size)]
+        return dtypes, {name: drawn.random() < 0.5 for name in names}, on_meta
+
+    dtypes, ddp_options, on_meta = options()
     optimizers = [
         pick(["adamw", "adamw", "sgd", "plain", "adagrad", "rmsprop", "fused", "whole"])
         for _ in range(pick([1, 1, 2]))
@@ -113,6 +148,9 @@ def draw(seed, size):
         prefetches=pick([True, False]),
         scaler=numbers.random() < 0.2,
         sleeps=numbers.random() < 0.3,
+        dtypes=dtypes,
+        options=ddp_options,
+        on_meta=on_meta,
     )
 
 
@@ -159,6 +197,9 @@ class Model(nn.Module):
         for layer in tied[1:]:
             layer.weight = tied[0].weight
         self.double()
+        for block, layer, dtype in zip(case.blocks, self.layers, case.dtypes, strict=False):
+            if block != "tied":
+                layer.to(dtype)
 
     def forward(self, x, some):
         h = torch.tanh(self.first(x))
@@ -168,14 +209,16 @@ class Model(nn.Module):
                 continue
             if block == "some" and not some[index]:
                 continue
+
+            def apply(v, layer=layer):
+                return torch.tanh(layer(v.to(layer.bias.dtype)).double())
+
             if block == "ckpt":
-                h = h + checkpoint(
-                    lambda v, layer=layer: torch.tanh(layer(v)), h, use_reentrant=False
-                )
+                h = h + checkpoint(apply, h, use_reentrant=False)
             elif block == "twice":
-                h = torch.tanh(layer(torch.tanh(layer(h))))
+                h = apply(apply(h))
             else:
-                h = h + torch.tanh(layer(h))
+                h = h + apply(h)
             h = h * number if block == "scalar" else h + number.sum()
         return self.last(h)
 
@@ -192,7 +235,8 @@ class Loop:
 
     def __init__(self, case, world, is_own):
         self.case, self.world, self.is_own = case, world, is_own
-        self.module = Model(case)
+        with torch.device("meta" if is_own and case.on_meta[world.rank] else "cpu"):
+            self.module = Model(case)
         self.model = self.wrap() if is_own else self.module
         self.found = []
         self.skew = random.Random(f"{case.seed} {world.rank}")
@@ -204,7 +248,7 @@ class Loop:
         )
 
     def wrap(self):
-        return DistributedDataParallel(self.module, find_unused_parameters=True)
+        return DistributedDataParallel(self.module, **self.case.options)
 
     def make_optimizers(self):
         parameters = [*self.module.parameters()]
@@ -373,6 +417,23 @@ class Loop:
     def copy(self):
         self.alone(lambda: self.note(*copy.deepcopy(self.module).parameters()))
 
+    def pickle(self):
+        self.alone(lambda: self.note(*pickle.loads(pickle.dumps(self.module)).parameters()))
+
+    def pickle_ddp(self):
+        self.note(*pickle.loads(pickle.dumps(self.model)).parameters())
+
+    def copy_ddp(self):
+        """Train a copy for a step, as a script that looks ahead."""
+        other = copy.deepcopy(self.model)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.2)
+        x, _ = batch(self.case, self.world.size, self.batches)
+        if self.is_own:
+            x = x[self.world.rank :: self.world.size]
+        other(x, [True] * 16).square().mean().backward()
+        optimizer.step()
+        self.note(*other.state_dict().values())
+
     def vector(self):
         parameters = self.module.parameters()
         self.note(nn.utils.parameters_to_vector([p for p in parameters if p.requires_grad]))
@@ -520,16 +581,20 @@ def run(case, world):
         sharded = [
             number
             for number, parameter in enumerate(model.parameters())
-            if can_be_sharded(parameter) and numbers.random() < case.sharded
+            if can_be_sharded(host_parameters.as_plain(parameter))
+            and numbers.random() < case.sharded
         ]
         return Owners(without_mirrors(case.shares), frozenset(sharded), case.prefetches, "")
 
     warnings.simplefilter("ignore")
     try:
         expected = Loop(case, world, is_own=False).run()
-    except (AssertionError, RuntimeError):  # of the scaler, or of the norm of an empty tensor
+    except (AssertionError, RuntimeError, ValueError):  # of the scaler, or an empty tensor's norm
         return 0.0
-    with mock.patch.object(trainer_shards, "find_owners", find_owners):
+    with (
+        mock.patch.object(trainer_shards, "find_owners", find_owners),
+        mock.patch.object(host_parameters, "is_worth_sharding", can_be_sharded),
+    ):
         try:
             found = Loop(case, world, is_own=True).run()
         except UserError as error:
@@ -559,7 +624,7 @@ def main():
             print(f"REFUSED {seed} rank {world.rank}: {found}", flush=True)
             time.sleep(1)
             abort_job(3)
-        if found > TOLERANCE:
+        if found > case.tolerance:
             print(f"WRONG {seed} rank {world.rank}: {found}", flush=True)
         if world.rank == 0 and (seed % 10 == 0 or "-v" in sys.argv):
             print(f"seed {seed} done", flush=True)
