@@ -94,7 +94,7 @@ def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Traine
                 for number, parameter in enumerate(model.parameters())
                 if are_sharded and is_worth_sharding(parameter)
             )
-            return Owners(without_mirrors(SHARES[: world.size]), numbers, True, "")
+            return Owners(without_mirrors(options.shares[: world.size]), numbers, True, "")
 
         trainer_shards.find_owners = find_owners
         trainers[name] = Trainer(options)
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="12 of width 256: 10 M parameters")
     parser.add_argument("--batch", type=int, default=16, help="samples per rank")
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the ranks")
     options = parser.parse_args()
 
     world = init()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -386,14 +387,16 @@ print("stepped", flush=True)
 @pytest.mark.parametrize(
     ("memory", "line"),
     [
-        ("", "layout replicate: a replica fits every rank"),
+        ("", "a replica fits every rank, and is not clearly slower|a replica fits every rank, but"),
         ("--emulate-memory 1:1MB", "layout shard: a replica takes about "),
     ],
 )
-def test_the_layout_follows_from_the_memory(mpirun, memory, line):
+def test_the_layout_follows_from_the_memory_and_then_from_the_time(mpirun, memory, line):
     flags = f"--layout auto {memory} --backend-override gloo,nccl".split()
     ended = mpirun(2, "kaitian-run", *flags, "script.py", script=DDP_LOOP)
-    assert ended.out.count(line) == 1
+    assert len(re.findall(line, ended.out)) == 1
+    (replicate,) = re.findall(r"\| replicate \| +(\S+) \|(.*)", ended.out)
+    assert (replicate[0] == "-", "which has" in replicate[1]) == (bool(memory), bool(memory))
     assert ended.out.count("stepped") == 2
 
 

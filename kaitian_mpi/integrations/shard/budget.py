@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -30,7 +31,8 @@ class LayoutSettings:
     """What the command was asked for."""
 
     layout: str = "shard"
-    """`shard`; or `auto`, which is replicate for models of which a replica fits each rank."""
+    """`shard`; or `auto`, which is replicate for models of which a replica fits each rank, if that
+    is not clearly slower."""
     shards_parameters: bool = False
     """Whether to shard parameters even if they fit whole on each rank."""
     emulate_memory: str = ""
@@ -88,21 +90,37 @@ def _budget(
     )
 
 
-def replica_fits(settings: LayoutSettings, world: World, model: nn.Module) -> tuple[bool, str]:
-    """Return whether each rank has memory for a replica, and a line that says why. Collective."""
-    world = emulated(settings, world, model)
+class ReplicaMemory(NamedTuple):
+    """Whether each rank has memory for a replica; the same on every rank."""
+
+    needed: list[int]
+    """The bytes that each rank needs."""
+    rank_without: int | None
+    """The rank that lacks the most; None if it fits every rank."""
+    why: str
+    """What that rank lacks."""
+    text: str
+    """Says it in a line."""
+
+
+def replica_memory(world: World, model: nn.Module) -> ReplicaMemory:
+    """Return whether each rank has memory for a replica. Collective."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     # Gradients, the buckets in which DDP sums them, and the optimizer's state.
-    needed = _used(world, model) + trained * (2 + USUAL_STATES)
-    facts = gather_values(world.comm, [needed, memory_limit(world) * (1 - _MIN_ACTIVATIONS)])
-    short = [rank for rank, (needed, limit) in enumerate(facts) if needed > limit]
+    own = int(_used(world, model) + trained * (2 + USUAL_STATES))
+    facts = gather_values(world.comm, [own, memory_limit(world) * (1 - _MIN_ACTIVATIONS)])
+    needed = [bytes_needed for bytes_needed, _ in facts]
+    short = [rank for rank, (bytes_needed, limit) in enumerate(facts) if bytes_needed > limit]
     if not short:
-        return True, "layout replicate: a replica fits every rank"
+        return ReplicaMemory(needed, None, "", "layout replicate: a replica fits every rank")
     worst = max(short, key=lambda rank: facts[rank][0] - facts[rank][1])
-    needed, limit = facts[worst]
-    return False, (
-        f"layout shard: a replica takes about {needed / 1e6:.0f} MB, and rank {worst} has "
-        f"{limit / 1e6:.0f} MB for it"
+    needs, has = (f"{size / 1e6:,.0f} MB" for size in facts[worst])
+    why = f"needs {needs} on rank {worst}, which has {has}"
+    return ReplicaMemory(
+        needed,
+        worst,
+        why,
+        f"layout shard: a replica takes about {needs}, and rank {worst} has {has} for it",
     )
 
 

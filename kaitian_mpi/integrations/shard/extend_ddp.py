@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UnsupportedError
-from kaitian_mpi.integrations.shard.budget import replica_fits
 from kaitian_mpi.integrations.shard.host_parameters import is_large
+from kaitian_mpi.integrations.shard.layout_choice import replicates
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
-from kaitian_mpi.observe.console import print_rank_0
 
 _CREATE = "__init__"
 _MAKES_REDUCER = "_ddp_init_helper"
@@ -37,15 +36,14 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
         stock[_CREATE](ddp, *args, **kwargs)
 
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        if shards.settings.layout == "auto":
-            fits, line = replica_fits(shards.settings, shards.world, ddp.module)
-            print_rank_0(shards.world, line)
-            if fits:
-                with unlimited():  # an emulated limit holds from here on
-                    pass
-                shards.placement.move_whole(ddp.module)
-                stock[_MAKES_REDUCER](ddp, *args, **kwargs)
-                return
+        if shards.settings.layout == "auto" and replicates(
+            shards.settings, shards.world, ddp.module, _has_sums(ddp)
+        ):
+            with unlimited():  # an emulated limit holds from here on
+                pass
+            shards.placement.move_whole(ddp.module)
+            stock[_MAKES_REDUCER](ddp, *args, **kwargs)
+            return
         _check(ddp, shards.world.size)
         nothing: Any = _NoReducer()
         ddp.reducer = nothing
@@ -99,7 +97,7 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 def _check(ddp: DistributedDataParallel, ranks: int) -> None:
     """Refuse a DDP whose gradients cannot be summed to owners."""
     group: Any = ddp.process_group
-    if not hasattr(group, "sum_gradients"):  # its class is not imported: that would start MPI
+    if not _has_sums(ddp):
         raise UnsupportedError(
             "--layout shard needs a process group of kaitian's; add --backend-override with the "
             "backends that the script names, such as gloo,nccl"
@@ -124,6 +122,11 @@ def _check(ddp: DistributedDataParallel, ranks: int) -> None:
             )
         if parameter.requires_grad and parameter.is_complex():
             raise UnsupportedError(f"--layout shard does not support complex parameters: {name}")
+
+
+def _has_sums(ddp: DistributedDataParallel) -> bool:
+    # Its class is not imported, as that would start MPI.
+    return hasattr(ddp.process_group, "sum_gradients")
 
 
 class _NoReducer:
