@@ -1,7 +1,7 @@
 """A GPT whose training fits no device alone, on the memory of several.
 
-    mpirun -np 3 python examples/large_gpt.py --memory 600MB,300MB,300MB
-    mpirun -np 3 python examples/large_gpt.py --memory 600MB,300MB,300MB --layout pipeline --lora
+    kaitian-run -n 3 examples/large_gpt.py --memory 600MB,300MB,300MB
+    kaitian-run -n 3 examples/large_gpt.py --memory 600MB,300MB,300MB --layout pipeline --lora
 
 Its state is 16 bytes a parameter, 950 MB here: parameters, gradients, and two numbers of AdamW for
 each. `--memory` limits what each rank may allocate, as on small devices. With --lora, the base is

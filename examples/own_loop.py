@@ -3,7 +3,7 @@
 train_before.py is stock DDP with equal batches. own_loop.py measures the ranks, gives each the
 batch size that fits its speed, and survives lost ranks; the gradient is that of the global batch.
 
-    mpirun -np 2 python examples/own_loop.py
+    kaitian-run -n 2 examples/own_loop.py
 """
 
 import torch

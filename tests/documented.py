@@ -27,7 +27,7 @@ RUN_BY_OTHERS = {
     "e2e/test_host_starts.py e2e/test_launch_by_command.py e2e/test_doctor.py",
     r"lerobot": "e2e/test_adaptive.py",
     r"examples/large_gpt": "e2e/test_large_models.py",
-    r"examples/(train_before|own_loop)|python train\.py": "e2e/test_own_training.py",
+    r"python train\.py": "e2e/test_own_training.py",
     r"^bin/demo": "e2e/test_demo.py",
     r"KAITIAN_TORCH": "unit/test_versions.py e2e/test_two_pythons.py",
     r"--devices (cuda|acme)": "vendor e2e/test_vendor.py",

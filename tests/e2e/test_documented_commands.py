@@ -25,7 +25,8 @@ COMMANDS = {
     command: page for command, page in documented_commands().items() if pattern_of(command) is None
 }
 SHORT_ONES = re.compile(
-    r"^kaitian-(report --text|plan measured|run)|runs/first|mypackage|mytask|own_model"
+    r"^kaitian-(report --text|plan measured|run -n . --(back.* nccl|emul))|"
+    r"runs/first|mypackage|mytask|own_model"
 )
 """Those that bin/test runs without --all: they take about a second."""
 TRAIN_PY = """
@@ -158,7 +159,11 @@ def folder_of(home):
         settings = re.findall(
             r"^```toml\n(.*?)^```$", (ROOT / "docs/training.md").read_text(), re.M | re.S
         )
-        for name, text in (MODULES | {"mytask.py": task[0], "run.toml": settings[0]}).items():
+        files = MODULES | {"mytask.py": task[0], "run.toml": settings[0]}
+        if page == "your-own-training":
+            text = (ROOT / "docs" / f"{page}.md").read_text()
+            files["train.py"] = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
+        for name, text in files.items():
             (folder / name).parent.mkdir(exist_ok=True, parents=True)
             (folder / name).write_text(text)
         (folder / "weights.pt").symlink_to(home / "weights.pt")

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from jobs import IS_OPEN_MPI, PYTHON, run_alone
+from jobs import IS_OPEN_MPI, PYTHON, SURVIVING, run_alone, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/your-own-training.md").read_text()
@@ -43,11 +43,10 @@ OF_THE_PAGE = [command for command in COMMANDS if "train.py" in command.split()]
 
 
 def run(command, folder):
-    if not IS_OPEN_MPI:  # the others have no such option
-        command = command.replace("--with-ft ulfm ", "")
-    words = [PYTHON if word == "python" else word for word in shlex.split(command)]
-    ended = run_alone(*words, cwd=folder)
-    return ended.out
+    """Run a command that starts mpirun, by an mpirun whose ranks are forked."""
+    program, _, ranks, *arguments = shlex.split(command)
+    survives = SURVIVING if IS_OPEN_MPI else ()
+    return run_ranks(ranks, *survives, program, *arguments, cwd=folder).out
 
 
 def test_all_commands_of_the_page_are_run_here():
