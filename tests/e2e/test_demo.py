@@ -16,22 +16,22 @@ SHORT = (
 )
 
 
-def demo(*arguments, cwd, mpirun):
-    """Run it; `mpirun` is the body of a function of bash that takes mpirun's place.
+def demo(*arguments, cwd, train):
+    """Run it; `train` is the body of a function of bash that takes kaitian-train's place.
 
     The page that it makes at the end costs seconds, and the report's own tests make some: here,
     only its arguments are printed.
     """
     page = 'if [ "$1" = --text ]; then command kaitian-report "$@"; else printf "%q " "$@"; fi'
-    env = {"BASH_FUNC_mpirun%%": mpirun, "BASH_FUNC_kaitian-report%%": page}
+    env = {"BASH_FUNC_kaitian-train%%": train, "BASH_FUNC_kaitian-report%%": page}
     functions = {name: f"() {{ {body}; }}" for name, body in env.items()}
     return run_alone(DEMO, *map(str, arguments), cwd=cwd, fresh=True, **functions)
 
 
 def test_arguments_are_passed_on(tmp_path):
-    done = demo("--precision", "bf16", "--run-dir=a b", cwd=tmp_path, mpirun='echo "$#: $*"')
-    train = "-np 4 kaitian-train --model mobilenetv2 --devices cpu --global-batch-size 128"
-    assert f"13: {train} --precision bf16 --run-dir a b" in done.out
+    done = demo("--precision", "bf16", "--run-dir=a b", cwd=tmp_path, train='echo "$#: $*"')
+    train = "-n 4 --model mobilenetv2 --devices cpu --global-batch-size 64 --epochs 4"
+    assert f"14: {train} --precision bf16 --run-dir a b" in done.out
     assert "kaitian-report" not in done.out  # as nothing was trained
 
 
@@ -40,7 +40,7 @@ def test_mixed_compares_equal_with_adaptive_batches(tmp_path):
     done = demo(
         *("--mixed", *SHORT, "--run-dir", tmp_path / "runs"),
         cwd=tmp_path,
-        mpirun=f'command mpirun "$1" "$2" {ranks} "${{@:3}}"',
+        train=f'command mpirun -np "$2" {ranks} kaitian-train "${{@:3}}"',
     )
     for name, balance in (("equal", "off"), ("adaptive", "adaptive")):
         folder = tmp_path / "runs" / name
