@@ -193,21 +193,32 @@ def test_lightning_on_hosts_with_unequal_numbers_of_ranks(hosts, tmp_path):
 
 @pytest.mark.skipif(not YEAR_OLD, reason="needs releases in the folder $KAITIAN_TEST_YEAR_OLD")
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("script", "options", "owned"),
     [
-        ("accelerate_loop.py", "object"),
-        ("hugging_face.py", "language 2 2"),
-        ("trl_sft.py", "nll"),
-        ("resumed.py", "lightning -1"),
+        ("accelerate_loop.py", "object", ""),
+        ("hugging_face.py", "language 2 2", ""),
+        ("trl_sft.py", "nll", ""),
+        ("resumed.py", "lightning -1", ""),
+        ("accelerate_loop.py", "classifier", "sharded"),
+        ("hugging_face.py", "language 2 2", "sharded"),
+        ("hugging_face.py", "language 2 2", "whole"),
+        ("trl_sft.py", "nll", "sharded"),
+        ("resumed.py", "lightning -1", "sharded"),
     ],
 )
-def test_trainers_of_a_year_ago(mpirun, year_old_server, monkeypatch, tmp_path, script, options):
+def test_trainers_of_a_year_ago(
+    mpirun, year_old_server, monkeypatch, tmp_path, script, options, owned
+):
     path = {"PYTHONPATH": f"{YEAR_OLD}:{TRAINERS.parents[2]}"}
     if script != "accelerate_loop.py":  # which loads it once its batches can be divided
         monkeypatch.setenv("KAITIAN_FORK_SERVER", year_old_server)
     name = "import accelerate; print(accelerate.__file__)"
     assert run_alone(PYTHON, "-c", name, cwd=tmp_path, **path).out.startswith(YEAR_OLD)
-    train(mpirun, script, *options.split(), difference=1e-7, **path)
+    if owned:
+        ended = run_owned(mpirun, script, *options.split(), kind=owned, adaptive=True, **path)
+        assert found_in(ended)["difference"] < 1e-7
+    else:
+        train(mpirun, script, *options.split(), difference=1e-7, **path)
 
 
 @pytest.mark.usefixtures("preloaded")

@@ -822,6 +822,28 @@ def test_only_rank_0_ever_has_the_model_whole(world, installed, monkeypatch):
     dist.barrier()
 
 
+@pytest.mark.parametrize("saves", [20, pytest.param(100, marks=pytest.mark.thorough)])
+def test_rank_0_saves_while_the_others_are_in_a_backward(world, owners, tmp_path, saves):
+    """No save waits for a rank that waits for rank 0, and each shows its own step."""
+
+    def train(model, module, data):
+        optimizer, found = adamw(model.parameters()), []
+        for step in range(saves):
+            step_once(model, optimizer, *data(step))
+            if data.is_first:
+                state = module.state_dict(), optimizer.state_dict()
+                if data.is_own:
+                    time.sleep(0.002 * (step % 3))
+                    torch.save(state, tmp_path / "saved.pt")
+                    state = torch.load(tmp_path / "saved.pt", weights_only=True)
+                places = sorted(state[1]["state"])
+                found += [state[0]["last.weight"].clone()]
+                found += [state[1]["state"][place]["exp_avg"].clone() for place in places]
+        return found
+
+    compare(world, train)
+
+
 def test_a_gradient_is_not_read_in_silence(world, owners):
     model = Net()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)

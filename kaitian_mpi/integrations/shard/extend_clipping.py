@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad
 from kaitian_mpi.distributed.gradients import sum_on_host
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
+from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
 
@@ -87,26 +88,19 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
                 number.fill_(float(total > 0))
         return found
 
-    stock: list[tuple[Any, str, Any]] = []
     replaced = {
         "get_total_norm": get_total_norm,
         "clip_grads_with_norm_": clip_grads_with_norm_,
         "clip_grad_value_": clip_grad_value_,
     }
-    for name, function in replaced.items():
-        for module in (clip_grad, torch.nn.utils):
-            for spelled in (name, f"_{name}"):
-                if hasattr(module, spelled):
-                    stock.append((module, spelled, getattr(module, spelled)))
-                    setattr(module, spelled, function)
-    stock.append((GradScaler, "_unscale_grads_", unscale))
-    GradScaler._unscale_grads_ = unscale_own  # type: ignore[assignment, method-assign]
-
-    def restore() -> None:
-        for owner, name, function in stock:
-            setattr(owner, name, function)
-
-    return restore
+    spelled = [
+        (module, name, function)
+        for plain, function in replaced.items()
+        for module in (clip_grad, torch.nn.utils)
+        for name in (plain, f"_{plain}")
+        if hasattr(module, name)
+    ]
+    return replace_all([*spelled, (GradScaler, "_unscale_grads_", unscale_own)])
 
 
 def _joined(own: float, local: float, order: float, size: int, rank: int) -> float:

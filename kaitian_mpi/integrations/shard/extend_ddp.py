@@ -16,24 +16,23 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UnsupportedError
 from kaitian_mpi.integrations.shard.host_parameters import is_large
 from kaitian_mpi.integrations.shard.layout_choice import replicates
+from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
-_CREATE = "__init__"
-_MAKES_REDUCER = "_ddp_init_helper"
 _REFUSED = "register_comm_hook", "_register_builtin_comm_hook", "join"
 
 
 def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
     """Extend each DDP that is created from now on; return what restores the class."""
-    names = [_CREATE, _MAKES_REDUCER, *_REFUSED]
-    stock: dict[str, Any] = {name: getattr(DistributedDataParallel, name) for name in names}
-    arguments = inspect.signature(stock[_CREATE])
+    stock_create: Any = DistributedDataParallel.__init__
+    stock_make_reducer: Any = DistributedDataParallel._ddp_init_helper
+    arguments = inspect.signature(stock_create)
 
-    @functools.wraps(stock[_CREATE])
+    @functools.wraps(stock_create)
     def create(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         given = arguments.bind(ddp, *args, **kwargs).arguments
         shards.placement.begin(given["module"], given.get("init_sync", True))
-        stock[_CREATE](ddp, *args, **kwargs)
+        stock_create(ddp, *args, **kwargs)
 
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if shards.settings.layout == "auto" and replicates(
@@ -42,7 +41,7 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
             with unlimited():  # an emulated limit holds from here on
                 pass
             shards.placement.move_whole(ddp.module)
-            stock[_MAKES_REDUCER](ddp, *args, **kwargs)
+            stock_make_reducer(ddp, *args, **kwargs)
             return
         _check(ddp, shards.world.size)
         nothing: Any = _NoReducer()
@@ -69,20 +68,20 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
         }
         synchronize(module=module, params_and_buffers_to_ignore=ignored, **kwargs)
 
-    distributed._verify_param_shape_across_processes = verify_small  # type: ignore[assignment]
-    distributed._sync_module_states = synchronize_plain  # type: ignore[assignment]
     replaced: dict[str, Any] = {name: _refuse(name) for name in _REFUSED}
-    replaced |= {_CREATE: create, _MAKES_REDUCER: make_reducer}
-    for name, function in replaced.items():
-        setattr(DistributedDataParallel, name, function)
+    replaced |= {"__init__": create, "_ddp_init_helper": make_reducer}
+    restore_torch = replace_all(
+        [
+            (distributed, "_verify_param_shape_across_processes", verify_small),
+            (distributed, "_sync_module_states", synchronize_plain),
+            *((DistributedDataParallel, name, function) for name, function in replaced.items()),
+        ]
+    )
     _active.append(shards)
 
     def restore() -> None:
         _active.clear()
-        distributed._verify_param_shape_across_processes = verify
-        distributed._sync_module_states = synchronize
-        for name, function in stock.items():
-            setattr(DistributedDataParallel, name, function)
+        restore_torch()
 
     return restore
 

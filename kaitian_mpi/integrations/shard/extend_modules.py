@@ -14,10 +14,9 @@ from torch import nn
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.integrations.shard.host_parameters import HostParameters, stays
+from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
-
-_BARRIER = "barrier"
 
 
 def extend_modules(shards: TrainerShards) -> Callable[[], None]:
@@ -86,18 +85,14 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
         shards.placement.free()
         return barrier(*args, **kwargs)
 
-    setattr(dist, _BARRIER, barrier_after_changes)
-    nn.Module.state_dict = lazy_state_dict  # type: ignore[assignment, method-assign]
-    nn.Module._apply = apply_to_whole  # type: ignore[method-assign]
-    torch.load = load_on_host  # type: ignore[assignment]
-
-    def restore() -> None:
-        nn.Module.state_dict = state_dict  # type: ignore[method-assign]
-        nn.Module._apply = apply  # type: ignore[method-assign]
-        torch.load = load
-        setattr(dist, _BARRIER, barrier)
-
-    return restore
+    return replace_all(
+        [
+            (nn.Module, "state_dict", lazy_state_dict),
+            (nn.Module, "_apply", apply_to_whole),
+            (torch, "load", load_on_host),
+            (dist, "barrier", barrier_after_changes),
+        ]
+    )
 
 
 def _optimizer_state(load: Any, file: str | Path) -> Any:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer
+from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
 
@@ -79,18 +80,14 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
         "load_state_dict": load_state_dict,
         "__getstate__": getstate,
     }
-    for name, function in replaced.items():
-        setattr(Optimizer, name, function)
+    restore_methods = replace_all((Optimizer, *pair) for pair in replaced.items())
     hooks = [
         register_optimizer_step_pre_hook(before_step),
         register_optimizer_step_post_hook(after_step),
     ]
 
     def restore() -> None:
-        stock = {"__init__": create, "state_dict": whole_state, "load_state_dict": load}
-        stock["__getstate__"] = pickled
-        for name, function in stock.items():
-            setattr(Optimizer, name, function)
+        restore_methods()
         for hook in hooks:
             hook.remove()
 

@@ -19,6 +19,7 @@ from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER, in_order
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.owners_state import OwnersState
+from kaitian_mpi.train.layouts.divided_state import number_groups
 from kaitian_mpi.train.layouts.shard.shards import (
     count_rows,
     cut_state,
@@ -298,12 +299,9 @@ class OwnedOptimizer:
         try:
             numbers = {id(target): n for n, target in enumerate(parameters_of(optimizer))}
             state = {numbers[id(targets[n])]: content for n, content in own.items()}
-            groups, at = [], 0
-            for group in optimizer.param_groups:
-                count = len(group["params"])
-                groups.append({**group, "params": [*range(at, at + count)]})
-                at += count
-            _load_state_dict(optimizer, {"state": state, "param_groups": groups})
+            groups = optimizer.param_groups
+            numbered = number_groups(groups, [group["params"] for group in groups])
+            _load_state_dict(optimizer, {"state": state, "param_groups": numbered})
             self.steps += 1
         finally:
             self.leave(optimizer)

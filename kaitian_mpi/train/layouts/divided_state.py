@@ -102,7 +102,7 @@ class DividedState(Partition, Generic[Target]):
     def optimizer_states(self) -> list[dict[str, Any]]:
         """Return the optimizers' `state_dict` as if they had all parameters, without any state."""
         return [
-            {"state": {}, "param_groups": _numbered(optimizer, groups)}
+            {"state": {}, "param_groups": number_groups(optimizer.param_groups, groups)}
             for optimizer, groups in zip(self._optimizers, self._groups, strict=True)
         ]
 
@@ -204,11 +204,13 @@ class DividedState(Partition, Generic[Target]):
         return {}
 
 
-def _numbered(optimizer: Optimizer, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with the places of all parameters."""
+def number_groups(
+    groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups, as in its `state_dict`, with the places of their parameters."""
     numbered, place = [], 0
-    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+    for group, of_group in zip(groups, parameters, strict=True):
         settings = {name: value for name, value in group.items() if name != "params"}
-        numbered.append({**settings, "params": [*range(place, place + len(numbers))]})
-        place += len(numbers)
+        numbered.append({**settings, "params": [*range(place, place + len(of_group))]})
+        place += len(of_group)
     return numbered
