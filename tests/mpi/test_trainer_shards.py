@@ -822,6 +822,18 @@ def test_only_rank_0_ever_has_the_model_whole(world, installed, monkeypatch):
     dist.barrier()
 
 
+def test_a_loaded_state_takes_the_memory_of_its_rows_only(world, owners):
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    step_once(ddp, optimizer, *Data(world, True)(0))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for state in optimizer.state.values():
+        for value in state.values():
+            assert value.untyped_storage().nbytes() == value.nbytes
+    dist.barrier()
+
+
 @pytest.mark.parametrize("saves", [20, pytest.param(100, marks=pytest.mark.thorough)])
 def test_rank_0_saves_while_the_others_are_in_a_backward(world, owners, tmp_path, saves):
     """No save waits for a rank that waits for rank 0, and each shows its own step."""

@@ -292,7 +292,7 @@ class OwnedOptimizer:
                 targets.append(target)
                 if state:
                     rows = cut_state(state, whole, (part.begin, part.end))
-                    own[len(targets) - 1] = copy.deepcopy(rows)
+                    own[len(targets) - 1] = {name: _copied(value) for name, value in rows.items()}
         self.enter(optimizer)
         self._before[self.steps] = self._state
         optimizer.state = defaultdict(dict)
@@ -367,6 +367,11 @@ class RowsState(defaultdict[Any, Any]):
                 "cannot be read from optimizer.state; use optimizer.state_dict()"
             )
         return key
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what a state has; of rows, not the memory of the whole, as a deepcopy is."""
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _by_place(optimizer: Optimizer) -> dict[int, Any]:
