@@ -1,6 +1,7 @@
 """Compares DDP whose gradients are summed to owners with stock DDP, alternating in one run.
 
     mpirun -np 2 --map-by core --bind-to core python benchmarks/trainer_shards.py [speed] [save]
+    mpirun -np 2 python benchmarks/trainer_shards.py memory
 
 Prints, with shares 3:1 of a GPT's gradients and optimizer state:
 
@@ -9,6 +10,10 @@ Prints, with shares 3:1 of a GPT's gradients and optimizer state:
              quartiles
     save     the seconds in which rank 0 alone saves an optimizer's state that others own in part /
              those for a state of its own
+    memory   each rank's peak of memory beyond that before, with sharded parameters and a model
+             that begins on meta on all ranks but 0: at the start, in steps, while rank 0 saves, and
+             at a resume; and what is planned without activations: the rank's share, and four of
+             the largest parameters or buckets
 
 World rank 0 prints.
 """
@@ -16,10 +21,12 @@ World rank 0 prints.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,14 +38,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from kaitian_mpi import init
-from kaitian_mpi.balance.ownership import without_mirrors
+from kaitian_mpi.balance.ownership import BUCKET_CAPS, without_mirrors
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
+from kaitian_mpi.integrations.shard.host_parameters import as_plain
 from kaitian_mpi.integrations.shard.install import Installed
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.train.layouts.shard.memory_budget import is_worth_sharding
+from kaitian_mpi.train.layouts.shard.memory_budget import USUAL_STATES, is_worth_sharding
 
 VOCABULARY, LENGTH = 256, 32
+_EVERY_SEC = 2e-3
 SHARES = 3.0, 1.0, 2.0, 1.0
 
 
@@ -49,7 +59,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(GPT(VOCABULARY, LENGTH, options.width, options.layers))
         self.optimizer = make_optimizer(self.model)
-        self.batch = torch.randint(VOCABULARY, (options.batch, LENGTH + 1))
+        self.batch = torch.randint(VOCABULARY, (options.batch, LENGTH + 1), device="cpu")
 
     def step(self) -> float:
         """Train one step and return the seconds of the slowest rank."""
@@ -74,6 +84,102 @@ class Trainer:
         return seconds.item()
 
 
+def let_own(are_sharded: bool, shares: Sequence[float]) -> None:
+    """Let ranks own these shares of models, whatever their memory is."""
+
+    def find_owners(
+        settings: LayoutSettings, world: World, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> Owners:
+        numbers = frozenset(
+            number
+            for number, parameter in enumerate(model.parameters())
+            if are_sharded and is_worth_sharding(as_plain(parameter))
+        )
+        return Owners(without_mirrors(shares[: world.size]), numbers, True, "")
+
+    trainer_shards.find_owners = find_owners
+
+
+def measure_memory(world: World, options: argparse.Namespace) -> None:
+    """Print each rank's peaks, in MB."""
+    Installed(world, LayoutSettings())
+    let_own(True, options.shares)
+    small = argparse.Namespace(**{**vars(options), "width": 64, "layers": 1})
+    for _ in range(3):
+        Trainer(small).step()  # for what the first ones import, and allocate permanently
+    peaks: dict[str, float] = {}
+    present = 0.0
+
+    def phase(name: str, work: Callable[[], object]) -> None:
+        dist.barrier()
+        gc.collect()
+        with Peak() as peak:
+            work()
+        peaks[name] = peak.mb - present
+        dist.barrier()
+
+    present = own_memory_mb()
+    trainers: list[Trainer] = []
+
+    def start() -> None:
+        with torch.device("cpu" if world.rank == 0 else "meta"):
+            trainers.append(Trainer(options))
+        loss_of(trainers[0].model, trainers[0].batch)
+
+    def save() -> None:
+        if world.rank == 0:
+            content = trainers[0].model.module.state_dict(), trainers[0].optimizer.state_dict()
+            torch.save(content, Path(folder, "saved.pt"))
+
+    def resume() -> None:
+        model, optimizer = torch.load(Path(folder, "saved.pt"), mmap=True, weights_only=True)
+        trainers[0].model.module.load_state_dict(model)
+        trainers[0].optimizer.load_state_dict(optimizer)
+
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = gather_values(world.comm, own_folder)[0]
+        phase("start", start)
+        phase("steps", lambda: [trainers[0].step() for _ in range(3)])
+        phase("save", save)
+        phase("resume", resume)
+        phase("steps again", lambda: [trainers[0].step() for _ in range(3)])
+    sizes = [parameter.nbytes / 1e6 for parameter in trainers[0].model.module.parameters()]
+    share = options.shares[world.rank] / sum(options.shares[: world.size])
+    text = ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items())
+    planned = (USUAL_STATES + 2) * share * sum(sizes) + 4 * max(*sizes, BUCKET_CAPS[1] / 1e6)
+    line = f"rank {world.rank}: {text}; planned {planned:.0f} MB, the model has {sum(sizes):.0f} MB"
+    lines = gather_values(world.comm, line)
+    if world.rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def own_memory_mb() -> float:
+    """Return this process's memory without files and what it shares with others."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["RssAnon"].split()[0]) / 1e3
+
+
+class Peak:
+    """The largest memory of this process while this is entered, as sampled."""
+
+    def __enter__(self) -> Peak:
+        self.mb = own_memory_mb()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_SEC):
+            self.mb = max(self.mb, own_memory_mb())
+
+    def __exit__(self, *_: object) -> None:
+        self.mb = max(self.mb, own_memory_mb())
+        self._ended.set()
+        self._thread.join()
+
+
 def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Trainer]:
     """Return a trainer in stock DDP, and those with whole and with sharded parameters."""
     trainers = {"stock": Trainer(options)}
@@ -81,22 +187,7 @@ def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Traine
     Installed(world, LayoutSettings())  # until the process ends
     stock_owners = trainer_shards.find_owners
     for name, are_sharded in (("whole", False), ("sharded", True)):
-
-        def find_owners(
-            settings: LayoutSettings,
-            world: World,
-            model: nn.Module,
-            optimizers: Sequence[Optimizer],
-            are_sharded: bool = are_sharded,
-        ) -> Owners:
-            numbers = frozenset(
-                number
-                for number, parameter in enumerate(model.parameters())
-                if are_sharded and is_worth_sharding(parameter)
-            )
-            return Owners(without_mirrors(options.shares[: world.size]), numbers, True, "")
-
-        trainer_shards.find_owners = find_owners
+        let_own(are_sharded, options.shares)
         trainers[name] = Trainer(options)
         trainers[name].step()
     trainer_shards.find_owners = stock_owners
@@ -106,7 +197,9 @@ def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Traine
 def main() -> None:
     """Run the comparisons; world rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", default=["speed", "save"], help="speed, save")
+    parser.add_argument(
+        "sections", nargs="*", default=["speed", "save"], help="speed, save; or memory"
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12, help="12 of width 256: 10 M parameters")
     parser.add_argument("--batch", type=int, default=16, help="samples per rank")
@@ -115,6 +208,10 @@ def main() -> None:
     options = parser.parse_args()
 
     world = init()
+    if "memory" in options.sections:
+        measure_memory(world, options)
+        dist.destroy_process_group()
+        return
     trainers = make_trainers(world, options)
     parameters = sum(p.numel() for p in trainers["stock"].model.parameters())
     if world.rank == 0:

@@ -353,9 +353,11 @@ def test_a_checkpoint_of_owners_is_of_any_number_of_ranks(mpirun, tmp_path, kind
     run_owned(mpirun, script, "two", "6", kind=kind)
     mpirun(1, PYTHON, script, "resumed", "12", "two/checkpoint-3")
     run_owned(mpirun, script, "three", "4", "two/checkpoint-3", ranks=3, kind=kind)
+    run_owned(mpirun, script, "fewer", "6", "three/checkpoint-5", kind=kind)
     assert difference("two") < 1e-14
     assert difference("resumed") < 1e-14
     assert difference("three") < 1e-8  # the Trainer divides by labels, in float32
+    assert difference("fewer") < 1e-8
 
 
 @needs_accelerate

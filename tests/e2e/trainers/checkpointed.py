@@ -36,7 +36,7 @@ model = LlamaForCausalLM(
 ).double()  # fmt: skip
 arguments = TrainingArguments(
     output_dir=folder, per_device_train_batch_size=int(batch), max_steps=6, learning_rate=3e-3,
-    lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, logging_steps=1, save_steps=3,
+    lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.1, logging_steps=1, save_steps=1,
     eval_strategy="steps", eval_steps=3, report_to=[], disable_tqdm=True, use_cpu=True, seed=1,
 )  # fmt: skip
 trainer = Trainer(model, arguments, train_dataset=Texts(120, 0), eval_dataset=Texts(12, 5))

@@ -114,7 +114,6 @@ class WithLoss(nn.Module):
 
 def hugging_face():
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_utils import get_last_checkpoint
 
     class Recorder(Trainer):
         """Notes the rows of each micro-batch."""
@@ -132,8 +131,10 @@ def hugging_face():
     }  # fmt: skip
     own = WithLoss()
     trainer = Recorder(own, TrainingArguments(**arguments), train_dataset=Named())
-    last = get_last_checkpoint("out") if os.path.isdir("out") else None
-    trainer.train(resume_from_checkpoint=last)
+    # The last file of a checkpoint: a rank may be lost while rank 0 writes one.
+    complete = [path.parent for path in Path("out").glob("checkpoint-*/trainer_state.json")]
+    last = max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    trainer.train(resume_from_checkpoint=last and str(last))
     return own.net
 
 
