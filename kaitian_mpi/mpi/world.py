@@ -44,6 +44,7 @@ from kaitian_mpi.preflight.facts import (
 from kaitian_mpi.preflight.job_checks import check_libraries, run_checks
 from kaitian_mpi.preflight.verdict import Level, by_value, ranks_by, ranks_text
 from kaitian_mpi.runtime.launcher import read_launch
+from kaitian_mpi.runtime.polling import choose_naps
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
 from kaitian_mpi.runtime.ulfm import loss_detected_within, shrink, track_comm
 
@@ -365,9 +366,14 @@ def finished_ranks(world: World) -> list[int]:
 
 
 def share_cores(comm: MPI.Comm) -> int:
-    """Return the number of threads that each rank of this host should use. Collective."""
+    """Return the number of threads that each rank of this host should use. Collective.
+
+    Ranks that are more than their cores look less often while they wait.
+    """
     usable = _gather_on_host(comm, sorted(usable_cores()))
-    return max(1, len(set().union(*usable)) // len(usable))
+    cores = len(set().union(*usable))
+    choose_naps(has_own_core=len(usable) <= cores)
+    return max(1, cores // len(usable))
 
 
 def _gather_on_host(comm: MPI.Comm, value: Any) -> list[Any]:

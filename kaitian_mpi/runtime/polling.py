@@ -22,6 +22,11 @@ WaitContext = Callable[[str], AbstractContextManager[Any]]
 _YIELD_SEC = 300e-6  # yield before the first sleep: ranks that share cores take turns
 _MIN_NAP_SEC = 20e-6
 _MAX_NAP_SEC = 1e-3
+# The next sleep's part of the time waited, on a core of its own and on a shared one.
+_NAP_PART = 0.02
+_SHARED_NAP_PART = 0.1
+
+_nap_part = _NAP_PART
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1_000
@@ -32,9 +37,18 @@ def reduce_timer_slack() -> None:
     prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS)
 
 
+def choose_naps(has_own_core: bool) -> None:
+    """Let waits of this process look less often unless it has a core of its own.
+
+    The core on which it looks is one that another rank computes on.
+    """
+    global _nap_part
+    _nap_part = _NAP_PART if has_own_core else _SHARED_NAP_PART
+
+
 def nap(waited_sec: float, max_sec: float = _MAX_NAP_SEC, min_sec: float = _MIN_NAP_SEC) -> None:
-    """Sleep for 2% of the time waited so far, at least `min_sec`, at most `max_sec`."""
-    time.sleep(min(max(waited_sec / 50, min_sec), max_sec))
+    """Sleep for 2% or 10% of the time waited so far, at least `min_sec`, at most `max_sec`."""
+    time.sleep(min(max(waited_sec * _nap_part, min_sec), max_sec))
 
 
 def wait_until(

@@ -1,3 +1,6 @@
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -5,7 +8,8 @@ import kaitian_mpi
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, check_same, gather_values
 from kaitian_mpi.mpi.topology import GROUP_VARIABLE, agree_on_settings, split_into_groups
-from kaitian_mpi.mpi.world import _exchange_visible, join_world
+from kaitian_mpi.mpi.world import _exchange_visible, join_world, share_cores
+from kaitian_mpi.runtime import polling
 
 
 def test_every_rank_knows_every_rank(world):
@@ -33,6 +37,29 @@ def test_ranks_may_have_different_releases_of_torch_but_not_of_this_package(worl
     message = rf"the version of kaitian-mpi differs between ranks: {own} on ranks 0, 2, 0.0 on rank"
     with pytest.raises(AgreedError, match=message):
         join_world(world.comm)
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize(
+    ("cores_of", "threads", "nap_sec"),
+    [
+        (lambda rank: {rank}, 1, 2e-4),  # bound to one each
+        (lambda rank: {*range(7)}, 2, 2e-4),
+        (lambda rank: {0, 1}, 1, 1e-3),
+    ],
+)
+def test_ranks_that_share_cores_look_less_often_while_they_wait(
+    world, monkeypatch, cores_of, threads, nap_sec
+):
+    naps = []
+    monkeypatch.setattr(polling, "_nap_part", 0.5)
+    monkeypatch.setattr(polling, "time", SimpleNamespace(sleep=naps.append))
+    with monkeypatch.context() as cores:
+        cores.setattr("kaitian_mpi.mpi.world.usable_cores", lambda: cores_of(world.rank))
+        cores.setattr(polling, "time", time)
+        assert share_cores(world.comm) == threads
+    polling.nap(10e-3)
+    assert naps == [pytest.approx(nap_sec)]
 
 
 @pytest.mark.ranks(4)
