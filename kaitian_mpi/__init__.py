@@ -22,6 +22,7 @@ from kaitian_mpi.runtime import RANK_VARIABLE
 
 if TYPE_CHECKING:
     from kaitian_mpi.distributed.data_parallel import WeightedSum, data_parallel
+    from kaitian_mpi.distributed.experts import Experts
     from kaitian_mpi.distributed.startup import init
     from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
     from kaitian_mpi.mpi.world import World
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Experts",
     "LoadAdaptiveSampler",
     "MetricsSink",
     "Task",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Experts": "kaitian_mpi.distributed.experts",
     "LoadAdaptiveSampler": "kaitian_mpi.train.data.sampler",
     "MetricsSink": "kaitian_mpi.observe.sink",
     "Task": "kaitian_mpi.train.task",

@@ -1,0 +1,209 @@
+"""A mixture of experts, whole in one process, or with its experts held by different ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.errors import UserError
+
+
+class ExpertExchange(Protocol):
+    """Computes experts of which each rank holds some."""
+
+    def compute(
+        self, experts: Experts, rows: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[int], float]:
+        """Return the experts' outputs for rows that are in the experts' order. Collective.
+
+        Args:
+            experts: the mixture.
+            rows: shaped (rows, width), on this rank's device.
+            counts: the number of rows of each expert.
+
+        Returns:
+            The outputs, shaped as the rows are; how many rows of all ranks each expert got; and the
+            factor that makes a sum over this rank's tokens its part of a mean over those of all
+            ranks, once the loss is weighted.
+        """
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each token goes through those that a gate chooses, and their mean.
+
+    With `--layout experts`, each expert is on one rank, and every rank's tokens are sent to it;
+    else, and in one process, all experts are here. No token is dropped, unless `capacity_factor` is
+    given; an expert that no token has chosen gets no gradient.
+
+    Dropout inside an expert draws from the random numbers of the rank that holds it.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        gate: nn.Module,
+        top_k: int = 2,
+        *,
+        normalize: bool | None = None,
+        capacity_factor: float | None = None,
+    ) -> None:
+        """Make a mixture of these experts.
+
+        Args:
+            experts: each maps (tokens, width) to (tokens, width), for any number of tokens of at
+                least 1; they may be unlike.
+            gate: maps (tokens, width) to a score of each expert, shaped (tokens, experts). Their
+                softmax over the experts is the weight of an expert's output.
+            top_k: how many experts a token goes through: those of the largest weights.
+            normalize: whether these weights are divided by their sum, as in Mixtral. None: if there
+                are several; one of weight 1 would leave the gate without a gradient (as in Switch).
+            capacity_factor: the most tokens that an expert takes of those that a rank computes at a
+                time, in what it would get if all got the same number. Further ones go without it.
+                None: no limit.
+
+        Raises:
+            UserError: there are no experts, or fewer than `top_k`.
+        """
+        super().__init__()
+        self.experts = nn.ModuleList(experts)
+        self.gate = gate
+        self.top_k = top_k
+        self.normalize = top_k > 1 if normalize is None else normalize
+        self.capacity_factor = capacity_factor
+        if not 1 <= top_k <= len(self.experts):
+            raise UserError(
+                f"Experts: top_k is {top_k}, and there are {len(self.experts)} experts; give from "
+                "1 to their number"
+            )
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise UserError(f"Experts: capacity_factor must be above 0, not {capacity_factor}")
+        self._exchange: ExpertExchange | None = None
+        self._balance_loss: torch.Tensor | None = None
+        self.tokens_by_expert: list[int] = [0] * len(self.experts)
+        """How many tokens each expert got in the last forward, of all ranks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or what is pickled, is whole: neither its ranks nor a loss's graph belong to it.
+        return self.__dict__ | {"_exchange": None, "_balance_loss": None}
+
+    @property
+    def balance_loss(self) -> torch.Tensor:
+        """The balancing loss of the last forward, without dimensions: 1 times `top_k` at best.
+
+        The Switch Transformer's (arXiv 2101.03961, equation 4), with all `top_k` choices counted as
+        in Mixtral: the number of experts times the sum over experts of the fraction of tokens that
+        chose it times its mean weight. Add it to the loss, times 0.01 for example. It is that of
+        all ranks' tokens that are computed together: one micro-batch of each.
+
+        Raises:
+            UserError: there was no forward yet.
+        """
+        if self._balance_loss is None:
+            raise UserError("Experts: balance_loss is known after a forward, and there was none")
+        return self._balance_loss
+
+    def use_exchange(self, exchange: ExpertExchange | None) -> None:
+        """Compute the experts with other ranks from now on, or all of them here."""
+        self._exchange = exchange
+
+    @not_compiled
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts' outputs for each token.
+
+        Collective if the experts are held by different ranks.
+
+        Args:
+            tokens: shaped (..., width), of any floating-point dtype; there may be none.
+
+        Returns:
+            Shaped, and of the dtype, as the tokens.
+
+        Raises:
+            UserError: the gate or an expert returns a tensor of another shape.
+        """
+        width, total = tokens.shape[-1], len(self.experts)
+        flat = tokens.reshape(-1, width)
+        count = len(flat)
+        scores = self.gate(flat)
+        if scores.shape != (count, total):
+            raise UserError(
+                f"Experts: the gate returned the shape {list(scores.shape)} for {count} tokens and "
+                f"{total} experts; it must return a score of each expert, [{count}, {total}]"
+            )
+        # In half precision, weights of many experts would be rounded to few values.
+        exact = scores if scores.dtype == torch.float64 else scores.float()
+        probabilities = exact.softmax(-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        by_choice = chosen.reshape(-1)
+        order = by_choice.argsort(stable=True)
+        counts = by_choice.bincount(minlength=total).tolist()
+        kept = order
+        if self.capacity_factor is not None:
+            limit = math.ceil(self.capacity_factor * count * self.top_k / total)
+            kept = _first_of_each(order, counts, limit)
+            counts = [min(number, limit) for number in counts]
+        choices = flat.unsqueeze(1).expand(count, self.top_k, width).reshape(-1, width)
+        rows = choices[kept]
+        if self._exchange is None:
+            outputs, by_expert, scale = self.compute(rows, counts), counts, 1.0 / max(1, count)
+        else:
+            outputs, by_expert, scale = self._exchange.compute(self, rows, counts)
+        self.tokens_by_expert = list(by_expert)
+        weighted = outputs * weights.reshape(-1)[kept].unsqueeze(1)
+        # In the tokens' order again, by indices that are unique: the sums are the same each time.
+        back = torch.zeros_like(choices, dtype=weighted.dtype).index_put((kept,), weighted)
+        result = back.view(count, self.top_k, width).sum(1)
+        self._balance_loss = self._balance(probabilities, by_expert, scale)
+        return result.to(tokens.dtype).reshape(tokens.shape)
+
+    def compute(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
+        """Return the outputs of consecutive experts, all here, for rows in their order.
+
+        Args:
+            rows: shaped (rows, width).
+            counts: the number of rows of each expert, from number `first` on.
+            first: the number of the first one.
+
+        Raises:
+            UserError: an expert returns another shape.
+        """
+        ends = [0]
+        for number in counts:
+            ends.append(ends[-1] + number)
+        outputs = []
+        for index, (begin, end) in enumerate(pairwise(ends), first):
+            if begin < end:
+                outputs.append(self.compute_one(index, rows[begin:end]))
+        return torch.cat(outputs) if outputs else rows
+
+    def compute_one(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the output of one expert, which is here, in the dtype of its rows."""
+        output = self.experts[index](rows)
+        if not isinstance(output, torch.Tensor) or output.shape != rows.shape:
+            what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise UserError(
+                f"Experts: expert {index} returned {what} for rows of the shape "
+                f"{list(rows.shape)}; it must return the same shape"
+            )
+        return output.to(rows.dtype)
+
+    def _balance(
+        self, probabilities: torch.Tensor, by_expert: Sequence[int], scale: float
+    ) -> torch.Tensor:
+        total = sum(by_expert)
+        fractions = probabilities.new_tensor(by_expert) * (self.top_k / max(1, total))
+        return len(self.experts) * (fractions * probabilities.sum(0)).sum() * scale
+
+
+def _first_of_each(order: torch.Tensor, counts: Sequence[int], limit: int) -> torch.Tensor:
+    """Return of each expert's choices, in the experts' order, the first ones."""
+    parts = order.split(list(counts))
+    return torch.cat([part[:limit] for part in parts])
