@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -17,20 +16,27 @@ from kaitian_mpi.errors import UserError
 class ExpertExchange(Protocol):
     """Computes experts of which each rank holds some."""
 
+    def order(self, experts: Experts) -> list[int]:
+        """Return a mixture's experts in the order in which `compute` takes their rows."""
+
+    def places(self, experts: Experts) -> torch.Tensor:
+        """Return each expert's place in `order`, on this rank's device."""
+
     def compute(
-        self, experts: Experts, rows: torch.Tensor, counts: Sequence[int]
+        self, experts: Experts, rows: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]
     ) -> tuple[torch.Tensor, Sequence[int], float]:
         """Return the experts' outputs for rows that are in the experts' order. Collective.
 
         Args:
             experts: the mixture.
             rows: shaped (rows, width), on this rank's device.
-            counts: the number of rows of each expert.
+            counts: the number of rows of each expert, in that order.
+            wanted: how many there were before the capacity's limit.
 
         Returns:
-            The outputs, shaped as the rows are; how many rows of all ranks each expert got; and the
-            factor that makes a sum over this rank's tokens its part of a mean over those of all
-            ranks, once the loss is weighted.
+            The outputs, shaped as the rows are; what all ranks `wanted`; and the factor that makes
+            a sum over this rank's tokens its part of a mean over those of all ranks, once the loss
+            is weighted.
         """
 
 
@@ -142,46 +148,51 @@ class Experts(nn.Module):
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        by_choice = chosen.reshape(-1)
+        by_choice, exchange = chosen.reshape(-1), self._exchange
+        if exchange is not None:
+            by_choice = exchange.places(self)[by_choice]
         order = by_choice.argsort(stable=True)
-        counts = by_choice.bincount(minlength=total).tolist()
-        kept = order
+        wanted: Sequence[int] = by_choice.bincount(minlength=total).tolist()
+        counts, kept = wanted, order
         if self.capacity_factor is not None:
             limit = math.ceil(self.capacity_factor * count * self.top_k / total)
             kept = _first_of_each(order, counts, limit)
             counts = [min(number, limit) for number in counts]
         choices = flat.unsqueeze(1).expand(count, self.top_k, width).reshape(-1, width)
         rows = choices[kept]
-        if self._exchange is None:
-            outputs, by_expert, scale = self.compute(rows, counts), counts, 1.0 / max(1, count)
+        if exchange is None:
+            outputs, scale = self.compute(rows, counts), 1.0 / max(1, count)
         else:
-            outputs, by_expert, scale = self._exchange.compute(self, rows, counts)
-        self.tokens_by_expert = list(by_expert)
+            outputs, wanted, scale = exchange.compute(self, rows, counts, wanted)
+            by_expert = dict(zip(exchange.order(self), wanted, strict=True))
+            wanted = [by_expert[expert] for expert in range(total)]
+        self.tokens_by_expert = list(wanted)
         weighted = outputs * weights.reshape(-1)[kept].unsqueeze(1)
         # In the tokens' order again, by indices that are unique: the sums are the same each time.
         back = torch.zeros_like(choices, dtype=weighted.dtype).index_put((kept,), weighted)
         result = back.view(count, self.top_k, width).sum(1)
-        self._balance_loss = self._balance(probabilities, by_expert, scale)
+        self._balance_loss = self._balance(probabilities, wanted, scale)
         return result.to(tokens.dtype).reshape(tokens.shape)
 
-    def compute(self, rows: torch.Tensor, counts: Sequence[int], first: int = 0) -> torch.Tensor:
-        """Return the outputs of consecutive experts, all here, for rows in their order.
+    def compute(
+        self,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        experts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return the outputs of experts that are here, for rows in their order. Not collective.
 
         Args:
             rows: shaped (rows, width).
-            counts: the number of rows of each expert, from number `first` on.
-            first: the number of the first one.
+            counts: the number of rows of each of these experts.
+            experts: their numbers; None: all.
 
         Raises:
             UserError: an expert returns another shape.
         """
-        ends = [0]
-        for number in counts:
-            ends.append(ends[-1] + number)
-        outputs = []
-        for index, (begin, end) in enumerate(pairwise(ends), first):
-            if begin < end:
-                outputs.append(self.compute_one(index, rows[begin:end]))
+        indices = range(len(self.experts)) if experts is None else experts
+        parts = zip(indices, rows.split(list(counts)), strict=True)
+        outputs = [self.compute_one(index, part) for index, part in parts if len(part)]
         return torch.cat(outputs) if outputs else rows
 
     def compute_one(self, index: int, rows: torch.Tensor) -> torch.Tensor:

@@ -224,28 +224,6 @@ def run(layers: Sequence[nn.Module], call: ModelCall | None, carried: Any) -> An
     return output
 
 
-def move(layer: nn.Module, device: torch.device) -> None:
-    """Move a layer to a device; its parameters stay the same objects, also if layers share them.
-
-    `Module.to` makes new ones for devices of plug-ins.
-    """
-    for parameter in layer.parameters():
-        if parameter.device.type != device.type:
-            set_data(parameter, parameter.detach().to(device))
-    for module in layer.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter other data, perhaps on another device."""
-    parameter.grad = None
-    try:
-        parameter.data = data
-    except RuntimeError:  # "incompatible tensor type", of plug-ins
-        torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))
-
-
 class Spec(NamedTuple):
     """The form of a stage's output, without the tensors' values."""
 

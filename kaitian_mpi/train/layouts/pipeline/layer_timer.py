@@ -21,15 +21,14 @@ from kaitian_mpi.errors import LayerTooLargeError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.layouts.moving import move, set_data
 from kaitian_mpi.train.layouts.pipeline.chain import (
     ModelCall,
     all_need_call,
     answered,
     captured,
-    move,
     received,
     run,
-    set_data,
     take_apart,
 )
 from kaitian_mpi.train.layouts.shard.memory_budget import steps_at_once, usual_states

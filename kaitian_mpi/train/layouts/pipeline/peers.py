@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any, cast
@@ -85,7 +85,7 @@ class PeerGroups:
         self._device = device
         self._groups = dict(groups)
         self._module = device_of(device).streams()
-        self._stream = None if self._module is None else self._module.Stream(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
 
     def joins(self, peer: int) -> bool:
         """Return whether a library carries messages between this rank and another."""
@@ -111,10 +111,26 @@ class PeerGroups:
             return LibraryMessage(tensor, source, self._groups[source, self._rank])
         return HostMessage(tensor, source, tag)
 
+    def mark(self) -> Any:
+        """Return the point that computation is queued up to, for `beside_computing`."""
+        if self._module is None:
+            return None
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
     @contextmanager
-    def beside_computing(self) -> Iterator[None]:
-        """Let tensors be made, and received, on a stream that does not wait for computation."""
-        with nullcontext() if self._module is None else self._module.stream(self._stream):
+    def beside_computing(self, after: Any = None) -> Iterator[None]:
+        """Let tensors be made, and received, on a stream that does not wait for computation.
+
+        But for what was queued before `after`, a result of `mark`.
+        """
+        if self._module is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
             yield
 
     def close(self) -> None:

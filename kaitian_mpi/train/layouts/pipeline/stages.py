@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.pipeline import Stage
-from kaitian_mpi.distributed.pending_parameter import PendingParameter
-from kaitian_mpi.errors import UserError
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.tensor_files import Spool
-from kaitian_mpi.train.layouts.divided_state import DividedState
-from kaitian_mpi.train.layouts.pipeline.chain import move, set_data
-from kaitian_mpi.train.partition import Collected
-from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, send_state
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from kaitian_mpi.train.layouts.moving import move
+from kaitian_mpi.train.layouts.parameter_owners import ParameterOwners
 
 
-class Stages(DividedState[int]):
+class Stages(ParameterOwners):
     """The parameters of this rank's layers, and their optimizer state: it has no others.
 
-    In the place of the others are tensors of their shape that take no memory, whose use raises an
-    error. A parameter that layers of several stages share is on all of their ranks. What the
-    optimizers step is named by its number.
+    A parameter that layers of several stages share is on all of their ranks.
     """
 
     def __init__(
@@ -41,118 +28,23 @@ class Stages(DividedState[int]):
         device: torch.device,
     ) -> None:
         self.layers = layers
-        self._device = device
         self.stages: Sequence[Stage] = ()
-        self.owners: list[list[int]] = []
-        """The ranks that have a parameter, by its number; empty before `assign_stages`."""
-        parameters = list(model.parameters())
-        super().__init__(model, optimizers, frozenset(range(len(parameters))))
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        super().__init__(model, optimizers, model.parameters(), device)
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._of_layer = [{numbers[p] for p in layer.parameters()} for layer in layers]
-        self._elsewhere = type("Elsewhere", (PendingParameter,), {"materialize": self._refuse})
-        self._strides = [parameter.stride() for parameter in parameters]
-        self._present = set(self.owned)
-        """The parameters that this rank has."""
-        self._new: dict[int, torch.Tensor] = {}
-        """Values of a checkpoint, or of another rank, that are not in a parameter yet."""
-        self._loose = self._by_number([optimizer.state_dict() for optimizer in optimizers])
-        """States that have no rank yet."""
-        for optimizer in optimizers:
-            optimizer.state.clear()
-
-    def _keep(
-        self, states: Mapping[int, dict[str, Any]], values: Mapping[int, torch.Tensor]
-    ) -> None:
-        self._loose = dict(states)
-        # Those without numbers are in no checkpoint.
-        empty = {n: p for n, p in enumerate(self._parameters) if not p.numel()}
-        self._new = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
-        self._new |= values
 
     def drop(self) -> None:
         super().drop()
-        self._loose = {}
         self.stages = ()
-        self.owners = []
-        self._new = {}
-        self._present = set()
-
-    def drop_start(self) -> None:
-        if not self.stages:
-            self.drop()
-
-    @property
-    def has_copies(self) -> bool:
-        return all(len(ranks) > 1 for ranks in self.owners)
-
-    def is_complete(self, comm: MPI.Intracomm) -> bool:
-        """Return whether these ranks have all parameters and their state. Collective."""
-        present = set[int]().union(*gather_values(comm, sorted(self._has())))
-        return len(present) == len(self._parameters)
 
     def assign_stages(self, world: World, stages: Sequence[Stage]) -> None:
         """Give each rank its stage's parameters, and free those of others. Collective."""
-        owners = self._owners(stages)
-        present = [set(numbers) for numbers in gather_values(world.comm, sorted(self._has()))]
-        states = {number: self._state(number) for number in self._has()}
-        for number, ranks in enumerate(owners):
-            source = next(rank for rank, numbers in enumerate(present) if number in numbers)
-            for target in ranks:
-                if number not in present[target]:
-                    is_source = world.rank == source
-                    sent = (self._value(number), states[number]) if is_source else None
-                    received = send_state(world.comm, sent, source, target)
-                    if world.rank == target:
-                        self._new[number], states[number] = received
-            if world.rank not in ranks:  # free it before the next arrives
-                self._release(number)
-                states.pop(number, None)
-        for number in states:
-            self._settle(number)
+        self.assign_owners(world, self._owners(stages))
         self.stages = stages
-        self.owners = owners
-        self._loose = {}
         for stage in stages:
             if world.rank in stage.ranks:
                 for layer in self.layers[stage.begin : stage.end]:
                     move(layer, self._device)
-        kept = {n: [(self._parameters[n], copy_state(states[n], share=True))] for n in states}
-        self._restrict(kept)
-        self.targets = {n: self._parameters[n] for n in states}
-
-    @torch.no_grad()
-    def share_buffers(self, world: World) -> None:
-        """Give every rank the buffers of each layer as its first rank has them. Collective."""
-        for stage in self.stages:
-            layers, source = self.layers[stage.begin : stage.end], stage.ranks[0]
-            buffers = list(dict.fromkeys(b for layer in layers for b in layer.buffers()))
-            if not buffers:
-                continue
-            sent = buffers if world.rank == source else None
-            received = broadcast_state(world.comm, sent, source, receives=True)
-            if world.rank != source:
-                for buffer, value in zip(buffers, received, strict=True):
-                    buffer.copy_(value)
-
-    def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
-        self.share_buffers(world)
-        spool = Spool(folder)
-        whole: dict[int, torch.Tensor] = {}
-        states: dict[int, dict[str, Any]] = {}
-        for number, ranks in enumerate(self.owners):
-            state = None
-            if world.rank == ranks[0]:
-                state = self._value(number), {} if only_values else self._state(number)
-            if ranks[0] != 0:
-                state = send_state(world.comm, state, ranks[0], 0)
-                if world.rank == 0:
-                    value, optimizer_state = state
-                    kept = {name: _kept(item, spool) for name, item in optimizer_state.items()}
-                    state = _kept(value, spool), kept
-            if world.rank == 0:
-                whole[number], states[number] = state  # type: ignore[misc]
-        optimizers = self._with_states(states) if world.rank == 0 else self.optimizer_states()
-        return Collected(self._with_values(whole), optimizers, spool.fault)
 
     def _owners(self, stages: Sequence[Stage]) -> list[list[int]]:
         owners: list[list[int]] = [[] for _ in self._parameters]
@@ -161,55 +53,9 @@ class Stages(DividedState[int]):
                 owners[number] += stage.ranks
         return owners
 
-    def _has(self) -> set[int]:
-        return self._present | self._new.keys()
+    def _modules_by_source(self) -> Iterable[tuple[Sequence[nn.Module], int]]:
+        for stage in self.stages:
+            yield self.layers[stage.begin : stage.end], stage.ranks[0]
 
-    def _value(self, number: int) -> torch.Tensor:
-        if number in self._new:
-            return self._new[number]
-        return self._parameters[number].detach()
-
-    def _state(self, number: int) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter that this rank has."""
-        return self._state_of(self._parameters[number]) or self._loose.get(number, {})
-
-    def _release(self, number: int) -> None:
-        """Free a parameter that this rank does not need; what uses its values gets an error."""
-        self._new.pop(number, None)
-        self._present.discard(number)
-        parameter = self._parameters[number]
-        if not isinstance(parameter, PendingParameter):
-            # On the stage's device, as the model's own code may ask where the parameters are.
-            nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
-            set_data(parameter, nothing.expand(parameter.shape))
-            if type(parameter) is nn.Parameter:
-                parameter.__class__ = self._elsewhere
-        for optimizer in self._optimizers:
-            optimizer.state.pop(parameter, None)
-
-    def _settle(self, number: int) -> None:
-        """Give a parameter of this rank's its value, on its device."""
-        parameter, value = self._parameters[number], self._new.pop(number, None)
-        if isinstance(parameter, PendingParameter):
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        if value is not None:
-            data = torch.empty_strided(
-                value.shape, self._strides[number], dtype=value.dtype, device=self._device
-            )
-            set_data(parameter, data.copy_(value))
-        self._present.add(number)
-
-    def _refuse(self, parameters: Sequence[nn.Parameter], function: Any) -> None:
-        """Raise why the values of some parameters, which a function uses, are not here."""
-        used = parameters[0]
-        name = next(name for name, n in self._names.items() if self._parameters[n] is used)
-        raise UserError(
-            f"the parameter {name} is in the stage of another rank (layout pipeline), and this "
-            "rank does not have its values; read the weights from a checkpoint, or from "
-            "checkpoints/model.pt when the run is finished"
-        )
-
-
-def _kept(value: Any, spool: Spool) -> Any:
-    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-    return spool.keep([value]) if is_tensor else value
+    def _where(self, name: str) -> str:
+        return "in the stage of another rank (layout pipeline)"
