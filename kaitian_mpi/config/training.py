@@ -24,8 +24,11 @@ from kaitian_mpi.errors import UserError
 
 _FLAG = (
     r"(?<![\w/.-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
-    r"(?: (?P<value>auto|paper|pipeline|replicate|shard)\b)?"
+    r"(?: (?P<value>auto|experts|paper|pipeline|replicate|shard)\b)?"
 )
+
+_EXACT = ("shard", "pipeline", "experts")
+MAX_EXPERT_CHUNKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +86,21 @@ class TrainingConfig:
         "replicate",
         "replicate: every rank has all of the optimizer's state and of the gradients; shard: each "
         "rank has a part in proportion to its free memory, whatever its batches are; pipeline: "
-        "each rank has, and computes, consecutive layers; auto: the fastest that fits, measured",
-        ("replicate", "shard", "pipeline", "auto"),
+        "each rank has, and computes, consecutive layers; experts: each rank has, and computes, "
+        "some of the experts of kaitian_mpi.Experts, and all else; auto: the fastest that fits, "
+        "measured",
+        ("replicate", "shard", "pipeline", "experts", "auto"),
     )
     mirrors: bool = setting(
         True,
-        "with --layout shard and fault tolerance: keep each rank's part on another one, too, if "
-        "there is memory, so that a lost rank costs no step",
+        "with --layout shard or experts and fault tolerance: keep each rank's part on another one, "
+        "too, if there is memory, so that a lost rank costs no step",
+    )
+    expert_chunks: str = setting(
+        "auto",
+        "with --layout experts: the number of chunks in which tokens are sent to the ranks of "
+        "their experts, from 1; auto: the fastest, measured at startup",
+        metavar="auto|N",
     )
     allreduce: str = setting(
         "auto",
@@ -241,6 +252,8 @@ class TrainingConfig:
         for name in PATHS:  # a shell does not expand the tilde of --flag=~/folder
             if isinstance(given := getattr(self, name, None), str | os.PathLike):
                 object.__setattr__(self, name, os.path.expanduser(os.fspath(given)))
+        if type(self.expert_chunks) is int:  # a script gives the number itself
+            object.__setattr__(self, "expert_chunks", str(self.expert_chunks))
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
@@ -262,6 +275,11 @@ class TrainingConfig:
         if not (self.epochs or self.max_steps):
             raise UserError("--epochs 0 requires --max-steps, the steps after which training ends")
         self.check_layout(self.layout)
+        chunks = self.expert_chunks
+        if chunks != "auto" and not (chunks.isdecimal() and 1 <= int(chunks) <= MAX_EXPERT_CHUNKS):
+            raise out_of_range(
+                "expert_chunks", chunks, f"auto or a whole number, from 1 to {MAX_EXPERT_CHUNKS}"
+            )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")
         for name in ("tensorboard", "wandb", "mlflow", "timeline"):
@@ -285,7 +303,7 @@ class TrainingConfig:
 
     def check_layout(self, layout: str) -> None:
         """Raise a `UserError` if other settings rule a layout out; `auto` then takes another."""
-        for name in ("wire", "relay_dtype") if layout in ("shard", "pipeline") else ():
+        for name in ("wire", "relay_dtype") if layout in _EXACT else ():
             if getattr(self, name) != "fp32":
                 raise UserError(
                     f"{flag_name(name)} cannot be combined with --layout {layout}, whose sums are "

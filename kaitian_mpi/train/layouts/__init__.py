@@ -29,6 +29,12 @@ def _find_pipeline(config: TrainingConfig, setup: Setup, world: World) -> Layout
     return PipelineLayout.find(config, setup, world)
 
 
+def _find_experts(config: TrainingConfig, setup: Setup, world: World) -> Layout:
+    from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
+
+    return ExpertsLayout.find(config, setup, world)
+
+
 def _find_fastest(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     from kaitian_mpi.train.layouts.choose import choose_layout
 
@@ -39,6 +45,7 @@ LAYOUTS: dict[str, Callable[[TrainingConfig, Setup, World], Layout]] = {
     "replicate": _find_replicate,
     "shard": _find_shard,
     "pipeline": _find_pipeline,
+    "experts": _find_experts,
     "auto": _find_fastest,
 }
 """Functions that find a layout for a task, collectively, by the value of `--layout`."""
