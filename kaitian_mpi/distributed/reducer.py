@@ -6,7 +6,7 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,8 +64,9 @@ class GradientReducer:
         on_bucket: Callable[[bool], None] = _nothing,
         bucket_caps: tuple[int, int] | None = None,
         residuals: Residuals | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Watch a model's parameters. Not collective.
+        """Watch a model's parameters, or only those given by name. Not collective.
 
         `on_bucket` is called when a bucket's gradients are ready, before they are sent, with
         whether it is the last. `bucket_caps` are bytes at which a bucket is full: the first one,
@@ -73,6 +74,8 @@ class GradientReducer:
         caller says when a step is done, by `Residuals.keep`.
         """
         named = dict(model.named_parameters())  # each once, also where modules share it
+        if parameters is not None:
+            named = dict(parameters)
         self._names = [name for name, p in named.items() if p.requires_grad]
         self._parameters = [named[name] for name in self._names]
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}

@@ -151,12 +151,17 @@ class Engine:
         add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
         come first: their gradient is zero and not missing, as it is in a batch with others.
         """
+        micro_batches = self.complete(micro_batches)
         order = self.begin(micro_batches)
         for index in order:
             batch, counts = self.place(micro_batches[index]), self.step.weights[index] > 0
             loss = self._computation.loss(self._task, self.state.model, batch, counts)
             enter_phase("backward", step=self.state.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
+
+    def complete(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return all micro-batches that this rank is to compute of its share. Not collective."""
+        return micro_batches
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
         """Begin a step with this rank's share; return in which order to take its micro-batches."""

@@ -29,6 +29,7 @@ class OpenStep:
 
     def __init__(self, loop: Loop, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's micro-batches. Collective."""
+        micro_batches = loop.engine.complete(micro_batches)
         self._left = loop.engine.begin(micro_batches)
         self.loop = loop
         self.is_finished = False

@@ -1,15 +1,28 @@
-"""A step in layout shard or pipeline: each rank applies its part of the summed gradient."""
+"""A step in which each rank applies its part of the summed gradient, as in all but replicate."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from kaitian_mpi.distributed.shard_reducer import ShardReducer
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.divided_state import DividedState
-from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Task
+
+
+class StepSums(Protocol):
+    """What is known of a step's summed gradients on all ranks, each of which has some."""
+
+    waits: WaitContext
+
+    @property
+    def factor(self) -> float: ...
+    @property
+    def squared_norm(self) -> float: ...
+    def share_values(self) -> None: ...
 
 
 def check_parts(task: Task, layout: str) -> None:
@@ -27,9 +40,7 @@ def check_parts(task: Task, layout: str) -> None:
         )
 
 
-def apply_step(
-    reducer: ShardReducer | StageGradients, task: Task, state: State, is_finite: bool, samples: int
-) -> None:
+def apply_step(reducer: StepSums, task: Task, state: State, is_finite: bool, samples: int) -> None:
     """Apply a step of all ranks' `samples` to the owned parts, and share their values. Collective.
 
     The weights stay if the gradient is not finite.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.batches import MicroBatch, split_share
 from kaitian_mpi.train.engine import Engine, StepSum
+from kaitian_mpi.train.evaluation import MAX_BATCH, evaluation_indices
 from kaitian_mpi.train.layouts.divided_step import apply_step
 from kaitian_mpi.train.layouts.experts.exchange import TokenExchange
 from kaitian_mpi.train.layouts.experts.expert_owners import ExpertOwners
@@ -33,9 +32,11 @@ class ExpertsEngine(Engine):
         owners = self._owners
         # The largest micro-batch of each rank, in samples.
         self._micro_batch_sizes = gather_values(self.world.comm, self.plan.micro_batch_size)
-        self._added = 0  # micro-batches, in the current step, whose samples are not computed
-        self._rounds: list[float] = [1.0]
-        self._batches: list[MicroBatch] = []
+        # Of the micro-batches of the current step: which are left, and what part of the global
+        # batch all ranks compute at the same time.
+        self._order: list[int] = []
+        self._shares: list[float] = []
+        self._saved_buffers: list[torch.Tensor] = []
         self.exchange = TokenExchange(
             self.world,
             owners.mixtures,
@@ -78,19 +79,103 @@ class ExpertsEngine(Engine):
         self.exchange.reset()
         super().undo()
 
-    def train(self, micro_batches: Sequence[MicroBatch]) -> None:
-        missing = self._most_micro_batches() - len(micro_batches)
-        stand_ins = [MicroBatch(0, micro_batches[0].batch)] * max(0, missing)
-        super().train([*stand_ins, *micro_batches])
+    def complete(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        missing = max(self._counts_of_micro_batches()) - len(micro_batches)
+        return [*[MicroBatch(0, micro_batches[0].batch)] * missing, *micro_batches]
+
+    def _counts_of_micro_batches(self) -> list[int]:
+        """Return how many micro-batches each rank has in the next step; the same on every rank."""
+        return [len(sizes) for sizes in self._sizes_by_rank()]
+
+    def _sizes_by_rank(self) -> list[list[int]]:
+        """Return the samples of each rank's micro-batches in the next step."""
+        shares = self.sampler.shares_at(self.state.progress.position)
+        if not self.splits_shares:
+            return [[share] for share in shares]
+        least = self.sampler.min_batch
+        return [
+            [size for size, _ in split_share(range(share), limit, least)]
+            for share, limit in zip(shares, self._micro_batch_sizes, strict=True)
+        ]
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        by_rank = self._sizes_by_rank()
         order = super().begin(micro_batches)
-        self._batches = list(micro_batches)
-        samples = [0] * len(micro_batches)
-        for counts in self._micro_batch_counts():
-            for index, count in enumerate(reversed(counts)):
-                samples[-1 - index] += count
-        total = sum(samples)
-        self._rounds = [count / total for count in samples]
-        self._round = 0
+        rounds = [0] * len(micro_batches)
+        for sizes in by_rank:  # those that were added come first
+            for index, size in enumerate(reversed(sizes)):
+                rounds[-1 - index] += size
+        self._shares = [size / sum(rounds) for size in rounds]
+        self._order = list(order)
         return order
+
+    def place(self, micro_batch: MicroBatch) -> Any:
+        index = self._order.pop(0)
+        share = self._shares[len(self._shares) - len(self._order) - 1]
+        self.exchange.begin(micro_batch.samples > 0, self._weight_of(index), share)
+        self._saved_buffers = []
+        if not micro_batch.samples and self.step.rank_samples:
+            self._saved_buffers = [buffer.clone() for buffer in self.state.model.buffers()]
+        return super().place(micro_batch)
+
+    def _weight_of(self, index: int) -> float:
+        """Return the factor of a micro-batch's loss in that of the global batch."""
+        step, weight_of_share = self.step, self.step.weight_of_share
+        if not step.weights[index] or weight_of_share is None:
+            return 0.0
+        return weight_of_share() * step.weights[index] / step.rank_weight
+
+    def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
+        self._pace.catch_up()
+        self.step.clock.enter(StepClock.BACKWARD)
+        weight = self._weight_of(index)
+        if weight:
+            loss = loss * weight
+            self.gradients.add_loss(loss)
+        if is_last:
+            self._follow_unfreezing()
+            counts = 1.0 if self.step.counts else 0.0
+            self.gradients.arm(counts if self.step.rank_samples else None)
+        scaled = self._computation.scaler.scale(loss)
+        if scaled.requires_grad:
+            scaled.backward()
+        self.exchange.finish_backward()
+        with torch.no_grad():
+            for buffer, saved in zip(self.state.model.buffers(), self._saved_buffers, strict=False):
+                buffer.copy_(saved)
+        if not is_last:
+            if not weight:  # leave nothing but that there are gradients
+                self.gradients.zero_dense()
+            self._pace.catch_up()
+            self.step.clock.enter(StepClock.FORWARD)
+
+    def finish(self) -> StepSum:
+        self.gradients.finish()
+        if self.step.rank_samples == 0:
+            state = self.state
+            state.buffers.put_back(besides=state.statistics.synchronized_buffers())
+        return StepSum(self.gradients.is_finite(), self.gradients.number)
+
+    def apply(self, is_finite: bool) -> None:
+        apply_step(self.gradients, self._task, self.state, is_finite, self.step.samples)
+
+    def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
+        """Yield results as `Engine.results` does; every rank computes equally many batches."""
+        self.exchange.begin()
+        done = 0
+        for result in super().results(observe):
+            done += 1
+            yield result
+        length, shares = len(self._setup.validation), self.sampler.batch_sizes
+        most = max(
+            len(evaluation_indices(length, rank, shares, min(MAX_BATCH, size or MAX_BATCH)))
+            for rank, size in enumerate(self._micro_batch_sizes)
+        )
+        function = self._task.metrics or self._task.loss
+        assert function is not None
+        self.exchange.begin(has_tokens=False)
+        for _ in range(most - done):
+            batch = self._computation.place(self._setup.validation[[0]])
+            with self._computation.autocast():
+                function(self._task.model, batch)
+        self.exchange.begin()

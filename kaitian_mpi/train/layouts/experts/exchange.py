@@ -8,7 +8,7 @@ within a device's kernels; here they are messages of chunks).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class TokenExchange:
     def __init__(
         self,
         world: World,
-        mixtures: dict[str, Experts],
+        mixtures: Mapping[str, Experts],
         owners: Sequence[Sequence[int]],
         chunks: int,
         waits: WaitContext,
@@ -84,7 +84,7 @@ class TokenExchange:
         self._under_way: list[Trip] = []
         self._used: set[int] = set()
         self._has_tokens = True
-        self._weight = 1.0
+        self._weight: float | None = None
         self._share = 1.0
 
     def number_of(self, experts: Experts) -> int:
@@ -115,13 +115,15 @@ class TokenExchange:
             self._places[number] = order.argsort().to(self._device)
         return self._places[number]
 
-    def begin(self, has_tokens: bool = True, weight: float = 1.0, share: float = 1.0) -> None:
+    def begin(
+        self, has_tokens: bool = True, weight: float | None = None, share: float = 1.0
+    ) -> None:
         """Begin a forward. Not collective.
 
         Args:
             has_tokens: whether what this rank computes is needed; else it only helps the others.
             weight: the factor of its loss in that of the global batch. With 0, its tokens get a
-                gradient of zero, whatever is computed.
+                gradient of zero, whatever is computed. None: its loss is of its own tokens.
             share: the part of the global batch that all ranks compute now.
         """
         self._has_tokens = has_tokens
@@ -151,8 +153,8 @@ class TokenExchange:
             if not self._has_tokens:
                 outputs = rows + outputs.sum()  # of nothing, but it takes part in backward
             by_expert = call.by_expert
-        total = sum(by_expert) / experts.top_k
-        scale = 0.0 if is_ignored or not total else self._share / (total * self._weight)
+        total = sum(wanted if self._weight is None else by_expert) / experts.top_k
+        scale = 0.0 if is_ignored or not total else self._share / (total * (self._weight or 1.0))
         return outputs, by_expert, scale
 
     def finish_backward(self, after: int = -1) -> None:
@@ -180,7 +182,7 @@ class TokenExchange:
 
     def take_used(self) -> list[bool]:
         """Return on which mixtures a loss here has depended since this was called."""
-        used = [number in self._used for number in range(len(self._held))]
+        used = [self.size == 1 or number in self._used for number in range(len(self._held))]
         self._used.clear()
         return used
 

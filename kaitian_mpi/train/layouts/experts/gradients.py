@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,12 @@ class ExpertGradients:
     def add_loss(self, loss: torch.Tensor) -> None:
         """Count a micro-batch's loss, weighted by its part of the global batch. Not collective."""
         self._losses.append(loss.detach())
+
+    def zero_dense(self) -> None:
+        """Set to zero what is not of an expert: it is of samples that do not count."""
+        for parameter in self._dense.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def arm(self, weight: Any, number: torch.Tensor | None = None) -> None:
         """Have the next backward sum over the ranks; see `GradientReducer.arm`."""

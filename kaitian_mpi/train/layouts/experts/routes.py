@@ -95,7 +95,9 @@ class HostTrip(Trip):
         self._tags = tags
         self._like = pieces[0]
         self._incoming: dict[int, tuple[torch.Tensor, HostMessage]] = {}
-        self._sent: list[Any] = [dist.isend(piece, peer, tag=tags.rows) for piece in pieces if len(piece)]
+        self._sent: list[Any] = [
+            dist.isend(piece, peer, tag=tags.rows) for piece in pieces if len(piece)
+        ]
         self._replies = [self._receive(piece.shape, tags.replies) for piece in pieces if len(piece)]
 
     def _receive(self, shape: Size, tag: int) -> tuple[torch.Tensor, HostMessage]:
