@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UserError
@@ -82,6 +83,8 @@ class Experts(nn.Module):
         self.top_k = top_k
         self.normalize = top_k > 1 if normalize is None else normalize
         self.capacity_factor = capacity_factor
+        if not self.experts:
+            raise UserError("Experts: there are no experts; give at least 1")
         if not 1 <= top_k <= len(self.experts):
             raise UserError(
                 f"Experts: top_k is {top_k}, and there are {len(self.experts)} experts; give from "
@@ -92,7 +95,7 @@ class Experts(nn.Module):
         self._exchange: ExpertExchange | None = None
         self._balance_loss: torch.Tensor | None = None
         self.tokens_by_expert: list[int] = [0] * len(self.experts)
-        """How many tokens each expert got in the last forward, of all ranks."""
+        """How many tokens, of all ranks, chose each expert in the last forward."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or what is pickled, is whole: neither its ranks nor a loss's graph belong to it.
@@ -100,19 +103,32 @@ class Experts(nn.Module):
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """The balancing loss of the last forward, without dimensions: 1 times `top_k` at best.
+        """The balancing loss of the last forward, without dimensions: `top_k` if all get the same.
 
         The Switch Transformer's (arXiv 2101.03961, equation 4), with all `top_k` choices counted as
         in Mixtral: the number of experts times the sum over experts of the fraction of tokens that
-        chose it times its mean weight. Add it to the loss, times 0.01 for example. It is that of
-        all ranks' tokens that are computed together: one micro-batch of each.
+        chose it times the mean of its probability. Add it to the loss, times 0.01 for example. It
+        is that of all ranks' tokens that are computed together: one micro-batch of each. Choices
+        that a `capacity_factor` drops count.
 
         Raises:
-            UserError: there was no forward yet.
+            UserError: there was no forward yet; or the last one, in training, was without
+                gradients, as inside a reentrant activation checkpoint: the gate would learn nothing
+                from this loss.
         """
-        if self._balance_loss is None:
+        loss = self._balance_loss
+        if loss is None:
             raise UserError("Experts: balance_loss is known after a forward, and there was none")
-        return self._balance_loss
+        is_wanted = self.training and torch.is_grad_enabled()
+        if is_wanted and not loss.requires_grad and self._has_trained_gate():
+            raise UserError(
+                "Experts: balance_loss has no gradient, as the last forward was computed without; "
+                "if it is in an activation checkpoint, give that use_reentrant=False"
+            )
+        return loss
+
+    def _has_trained_gate(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.gate.parameters())
 
     def use_exchange(self, exchange: ExpertExchange | None) -> None:
         """Compute the experts with other ranks from now on, or all of them here."""
@@ -136,23 +152,12 @@ class Experts(nn.Module):
         width, total = tokens.shape[-1], len(self.experts)
         flat = tokens.reshape(-1, width)
         count = len(flat)
-        scores = self.gate(flat)
-        if scores.shape != (count, total):
-            raise UserError(
-                f"Experts: the gate returned the shape {list(scores.shape)} for {count} tokens and "
-                f"{total} experts; it must return a score of each expert, [{count}, {total}]"
-            )
-        # In half precision, weights of many experts would be rounded to few values.
-        exact = scores if scores.dtype == torch.float64 else scores.float()
-        probabilities = exact.softmax(-1)
-        weights, chosen = probabilities.topk(self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        probabilities, weights, chosen = self.route(flat)
         by_choice, exchange = chosen.reshape(-1), self._exchange
         if exchange is not None:
             by_choice = exchange.places(self)[by_choice]
         order = by_choice.argsort(stable=True)
-        wanted: Sequence[int] = by_choice.bincount(minlength=total).tolist()
+        wanted: Sequence[int] = _counts(by_choice, total)
         counts, kept = wanted, order
         if self.capacity_factor is not None:
             limit = math.ceil(self.capacity_factor * count * self.top_k / total)
@@ -169,10 +174,37 @@ class Experts(nn.Module):
         self.tokens_by_expert = list(wanted)
         weighted = outputs * weights.reshape(-1)[kept].unsqueeze(1)
         # In the tokens' order again, by indices that are unique: the sums are the same each time.
-        back = torch.zeros_like(choices, dtype=weighted.dtype).index_put((kept,), weighted)
+        back = torch.zeros_like(choices, dtype=weighted.dtype).index_put_((kept,), weighted)
         result = back.view(count, self.top_k, width).sum(1)
         self._balance_loss = self._balance(probabilities, wanted, scale)
         return result.to(tokens.dtype).reshape(tokens.shape)
+
+    def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return which experts each token goes through.
+
+        Args:
+            tokens: shaped (tokens, width).
+
+        Returns:
+            The probabilities of all experts, shaped (tokens, experts); the weights of the chosen
+            ones, shaped (tokens, top_k); and their numbers, shaped as the weights are.
+
+        Raises:
+            UserError: the gate returns something else than a score of each expert.
+        """
+        scores, shape = self.gate(tokens), [len(tokens), len(self.experts)]
+        if not isinstance(scores, torch.Tensor) or list(scores.shape) != shape:
+            raise UserError(
+                f"Experts: the gate returned {_in_words(scores)} for {shape[0]} tokens and "
+                f"{shape[1]} experts; it must return a score of each expert, of the shape {shape}"
+            )
+        # In half precision, weights of many experts would be rounded to few values.
+        exact = scores if scores.dtype == torch.float64 else scores.float()
+        probabilities = exact.softmax(-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return probabilities, weights, chosen
 
     def compute(
         self,
@@ -199,10 +231,9 @@ class Experts(nn.Module):
         """Return the output of one expert, which is here, in the dtype of its rows."""
         output = self.experts[index](rows)
         if not isinstance(output, torch.Tensor) or output.shape != rows.shape:
-            what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
             raise UserError(
-                f"Experts: expert {index} returned {what} for rows of the shape "
-                f"{list(rows.shape)}; it must return the same shape"
+                f"Experts: expert {index} returned {_in_words(output)} for tokens of the shape "
+                f"{list(rows.shape)}; it must return a tensor of the same shape"
             )
         return output.to(rows.dtype)
 
@@ -212,6 +243,22 @@ class Experts(nn.Module):
         total = sum(by_expert)
         fractions = probabilities.new_tensor(by_expert) * (self.top_k / max(1, total))
         return len(self.experts) * (fractions * probabilities.sum(0)).sum() * scale
+
+
+def _counts(by_choice: torch.Tensor, experts: int) -> list[int]:
+    """Return how many of the choices are each expert; if they have no values, equally many."""
+    if by_choice.is_meta or isinstance(by_choice, FakeTensor):  # an estimate of the memory
+        number, rest = divmod(len(by_choice), experts)
+        return [number + (index < rest) for index in range(experts)]
+    counts: list[int] = by_choice.bincount(minlength=experts).tolist()
+    return counts
+
+
+def _in_words(output: object) -> str:
+    """Return what a module has returned, for an error's line."""
+    if isinstance(output, torch.Tensor):
+        return f"the shape {list(output.shape)}"
+    return f"a {type(output).__name__}"
 
 
 def _first_of_each(order: torch.Tensor, counts: Sequence[int], limit: int) -> torch.Tensor:
