@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.experts import Experts
     from kaitian_mpi.distributed.startup import init
     from kaitian_mpi.distributed.sync_batch_norm import convert_sync_batchnorm
+    from kaitian_mpi.integrations.convert_experts import convert_experts, revert_experts
     from kaitian_mpi.mpi.world import World
     from kaitian_mpi.observe.sink import MetricsSink
     from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
@@ -41,9 +42,11 @@ __all__ = [
     "WeightedSum",
     "World",
     "__version__",
+    "convert_experts",
     "convert_sync_batchnorm",
     "data_parallel",
     "init",
+    "revert_experts",
 ]
 
 _MODULES = {
@@ -54,9 +57,11 @@ _MODULES = {
     "Training": "kaitian_mpi.train.training",
     "WeightedSum": "kaitian_mpi.distributed.data_parallel",
     "World": "kaitian_mpi.mpi.world",
+    "convert_experts": "kaitian_mpi.integrations.convert_experts",
     "convert_sync_batchnorm": "kaitian_mpi.distributed.sync_batch_norm",
     "data_parallel": "kaitian_mpi.distributed.data_parallel",
     "init": "kaitian_mpi.distributed.startup",
+    "revert_experts": "kaitian_mpi.integrations.convert_experts",
 }
 
 
