@@ -15,6 +15,7 @@ from kaitian_mpi.balance.pipeline import PipelinePlan
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.distributed import shard_reducer
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts.experts.expert_owners import ExpertOwners
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan
 from kaitian_mpi.train.layouts.shard import memory_budget, shard_layout, shards
 from kaitian_mpi.train.measure.plan import Plan, Profiles
@@ -25,7 +26,7 @@ LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
 
 def settings_of(layout: str) -> dict[str, Any]:
     """Return the settings of a training in a layout."""
-    name = layout if layout in ("replicate", "pipeline") else "shard"
+    name = layout if layout in ("replicate", "pipeline", "experts") else "shard"
     return {"layout": name, "mirrors": layout != "shard"}
 
 
@@ -47,6 +48,7 @@ def given_layout(
     stages: Callable[[int], PipelinePlan],
     memory: Callable[[], Sequence[float]],
     sharded: Callable[[frozenset[int]], frozenset[int]] = lambda numbers: numbers,
+    experts: Callable[[int], tuple[list[int], list[int]]] | None = None,
     bucket_caps: tuple[int, int] = (128, 512),
 ) -> Iterator[None]:
     """Begin loops with these plans, and with buckets so small that small models have several.
@@ -56,6 +58,7 @@ def given_layout(
         shares: returns the ranks' batch sizes.
         stages: returns the stages, given the number of layers.
         memory: returns the ranks' memory, in proportion.
+        experts: returns each expert's rank, and that of its mirror, given the number of experts.
         sharded: returns which parameters are in parts, given the numbers of those that can be.
         bucket_caps: the bytes of the buckets of a layout that sums to owners.
     """
@@ -90,9 +93,17 @@ def given_layout(
         chosen = sharded(numbers) if is_sharded else frozenset()
         return kind(by_place, needs[is_sharded], chosen), reserved
 
+    assign_experts = ExpertOwners.assign_experts
+
+    def given_experts(
+        owners: ExpertOwners, world: World, ranks: Sequence[int], mirrors: Sequence[int]
+    ) -> None:
+        assign_experts(owners, world, *(experts(len(ranks)) if experts else (ranks, mirrors)))
+
     with ExitStack() as patches:
         for owner, name, value in (
             (Profiles, "plan", plan),
+            (ExpertOwners, "assign_experts", given_experts),
             (PipelineFacts, "plan", plan_stages),
             (shard_layout, "find_memory_budget", given_budget),
             (memory_budget, "_MIN_SHARDED_BYTES", 64),

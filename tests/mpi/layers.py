@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from kaitian_mpi import Experts
 
 
 class Residual(nn.Module):
@@ -113,6 +116,59 @@ class Tied(nn.Module):
         return torch.tanh(x @ self.other.weight)
 
 
+class Scales(nn.Module):
+    """The smallest expert."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Mixes(nn.Module):
+    """Adds what a mixture of experts computes."""
+
+    def __init__(self, mixture: Experts) -> None:
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixture(x)
+
+
+def make_mixture(rng: random.Random, width: int, gates: dict[int, nn.Linear]) -> nn.Module:
+    """Return a random mixture of experts; some share a gate of `gates`, by the number of experts.
+
+    Its experts are unlike, some have no parameters, and one may be such that no token chooses it.
+    """
+    count = rng.choice([1, 2, 3, 4, 6])
+    kinds = ["linear", "linear", "residual", "gated", "scales", "none"]
+    experts: list[nn.Module] = []
+    for kind in rng.choices(kinds, k=count):
+        if kind == "linear":
+            experts.append(nn.Sequential(nn.Linear(width, width), nn.Tanh()))
+        elif kind == "residual":
+            experts.append(Residual(width))
+        elif kind == "gated":
+            experts.append(Gated(width))
+        elif kind == "scales":
+            experts.append(Scales(width))
+        else:
+            experts.append(nn.Tanh())
+    gate = nn.Linear(width, count, bias=rng.random() < 0.5)
+    if count in gates and rng.random() < 0.5:
+        gate = gates[count]
+    elif gate.bias is not None and count > 2 and rng.random() < 0.5:
+        with torch.no_grad():
+            gate.bias[rng.randrange(count)] -= 100
+    gates[count] = gate
+    top_k = min(count, rng.choice([1, 2, 2]))
+    mixture = Experts(experts, gate, top_k, normalize=rng.choice([None, None, True, False]))
+    return Mixes(mixture) if rng.random() < 0.6 else mixture
+
+
 class Idle(nn.Module):
     """Returns what it gets; no loss depends on its parameter."""
 
@@ -168,17 +224,24 @@ class FirstPlace(nn.Module):
         return x[:, 0]
 
 
-def transformer() -> nn.Sequential:
+def transformer(has_experts: bool = False) -> nn.Sequential:
     """Return a model for `Points`, with whatever a layout may stumble over, in float64.
 
     Its last weight is tied to its first; one block is used twice, one is computed again in
-    backward; one layer is frozen, and one parameter is of no use.
+    backward; one layer is frozen, and one parameter is of no use. If it `has_experts`, one is
+    frozen, and each is chosen by some of the samples.
     """
     torch.manual_seed(5)
     first, block = Pair(16), Attends(16)
+    mixtures: list[nn.Module] = []
+    if has_experts:
+        experts = [nn.Linear(16, 16), Residual(16), Scales(16), Residual(16).requires_grad_(False)]
+        top_1 = Experts([Residual(16), nn.Linear(16, 16)], nn.Linear(16, 2, bias=False), top_k=1)
+        mixtures = [Mixes(Experts(experts, nn.Linear(16, 4))), Mixes(top_1)]
     layers = [
         first,
         block,
+        *mixtures,
         ComputedAgain(Attends(16)),
         block,
         nn.Linear(16, 16).requires_grad_(False),

@@ -43,12 +43,14 @@ from layers import (
     Splits,
     Takes,
     Tied,
+    make_mixture,
 )
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import kaitian_mpi
-from kaitian_mpi import Task, Training
+from kaitian_mpi import Experts, Task, Training
+from kaitian_mpi.balance.ownership import NO_MIRROR
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -119,6 +121,9 @@ class Case:
     layouts: list[str] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     """After which step each layout but the last stops."""
+    balance: float = 0.0
+    """The factor of the mixtures' balancing losses in the loss."""
+    tolerance: float = TOLERANCE
 
 
 def make_case(seed: int) -> Case:
@@ -160,6 +165,7 @@ def make_model(case: Case) -> nn.Sequential:
     """Return a case's model, in float64."""
     torch.manual_seed(case.seed)
     width, shared_act = case.width, nn.Tanh()
+    gates: dict[int, nn.Linear] = {}
     shared = nn.Linear(width, width)
     first: nn.Module = Pools(width) if case.is_text else nn.Linear(_FEATURES, width)
     layers = [first]
@@ -188,6 +194,8 @@ def make_model(case: Case) -> nn.Sequential:
             layers += [shared, Tied(shared)]
         elif kind == "same":
             layers += [shared, shared_act]
+        elif kind == "mixture":
+            layers.append(make_mixture(random.Random(f"{case.seed} {number}"), width, gates))
         else:
             layers.append(nn.Sequential(nn.Linear(width, width), shared_act))
     model = nn.Sequential(*layers, nn.Linear(width, _CLASSES)).double()
@@ -254,7 +262,9 @@ def compute_loss(case: Case, model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, targets, counts = batch
     losses = (model(inputs) - targets).square().mean(-1)
     if case.loss == "mean":
-        return losses.mean()
+        mixtures = [each for each in model.modules() if isinstance(each, Experts)]
+        balance = sum(mixture.balance_loss for mixture in mixtures) if case.balance else 0.0
+        return losses.mean() + case.balance * balance
     if case.loss == "counted finite" and not counts.any():
         return losses.mean()  # as of a regularizer; nothing of it counts
     least = 1e-9 if case.loss == "counted" else 0.0
@@ -354,6 +364,7 @@ def train(case: Case, world: Any, folder: Path) -> Result:
             Training(
                 partial(make_task, case),
                 **settings_of(layout),
+                expert_chunks=random.Random(f"{case.seed} {stop}").choice([1, 2, 3]),
                 global_batch_size=case.batch,
                 micro_batch_size=case.micro_batch,
                 epochs=case.epochs,
@@ -403,8 +414,14 @@ def in_layout(
     def sharded(numbers: frozenset[int]) -> frozenset[int]:
         return frozenset(n for n in sorted(numbers) if rng.random() < 0.8) or numbers
 
+    def experts(count: int) -> tuple[list[int], list[int]]:
+        owners = [rng.randrange(size) for _ in range(count)]
+        others = [[NO_MIRROR, *(rank for rank in range(size) if rank != own)] for own in owners]
+        return owners, [rng.choice(ranks) for ranks in others]
+
     return given_layout(
         layout,
+        experts=experts,
         shares=lambda: shares(rng, case.batch, size),
         stages=lambda layers: random_stages(rng, layers, size, case.batch),
         memory=memory,
@@ -449,12 +466,12 @@ def run_case(case: Case, world: Any, folder: Path, shows: bool = False) -> str:
     losses = gather_values(world.comm, result.losses)
     fault = "" if all(own == losses[0] for own in losses) else "losses of the ranks differ"
     if world.rank == 0:
-        fault = fault or differences(result, train_alone(case))
+        fault = fault or differences(result, train_alone(case), case.tolerance)
     fault = gather_values(world.comm, fault)[0]
     return f"WRONG: {fault}" if fault else "right"
 
 
-def differences(result: Result, expected: Result) -> str:
+def differences(result: Result, expected: Result, tolerance: float) -> str:
     """Return what differs, of the first kind that does."""
     pairs = [*zip(result.losses, expected.losses, strict=True)]
     pairs += [(found, expected.evaluated[step]) for step, found in result.evaluated.items()]
@@ -464,13 +481,14 @@ def differences(result: Result, expected: Result) -> str:
     names += [f"evaluation {step}" for step in result.evaluated] + [*expected.weights]
     for name, (found, value) in zip(names, pairs, strict=True):
         one, other = torch.as_tensor(found).double(), torch.as_tensor(value).double()
-        if not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE):
+        if not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
             return f"{name} differs by {float((one - other).abs().max()):.1e}"
     return ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(make: Callable[[int], Case], description: str) -> None:
+    """Run the cases of some seeds, and exit with 1 if one is wrong."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("seeds", help="one, or the first and the end: 0:200")
     parser.add_argument("--layouts", default="", help="instead of the seeds' own")
     parser.add_argument("--show", action="store_true", help="print each case")
@@ -479,10 +497,12 @@ def main() -> None:
     world = kaitian_mpi.init()
     wrong = 0
     for seed in range(int(begin), int(end or int(begin) + 1)):
-        case = make_case(seed)
+        case = make(seed)
         if options.layouts:
             layouts = options.layouts.split(",")
             case = replace(case, layouts=layouts, stops=list(range(1, len(layouts))))
+            if {*layouts} != {"experts"}:  # in others it is of each rank's tokens
+                case = replace(case, balance=0.0)
         if world.rank == 0:
             print(f"seed {seed} {','.join(case.layouts)}: ", end="", flush=True)
             if options.show:
@@ -504,4 +524,4 @@ def run_in_folder(case: Case, world: Any, shows: bool = False) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(make_case, __doc__)

@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ExponentialLR
 
-from kaitian_mpi import Task, Training
+from kaitian_mpi import Experts, Task, Training
+from kaitian_mpi.balance.ownership import NO_MIRROR
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.engine import Engine, StepSum, apply_step
@@ -124,11 +125,22 @@ def make_task(**parts):
     return Task(**{**usual, **parts})
 
 
-AVERAGED = {
-    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
-    "clip_norm": None,
-}
-"""What the layout of this file trains."""
+def parts_of(layout):
+    """Return the parts of a task that a layout needs."""
+    if layout == "averaging":
+        return {
+            "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+            "clip_norm": None,
+        }
+    return {"model": transformer(has_experts=True)} if layout == "experts" else {}
+
+
+def give_experts(world, count):
+    """Return the ranks of experts, and of their mirrors; one of three ranks has none."""
+    ranks = [0, 2] if world.size == 3 else [0]
+    owners = [ranks[number % len(ranks)] for number in range(count)]
+    mirrors = [1 if world.size == 3 and number % 3 == 0 else NO_MIRROR for number in range(count)]
+    return owners, mirrors
 
 
 def make_plan(world, layers, micro_batch=5):
@@ -165,6 +177,7 @@ def train(world, layout, task, folder, until=STEPS, **settings):
         shares=lambda: SHARES[0] if size == 3 else [BATCH],
         stages=partial(make_plan, world),
         memory=lambda: [3, 1, 2][:size],
+        experts=partial(give_experts, world),
         bucket_caps=(1 << 10, 1 << 12),
     )
     where = {"run_dir": str(folder / "run"), "resume": "auto", "quiet": True}
@@ -206,11 +219,11 @@ def compare_with_one_process(world, task, steps, folder):
     [
         *[("replicate", False), ("shard", True), ("mirrors", False), ("parts", True)],
         *[("pipeline", False), ("averaging", False), ("averaging", True)],
+        *[("experts", False), ("experts", True)],
     ],
 )
 def test_steps_results_and_files_are_those_of_one_process(world, shared_path, layout, is_open):
-    parts = AVERAGED if layout == "averaging" else {}
-    task = make_task(metrics=metrics, **parts)
+    task = make_task(metrics=metrics, **parts_of(layout))
     initial = replace(task, model=copy.deepcopy(task.model))
     task = replace(task, loss=None if is_open else task.loss)
     file = shared_path / "model.safetensors"
@@ -228,6 +241,7 @@ CHAINS = {
     "in turn": ["parts", "mirrors", "pipeline", "replicate", "shard", "parts"],
     "each second": ["pipeline", "shard", "mirrors", "replicate", "parts", "pipeline"],
 }
+CHAINS |= {"experts": ["experts", "mirrors", "experts", "pipeline", "experts", "replicate"]}
 for name, chain in [*CHAINS.items()]:
     CHAINS[f"{name}, back"] = chain[::-1]
 """Each layout continues from each other one."""
@@ -238,9 +252,10 @@ for name, chain in [*CHAINS.items()]:
     "name", [pytest.param(n, marks=pytest.mark.thorough if "back" in n else ()) for n in CHAINS]
 )
 def test_a_layout_continues_from_a_checkpoint_of_another(world, shared_path, name):
-    initial, steps = make_task(), []
+    parts = partial(parts_of, "experts" if "experts" in CHAINS[name] else "")
+    initial, steps = make_task(**parts()), []
     for step, layout in enumerate(CHAINS[name], 1):
-        steps += train(world, layout, make_task(), shared_path, until=step)
+        steps += train(world, layout, make_task(**parts()), shared_path, until=step)
     expected = compare_with_one_process(world, initial, steps, shared_path)
     if world.rank == 0:
         loss = compute_loss(expected, Points(50)[[*range(50)]]).detach()
@@ -249,11 +264,14 @@ def test_a_layout_continues_from_a_checkpoint_of_another(world, shared_path, nam
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "experts"])
 def test_steps_in_fp16_are_near_those_in_fp32(world, shared_path, layout):
     """But for the first ones, whose scale is too large: no rank takes these."""
+    middle = nn.Linear(16, 16)
+    if layout == "experts":  # all chosen, as rounding may change a choice
+        middle = Experts([middle, nn.Linear(16, 16)], nn.Linear(16, 2), top_k=2)
     task = make_task(
-        model=nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)),
+        model=nn.Sequential(nn.Linear(3, 16), nn.Tanh(), middle, nn.Linear(16, 4)),
         data=in_float32(SAMPLES),
         loss=lambda model, batch: 16 * compute_loss(model, batch),
         validation=None,
@@ -272,12 +290,15 @@ def test_steps_in_fp16_are_near_those_in_fp32(world, shared_path, layout):
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "experts"])
 def test_weight_decay_leaves_alone_what_no_loss_depends_on(world, layout):
     """Some parameters have no gradient in any rank's micro-batch, some in one of them."""
     case = replace(
         make_case(1),
-        blocks=["unused", "sometimes", "linear", "unused", "sometimes"],
+        blocks=[
+            *["unused", "sometimes", "linear", "unused", "sometimes"],
+            *(["mixture"] if layout == "experts" else []),
+        ],
         is_text=False,
         optimizers=["sgd", "adamw"],
         left_out=0,
