@@ -1,0 +1,410 @@
+"""Plans which rank holds which expert and computes how many rows, so that a step is short.
+
+Rows and experts are moved in turns, from several divisions of the rows, as long as the predicted
+step gets shorter: single experts, pairs of them, rows, and an expert with the rows that then fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kaitian_mpi.balance.expert_moves import Placements
+from kaitian_mpi.balance.experts import (
+    ExpertPlacement,
+    ExpertsJob,
+    ExpertTimes,
+    Loads,
+    moved_bytes,
+    sample_bytes,
+    too_large,
+)
+from kaitian_mpi.balance.shares import apportion
+from kaitian_mpi.errors import UserError
+
+_ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_TURNS = 8
+_JOINT = 6  # moves of an expert after which the rows are divided again
+_MANY_RANKS = 16  # above this, only late ranks give rows away
+_LATE = 2
+_MUCH_WORK = 2048  # ranks times experts; above this, fewer plans are compared
+_STARTS_OF_MANY = 2
+_BETTER = 1 - 1e-9
+# Experts move if the step gets faster by this factor, and the steps left save more than a move
+# takes: these seconds, and sending the experts.
+_MIN_GAIN = 1.05
+_MOVING_SEC = 1.0
+
+
+def place_experts(job: ExpertsJob) -> ExpertPlacement:
+    """Return the placement with the shortest step of those that fit the ranks' memory.
+
+    Raises:
+        UserError: the experts do not fit.
+    """
+    best: ExpertPlacement | None = None
+    for rounds in _ROUNDS:
+        if rounds > 1 and rounds * job.min_batch > job.global_batch:
+            break
+        found = _Search(job, rounds).run()
+        if found is None:
+            continue
+        is_second = best is not None
+        if best is None or found.step_sec < best.step_sec:
+            best = found
+        # With less memory for activations at once, experts may be elsewhere.
+        if is_second or has_spare(job, found):
+            break
+    if best is None:
+        raise UserError(too_large(job))
+    return best
+
+
+def has_spare(job: ExpertsJob, placement: ExpertPlacement) -> bool:
+    """Return whether each rank has the memory for another expert."""
+    largest = float(job.held_bytes.max(initial=0.0))
+    used = np.array(placement.bytes_by_rank)
+    return bool((used + 2 * largest <= job.free_bytes).all())
+
+
+def replace_experts(
+    job: ExpertsJob,
+    placement: ExpertPlacement,
+    tokens: Sequence[float],
+    work_sec: Sequence[float],
+    steps: int,
+) -> tuple[ExpertsJob, ExpertPlacement, str] | None:
+    """Return another placement that is worth its move, with the job by which it was planned.
+
+    Args:
+        job: by which the placement was planned.
+        placement: of the experts now.
+        tokens: by expert, the tokens that it got, for a sample of the global batch.
+        work_sec: by rank, the measured seconds of computing per step.
+        steps: the steps left.
+
+    Returns:
+        The job as it was observed, the placement, and a line's text; None if it does not pay.
+    """
+    observed = replace(job, tokens=tuple(tokens))
+    planned = planned_work(observed, placement)
+    factors = [
+        max(work, 1e-9) / max(seconds, 1e-9)
+        for work, seconds in zip(work_sec, planned, strict=True)
+    ]
+    ranks = tuple(rank.scaled(factor) for rank, factor in zip(job.ranks, factors, strict=True))
+    observed = replace(observed, ranks=ranks)
+    before = predict(observed, placement).step_sec
+    try:
+        after = place_experts(observed)
+    except UserError:  # tokens that are concentrated may leave too little memory
+        return None
+    if before < _MIN_GAIN * after.step_sec:
+        return None
+    busy_sec = max((hop.busy_sec for hop in job.links.values()), default=0.0)
+    moving_sec = _MOVING_SEC + moved_bytes(job, placement, after) * busy_sec
+    if (before - after.step_sec) * steps <= moving_sec:
+        return None
+    moved = sum(a != b for a, b in zip(placement.owners, after.owners, strict=True))
+    text = f"{moved} experts move" if moved != 1 else "1 expert moves"
+    if not moved:
+        text = "other batch sizes"
+    return (
+        observed,
+        after,
+        (f"{text}; predicted step {1e3 * after.step_sec:.0f} ms in place of {1e3 * before:.0f} ms"),
+    )
+
+
+def planned_work(job: ExpertsJob, placement: ExpertPlacement) -> list[float]:
+    """Return each rank's seconds of computing in a step, without what is sent."""
+    times = ExpertTimes(job, placement.rounds)
+    seconds = times.dense(np.array(placement.batch_sizes, dtype=float))
+    for number, owner in enumerate(placement.owners):
+        seconds[owner] += times.work_sec[owner, number] + times.update_sec[owner, number]
+    planned: list[float] = seconds.tolist()
+    return planned
+
+
+def predict(job: ExpertsJob, placement: ExpertPlacement) -> ExpertPlacement:
+    """Return a placement with its times and memory as they are by this job."""
+    placements = Placements(job, placement.rounds)
+    owners = np.array(placement.owners, dtype=int)
+    rows = np.array(placement.batch_sizes, dtype=int)
+    return placements.describe(owners, rows, placement.mirrors)
+
+
+class _Search:
+    """Searches placements for one number of micro-batches."""
+
+    def __init__(self, job: ExpertsJob, rounds: int) -> None:
+        self._job = job
+        self._rounds = rounds
+        self._placements = Placements(job, rounds)
+        self._times = self._placements.times
+        self._sizes = self._placements.sizes
+        self._free = self._placements.free
+        self._mixtures = [
+            np.flatnonzero(job.mixtures == number) for number in range(job.mixture_count)
+        ]
+        self._ranks = np.arange(len(job.ranks))
+        self._is_large = len(job.ranks) * len(job.experts) > _MUCH_WORK
+
+    def run(self) -> ExpertPlacement | None:
+        """Return the best placement found; None if none fits."""
+        best: tuple[float, np.ndarray, np.ndarray] | None = None
+        for rows in self._starts():
+            owners = self._place(rows)
+            if owners is None:
+                continue
+            step, owners, rows = self._improve(owners, rows)
+            if best is None or step < _BETTER * best[0]:
+                best = step, owners, rows
+        if best is None:
+            return None
+        _, owners, rows = best
+        return self._placements.describe(owners, rows, self._placements.mirrors(owners, rows))
+
+    def _starts(self) -> Iterator[np.ndarray]:
+        """Yield divisions of the rows to begin with."""
+        job = self._job
+        count, total = len(job.ranks), job.global_batch
+        if job.batch_sizes:
+            yield np.array(job.batch_sizes, dtype=int)
+            return
+        speeds = [1 / rank.cost.seconds(max(1, total // count)) for rank in job.ranks]
+        busiest = [
+            max(1e-12, *map(sum, zip(rank.token_sec, rank.update_sec, strict=True)))
+            for rank in job.ranks
+        ]
+        free = np.maximum(self._free, 1.0).tolist()
+        weights = [
+            speeds,
+            [1.0] * count,
+            [1 / seconds for seconds in busiest],
+            [speed / memory for speed, memory in zip(speeds, free, strict=True)],
+            [speed * memory for speed, memory in zip(speeds, free, strict=True)],
+        ]
+        seen = set()
+        for start in weights[: _STARTS_OF_MANY if self._is_large else None]:
+            rows = self._fitting_rows(apportion(total, start))
+            if rows is not None and tuple(rows) not in seen:
+                seen.add(tuple(rows))
+                yield np.array(rows, dtype=int)
+
+    def _fitting_rows(self, rows: list[int]) -> list[int] | None:
+        """Return rows that every rank can compute, as near to these as is simple."""
+        job, least = self._job, self._job.min_batch
+        if least * len(rows) > job.global_batch:
+            least = 0
+        room = self._placements.limits.copy()
+        for rank, facts in enumerate(job.ranks):
+            if facts.sample_bytes:
+                most = math.floor(max(0.0, facts.free_bytes) / facts.sample_bytes)
+                room[rank] = min(room[rank], most * self._rounds)
+        if (room < least).any() or room.sum() < job.global_batch:
+            return None
+        fitted = [min(max(row, least), int(most)) for row, most in zip(rows, room, strict=True)]
+        while missing := job.global_batch - sum(fitted):
+            # One after the other, so that equal ranks stay equal within one sample.
+            step = max(1, abs(missing) // len(fitted))
+            if missing > 0:
+                spare = [int(most) - row for row, most in zip(fitted, room, strict=True)]
+                rank = spare.index(max(spare))
+                fitted[rank] += min(step, spare[rank])
+            else:
+                over = [row - least for row in fitted]
+                rank = over.index(max(over))
+                fitted[rank] -= min(step, over[rank])
+        return fitted
+
+    def _place(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return owners for given rows, the largest expert first; None if they do not fit."""
+        fastest = self._times.work_sec.min(axis=0) + self._times.update_sec.min(axis=0)
+        by_time = sorted(range(len(self._sizes)), key=lambda n: (-fastest[n], n))
+        owners = self._place_in_order(by_time, rows, by_memory=False)
+        if owners is None:
+            by_size = sorted(range(len(self._sizes)), key=lambda n: (-self._sizes[n], n))
+            owners = self._place_in_order(by_size, rows, by_memory=True)
+        return owners
+
+    def _place_in_order(
+        self, order: Sequence[int], rows: np.ndarray, by_memory: bool
+    ) -> np.ndarray | None:
+        job, times = self._job, self._times
+        used = sample_bytes(job, rows, self._rounds)
+        shape = (job.mixture_count, len(job.ranks))
+        work, tokens = np.zeros(shape), np.zeros(shape)
+        update = np.zeros(len(job.ranks))
+        owners = np.full(len(job.experts), -1)
+        for number in order:
+            mixture = int(job.mixtures[number])
+            has_room = used + self._sizes[number] <= self._free
+            if not has_room.any():
+                return None
+            if by_memory:
+                rank = int(np.where(has_room, self._free - used, -np.inf).argmax())
+            else:
+                eye = np.eye(len(self._ranks))
+                loads = Loads(
+                    (work[mixture] + eye * times.work_sec[:, number])[:, None, :],
+                    (tokens[mixture] + eye * job.counts[number])[:, None, :],
+                    update + eye * times.update_sec[:, number],
+                    rows[None, :],
+                )
+                seconds = times.step(loads, [mixture])
+                rank = int(np.where(has_room, seconds, np.inf).argmin())
+            owners[number] = rank
+            used[rank] += self._sizes[number]
+            work[mixture, rank] += times.work_sec[rank, number]
+            tokens[mixture, rank] += job.counts[number]
+            update[rank] += times.update_sec[rank, number]
+        return owners
+
+    def _improve(
+        self, owners: np.ndarray, rows: np.ndarray
+    ) -> tuple[float, np.ndarray, np.ndarray]:
+        step, owners, rows = self._take_turns(owners, rows)
+        for _ in range(_TURNS):
+            found = self._joint(owners, rows, step)
+            if found is None:
+                break
+            step, owners, rows = found
+        return step, owners, rows
+
+    def _take_turns(
+        self, owners: np.ndarray, rows: np.ndarray
+    ) -> tuple[float, np.ndarray, np.ndarray]:
+        """Move experts, then rows, as long as the step gets shorter."""
+        step = self._placements.step(owners, rows)
+        for _ in range(_TURNS):
+            owners = self._move_experts(owners, rows)
+            rows = self._move_rows(owners, rows)
+            shorter = self._placements.step(owners, rows)
+            if shorter >= _BETTER * step:
+                break
+            step = shorter
+        return min(step, shorter), owners, rows
+
+    def _joint(
+        self, owners: np.ndarray, rows: np.ndarray, step: float
+    ) -> tuple[float, np.ndarray, np.ndarray] | None:
+        """Return a shorter step by a move that only pays with other rows; None if there is none."""
+        if self._job.batch_sizes or len(self._ranks) == 1 or self._is_large:
+            return None
+        candidates: list[tuple[float, int, int]] = []
+        for members in self._mixtures:
+            numbers, ranks, seconds = self._placements.single_moves(members, owners, rows)
+            order = np.argsort(seconds, kind="stable")[:_JOINT]
+            candidates += [
+                (float(seconds[place]), int(numbers[place]), int(ranks[place]))
+                for place in order
+                if np.isfinite(seconds[place])
+            ]
+        for _, number, rank in sorted(candidates)[:_JOINT]:
+            changed = owners.copy()
+            changed[number] = rank
+            new_rows = self._move_rows(changed, rows)
+            shorter = self._placements.step(changed, new_rows)
+            if shorter < _BETTER * step:
+                return self._take_turns(changed, new_rows)
+        return None
+
+    def _move_experts(self, owners: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Move and swap experts as long as a mixture's time gets shorter."""
+        owners = owners.copy()
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for members in self._mixtures:
+                while self._improve_mixture(members, owners, rows):
+                    is_changed = True
+            is_changed |= self._swap_across(owners, rows)
+        return owners
+
+    def _improve_mixture(self, members: np.ndarray, owners: np.ndarray, rows: np.ndarray) -> bool:
+        """Make the best move or swap within a mixture; return False if none helps."""
+        mixture = int(self._job.mixtures[members[0]])
+        now = float(
+            self._times.step(self._placements.loads(owners, rows).only(mixture), [mixture])[0]
+        )
+        numbers, ranks, moved = self._placements.single_moves(members, owners, rows)
+        best_move = float(moved.min(initial=np.inf))
+        pairs = np.array(list(itertools.combinations(members.tolist(), 2)), dtype=int)
+        pairs, swapped = self._placements.swaps(pairs, owners, rows, mixture)
+        best_swap = float(swapped.min(initial=np.inf))
+        if min(best_move, best_swap) >= _BETTER * now:
+            return False
+        if best_move <= best_swap:
+            place = int(moved.argmin())
+            owners[numbers[place]] = ranks[place]
+        else:
+            _swap(owners, pairs[int(swapped.argmin())])
+        return True
+
+    def _swap_across(self, owners: np.ndarray, rows: np.ndarray) -> bool:
+        """Swap two experts of different mixtures, which share memory and the optimizer's time."""
+        mixtures = self._job.mixtures
+        is_tight = (
+            self._placements.used(owners, rows) + self._sizes.max(initial=0.0) > self._free
+        ).any()
+        is_shared = bool(is_tight) or bool(self._times.update_sec.any())
+        if self._is_large or len(self._mixtures) == 1 or not is_shared:
+            return False
+        pairs = np.array(list(itertools.combinations(range(len(owners)), 2)), dtype=int)
+        pairs = pairs[mixtures[pairs[:, 0]] != mixtures[pairs[:, 1]]]
+        pairs, seconds = self._placements.swaps(pairs, owners, rows)
+        if float(seconds.min(initial=np.inf)) >= _BETTER * self._placements.step(owners, rows):
+            return False
+        _swap(owners, pairs[int(seconds.argmin())])
+        return True
+
+    def _move_rows(self, owners: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Move rows between ranks as long as the step gets shorter."""
+        if self._job.batch_sizes or len(self._ranks) == 1:
+            return rows
+        amount = max(1, 2 ** int(math.log2(max(1, int(rows.max()) // 2))))
+        step = self._placements.step(owners, rows)
+        while amount:
+            moved = self._best_transfer(owners, rows, amount)
+            if moved is not None and moved[0] < _BETTER * step:
+                step, rows = moved
+            else:
+                amount //= 2
+        return rows
+
+    def _best_transfer(
+        self, owners: np.ndarray, rows: np.ndarray, amount: int
+    ) -> tuple[float, np.ndarray] | None:
+        """Return the best of the divisions in which one rank gives so many rows to another."""
+        loads = self._placements.loads(owners, rows)
+        donors = self._ranks
+        if len(donors) > _MANY_RANKS:
+            _, seconds = self._times.exact_step(loads)
+            donors = np.argsort(-seconds, kind="stable")[:_LATE]
+        pairs = [(a, b) for a in donors.tolist() for b in self._ranks.tolist() if a != b]
+        sources, targets = (np.array(column) for column in zip(*pairs, strict=True))
+        candidates = np.repeat(rows[None, :], len(pairs), axis=0)
+        at = np.arange(len(pairs))
+        candidates[at, sources] -= amount
+        candidates[at, targets] += amount
+        held = self._placements.held(owners)
+        used = held + sample_bytes(self._job, candidates, self._rounds)
+        fits = (candidates[at, sources] >= min(self._job.min_batch, int(rows.min()))) & (
+            candidates[at, targets] <= self._placements.limits[targets]
+        )
+        fits &= (used <= np.maximum(self._free, held)).all(axis=1)
+        if not fits.any():
+            return None
+        candidates = candidates[fits]
+        seconds = self._times.step(loads._replace(rows=candidates))
+        place = int(seconds.argmin())
+        return float(seconds[place]), candidates[place]
+
+
+def _swap(owners: np.ndarray, pair: np.ndarray) -> None:
+    owners[pair] = owners[pair[::-1]]
