@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UserError
+
+_left_out_contexts = 0
+
+
+@contextmanager
+def without_experts() -> Iterator[None]:
+    """Let every `Experts` of this process compute none of its experts in the block.
+
+    Their outputs are then the tokens themselves, and a copy of the module has no values of experts.
+    For a forward that times or measures all else, on one rank alone. Not collective.
+    """
+    global _left_out_contexts
+    _left_out_contexts += 1
+    try:
+        yield
+    finally:
+        _left_out_contexts -= 1
+
+
+def are_experts_left_out() -> bool:
+    """Return whether the caller is inside `without_experts`."""
+    return _left_out_contexts > 0
 
 
 class ExpertExchange(Protocol):
@@ -101,6 +125,15 @@ class Experts(nn.Module):
         # A copy, or what is pickled, is whole: neither its ranks nor a loss's graph belong to it.
         return self.__dict__ | {"_exchange": None, "_balance_loss": None}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        if are_experts_left_out():
+            for parameter in self.experts.parameters():
+                memo.setdefault(id(parameter), _without_values(parameter))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     @property
     def balance_loss(self) -> torch.Tensor:
         """The balancing loss of the last forward, without dimensions: `top_k` if all get the same.
@@ -153,7 +186,8 @@ class Experts(nn.Module):
         flat = tokens.reshape(-1, width)
         count = len(flat)
         probabilities, weights, chosen = self.route(flat)
-        by_choice, exchange = chosen.reshape(-1), self._exchange
+        by_choice, is_left_out = chosen.reshape(-1), are_experts_left_out()
+        exchange = None if is_left_out else self._exchange
         if exchange is not None:
             by_choice = exchange.places(self)[by_choice]
         order = by_choice.argsort(stable=True)
@@ -166,7 +200,8 @@ class Experts(nn.Module):
         choices = flat.unsqueeze(1).expand(count, self.top_k, width).reshape(-1, width)
         rows = choices[kept]
         if exchange is None:
-            outputs, scale = self.compute(rows, counts), 1.0 / max(1, count)
+            outputs = rows if is_left_out else self.compute(rows, counts)
+            scale = 1.0 / max(1, count)
         else:
             outputs, wanted, scale = exchange.compute(self, rows, counts, wanted)
             by_expert = dict(zip(exchange.order(self), wanted, strict=True))
@@ -265,3 +300,9 @@ def _first_of_each(order: torch.Tensor, counts: Sequence[int], limit: int) -> to
     """Return of each expert's choices, in the experts' order, the first ones."""
     parts = order.split(list(counts))
     return torch.cat([part[:limit] for part in parts])
+
+
+def _without_values(parameter: nn.Parameter) -> nn.Parameter:
+    """Return an empty parameter with as many dimensions, for optimizers that look at these."""
+    empty = parameter.detach().new_empty([0] * parameter.dim() if parameter.dim() else [0])
+    return nn.Parameter(empty, parameter.requires_grad)

@@ -16,6 +16,7 @@ import torch
 
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.experts import are_experts_left_out
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
@@ -167,6 +168,7 @@ class BenchmarkCache:
             "precision": config.precision,
             "memory_format": config.memory_format,
             **({} if reserved is None else {"reserved": reserved}),
+            **({"experts": "left out"} if are_experts_left_out() else {}),
             "batches": [max_share(config), config.micro_batch_size],
             "versions": [torch.__version__, version("kaitian-mpi")],
         }

@@ -104,7 +104,7 @@ class LayerTimer:
         device.restart_memory_peak(index)
         used = max(0, device.memory_peak_bytes(index) - start)
         # First: what it frees, the layers use again.
-        rates = self._rates(optimizers) if self._is_timed else (0.0, 0.0, 0.0, 0.0)
+        rates = optimizer_rates(self._world, optimizers) if self._is_timed else (0.0, 0.0, 0.0, 0.0)
         with borrowed(model):
             self._grow(memory_limit(self._world) - used - start)
             small, large = min(self._times), max(self._times)
@@ -231,7 +231,7 @@ class LayerTimer:
         with (
             self._computation.autocast(),
             _copies_of(layer, self._computation.precision) as copies,
-            _saved_by(layer) as saved,
+            saved_by(layer) as saved,
         ):
             _, last = self._through(layer, *given)
         _backward(last)
@@ -275,44 +275,6 @@ class LayerTimer:
         pace.catch_up()
         return ((middle - begin) / count, (self._now() - middle) / count), output
 
-    def _rates(self, optimizers: Sequence[Optimizer]) -> tuple[float, float, float, float]:
-        """Return about the seconds to step a parameter, and a byte of it; and to copy these."""
-        # Larger than a cache, if there is memory.
-        numbers = int(_PART_OF_TRIAL * memory_limit(self._world))
-        numbers = max(_TRIAL_NUMBERS[0], min(_TRIAL_NUMBERS[1], numbers))
-        first = optimizers[0]
-        kind = SGD if isinstance(first, SGD) else AdamW
-        group = first.param_groups[0]
-        options = {name: group[name] for name in ("foreach", "fused") if name in group}
-
-        def trial(count: int, length: int) -> tuple[float, float]:
-            # Not zeros: their first use would count.
-            full = partial(torch.full, (length,), 0.1, device=self._world.device)
-            parameters = [nn.Parameter(full()) for _ in range(count)]
-            for parameter in parameters:
-                parameter.grad = full()
-
-            def copy() -> None:
-                for parameter in parameters:
-                    parameter.detach().copy_(parameter.grad)  # type: ignore[arg-type]
-
-            optimizer = kind(parameters, lr=1e-3, **options)
-            return self._seconds(optimizer.step), self._seconds(copy)
-
-        small = [elapsed / _SMALL_TRIALS for elapsed in trial(_SMALL_TRIALS, 1)]
-        large = [elapsed / (4 * numbers) for elapsed in trial(1, numbers)]
-        return small[0], large[0], small[1], large[1]
-
-    def _seconds(self, work: Callable[[], Any]) -> float:
-        pace, seconds = self._world.device_kind.pace, []
-        for _ in range(2 * _ROUNDS):
-            begin = self._now()
-            pace.start()
-            work()
-            pace.catch_up()
-            seconds.append(self._now() - begin)
-        return statistics.median(seconds[1:])
-
     def _now(self) -> float:
         self._world.synchronize()
         return time.perf_counter()
@@ -331,6 +293,53 @@ class LayerTimer:
                     set_data(parameter, values)
             for module, saved in buffers:
                 module._buffers.update(saved)
+
+
+def optimizer_rates(
+    world: World, optimizers: Sequence[Optimizer]
+) -> tuple[float, float, float, float]:
+    """Return about the seconds to step a parameter, and a byte of it; and to copy these.
+
+    On this rank's device, by an optimizer like the first one. Not collective.
+    """
+    # Larger than a cache, if there is memory.
+    numbers = int(_PART_OF_TRIAL * memory_limit(world))
+    numbers = max(_TRIAL_NUMBERS[0], min(_TRIAL_NUMBERS[1], numbers))
+    first = optimizers[0]
+    kind = SGD if isinstance(first, SGD) else AdamW
+    group = first.param_groups[0]
+    options = {name: group[name] for name in ("foreach", "fused") if name in group}
+
+    def trial(count: int, length: int) -> tuple[float, float]:
+        # Not zeros: their first use would count.
+        full = partial(torch.full, (length,), 0.1, device=world.device)
+        parameters = [nn.Parameter(full()) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = full()
+
+        def copy() -> None:
+            for parameter in parameters:
+                parameter.detach().copy_(parameter.grad)  # type: ignore[arg-type]
+
+        optimizer = kind(parameters, lr=1e-3, **options)
+        return _seconds(world, optimizer.step), _seconds(world, copy)
+
+    small = [elapsed / _SMALL_TRIALS for elapsed in trial(_SMALL_TRIALS, 1)]
+    large = [elapsed / (4 * numbers) for elapsed in trial(1, numbers)]
+    return small[0], large[0], small[1], large[1]
+
+
+def _seconds(world: World, work: Callable[[], Any]) -> float:
+    pace, seconds = world.device_kind.pace, []
+    for _ in range(2 * _ROUNDS):
+        world.synchronize()
+        begin = time.perf_counter()
+        pace.start()
+        work()
+        pace.catch_up()
+        world.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
 
 
 def _backward(last: Any) -> None:
@@ -369,7 +378,7 @@ def _copies_of(layer: nn.Module, precision: str) -> Iterator[dict[int, int]]:
 
 
 @contextmanager
-def _saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
+def saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
     """Collect the bytes that autograd keeps of a forward, by memory, without the parameters'."""
     known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
     saved: dict[int, int] = {}
