@@ -151,8 +151,13 @@ class Placements:
         loads = Loads(work, tokens, update, base.rows)
         return self.times.step(loads, None if mixture is None else [mixture])
 
-    def mirrors(self, owners: np.ndarray, rows: np.ndarray) -> tuple[int, ...]:
-        """Return another rank for each expert, on another host if possible, by free memory."""
+    def mirrors(
+        self, owners: np.ndarray, rows: np.ndarray, now: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Return another rank for each expert, on another host if possible, by free memory.
+
+        If it fits, the rank that mirrors it `now`.
+        """
         job = self._job
         mirrors = [NO_MIRROR] * len(owners)
         if not job.has_mirrors:
@@ -162,13 +167,14 @@ class Placements:
         nodes = [rank.node for rank in job.ranks]
         for number in sorted(range(len(owners)), key=lambda n: (-held[n], n)):
             owner = int(owners[number])
+            before = now[number] if now else NO_MIRROR
             choices = [
-                (nodes[rank] != nodes[owner], left[rank], -rank)
+                (nodes[rank] != nodes[owner], rank == before, left[rank], -rank)
                 for rank in range(len(nodes))
                 if rank != owner and left[rank] >= held[number]
             ]
             if choices:
-                mirror = -max(choices)[2]
+                mirror = -max(choices)[-1]
                 mirrors[number] = mirror
                 left[mirror] -= held[number]
         return tuple(mirrors)

@@ -34,23 +34,32 @@ _LATE = 2
 _MUCH_WORK = 2048  # ranks times experts; above this, fewer plans are compared
 _STARTS_OF_MANY = 2
 _BETTER = 1 - 1e-9
+_WORTH_A_CHANGE = 0.98  # of the step with owners as they are, or nearly so
 # Experts move if the step gets faster by this factor, and the steps left save more than a move
 # takes: these seconds, and sending the experts.
 _MIN_GAIN = 1.05
 _MOVING_SEC = 1.0
 
 
-def place_experts(job: ExpertsJob) -> ExpertPlacement:
+def place_experts(
+    job: ExpertsJob, owners: Sequence[int] = (), mirrors: Sequence[int] = ()
+) -> ExpertPlacement:
     """Return the placement with the shortest step of those that fit the ranks' memory.
+
+    Args:
+        job: the experts, ranks and links.
+        owners: the ranks that hold the experts now, which do not move for a small gain; -1: no rank
+            does. Empty: none does.
+        mirrors: those that keep them, too; -1: no rank does.
 
     Raises:
         UserError: the experts do not fit.
     """
     best: ExpertPlacement | None = None
     for rounds in _ROUNDS:
-        if rounds > 1 and rounds * job.min_batch > job.global_batch:
+        if rounds > 1 and (job.is_whole or rounds * job.min_batch > job.global_batch):
             break
-        found = _Search(job, rounds).run()
+        found = _Search(job, rounds, owners, mirrors).run()
         if found is None:
             continue
         is_second = best is not None
@@ -100,7 +109,7 @@ def replace_experts(
     observed = replace(observed, ranks=ranks)
     before = predict(observed, placement).step_sec
     try:
-        after = place_experts(observed)
+        after = place_experts(observed, placement.owners, placement.mirrors)
     except UserError:  # tokens that are concentrated may leave too little memory
         return None
     if before < _MIN_GAIN * after.step_sec:
@@ -141,9 +150,14 @@ def predict(job: ExpertsJob, placement: ExpertPlacement) -> ExpertPlacement:
 class _Search:
     """Searches placements for one number of micro-batches."""
 
-    def __init__(self, job: ExpertsJob, rounds: int) -> None:
+    def __init__(
+        self, job: ExpertsJob, rounds: int, owners: Sequence[int], mirrors: Sequence[int]
+    ) -> None:
+        """Search for one number of micro-batches; experts have owners and mirrors, or none."""
         self._job = job
         self._rounds = rounds
+        self._now = np.array(owners, dtype=int)
+        self._mirrors_now = mirrors
         self._placements = Placements(job, rounds)
         self._times = self._placements.times
         self._sizes = self._placements.sizes
@@ -157,17 +171,22 @@ class _Search:
     def run(self) -> ExpertPlacement | None:
         """Return the best placement found; None if none fits."""
         best: tuple[float, np.ndarray, np.ndarray] | None = None
-        for rows in self._starts():
-            owners = self._place(rows)
-            if owners is None:
-                continue
-            step, owners, rows = self._improve(owners, rows)
-            if best is None or step < _BETTER * best[0]:
-                best = step, owners, rows
+        limit = np.inf
+        for is_now in (True, False) if len(self._now) else (False,):
+            for rows in self._starts():
+                owners = self._complete(rows) if is_now else self._place(rows)
+                if owners is None:
+                    continue
+                step, owners, rows = self._improve(owners, rows)
+                if step < limit:
+                    best = step, owners, rows
+                    limit = _BETTER * step
+            limit = min(limit, _WORTH_A_CHANGE * limit / _BETTER)
         if best is None:
             return None
         _, owners, rows = best
-        return self._placements.describe(owners, rows, self._placements.mirrors(owners, rows))
+        mirrors = self._placements.mirrors(owners, rows, self._mirrors_now)
+        return self._placements.describe(owners, rows, mirrors)
 
     def _starts(self) -> Iterator[np.ndarray]:
         """Yield divisions of the rows to begin with."""
@@ -232,15 +251,34 @@ class _Search:
             owners = self._place_in_order(by_size, rows, by_memory=True)
         return owners
 
+    def _complete(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return owners of which those that there are now stay; None if they do not fit."""
+        missing = np.flatnonzero(self._now < 0).tolist()
+        by_size = sorted(missing, key=lambda n: (-self._sizes[n], n))
+        return self._place_in_order(by_size, rows, False, self._now)
+
     def _place_in_order(
-        self, order: Sequence[int], rows: np.ndarray, by_memory: bool
+        self,
+        order: Sequence[int],
+        rows: np.ndarray,
+        by_memory: bool,
+        now: np.ndarray | None = None,
     ) -> np.ndarray | None:
         job, times = self._job, self._times
         used = sample_bytes(job, rows, self._rounds)
         shape = (job.mixture_count, len(job.ranks))
         work, tokens = np.zeros(shape), np.zeros(shape)
         update = np.zeros(len(job.ranks))
-        owners = np.full(len(job.experts), -1)
+        owners = np.full(len(job.experts), -1) if now is None else now.copy()
+        placed = np.flatnonzero(owners >= 0)
+        if len(placed):
+            ranks = owners[placed]
+            np.add.at(used, ranks, self._sizes[placed])
+            np.add.at(work, (job.mixtures[placed], ranks), times.work_sec[ranks, placed])
+            np.add.at(tokens, (job.mixtures[placed], ranks), job.counts[placed])
+            np.add.at(update, ranks, times.update_sec[ranks, placed])
+            if (used > self._free).any():
+                return None
         for number in order:
             mixture = int(job.mixtures[number])
             has_room = used + self._sizes[number] <= self._free

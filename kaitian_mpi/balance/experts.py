@@ -47,7 +47,7 @@ class ExpertRank:
     cost: RankCost
     """Of a step without the experts."""
     fixed_sec: tuple[float, ...]
-    """By expert, seconds of forward and backward per micro-batch of the ranks."""
+    """By expert, seconds of forward and backward per call: one for the tokens of each rank."""
     token_sec: tuple[float, ...]
     """By expert, seconds of forward and backward per token."""
     update_sec: tuple[float, ...]
@@ -84,6 +84,8 @@ class ExpertsJob:
     """The most samples that a rank computes at once; 0: as many as fit its memory."""
     batch_sizes: tuple[int, ...] = ()
     """The ranks' samples; empty: they are planned."""
+    is_whole: bool = False
+    """Whether a rank has to compute its samples at once."""
     links: Mapping[str, Hop] = field(default_factory=dict)
     """By two kinds in alphabetical order: a message's latency, and its busy seconds per byte."""
     chunks: int = DEFAULT_CHUNKS
@@ -196,7 +198,8 @@ class ExpertTimes:
         ranks = range(len(job.ranks))
         fixed = np.array([rank.fixed_sec for rank in job.ranks], dtype=float)
         per_token = np.array([rank.token_sec for rank in job.ranks], dtype=float)
-        self.work_sec = rounds * fixed * (job.counts > 0) + per_token * job.counts
+        calls = rounds * len(job.ranks)
+        self.work_sec = calls * fixed * (job.counts > 0) + per_token * job.counts
         """By rank and expert, seconds of forward and backward."""
         self.update_sec = np.array([rank.update_sec for rank in job.ranks], dtype=float)
         """By rank and expert, seconds of the optimizer."""

@@ -248,6 +248,17 @@ def test_experts_move_when_tokens_or_speeds_change_and_it_pays():
     assert len(moved.experts_of(0)) > len(moved.experts_of(1))
 
 
+def test_experts_stay_where_they_are_unless_it_pays_and_a_lost_ranks_go_to_its_mirrors():
+    job = a_job([1, 1, 1], experts=6, has_mirrors=True)
+    owners, mirrors = (2, 2, 1, 1, 0, 0), (0, 1, 2, 0, 1, 2)
+    again = place_experts(job, owners, mirrors)
+    assert (again.owners, again.mirrors) == (owners, mirrors)
+    lost = place_experts(job, (-1, 2, 1, 1, 0, 0), (0, -1, 2, 0, 1, 2))
+    assert lost.owners == owners
+    assert lost.mirrors[0] == 0
+    assert {*place_experts(job, (0,) * 6).owners} == {0, 1, 2}  # it pays
+
+
 def test_a_placement_is_found_in_time_and_is_the_same_again():
     job = a_job([1, 2, 3, 4, 1, 1, 1, 1], experts=64)
     placement = place_experts(job)
