@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,7 @@ _WORTH_A_CHANGE = 0.98  # of the step with owners as they are, or nearly so
 # Experts move if the step gets faster by this factor, and the steps left save more than a move
 # takes: these seconds, and sending the experts.
 _MIN_GAIN = 1.05
+_MIN_CHANGE = 1.1  # of the ranks' speeds to each other; else it is noise
 _MOVING_SEC = 1.0
 
 
@@ -80,14 +82,23 @@ def has_spare(job: ExpertsJob, placement: ExpertPlacement) -> bool:
     return bool((used + 2 * largest <= job.free_bytes).all())
 
 
+class Replacement(NamedTuple):
+    """Another placement that is worth its move."""
+
+    factors: list[float]
+    """By rank, how many times as long as planned it takes."""
+    placement: ExpertPlacement
+    text: str
+
+
 def replace_experts(
     job: ExpertsJob,
     placement: ExpertPlacement,
     tokens: Sequence[float],
     work_sec: Sequence[float],
     steps: int,
-) -> tuple[ExpertsJob, ExpertPlacement, str] | None:
-    """Return another placement that is worth its move, with the job by which it was planned.
+) -> Replacement | None:
+    """Return another placement if it is worth its move; None if not.
 
     Args:
         job: by which the placement was planned.
@@ -95,9 +106,6 @@ def replace_experts(
         tokens: by expert, the tokens that it got, for a sample of the global batch.
         work_sec: by rank, the measured seconds of computing per step.
         steps: the steps left.
-
-    Returns:
-        The job as it was observed, the placement, and a line's text; None if it does not pay.
     """
     observed = replace(job, tokens=tuple(tokens))
     planned = planned_work(observed, placement)
@@ -105,12 +113,14 @@ def replace_experts(
         max(work, 1e-9) / max(seconds, 1e-9)
         for work, seconds in zip(work_sec, planned, strict=True)
     ]
+    if max(factors) < _MIN_CHANGE * min(factors):  # no rank's speed has changed by itself
+        factors = [sorted(factors)[len(factors) // 2]] * len(factors)
     ranks = tuple(rank.scaled(factor) for rank, factor in zip(job.ranks, factors, strict=True))
     observed = replace(observed, ranks=ranks)
     before = predict(observed, placement).step_sec
     try:
         after = place_experts(observed, placement.owners, placement.mirrors)
-    except UserError:  # tokens that are concentrated may leave too little memory
+    except UserError:  # the tokens of one expert may be too many for any rank's memory
         return None
     if before < _MIN_GAIN * after.step_sec:
         return None
@@ -119,14 +129,9 @@ def replace_experts(
     if (before - after.step_sec) * steps <= moving_sec:
         return None
     moved = sum(a != b for a, b in zip(placement.owners, after.owners, strict=True))
-    text = f"{moved} experts move" if moved != 1 else "1 expert moves"
-    if not moved:
-        text = "other batch sizes"
-    return (
-        observed,
-        after,
-        (f"{text}; predicted step {1e3 * after.step_sec:.0f} ms in place of {1e3 * before:.0f} ms"),
-    )
+    what = {0: "other batch sizes", 1: "1 expert moves"}.get(moved, f"{moved} experts move")
+    times = f"{1e3 * after.step_sec:.0f} ms in place of {1e3 * before:.0f} ms"
+    return Replacement(factors, after, f"{what}; predicted step {times}")
 
 
 def planned_work(job: ExpertsJob, placement: ExpertPlacement) -> list[float]:

@@ -56,6 +56,8 @@ class ExpertRank:
     """Memory for experts and activations."""
     sample_bytes: float = 0.0
     """Bytes of a sample's activations, without those of experts."""
+    base_bytes: float = 0.0
+    """Bytes that it uses besides: of all but the experts, and at startup."""
 
     def scaled(self, factor: float) -> ExpertRank:
         """Return the facts of a rank that takes `factor` times as long."""

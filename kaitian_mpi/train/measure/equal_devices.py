@@ -37,7 +37,7 @@ def share_measurements(
         samples: the batch size at which ranks are compared.
     """
     shared = list(results)
-    for ranks in _alike(infos, threads):
+    for ranks in alike_ranks(infos, threads):
         rounds = _ROUNDS_ON_HOST if infos[ranks[0]].is_on_host else _ROUNDS_ON_ACCELERATOR
         for equal in _not_separated(ranks, results, rounds, samples):
             for rank, pooled in zip(equal, _pool([results[rank] for rank in equal]), strict=True):
@@ -47,10 +47,10 @@ def share_measurements(
 
 def are_equal_cpus(infos: Sequence[RankInfo], threads: Sequence[int]) -> bool:
     """Return whether all ranks compute on the CPU of one host, and may be equally fast."""
-    return all(info.is_on_host for info in infos) and len(_alike(infos, threads)) == 1
+    return all(info.is_on_host for info in infos) and len(alike_ranks(infos, threads)) == 1
 
 
-def _alike(infos: Sequence[RankInfo], threads: Sequence[int]) -> list[list[int]]:
+def alike_ranks(infos: Sequence[RankInfo], threads: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each host with equal devices."""
     by_device: dict[tuple[object, ...], list[int]] = {}
     for rank, info in enumerate(infos):

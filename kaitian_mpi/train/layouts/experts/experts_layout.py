@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
-from kaitian_mpi.balance.ownership import NO_MIRROR
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.experts import without_experts
+from kaitian_mpi.mpi.exchange import agree_on_errors
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.experts.engine import ExpertsEngine
@@ -16,11 +17,20 @@ from kaitian_mpi.train.layouts.experts.expert_owners import (
     experts_of,
     find_mixtures,
 )
+from kaitian_mpi.train.layouts.experts.measure import (
+    ExpertFacts,
+    ExpertsPlan,
+    find_facts,
+    show_placement,
+)
+from kaitian_mpi.train.layouts.experts.moves import ExpertMoves
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.moving import move_own
-from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, unmeasured_profiles
+from kaitian_mpi.train.loop import Loop
+from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, find_profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
+from kaitian_mpi.train.step import StepObserver
 from kaitian_mpi.train.task import Computation
 
 
@@ -32,6 +42,13 @@ class ExpertsLayout(Layout):
 
     name = "experts"
     engine = ExpertsEngine
+    divides_samples = False  # a rank's time is also that of other ranks' tokens
+    equal_shares = "as planned with the experts"
+
+    def __init__(self, facts: ExpertFacts) -> None:
+        """Plan rows and experts from these facts, and from what training shows."""
+        self.facts = facts
+        self._profiles = Profiles({})
 
     @classmethod
     def find(cls, config: TrainingConfig, setup: Setup, world: World) -> ExpertsLayout:
@@ -40,9 +57,10 @@ class ExpertsLayout(Layout):
         Raises:
             UserError: the task cannot be trained so, or an expert does not fit a rank's memory.
         """
-        check_parts(setup.task, "experts")
-        check_experts(setup.task.model, find_mixtures(setup.task.model))
-        return cls()
+        with agree_on_errors(world.comm):
+            check_parts(setup.task, "experts")
+            check_experts(setup.task.model, find_mixtures(setup.task.model))
+        return cls(find_facts(config, setup, world))
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
         """Move all but the experts to this rank's device."""
@@ -57,7 +75,8 @@ class ExpertsLayout(Layout):
     def find_profiles(
         self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
     ) -> Profiles:
-        return unmeasured_profiles(config, world, 1)
+        with without_experts():
+            return find_profiles(config, world, setup, known)
 
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
@@ -73,9 +92,30 @@ class ExpertsLayout(Layout):
             make_partition=make_owners,
         )
 
+    def plan(self, config: TrainingConfig, world: World, profiles: Profiles) -> ExpertsPlan:
+        self._profiles = profiles
+        return self.facts.plan(config, world, profiles)
+
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
         owners = state.partition
         assert isinstance(owners, ExpertOwners)
-        count = len(experts_of(owners.mixtures))
-        ranks = [number % world.size for number in range(count)]
-        owners.assign_experts(world, ranks, [NO_MIRROR] * count)
+        assert isinstance(plan, ExpertsPlan)
+        placement = plan.placement
+        owners.assign_experts(world, placement.owners, placement.mirrors)
+        show_placement(world, plan, self.facts)
+        self.facts = self.facts.placed(world, placement)
+
+    def planned_bytes(
+        self, config: TrainingConfig, world: World, plan: Plan, profiles: Profiles
+    ) -> list[int | None]:
+        assert isinstance(plan, ExpertsPlan)
+        return [*self.facts.planned_bytes(world, plan.placement)]
+
+    def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
+        if config.balance == "adaptive" and loop.world.size > 1:
+            mixtures = list(find_mixtures(loop.state.model).values())
+            yield ExpertMoves(config, loop, mixtures, self.facts, self._profiles, self.follow)
+
+    def follow(self, facts: ExpertFacts) -> None:
+        """Plan by these facts from the next loop on. Not collective."""
+        self.facts = facts

@@ -1,0 +1,347 @@
+"""Measures what a model's experts take on each rank, and plans rows and experts from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.expert_plan import place_experts
+from kaitian_mpi.balance.experts import (
+    DEFAULT_CHUNKS,
+    Expert,
+    ExpertPlacement,
+    ExpertRank,
+    ExpertsJob,
+)
+from kaitian_mpi.balance.ownership import NO_MIRROR
+from kaitian_mpi.balance.pipeline import Hop
+from kaitian_mpi.balance.records import rebuild
+from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.errors import AgreedError, UserError
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
+from kaitian_mpi.mpi.topology import RankInfo
+from kaitian_mpi.mpi.world import World
+from kaitian_mpi.observe.console import print_rank_0, show_table, size_text
+from kaitian_mpi.runtime import ulfm
+from kaitian_mpi.runtime.polling import sleeping_barrier
+from kaitian_mpi.runtime.watchdog import enter_phase
+from kaitian_mpi.train.layouts.experts.expert_timer import ExpertTimer, RankExperts
+from kaitian_mpi.train.layouts.pipeline.measure import measure_links
+from kaitian_mpi.train.measure.equal_devices import alike_ranks
+from kaitian_mpi.train.measure.plan import Plan, Profiles
+from kaitian_mpi.train.setup import Setup
+from kaitian_mpi.train.task import aside
+
+_PRIOR_TOKENS = 16.0  # of an expert, as if all got the same: a few samples say little
+_AS_FAST = 1.25  # equal devices whose times differ by less have the same
+_UNMEASURED = RankCost(0.0, 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsPlan(Plan):
+    """The ranks' batch sizes, and the rank of each expert."""
+
+    placement: ExpertPlacement
+    mixtures: tuple[int, ...]
+    """By expert, the number of its mixture."""
+
+    def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any]:
+        ranks = [info.world_rank for info in infos]
+        names = expert_names(self.mixtures)
+        placement = self.placement
+        held = [
+            [names[number] for number in placement.experts_of(rank)] for rank in range(len(ranks))
+        ]
+        mirrored = [
+            [names[n] for n, mirror in enumerate(placement.mirrors) if mirror == rank]
+            for rank in range(len(ranks))
+        ]
+        return {
+            "experts": {
+                "by_rank": held,
+                "mirrored_by_rank": mirrored,
+                "micro_batches": placement.rounds,
+                "predicted_step_sec": placement.step_sec,
+            }
+        }
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """The measurements from which rows and experts are planned; the same on every rank."""
+
+    experts: tuple[Expert, ...]
+    tokens: tuple[float, ...]
+    """By expert, the tokens that it gets for a sample of the global batch."""
+    by_place: Mapping[str, ExpertRank]
+    """By place, a rank without the cost of its rows."""
+    links: Mapping[str, Hop]
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By place, how many times as long as measured a rank takes in training."""
+    owners: tuple[str, ...] = ()
+    """By expert, the place of the rank that holds it; empty before they are given out."""
+    mirrors: tuple[str, ...] = ()
+    """By expert, the place of its mirror; an empty text if there is none."""
+
+    def plan(self, config: TrainingConfig, world: World, profiles: Profiles) -> ExpertsPlan:
+        """Plan the rows and experts of these ranks. Collective.
+
+        Raises:
+            AgreedError: the experts do not fit the ranks' memory.
+        """
+        base = profiles.plan(config, world)
+        planned: dict[str, Any] | str | None = None
+        if world.rank == 0:  # others may round otherwise
+            try:
+                now = self._now(world)
+                planned = asdict(place_experts(self.job(config, world, base), *now))
+            except UserError as error:
+                planned = str(error)
+        planned = gather_values(world.comm, planned)[0]
+        if isinstance(planned, str):
+            raise AgreedError(planned)
+        placement: ExpertPlacement = rebuild(ExpertPlacement, planned)
+        rows = placement.batch_sizes[world.rank]
+        limit = base.micro_batch_size
+        if placement.rounds > 1 or limit is not None:
+            limit = max(base.min_batch, math.ceil(rows / placement.rounds))
+        return ExpertsPlan(
+            batch_sizes=list(placement.batch_sizes),
+            scores=base.scores,
+            costs=None,  # of rows only: what a rank computes besides would look like slowness
+            micro_batch_size=limit,
+            min_batch=base.min_batch,
+            placement=placement,
+            mixtures=tuple(expert.mixture for expert in self.experts),
+        )
+
+    def job(self, config: TrainingConfig, world: World, base: Plan) -> ExpertsJob:
+        """Return the measurements from which these ranks' part is planned.
+
+        `base` has their costs, and the batch sizes if these are not to be planned.
+        """
+        is_given = base.costs is None or config.batch_policy == "paper"
+        costs = base.costs or [_UNMEASURED] * world.size
+        ranks = [
+            replace(self.by_place[info.place], cost=cost).scaled(self.factors.get(info.place, 1.0))
+            for info, cost in zip(world.infos, costs, strict=True)
+        ]
+        chunks = config.expert_chunks
+        return ExpertsJob(
+            self.experts,
+            tuple(ranks),
+            self.tokens,
+            sum(base.batch_sizes),
+            base.min_batch,
+            config.micro_batch_size,
+            tuple(base.batch_sizes) if is_given else (),
+            is_whole=config.sync_bn,
+            links=self.links,
+            chunks=DEFAULT_CHUNKS if chunks == "auto" else int(chunks),
+            has_mirrors=config.mirrors and ulfm.is_enabled(),
+        )
+
+    def planned_bytes(self, world: World, placement: ExpertPlacement) -> list[int]:
+        """Return how many bytes each rank's device is to use at most. Not collective."""
+        bases = [self.by_place[info.place].base_bytes for info in world.infos]
+        return [int(a + b) for a, b in zip(bases, placement.bytes_by_rank, strict=True)]
+
+    def placed(self, world: World, placement: ExpertPlacement) -> ExpertFacts:
+        """Return these, for experts that are where they are placed."""
+        places = [info.place for info in world.infos]
+        return replace(
+            self,
+            owners=tuple(places[rank] for rank in placement.owners),
+            mirrors=tuple("" if rank == NO_MIRROR else places[rank] for rank in placement.mirrors),
+        )
+
+    def observed(self, tokens: Sequence[float], factors: Mapping[str, float]) -> ExpertFacts:
+        """Return these, with the experts' tokens and the ranks' speeds as training shows them.
+
+        The factors, by place, are in addition to those that there were.
+        """
+        scaled = {place: self.factors.get(place, 1.0) * by for place, by in factors.items()}
+        return replace(self, tokens=tuple(tokens), factors={**self.factors, **scaled})
+
+    def _now(self, world: World) -> tuple[list[int], list[int]]:
+        """Return the rank that has each expert, and another one; -1: none of these."""
+        ranks = {info.place: rank for rank, info in enumerate(world.infos)}
+        owners = [ranks.get(place, NO_MIRROR) for place in self.owners]
+        mirrors = [ranks.get(place, NO_MIRROR) for place in self.mirrors]
+        pairs = zip(owners, mirrors, strict=True)
+        return [mirror if owner == NO_MIRROR else owner for owner, mirror in pairs], mirrors
+
+
+def find_facts(config: TrainingConfig, setup: Setup, world: World) -> ExpertFacts:
+    """Measure the experts on each rank, and the tokens that they get. Collective.
+
+    The model is not changed. With `--balance off`, and for a task without a loss, all ranks count
+    as equally fast.
+
+    Raises:
+        AgreedError: a rank has no memory for the model without its experts.
+    """
+    is_timed = config.balance != "off" and setup.task.loss is not None
+    with agree_on_errors(world.comm):
+        optimizers = setup.task.make_optimizers(setup.task.model)
+    sleeping_barrier(world.comm)
+    # Ranks may share cores, so each is timed while all others compute too.
+    with agree_on_errors(world.comm), aside(world.device):
+        timer = ExpertTimer(config, setup, world, is_timed)
+        try:
+            measured = timer.measure(optimizers)
+        finally:
+            barrier = world.comm.Ibarrier()
+        while not barrier.Test():
+            timer.keep_busy()
+    enter_phase("comparing the benchmarks", waits=True, limited=False)
+    gathered = gather_values(world.comm, (asdict(measured), world.threads))
+    by_rank: list[RankExperts] = [rebuild(RankExperts, content) for content, _ in gathered]
+    threads = [threads for _, threads in gathered]
+    places = [info.place for info in world.infos]
+    ranks = _equalized(world.infos, threads, [each.rank for each in by_rank])
+    return ExpertFacts(
+        _together([each.experts for each in by_rank]),
+        _tokens_per_sample(by_rank, is_timed),
+        dict(zip(places, ranks, strict=True)),
+        measure_links(world),
+    )
+
+
+def _together(by_rank: Sequence[Sequence[Expert]]) -> tuple[Expert, ...]:
+    """Return the experts as rank 0 has measured them, with the most that any rank keeps."""
+    most = [max(expert.kept_bytes for expert in column) for column in zip(*by_rank, strict=True)]
+    pairs = zip(by_rank[0], most, strict=True)
+    return tuple(replace(expert, kept_bytes=kept) for expert, kept in pairs)
+
+
+def _tokens_per_sample(by_rank: Sequence[RankExperts], is_timed: bool) -> tuple[float, ...]:
+    """Return the tokens of each expert for a sample, by what all ranks have counted.
+
+    If the experts are not timed, each of a mixture counts alike.
+    """
+    samples = sum(each.samples for each in by_rank)
+    mixtures = np.array([expert.mixture for expert in by_rank[0].experts])
+    if not samples:
+        return (1.0,) * len(mixtures)
+    counts = np.sum([each.counts for each in by_rank], axis=0).astype(float)
+    for mixture in range(int(mixtures.max()) + 1):
+        members = mixtures == mixture
+        mean = counts[members].mean()
+        if mean:
+            prior = _PRIOR_TOKENS / mean if is_timed else math.inf
+            weight = 1 / (1 + prior)
+            counts[members] = mean + weight * (counts[members] - mean)
+    tokens: list[float] = (counts / samples).tolist()
+    return tuple(tokens)
+
+
+def _equalized(
+    infos: Sequence[RankInfo], threads: Sequence[int], ranks: Sequence[ExpertRank]
+) -> list[ExpertRank]:
+    """Return the ranks' measurements; equal devices of a host have the median of theirs."""
+    equalized = list(ranks)
+    for alike in alike_ranks(infos, threads):
+        totals = [math.fsum(ranks[rank].token_sec) for rank in alike]
+        if len(alike) < 2 or max(totals) > _AS_FAST * min(totals):
+            continue
+        pooled = [ranks[rank] for rank in alike]
+        for rank in alike:
+            equalized[rank] = replace(
+                equalized[rank],
+                fixed_sec=_medians([each.fixed_sec for each in pooled]),
+                token_sec=_medians([each.token_sec for each in pooled]),
+                update_sec=_medians([each.update_sec for each in pooled]),
+            )
+    return equalized
+
+
+def _medians(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(map(statistics.median, zip(*by_rank, strict=True)))
+
+
+def expert_names(mixtures: Sequence[int]) -> list[str]:
+    """Return a name for each expert: its number, after that of its mixture if there are several."""
+    numbers: dict[int, int] = {}
+    names = []
+    for mixture in mixtures:
+        number = numbers.get(mixture, 0)
+        numbers[mixture] = number + 1
+        names.append(f"{mixture}.{number}")
+    return names if len(numbers) > 1 else [name.split(".")[1] for name in names]
+
+
+def show_placement(world: World, plan: ExpertsPlan, facts: ExpertFacts) -> None:
+    """Print which rank holds which experts, and why one holds none, from rank 0."""
+    placement = plan.placement
+    names = expert_names(plan.mixtures)
+    rows = [("rank", "samples", "experts", "mirrors", "ms a step", "memory")]
+    for rank, info in enumerate(world.infos):
+        held = _ranges([names[number] for number in placement.experts_of(rank)])
+        mirrored = sum(mirror == rank for mirror in placement.mirrors)
+        rows.append(
+            (
+                str(info.world_rank),
+                str(placement.batch_sizes[rank]),
+                held or "none",
+                str(mirrored or "none"),
+                f"{1e3 * placement.rank_sec[rank]:.1f}",
+                size_text(placement.bytes_by_rank[rank]),
+            )
+        )
+    title = (
+        f"layout experts: {len(names)} experts, predicted step {1e3 * placement.step_sec:.1f} ms"
+    )
+    if placement.rounds > 1:
+        title += f", in {placement.rounds} micro-batches"
+    show_table(world, title, rows, left=("experts",))
+    for line in placement_notes(world.infos, placement, facts):
+        print_rank_0(world, line)
+
+
+def placement_notes(
+    infos: Sequence[RankInfo], placement: ExpertPlacement, facts: ExpertFacts
+) -> list[str]:
+    """Return lines on ranks without memory for an expert, and on experts without a mirror."""
+    notes = []
+    smallest = min(expert.held_bytes for expert in facts.experts)
+    for rank, info in enumerate(infos):
+        free = facts.by_place[info.place].free_bytes
+        if free < smallest and not placement.experts_of(rank):
+            notes.append(
+                f"{info} holds no expert: the smallest takes {size_text(smallest)} with its "
+                f"gradients and optimizer state, and {size_text(int(free))} are free there"
+            )
+    count = len(placement.mirrors)
+    if 0 < placement.mirrored < count:
+        notes.append(
+            f"layout experts: there is memory for mirrors of {placement.mirrored} of {count} "
+            "experts; if a rank is lost that holds another one, training continues from a "
+            "checkpoint"
+        )
+    return notes
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Return names with those that follow each other in short, such as `0-3, 6`."""
+    parts: list[list[str]] = []
+    for name in names:
+        prefix, number = _split(name)
+        if parts and _split(parts[-1][-1]) == (prefix, number - 1):
+            parts[-1].append(name)
+        else:
+            parts.append([name])
+    return ", ".join(
+        part[0] if len(part) == 1 else f"{part[0]}-{_split(part[-1])[1]}" for part in parts
+    )
+
+
+def _split(name: str) -> tuple[str, int]:
+    prefix, _, number = name.rpartition(".")
+    return prefix, int(number)
