@@ -24,6 +24,8 @@ _ADVICE = {
     "--global-batch-size reduces it",
     "stages waiting for each other": "stages wait for each other: a larger --global-batch-size "
     "gives more micro-batches and less waiting",
+    "ranks waiting for tokens": "ranks wait for each other's tokens: a larger "
+    "--global-batch-size gives more to compute while they travel",
     "loading data": "loading data takes most of the remaining time: set --workers to load it in "
     "background processes",
     "time between steps": "the time between steps, for the script's own code or checks, takes most "
@@ -92,7 +94,7 @@ class Outcome(MetricsSink):
         self,
         folder: str,
         emulated: bool,
-        in_stages: bool = False,
+        waits_within: str = "",
         crosses_hosts: bool = False,
         word: Callable[[str], str] = str,
     ) -> None:
@@ -101,13 +103,14 @@ class Outcome(MetricsSink):
         Args:
             folder: the run folder; "" without one.
             emulated: whether device kinds or speeds are emulated.
-            in_stages: whether each rank computes a stage of the model, in layout pipeline.
+            waits_within: what ranks wait for within a step, if each computes a part of all samples;
+                a cause with advice.
             crosses_hosts: whether gradients cross between hosts, in a format that can be shortened.
             word: translates advice that names flags for scripts that have no such flags.
         """
         self._folder = folder
         self._emulated = emulated
-        self._in_stages = in_stages
+        self._waits_within = waits_within
         self._crosses_hosts = crosses_hosts
         self._word = word
         self._computing = 0.0
@@ -132,7 +135,7 @@ class Outcome(MetricsSink):
         # The last rank to arrive waits for communication alone.
         exchange = min(reading.wait_time_sec)
         batches: Sequence[float] = reading.batch_sizes
-        if self._in_stages:  # each rank's fraction of the work, in samples
+        if self._waits_within:  # each rank's fraction of the work, in samples
             total_sec = sum(reading.compute_time_sec) or 1.0
             batches = [sum(batches) * sec / total_sec for sec in reading.compute_time_sec]
         for batch, compute, wait, load in zip(
@@ -146,10 +149,12 @@ class Outcome(MetricsSink):
                 continue
             self._computing += batch * steps
             rest = max(0.0, step_sec - compute - wait - load)
-            seconds = (wait - exchange, exchange, 0.0, load, rest)
-            if self._in_stages:
-                seconds = (0.0, 0.0, wait, load, rest)
-            for cause, spent in zip(_ADVICE, seconds, strict=True):
+            seconds = {"loading data": load, "time between steps": rest}
+            if self._waits_within:
+                seconds[self._waits_within] = wait
+            else:
+                seconds |= {"slower ranks": wait - exchange, "communication": exchange}
+            for cause, spent in seconds.items():
                 self._spent[cause] += batch / compute * steps * spent
 
     def on_evaluation(self, evaluated: Figures) -> None:

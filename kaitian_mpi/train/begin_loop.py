@@ -107,7 +107,7 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     yield Outcome(
         path,
         emulated,
-        in_stages=not run.layout.divides_samples,
+        waits_within=run.layout.waits_within,
         crosses_hosts=not run.layout.divides_state and config.wire == "fp32" and len(hosts) > 1,
         word=config.word,
     )
@@ -268,7 +268,7 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
         allreduce=run.allreduce_algorithm,
         relay=world.relay.describe() if len(world.groups) > 1 else None,
         wire=run.state.residuals.wire,
-        pipeline=plan.describe(world.infos),
+        **run.layout.describe(loop.engine),
         world_size=world.size,
         ranks=[info.world_rank for info in world.infos],
         device_kinds=list(groups),

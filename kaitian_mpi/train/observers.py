@@ -237,7 +237,7 @@ class Metrics(StepObserver):
         steps = max(1, self._all_steps)
         run.write_summary(
             relay=self._world.relay.describe() if run.summary.relay else None,
-            pipeline=self._loop.plan.describe(self._loop.world.infos),
+            **run.layout.describe(self._loop.engine),
             steps=progress.step,
             epochs=progress.epoch,
             bad_steps=progress.bad_steps,

@@ -26,6 +26,8 @@ Value = TypeVar("Value")
 
 MAX_POINTS = 150
 """The approximate number of readings shown; longer runs have neighbors merged."""
+MAX_EXPERTS = 16
+"""The most experts named of a rank, or shown with their tokens."""
 _OBJECTS = ("config.json", "topology.json", "benchmark.json", "summary.json")
 _LINES = ("metrics.jsonl", "plan.jsonl", "events.jsonl")
 _WHY = {
@@ -301,6 +303,36 @@ def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
     return bool(is_requested) or any(content.get("emulated") is True for content in others)
 
 
+def _experts(summary: dict[str, Any]) -> dict[str, str]:
+    """Return what is known of experts that different ranks hold."""
+    experts, ranks = summary.get("experts") or {}, summary.get("ranks") or []
+    held = experts.get("by_rank") or []
+    names = sorted(itertools.chain(*held), key=lambda name: [*map(int, name.split("."))])
+    fractions = experts.get("token_fractions") or []
+    hidden = experts.get("hidden_by_rank") or []
+    by_rank = zip(ranks, held, strict=False)
+    by_expert = list(zip(names, fractions, strict=False))
+    shown = by_expert[:MAX_EXPERTS]
+    more = len(by_expert) - len(shown)
+    return {
+        "experts by rank": "; ".join(
+            f"rank {rank}: {_in_short(part) if part else 'none'}" for rank, part in by_rank
+        ),
+        "tokens by expert": ", ".join(f"{name}: {share:.0%}" for name, share in shown)
+        + (f" and {more} more" if more else ""),
+        "exchange of tokens hidden": ", ".join(
+            f"rank {rank}: {part:.0%}"
+            for rank, part in zip(ranks, hidden, strict=False)
+            if part is not None
+        ),
+    }
+
+
+def _in_short(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_EXPERTS])
+    return shown if len(names) <= MAX_EXPERTS else f"{shown} and {len(names) - MAX_EXPERTS} more"
+
+
 def _describe(
     config: dict[str, Any], benchmark: dict[str, Any], summary: dict[str, Any]
 ) -> dict[str, str]:
@@ -329,6 +361,7 @@ def _describe(
         "parity of device kinds": "yes" if summary.get("parity") else "",
         "balance": config.get("balance"),
         "precision": config.get("precision"),
+        **_experts(summary),
         "torch": summary.get("torch_version"),
         "skipped steps": shown("bad_steps").removeprefix("0"),
     }

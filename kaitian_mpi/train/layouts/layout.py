@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.world import World
@@ -38,6 +38,8 @@ class Layout(ABC):
     divides_samples: ClassVar[bool] = True
     """Whether each rank computes a share of the samples, which follows its speed; else all compute
     a part of each sample."""
+    waits_within: ClassVar[str] = ""
+    """What ranks wait for within a step, where they do not compute a share each."""
 
     engine: ClassVar[type[Engine]] = Engine
     """The class that computes steps."""
@@ -82,3 +84,7 @@ class Layout(ABC):
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
         """Return the observers of a loop's steps in this layout only. Collective."""
         return ()
+
+    def describe(self, engine: Engine) -> dict[str, Any]:
+        """Return the fields of `summary.json` on what it divides, as of now. Collective."""
+        return engine.plan.describe(engine.world.infos)

@@ -45,9 +45,9 @@ class Plan:
     min_batch: int = 1
     """The fewest samples that a rank computes at once in training."""
 
-    def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any] | None:
-        """Return the entry of `summary.json` on the pipeline, if there is one."""
-        return None
+    def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any]:
+        """Return the fields of `summary.json` on what a layout divides besides, if it does."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.experts import without_experts
-from kaitian_mpi.mpi.exchange import agree_on_errors
+from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.experts.engine import ExpertsEngine
 from kaitian_mpi.train.layouts.experts.expert_owners import (
@@ -23,7 +25,7 @@ from kaitian_mpi.train.layouts.experts.measure import (
     find_facts,
     show_placement,
 )
-from kaitian_mpi.train.layouts.experts.moves import ExpertMoves
+from kaitian_mpi.train.layouts.experts.moves import ExpertMoves, TokenCounts
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.moving import move_own
 from kaitian_mpi.train.loop import Loop
@@ -43,12 +45,14 @@ class ExpertsLayout(Layout):
     name = "experts"
     engine = ExpertsEngine
     divides_samples = False  # a rank's time is also that of other ranks' tokens
+    waits_within = "ranks waiting for tokens"
     equal_shares = "as planned with the experts"
 
     def __init__(self, facts: ExpertFacts) -> None:
         """Plan rows and experts from these facts, and from what training shows."""
         self.facts = facts
         self._profiles = Profiles({})
+        self._tokens = TokenCounts(())
 
     @classmethod
     def find(cls, config: TrainingConfig, setup: Setup, world: World) -> ExpertsLayout:
@@ -112,10 +116,24 @@ class ExpertsLayout(Layout):
         return [*self.facts.planned_bytes(world, plan.placement)]
 
     def observers(self, config: TrainingConfig, loop: Loop) -> Iterable[StepObserver]:
+        mixtures = list(find_mixtures(loop.state.model).values())
+        self._tokens = TokenCounts(mixtures)
+        yield self._tokens
         if config.balance == "adaptive" and loop.world.size > 1:
-            mixtures = list(find_mixtures(loop.state.model).values())
             yield ExpertMoves(config, loop, mixtures, self.facts, self._profiles, self.follow)
 
     def follow(self, facts: ExpertFacts) -> None:
         """Plan by these facts from the next loop on. Not collective."""
         self.facts = facts
+
+    def describe(self, engine: Engine) -> dict[str, Any]:
+        assert isinstance(engine, ExpertsEngine)
+        exchange = engine.exchange
+        times = gather_values(engine.world.comm, (exchange.waited_sec, exchange.travel_sec))
+        hidden = [1 - min(1.0, waited / travel) if travel else None for waited, travel in times]
+        fields = super().describe(engine)
+        fields["experts"] |= {
+            "token_fractions": self._tokens.fractions(),
+            "hidden_by_rank": hidden,
+        }
+        return fields

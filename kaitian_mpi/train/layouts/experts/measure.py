@@ -50,6 +50,8 @@ class ExpertsPlan(Plan):
     placement: ExpertPlacement
     mixtures: tuple[int, ...]
     """By expert, the number of its mixture."""
+    is_measured: bool
+    """Whether the times of the placement are predictions; else all ranks count as equally fast."""
 
     def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any]:
         ranks = [info.world_rank for info in infos]
@@ -67,7 +69,7 @@ class ExpertsPlan(Plan):
                 "by_rank": held,
                 "mirrored_by_rank": mirrored,
                 "micro_batches": placement.rounds,
-                "predicted_step_sec": placement.step_sec,
+                "predicted_step_sec": placement.step_sec if self.is_measured else None,
             }
         }
 
@@ -119,6 +121,7 @@ class ExpertFacts:
             min_batch=base.min_batch,
             placement=placement,
             mixtures=tuple(expert.mixture for expert in self.experts),
+            is_measured=base.costs is not None,
         )
 
     def job(self, config: TrainingConfig, world: World, base: Plan) -> ExpertsJob:
@@ -291,13 +294,13 @@ def show_placement(world: World, plan: ExpertsPlan, facts: ExpertFacts) -> None:
                 str(placement.batch_sizes[rank]),
                 held or "none",
                 str(mirrored or "none"),
-                f"{1e3 * placement.rank_sec[rank]:.1f}",
+                f"{1e3 * placement.rank_sec[rank]:.1f}" if plan.is_measured else "-",
                 size_text(placement.bytes_by_rank[rank]),
             )
         )
-    title = (
-        f"layout experts: {len(names)} experts, predicted step {1e3 * placement.step_sec:.1f} ms"
-    )
+    title = f"layout experts: {len(names)} experts"
+    if plan.is_measured:
+        title += f", predicted step {1e3 * placement.step_sec:.1f} ms"
     if placement.rounds > 1:
         title += f", in {placement.rounds} micro-batches"
     show_table(world, title, rows, left=("experts",))

@@ -21,6 +21,25 @@ from kaitian_mpi.train.step_times import StepReports
 _WINDOW, _LEAST_STEPS = 10, 4
 
 
+class TokenCounts(StepObserver):
+    """Counts the tokens of each expert, in the last micro-batch of each step of a loop."""
+
+    def __init__(self, mixtures: Sequence[Experts]) -> None:
+        self._mixtures = mixtures
+        self._totals = [np.zeros(len(mixture.experts)) for mixture in mixtures]
+
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        for total, mixture in zip(self._totals, self._mixtures, strict=True):
+            total += mixture.tokens_by_expert
+
+    def fractions(self) -> list[float] | None:
+        """Return each expert's fraction of the tokens of its mixture; None before a step."""
+        if not all(total.any() for total in self._totals):
+            return None
+        shares: list[float] = np.concatenate([t / t.sum() for t in self._totals]).tolist()
+        return shares
+
+
 class ExpertMoves(StepObserver):
     """Finds out, when epochs end and checkpoints are due, whether experts are worth a move."""
 

@@ -46,13 +46,16 @@ class StagesPlan(Plan):
 
     def describe(self, infos: Sequence[RankInfo]) -> dict[str, Any]:
         ranks = [info.world_rank for info in infos]
+        stages = [
+            {"layers": [s.begin + 1, s.end], "ranks": [ranks[rank] for rank in s.ranks]}
+            for s in self.pipeline.stages
+        ]
         return {
-            "stages": [
-                {"layers": [s.begin + 1, s.end], "ranks": [ranks[rank] for rank in s.ranks]}
-                for s in self.pipeline.stages
-            ],
-            "micro_batch_size": self.pipeline.micro_batch,
-            "predicted_step_sec": self.pipeline.step_sec,
+            "pipeline": {
+                "stages": stages,
+                "micro_batch_size": self.pipeline.micro_batch,
+                "predicted_step_sec": self.pipeline.step_sec,
+            }
         }
 
 

@@ -42,6 +42,7 @@ class PipelineLayout(Layout):
     name = "pipeline"
     compares_weights = False  # but for replicas of a stage, which are of one kind
     divides_samples = False
+    waits_within = "stages waiting for each other"
     equal_shares = "of the first stage"
     engine = PipelineEngine
 
