@@ -36,6 +36,7 @@ from kaitian_mpi.train.saving import Saving
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 KILLS = os.environ.get("KILLS", "").split()
 LEAVES = os.environ.get("LEAVES", "").split()
+HAS_EXPERTS = bool(os.environ.get("MIXTURE"))
 STEPS = 14
 
 training = average = scheduler = None
@@ -75,7 +76,9 @@ def open_training(form="closed", poison=math.inf, **settings):
     torch.manual_seed(0)
     inputs = torch.randn(70, 6, dtype=torch.float64)
     data = list(zip(inputs, inputs.sin().sum(1, keepdim=True), strict=True))
-    model = Model(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    experts = [nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16)) for _ in range(5)]
+    mixture = [kaitian_mpi.Experts(experts, nn.Linear(16, 5))] if HAS_EXPERTS else []
+    model = Model(nn.Linear(6, 16), nn.Tanh(), *mixture, nn.Linear(16, 1)).double()
     model.poison = poison
     model[0].weight.register_hook(lambda _: maybe_die("backward"))
     optimizer = AdamW(model.parameters(), lr=0.02)
@@ -179,8 +182,9 @@ def run_to_the_end(form, **settings):
     summary = training.summary
     seen |= {"finished": summary.finished, "ranks": summary.ranks}
     seen["lost"] = [[lost["rank"] for lost in loss["ranks"]] for loss in summary.failures]
+    weights = training.model.state_dict()
     seen["weights"] = torch.cat(
-        [w.flatten() for w in training.model.state_dict().values()]
+        [w.flatten() for name, w in weights.items() if ".experts." not in name]
     ).tolist()
     seen["average"] = torch.cat([w.flatten() for w in average.parameters()]).tolist()
     seen["rate"] = scheduler.get_last_lr()

@@ -19,12 +19,13 @@ def undisturbed(tmp_path_factory):
     """Return what a single rank sees, by the form of its loop and where loops are left."""
     folder, found = tmp_path_factory.mktemp("undisturbed"), {}
 
-    def run(form, leaves=""):
+    def run(form, leaves="", mixture=""):
         form = "closed" if form == "open" else form
-        if (form, leaves) not in found:
-            run_alone(PYTHON, SCRIPT, form, str(folder), cwd=folder, LEAVES=leaves)
-            found[form, leaves] = results_in(folder)[0]
-        return found[form, leaves]
+        if (form, leaves, mixture) not in found:
+            settings = {"LEAVES": leaves, "MIXTURE": mixture}
+            run_alone(PYTHON, SCRIPT, form, str(folder), cwd=folder, **settings)
+            found[form, leaves, mixture] = results_in(folder)[0]
+        return found[form, leaves, mixture]
 
     return run
 
@@ -38,12 +39,14 @@ def survivors(tmp_path, undisturbed):
         seen.mkdir()
         script = forked([program, SCRIPT, form, str(seen), *settings])
         command = (*supervisor, "mpirun", "-np", str(ranks), *SURVIVING, *script)
-        ended = run_alone(*command, cwd=tmp_path, fresh=True, KILLS=kills, LEAVES=leaves)
+        mixture = "yes" if "layout=experts" in settings else ""
+        variables = {"KILLS": kills, "LEAVES": leaves, "MIXTURE": mixture}
+        ended = run_alone(*command, cwd=tmp_path, fresh=True, **variables)
         assert "Traceback" not in ended.text
         assert not supervisor or "kaitian-supervise: finished after 1 start" in ended.err
         results = results_in(seen)
         assert set(results) == set(range(ranks)) - {int(kill[-1]) for kill in kills.split()}
-        whole = undisturbed(form, leaves)
+        whole = undisturbed(form, leaves, mixture)
         for result in results.values():
             assert result["finished"] is whole["finished"]
             for name in ("end", "weights", "average", "rate")[: 4 if form == "epochs" else 2]:
@@ -85,6 +88,20 @@ def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings)
     """A rank dies before, amid and after what others give it and it gives them."""
     for result in survivors(ranks, form, kills, "layout=shard", *settings).values():
         assert result["steps"] in ([] if form == "run" else EVERY, EVERY[7:])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "form", "kills"),
+    [
+        (3, "closed", "backward:3:2 optimizer:6:0"),
+        (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0"),
+        (4, "open", "loss:3:3 optimizer:6:0 gradient:9:1"),
+    ],
+)
+def test_mirrors_have_a_lost_ranks_experts(survivors, ranks, form, kills):
+    """Also while its tokens, and those for its experts, are under way."""
+    for result in survivors(ranks, form, kills, "layout=experts").values():
+        assert result["steps"] in (EVERY, EVERY[7:])
 
 
 def test_without_mirrors_the_others_begin_again_before_the_first_step(survivors):
