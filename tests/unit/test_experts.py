@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import Experts
+from kaitian_mpi.distributed.experts import without_experts
 from kaitian_mpi.errors import UserError
 
 WIDTH = 6
@@ -176,6 +177,29 @@ def test_a_copy_computes_alone(copied):
     assert torch.equal(other(tokens), output)
     assert not torch.equal(mixture(tokens), output)
     assert mixture.balance_loss.requires_grad
+
+
+def test_experts_that_are_left_out_return_the_tokens_and_have_no_values_in_a_copy():
+    mixture, tokens = make(), make_tokens(7)
+    mixture(tokens)
+    counts = mixture.tokens_by_expert
+    mixture.use_exchange(Doubling())
+    with without_experts():
+        output = mixture(tokens)
+        copied = copy.deepcopy(mixture)
+        optimizer = torch.optim.AdamW(copied.parameters())
+        copied(tokens).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(output, tokens)  # the weights of a token add up to 1
+    assert mixture.tokens_by_expert == copied.tokens_by_expert == counts
+    assert sum(parameter.numel() for parameter in copied.experts.parameters()) == 0
+    dimensions = [[p.dim() for p in each.parameters()] for each in (mixture, copied)]
+    assert dimensions[0] == dimensions[1]
+    assert copied.gate.weight.grad is not None
+    assert mixture.gate.weight.grad is None
+    mixture.use_exchange(None)
+    assert not torch.equal(mixture(tokens), output)
+    assert torch.equal(copy.deepcopy(mixture)(tokens), mixture(tokens))
 
 
 class Doubling:

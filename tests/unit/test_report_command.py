@@ -192,6 +192,15 @@ def test_a_folder_is_read_whole_without_the_time_between_jobs_and_a_long_run_by_
     kinds = {event.kind: event for event in run.events}
     assert kinds["loss"].ranks == (3,)
     assert run.facts["measured allreduce times"] == "striped 2.5 ms, leader 3.1 ms, flat 4.2 ms"
+    assert "experts by rank" not in run.facts
+    summary = json.loads((folder / "summary.json").read_text())
+    experts = {"by_rank": [["0", "2"], [], ["1"]], "token_fractions": [0.5, 0.25, 0.25]}
+    summary["experts"] = experts | {"hidden_by_rank": [0.75, None, 0.5]}
+    write_json(folder / "summary.json", summary)
+    facts = read_run(folder).facts
+    assert facts["experts by rank"] == "rank 0: 0, 2; rank 1: none; rank 2: 1"
+    assert facts["tokens by expert"] == "0: 50%, 1: 25%, 2: 25%"
+    assert facts["exchange of tokens hidden"] == "rank 0: 75%, rank 2: 50%"
     lines = [reading(5), reading(10), reading(15, time=START + 100_003)]
     write_lines(folder / "metrics.jsonl", lines)
     resume = event("resume", 10, "") | {"time": START + 100_000}

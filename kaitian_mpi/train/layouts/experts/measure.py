@@ -101,7 +101,7 @@ class ExpertFacts:
         planned: dict[str, Any] | str | None = None
         if world.rank == 0:  # others may round otherwise
             try:
-                now = self._now(world)
+                now = self.whereabouts(world)
                 planned = asdict(place_experts(self.job(config, world, base), *now))
             except UserError as error:
                 planned = str(error)
@@ -172,7 +172,7 @@ class ExpertFacts:
         scaled = {place: self.factors.get(place, 1.0) * by for place, by in factors.items()}
         return replace(self, tokens=tuple(tokens), factors={**self.factors, **scaled})
 
-    def _now(self, world: World) -> tuple[list[int], list[int]]:
+    def whereabouts(self, world: World) -> tuple[list[int], list[int]]:
         """Return the rank that has each expert, and another one; -1: none of these."""
         ranks = {info.place: rank for rank, info in enumerate(world.infos)}
         owners = [ranks.get(place, NO_MIRROR) for place in self.owners]
@@ -211,7 +211,7 @@ def find_facts(config: TrainingConfig, setup: Setup, world: World) -> ExpertFact
     ranks = _equalized(world.infos, threads, [each.rank for each in by_rank])
     return ExpertFacts(
         _together([each.experts for each in by_rank]),
-        _tokens_per_sample(by_rank, is_timed),
+        tokens_per_sample(by_rank, is_timed),
         dict(zip(places, ranks, strict=True)),
         measure_links(world),
     )
@@ -224,7 +224,7 @@ def _together(by_rank: Sequence[Sequence[Expert]]) -> tuple[Expert, ...]:
     return tuple(replace(expert, kept_bytes=kept) for expert, kept in pairs)
 
 
-def _tokens_per_sample(by_rank: Sequence[RankExperts], is_timed: bool) -> tuple[float, ...]:
+def tokens_per_sample(by_rank: Sequence[RankExperts], is_timed: bool) -> tuple[float, ...]:
     """Return the tokens of each expert for a sample, by what all ranks have counted.
 
     If the experts are not timed, each of a mixture counts alike.
@@ -286,7 +286,7 @@ def show_placement(world: World, plan: ExpertsPlan, facts: ExpertFacts) -> None:
     names = expert_names(plan.mixtures)
     rows = [("rank", "samples", "experts", "mirrors", "ms a step", "memory")]
     for rank, info in enumerate(world.infos):
-        held = _ranges([names[number] for number in placement.experts_of(rank)])
+        held = names_in_short([names[number] for number in placement.experts_of(rank)])
         mirrored = sum(mirror == rank for mirror in placement.mirrors)
         rows.append(
             (
@@ -331,7 +331,7 @@ def placement_notes(
     return notes
 
 
-def _ranges(names: Sequence[str]) -> str:
+def names_in_short(names: Sequence[str]) -> str:
     """Return names with those that follow each other in short, such as `0-3, 6`."""
     parts: list[list[str]] = []
     for name in names:
