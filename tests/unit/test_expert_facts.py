@@ -12,12 +12,11 @@ from kaitian_mpi.train.layouts.experts.expert_timer import RankExperts
 from kaitian_mpi.train.layouts.experts.measure import (
     ExpertFacts,
     ExpertsPlan,
-    expert_names,
-    names_in_short,
-    placement_notes,
     tokens_per_sample,
 )
 from kaitian_mpi.train.layouts.experts.moves import TokenCounts, tokens_like
+from kaitian_mpi.train.layouts.experts.names import expert_names, names_in_short
+from kaitian_mpi.train.layouts.experts.show import placement_notes
 
 MB = 10**6
 EXPERTS = tuple(Expert(number // 3, 10 * MB, 0.0, 64.0) for number in range(6))

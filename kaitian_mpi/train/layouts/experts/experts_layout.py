@@ -23,9 +23,9 @@ from kaitian_mpi.train.layouts.experts.measure import (
     ExpertFacts,
     ExpertsPlan,
     find_facts,
-    show_placement,
 )
 from kaitian_mpi.train.layouts.experts.moves import ExpertMoves, TokenCounts
+from kaitian_mpi.train.layouts.experts.show import show_placement
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.moving import move_own
 from kaitian_mpi.train.loop import Loop

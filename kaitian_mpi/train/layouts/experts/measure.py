@@ -27,11 +27,11 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import print_rank_0, show_table, size_text
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.layouts.experts.expert_timer import ExpertTimer, RankExperts
+from kaitian_mpi.train.layouts.experts.names import expert_names
 from kaitian_mpi.train.layouts.pipeline.measure import measure_links
 from kaitian_mpi.train.measure.equal_devices import alike_ranks
 from kaitian_mpi.train.measure.plan import Plan, Profiles
@@ -213,7 +213,7 @@ def find_facts(config: TrainingConfig, setup: Setup, world: World) -> ExpertFact
         _together([each.experts for each in by_rank]),
         tokens_per_sample(by_rank, is_timed),
         dict(zip(places, ranks, strict=True)),
-        measure_links(world),
+        measure_links(world) if is_timed else {},
     )
 
 
@@ -267,84 +267,3 @@ def _equalized(
 
 def _medians(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(statistics.median, zip(*by_rank, strict=True)))
-
-
-def expert_names(mixtures: Sequence[int]) -> list[str]:
-    """Return a name for each expert: its number, after that of its mixture if there are several."""
-    numbers: dict[int, int] = {}
-    names = []
-    for mixture in mixtures:
-        number = numbers.get(mixture, 0)
-        numbers[mixture] = number + 1
-        names.append(f"{mixture}.{number}")
-    return names if len(numbers) > 1 else [name.split(".")[1] for name in names]
-
-
-def show_placement(world: World, plan: ExpertsPlan, facts: ExpertFacts) -> None:
-    """Print which rank holds which experts, and why one holds none, from rank 0."""
-    placement = plan.placement
-    names = expert_names(plan.mixtures)
-    rows = [("rank", "samples", "experts", "mirrors", "ms a step", "memory")]
-    for rank, info in enumerate(world.infos):
-        held = names_in_short([names[number] for number in placement.experts_of(rank)])
-        mirrored = sum(mirror == rank for mirror in placement.mirrors)
-        rows.append(
-            (
-                str(info.world_rank),
-                str(placement.batch_sizes[rank]),
-                held or "none",
-                str(mirrored or "none"),
-                f"{1e3 * placement.rank_sec[rank]:.1f}" if plan.is_measured else "-",
-                size_text(placement.bytes_by_rank[rank]),
-            )
-        )
-    title = f"layout experts: {len(names)} experts"
-    if plan.is_measured:
-        title += f", predicted step {1e3 * placement.step_sec:.1f} ms"
-    if placement.rounds > 1:
-        title += f", in {placement.rounds} micro-batches"
-    show_table(world, title, rows, left=("experts",))
-    for line in placement_notes(world.infos, placement, facts):
-        print_rank_0(world, line)
-
-
-def placement_notes(
-    infos: Sequence[RankInfo], placement: ExpertPlacement, facts: ExpertFacts
-) -> list[str]:
-    """Return lines on ranks without memory for an expert, and on experts without a mirror."""
-    notes = []
-    smallest = min(expert.held_bytes for expert in facts.experts)
-    for rank, info in enumerate(infos):
-        free = facts.by_place[info.place].free_bytes
-        if free < smallest and not placement.experts_of(rank):
-            notes.append(
-                f"{info} holds no expert: the smallest takes {size_text(smallest)} with its "
-                f"gradients and optimizer state, and {size_text(int(free))} are free there"
-            )
-    count = len(placement.mirrors)
-    if 0 < placement.mirrored < count:
-        notes.append(
-            f"layout experts: there is memory for mirrors of {placement.mirrored} of {count} "
-            "experts; if a rank is lost that holds another one, training continues from a "
-            "checkpoint"
-        )
-    return notes
-
-
-def names_in_short(names: Sequence[str]) -> str:
-    """Return names with those that follow each other in short, such as `0-3, 6`."""
-    parts: list[list[str]] = []
-    for name in names:
-        prefix, number = _split(name)
-        if parts and _split(parts[-1][-1]) == (prefix, number - 1):
-            parts[-1].append(name)
-        else:
-            parts.append([name])
-    return ", ".join(
-        part[0] if len(part) == 1 else f"{part[0]}-{_split(part[-1])[1]}" for part in parts
-    )
-
-
-def _split(name: str) -> tuple[str, int]:
-    prefix, _, number = name.rpartition(".")
-    return prefix, int(number)

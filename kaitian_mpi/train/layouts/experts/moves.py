@@ -34,9 +34,10 @@ class TokenCounts(StepObserver):
 
     def fractions(self) -> list[float] | None:
         """Return each expert's fraction of the tokens of its mixture; None before a step."""
-        if not all(total.any() for total in self._totals):
+        if not any(total.any() for total in self._totals):
             return None
-        shares: list[float] = np.concatenate([t / t.sum() for t in self._totals]).tolist()
+        parts = [total / max(1.0, total.sum()) for total in self._totals]
+        shares: list[float] = np.concatenate(parts).tolist()
         return shares
 
 

@@ -1,0 +1,162 @@
+"""Experts and rows are planned alike on every rank, by what each has measured, and move."""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from samples import Points
+from torch import nn
+
+from kaitian_mpi import Experts, Task, Training
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.config import TrainConfig
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.train.layouts.experts import moves
+from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
+from kaitian_mpi.train.layouts.experts.measure import find_facts
+from kaitian_mpi.train.measure.plan import Profiles, unmeasured_profiles
+from kaitian_mpi.train.setup import Setup
+
+pytestmark = pytest.mark.sizes(1, 2, 3)
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def make_task(experts=6, **parts):
+    torch.manual_seed(5)
+    held = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(experts)]
+    mixture = Experts(held, nn.Linear(8, experts))
+    usual = {
+        "model": nn.Sequential(nn.Linear(3, 8), mixture, nn.Linear(8, 4)).double(),
+        "optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        "data": Points(),
+        "loss": lambda m, batch: LOSS(m(batch[0]), batch[1]),
+    }
+    return Task(**{**usual, **parts})
+
+
+def config_of(**settings):
+    return TrainConfig(layout="experts", global_batch_size=24, benchmark_seconds=0.2, **settings)
+
+
+def same_on_all(world, value):
+    gathered = gather_values(world.comm, value)
+    assert gathered == [gathered[0]] * world.size
+    return gathered[0]
+
+
+def test_ranks_measure_experts_and_plan_alike_and_the_model_stays(world):
+    task, config = make_task(), config_of()
+    before = copy.deepcopy(task.model.state_dict())
+    setup = Setup(task, NoFolder())
+    layout = ExpertsLayout.find(config, setup, world)
+    setup = layout.place(config, setup, world)
+    profiles = layout.find_profiles(config, world, setup, {})
+    plan = layout.plan(config, world, profiles)
+    facts, placement = layout.facts, plan.placement
+    same_on_all(world, str(facts))
+    same_on_all(world, str(placement))
+    assert sum(plan.batch_sizes) == sum(placement.batch_sizes) == 24
+    assert min(plan.batch_sizes) >= 1
+    assert sorted(number for r in range(world.size) for number in placement.experts_of(r)) == [
+        *range(6)
+    ]
+    assert sum(facts.tokens) == pytest.approx(2.0)  # top_k of a token each
+    assert all(rank.token_sec[0] > 0 for rank in facts.by_place.values())
+    size = 2 * 8 * 16 + 16 + 8
+    assert {expert.held_bytes for expert in facts.experts} == {4 * 8 * size}  # with Adam's state
+    assert {expert.row_bytes for expert in facts.experts} == {64}
+    assert facts.experts[0].kept_bytes > 0
+    assert plan.is_measured
+    assert plan.costs is None
+    cost = profiles.by_place[world.info.place].cost
+    assert cost.beta_sec > 0
+    after = task.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+    assert len(layout.planned_bytes(config, world, plan, profiles)) == world.size
+    same_on_all(world, layout.planned_bytes(config, world, plan, profiles))
+
+
+def test_without_balance_or_a_loss_rows_and_experts_are_equal(world):
+    for parts, settings in (({}, {"balance": "off"}), ({"loss": None}, {})):
+        config = config_of(**settings)
+        facts = find_facts(config, Setup(make_task(**parts), NoFolder()), world)
+        plan = facts.plan(config, world, unmeasured_profiles(config, world, 1))
+        assert plan.batch_sizes == [24 // world.size] * world.size
+        held = [len(plan.placement.experts_of(rank)) for rank in range(world.size)]
+        assert held == [6 // world.size] * world.size
+        assert not plan.is_measured
+        assert plan.describe(world.infos)["experts"]["predicted_step_sec"] is None
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_rank_without_memory_holds_no_expert(world):
+    config = config_of(balance="off")
+    facts = find_facts(config, Setup(make_task(), NoFolder()), world)
+    profiles = unmeasured_profiles(config, world, 1)
+    last = world.infos[-1].place
+    little = {**facts.by_place, last: replace(facts.by_place[last], free_bytes=1000.0)}
+    plan = replace(facts, by_place=little).plan(config, world, profiles)
+    assert plan.placement.experts_of(world.size - 1) == []
+    none = {place: replace(rank, free_bytes=1000.0) for place, rank in facts.by_place.items()}
+    with pytest.raises(UserError, match="experts, their gradients and optimizer state take"):
+        replace(facts, by_place=none).plan(config, world, profiles)
+
+
+@pytest.mark.sizes(2)
+def test_a_slow_rank_gets_fewer_rows_and_experts(world):
+    config = config_of()
+    facts = find_facts(config, Setup(make_task(), NoFolder()), world)
+    profiles = unmeasured_profiles(config, world, 1)
+    cost = RankCost(1e-3, 1e-3)
+    known = {place: replace(p, cost=cost) for place, p in profiles.by_place.items()}
+    times = {place: replace(rank, token_sec=(1e-3,) * 6) for place, rank in facts.by_place.items()}
+    facts = replace(facts, by_place=times, tokens=(1 / 3,) * 6)
+    slow = facts.observed(facts.tokens, {world.infos[1].place: 3.0})
+    plan = slow.plan(config, world, Profiles(known))
+    assert plan.batch_sizes[0] > 2 * plan.batch_sizes[1]
+    assert len(plan.placement.experts_of(0)) > len(plan.placement.experts_of(1))
+    again = slow.placed(world, plan.placement).plan(config, world, Profiles(known))
+    assert again.placement == plan.placement
+
+
+@pytest.mark.sizes(2)
+def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_path, monkeypatch):
+    """The observer is told that it pays; training continues with other owners, exactly."""
+    decided = []
+
+    def moves_once(job, placement, tokens, work_sec, steps):
+        assert sum(tokens) == pytest.approx(2.0)
+        assert min(work_sec) > 0
+        if decided:
+            return None
+        decided.append(placement)
+        return SimpleNamespace(factors=[3.0, 1.0], placement=placement, text="2 experts move")
+
+    monkeypatch.setattr(moves, "replace_experts", moves_once)
+    owners = []
+    assign = ExpertsLayout.assign
+
+    def noted(layout, config, world, state, plan):
+        owners.append(plan.placement.owners)
+        assign(layout, config, world, state, plan)
+
+    with mock.patch.object(ExpertsLayout, "assign", noted):
+        settings = {"layout": "experts", "global_batch_size": 8, "epochs": 2}
+        training = Training(
+            make_task(data=Points(64)), run_dir=str(shared_path / "run"), **settings
+        )
+        training.run()
+    assert training.steps_done == 16
+    assert len(owners) == 2
+    experts = training.summary.experts
+    if world.rank == 0:
+        assert len(experts["by_rank"]) == 2
+        assert sum(experts["token_fractions"]) == pytest.approx(1.0)
+        assert len(experts["hidden_by_rank"]) == 2
