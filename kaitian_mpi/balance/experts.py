@@ -8,6 +8,7 @@ while others are still at their rows, but only of the tokens that are known by t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +36,15 @@ class Expert:
     """Bytes of a token's activations, kept from forward to backward."""
     row_bytes: float
     """Bytes of a token as it is sent."""
+    trained_bytes: int = 0
+    """Bytes of its parameters that an optimizer steps."""
+    weight_bytes: int = 0
+    """Bytes of its parameters and buffers."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its optimizer state."""
+        return self.held_bytes - self.weight_bytes - self.trained_bytes
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,18 @@ class ExpertsJob:
     """In how many parts a rank's tokens are sent."""
     has_mirrors: bool = False
     """Whether another rank is to keep each expert, too, as far as there is memory."""
+
+    def in_world(self, world: Mapping[str, int], global_batch: int) -> ExpertsJob:
+        """Return the job for other numbers of ranks by kind, repeating the measured ones."""
+        by_kind: dict[str, list[ExpertRank]] = {}
+        for rank in self.ranks:
+            by_kind.setdefault(rank.kind, []).append(rank)
+        ranks = tuple(
+            rank
+            for kind, count in world.items()
+            for rank in itertools.islice(itertools.cycle(by_kind[kind]), count)
+        )
+        return replace(self, ranks=ranks, global_batch=global_batch, batch_sizes=())
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -304,7 +326,15 @@ def sample_bytes(job: ExpertsJob, rows: np.ndarray, rounds: int) -> np.ndarray:
 
 
 def too_large(job: ExpertsJob) -> str:
-    """Return the line for experts that the ranks have no memory for."""
+    """Return the line for experts, or samples, that the ranks have no memory for."""
+    for rank, facts in enumerate(job.ranks):
+        least = job.min_batch * facts.sample_bytes
+        if facts.free_bytes < least:
+            return (
+                f"--layout experts: rank {rank} has {facts.free_bytes / 1e6:.0f} MB of free memory "
+                f"next to all but the experts, and its smallest share takes {least / 1e6:.0f} MB; "
+                "leave it out, or use a smaller model or an optimizer with less state"
+            )
     held = job.held_bytes
     available = ", ".join(f"{max(0.0, free) / 1e6:.0f}" for free in job.free_bytes.tolist())
     return (

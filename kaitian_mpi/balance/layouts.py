@@ -14,14 +14,18 @@ import numpy as np
 
 from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, exposed_seconds
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
+from kaitian_mpi.balance.expert_plan import place_experts
+from kaitian_mpi.balance.experts import ExpertsJob
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Need
 from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
 from kaitian_mpi.balance.shares import split_cohorts
+from kaitian_mpi.errors import UserError
 
 REPLICATE = "replicate"
 SHARD = "shard"
 PIPELINE = "pipeline"
+EXPERTS = "experts"
 _AS_FAST = 1.03  # layouts within this factor of the fastest count as equally fast
 _MOST = 1e18  # largest number accepted from a file, so that no sum overflows
 _FORWARD = 1 / 3  # part of a step's compute time
@@ -47,6 +51,8 @@ class LayoutJob:
     """Whether a rank computes on its host's CPU: communication then takes cores from computing."""
     has_mirrors: bool = False
     """Whether two ranks step each part of a sharded parameter."""
+    experts: ExpertsJob | None = None
+    """The model's experts, and its other costs without them; None if it has none."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """By layout, the reason why the task or the settings rule it out."""
 
@@ -139,6 +145,7 @@ class LayoutJob:
         return replace(
             self,
             chain=replace(self.chain, ranks=ranks, global_batch=global_batch),
+            experts=self.experts and self.experts.in_world(world, global_batch),
             allreduce_cost=allreduce,
             scatter_cost=scaled(self.scatter_cost),
             gather_cost=scaled(self.gather_cost),
@@ -159,8 +166,13 @@ class Prediction:
 
 
 def predict_layouts(job: LayoutJob) -> list[Prediction]:
-    """Return the predictions for replicate, shard and pipeline, in this order."""
+    """Return the predictions for replicate, shard and pipeline, in this order.
+
+    And for experts, if the model has some.
+    """
     predict = {REPLICATE: _replicate, SHARD: _shard, PIPELINE: _pipeline}
+    if job.experts is not None or EXPERTS in job.refused:
+        predict[EXPERTS] = _experts
     predictions = []
     for layout, predict_layout in predict.items():
         if layout in job.refused:
@@ -284,6 +296,27 @@ def _pipeline(job: LayoutJob) -> Prediction:
     stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
     remark = f"{stages}, micro-batches of {plan.micro_batch}"
     return Prediction(PIPELINE, plan.step_sec, plan.bytes_by_rank, remark)
+
+
+def _experts(job: LayoutJob) -> Prediction:
+    assert job.experts is not None
+    try:
+        placement = place_experts(job.experts)
+    except UserError:
+        return Prediction(EXPERTS, why="no division of the experts fits the ranks' memory")
+    # All else is as in replicate.
+    size = job.whole.trained_bytes
+    dense_bytes = max(0, size - sum(expert.trained_bytes for expert in job.experts.experts))
+    fraction = np.full(len(job.chain.ranks), dense_bytes / max(1, size))
+    other_sec = float((job.handling_sec(REPLICATE) + job.update_sec(fraction)).max())
+    buckets = ddp_buckets(dense_bytes)
+    step = placement.step_sec + other_sec
+    step += exposed_seconds(placement.step_sec, buckets, job.allreduce_cost, placement.rounds)
+    pairs = zip(job.experts.ranks, placement.bytes_by_rank, strict=True)
+    needed = tuple(int(rank.base_bytes + held) for rank, held in pairs)
+    held = [len(placement.experts_of(rank)) for rank in range(len(needed))]
+    remark = f"{min(held)} to {max(held)} experts on a rank"
+    return Prediction(EXPERTS, step, needed, remark)
 
 
 class _Division(NamedTuple):

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kaitian_mpi.balance.expert_plan import place_experts
 from kaitian_mpi.balance.layouts import (
+    EXPERTS,
     PIPELINE,
     REPLICATE,
     SHARD,
@@ -17,6 +19,7 @@ from kaitian_mpi.balance.layouts import (
 )
 from kaitian_mpi.balance.pipeline_cost import stage_bytes
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
+from kaitian_mpi.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def layout_memory(job: LayoutJob, layout: str) -> LayoutMemory:
     if layout in job.refused:
         return LayoutMemory(layout, why=job.refused[layout])
     by_layout: dict[str, Callable[[LayoutJob], LayoutMemory]]
-    by_layout = {REPLICATE: _replicate, SHARD: _shard, PIPELINE: _pipeline}
+    by_layout = {REPLICATE: _replicate, SHARD: _shard, PIPELINE: _pipeline, EXPERTS: _experts}
     return by_layout[layout](job)
 
 
@@ -143,6 +146,45 @@ def _pipeline(job: LayoutJob) -> LayoutMemory:
         )
     counted = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
     return LayoutMemory(PIPELINE, tuple(ranks), counted)
+
+
+def _experts(job: LayoutJob) -> LayoutMemory:
+    experts, whole = job.experts, job.whole
+    assert experts is not None
+    try:
+        placement = place_experts(experts)
+    except UserError:
+        return LayoutMemory(EXPERTS, why="no division of the experts fits the ranks' memory")
+    columns = [
+        [expert.weight_bytes for expert in experts.experts],
+        [expert.trained_bytes for expert in experts.experts],
+        [expert.state_bytes for expert in experts.experts],
+    ]
+    totals = whole.weight_bytes, whole.trained_bytes, whole.state_bytes - whole.trained_bytes
+    dense = [max(0, total - sum(column)) for total, column in zip(totals, columns, strict=True)]
+    ranks = []
+    for rank, facts in enumerate(experts.ranks):
+        held = placement.experts_of(rank)
+        held += [number for number, mirror in enumerate(placement.mirrors) if mirror == rank]
+        weights, gradients, state = (
+            size + sum(column[number] for number in held)
+            for size, column in zip(dense, columns, strict=True)
+        )
+        held_bytes = sum(experts.experts[number].held_bytes for number in held)
+        ranks.append(
+            RankMemory(
+                parameters=weights,
+                gradients=gradients,
+                state=state,
+                activations=placement.bytes_by_rank[rank] - held_bytes,
+                other=max(0.0, facts.base_bytes - sum(dense)),
+                stepping=0.0,
+                samples=math.ceil(placement.batch_sizes[rank] / placement.rounds),
+                limit=float(job.memory_bytes[rank]),
+            )
+        )
+    counts = [len(placement.experts_of(rank)) for rank in range(len(ranks))]
+    return LayoutMemory(EXPERTS, tuple(ranks), f"{min(counts)} to {max(counts)} experts on a rank")
 
 
 def _with_samples(

@@ -86,7 +86,7 @@ def test_ranks_measure_experts_and_plan_alike_and_the_model_stays(world):
 def test_without_balance_or_a_loss_rows_and_experts_are_equal(world):
     for parts, settings in (({}, {"balance": "off"}), ({"loss": None}, {})):
         config = config_of(**settings)
-        facts = find_facts(config, Setup(make_task(**parts), NoFolder()), world)
+        facts = ExpertsLayout.find(config, Setup(make_task(**parts), NoFolder()), world).facts
         plan = facts.plan(config, world, unmeasured_profiles(config, world, 1))
         assert plan.batch_sizes == [24 // world.size] * world.size
         held = [len(plan.placement.experts_of(rank)) for rank in range(world.size)]

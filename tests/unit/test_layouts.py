@@ -6,7 +6,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from kaitian_mpi.balance.communication import AllreduceCost
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.experts import Expert, ExpertRank, ExpertsJob
 from kaitian_mpi.balance.layouts import LayoutJob, choose, predict_layouts
+from kaitian_mpi.balance.memory import layout_memory
 from kaitian_mpi.balance.ownership import Need
 from kaitian_mpi.balance.pipeline import Hop
 from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
@@ -206,3 +209,65 @@ def test_a_file_with_impossible_numbers_is_refused(name, value):
 )
 def test_odd_jobs_are_predicted(job, expected):
     assert possible(job) == expected
+
+
+def with_experts(job, free=None):
+    """Return a job of which three quarters of the parameters and of the time are 8 experts'."""
+    size = job.whole.trained_bytes * 3 // 4 // 8
+    ranks = tuple(
+        ExpertRank(
+            rank.kind,
+            0,
+            RankCost(0.0, sum(rank.sample_sec) / 4),
+            (0.0,) * 8,
+            (sum(rank.sample_sec) * 3 / 4 / 8,) * 8,
+            (0.0,) * 8,
+            max(0.0, rank.memory_bytes - job.whole.trained_bytes) if free is None else free,
+            base_bytes=job.whole.trained_bytes,
+        )
+        for rank in job.chain.ranks
+    )
+    experts = (Expert(0, 4 * size, 0.0, 1000.0, size, size),) * 8
+    batch, links = job.chain.global_batch, job.chain.links
+    return replace(job, experts=ExpertsJob(experts, ranks, (1.0,) * 8, batch, links=links))
+
+
+def test_experts_are_predicted_of_a_model_that_has_some():
+    job = with_experts(a_job([600 * MB] * 2))
+    replicate, *_, experts = predict_layouts(job)
+    assert experts.layout == "experts"
+    assert experts.step_sec == pytest.approx(replicate.step_sec)  # all links are free
+    assert experts.why == "4 to 4 experts on a rank"
+    assert max(experts.bytes_by_rank) < min(replicate.bytes_by_rank)
+    assert choose(predict_layouts(job)).layout == "replicate"
+    slow = with_experts(a_job([600 * MB] * 2, link=1e-8))  # replicas sum four times as much
+    slow = replace(slow, refused={"pipeline": "no layers"})
+    assert choose(predict_layouts(slow)).layout == "experts"
+    small = with_experts(a_job([300 * MB] * 2))
+    assert possible(small)[-1] == "experts"
+    none = predict_layouts(with_experts(a_job([300 * MB] * 2), free=0.0))[-1]
+    assert none.why == "no division of the experts fits the ranks' memory"
+    refused = replace(a_job([600 * MB] * 2), refused={"experts": "they share a parameter"})
+    assert predict_layouts(refused)[-1].why == "they share a parameter"
+
+
+def test_a_job_with_experts_is_the_same_from_a_file_and_grows_with_its_world():
+    job = with_experts(a_job([600 * MB, 300 * MB], link=1e-9))
+    read = rebuild(LayoutJob, json.loads(json.dumps(asdict(job))))
+    assert read == job
+    read.check()
+    large = read.in_world({"gpu": 5}, 80, AllreduceCost(0.0, 2e-9))
+    assert len(large.experts.ranks) == 5
+    assert large.experts.global_batch == 80
+    assert predict_layouts(large)[-1].step_sec
+
+
+def test_the_memory_of_experts_adds_up():
+    job = with_experts(a_job([600 * MB] * 2))
+    found = layout_memory(job, "experts")
+    assert found.fits
+    predicted = predict_layouts(job)[-1]
+    totals = [rank.total for rank in found.ranks]
+    assert totals == pytest.approx(predicted.bytes_by_rank, abs=2)
+    assert {rank.parameters for rank in found.ranks} == {100 * MB * (1 / 4 + 3 / 8)}
+    assert layout_memory(with_experts(a_job([300 * MB]), free=0.0), "experts").ranks == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,8 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost
-from kaitian_mpi.balance.cost_model import fit
+from kaitian_mpi.balance.cost_model import RankCost, fit
+from kaitian_mpi.balance.experts import ExpertsJob
 from kaitian_mpi.balance.layouts import (
+    EXPERTS,
     PIPELINE,
     REPLICATE,
     SHARD,
@@ -26,7 +28,7 @@ from kaitian_mpi.balance.layouts import (
     prediction_table,
 )
 from kaitian_mpi.balance.ownership import Part
-from kaitian_mpi.balance.pipeline_cost import Layer
+from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.pending_parameter import is_compiled
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
@@ -36,6 +38,9 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0, show_table
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.train.layouts.divided_step import check_parts
+from kaitian_mpi.train.layouts.experts.expert_owners import check_experts, find_mixtures
+from kaitian_mpi.train.layouts.experts.measure import ExpertFacts
+from kaitian_mpi.train.layouts.experts.measure import find_facts as find_expert_facts
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
@@ -48,7 +53,7 @@ from kaitian_mpi.train.measure.allreduce import (
     gradient_buckets,
     measure_allreduce,
 )
-from kaitian_mpi.train.measure.plan import min_batch_by_layers
+from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
 FILE = "layouts.json"
 _LARGEST, _PART_OF_MEMORY = 8 << 20, 0.01  # of what is exchanged, in bytes
 _ROUNDS, _MAX_SEC = 6, 1.0
+_LEAST_DENSE = 0.05  # of a model's time, without its experts: a difference of two measurements
 
 
 def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
@@ -69,7 +75,7 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
         AgreedError: none fits.
     """
     try:
-        job, facts = measure_layouts(config, setup, world)
+        job, facts, expert_facts = measure_layouts(config, setup, world)
     except LayerTooLargeError as error:
         _require_shards(config, setup, world, error)
         return ShardLayout.find(config, setup, world)
@@ -95,13 +101,22 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     if chosen.layout == PIPELINE:
         takes_alike = config.balance == "off"
         return PipelineLayout.find(config, setup, world) if takes_alike else PipelineLayout(facts)
+    if chosen.layout == EXPERTS and expert_facts is not None:
+        from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
+
+        takes_alike = config.balance == "off"
+        return (
+            ExpertsLayout.find(config, setup, world) if takes_alike else ExpertsLayout(expert_facts)
+        )
     return ReplicateLayout()
 
 
 def measure_layouts(
     config: TrainingConfig, setup: Setup, world: World
-) -> tuple[LayoutJob, PipelineFacts]:
-    """Measure what the layouts are compared by, and return the facts of the layers. Collective.
+) -> tuple[LayoutJob, PipelineFacts, ExpertFacts | None]:
+    """Measure what the layouts are compared by; return it with the facts of layers and experts.
+
+    Collective.
 
     Raises:
         LayerTooLargeError: a rank has too little memory to time it.
@@ -126,8 +141,13 @@ def measure_layouts(
     most = max(1 << 16, min(_LARGEST, int(_PART_OF_MEMORY * memory)))
     scatter, gather = measure_exchange(world, most)
     needs, _ = shard_needs(config, model, optimizers)
+    chain = facts.job(config, world, min_batch)
+    expert_facts = experts = None
+    if find_mixtures(model) and EXPERTS not in refused:
+        expert_facts = find_expert_facts(config, setup, world)
+        experts = _expert_job(config, world, expert_facts, chain)
     job = LayoutJob(
-        facts.job(config, world, min_batch),
+        chain,
         whole_layer(model, optimizers, facts.layers),
         tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
         allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
@@ -135,9 +155,26 @@ def measure_layouts(
         gather_cost=gather,
         on_host=any(info.is_on_host for info in world.infos),
         has_mirrors=config.mirrors and ulfm.is_enabled(),
+        experts=experts,
         refused=refused,
     )
-    return job, facts
+    return job, facts, expert_facts
+
+
+def _expert_job(
+    config: TrainingConfig, world: World, facts: ExpertFacts, chain: PipelineJob
+) -> ExpertsJob:
+    """Return what experts are planned from, by the times of the whole model with its own tokens."""
+    costs = []
+    for info, rank in zip(world.infos, chain.ranks, strict=True):
+        times = facts.by_place[info.place]
+        pairs = zip(times.token_sec, facts.tokens, strict=True)
+        fixed, sample = sum(rank.fixed_sec), sum(rank.sample_sec)
+        alpha = max(_LEAST_DENSE * fixed, fixed - sum(times.fixed_sec))
+        beta = max(_LEAST_DENSE * sample, sample - sum(sec * tokens for sec, tokens in pairs))
+        costs.append(RankCost(alpha, beta))
+    base = Plan([config.global_batch_size], [1.0], costs, None, chain.min_batch)
+    return replace(facts.job(config, world, base), batch_sizes=())
 
 
 def _require_shards(
@@ -173,10 +210,13 @@ def whole_layer(
 def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:
     """Return why the settings and the task rule layouts out."""
     refused = {}
-    for layout in (SHARD, PIPELINE):
+    mixtures = find_mixtures(task.model)
+    for layout in (SHARD, PIPELINE, *([EXPERTS] if mixtures else [])):
         try:
             config.check_layout(layout)
             check_parts(task, layout)
+            if layout == EXPERTS:
+                check_experts(task.model, mixtures)
         except UserError as error:
             refused[layout] = short_reason(error)
     return refused
@@ -184,7 +224,7 @@ def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:
 
 def short_reason(error: UserError) -> str:
     """Return a message's fault, without its advice."""
-    text = re.sub("^(ranks? [^:]*: )?(--layout pipeline: |Task: )?", "", str(error))
+    text = re.sub("^(ranks? [^:]*: )?(--layout [a-z]+: |Task: )?", "", str(error))
     return re.split("[;:] ", text, maxsplit=1)[0]
 
 

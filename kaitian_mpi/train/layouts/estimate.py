@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from kaitian_mpi.balance.communication import FREE
-from kaitian_mpi.balance.layouts import PIPELINE, REPLICATE, SHARD, LayoutJob
+from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.experts import Expert, ExpertRank, ExpertsJob
+from kaitian_mpi.balance.layouts import EXPERTS, PIPELINE, REPLICATE, SHARD, LayoutJob
 from kaitian_mpi.balance.memory import LayoutMemory, layout_memory
 from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
+from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.factory import one_line
+from kaitian_mpi.distributed.experts import without_experts
 from kaitian_mpi.distributed.pending_parameter import is_compiled
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.layouts.choose import refused_layouts, short_reason, whole_layer
+from kaitian_mpi.train.layouts.experts.expert_owners import find_mixtures
+from kaitian_mpi.train.layouts.experts.expert_timer import watched
 from kaitian_mpi.train.layouts.fake_forward import activation_bytes
 from kaitian_mpi.train.layouts.pipeline.chain import Piece, chain_of
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
-from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs, steps_at_once
+from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs, steps_at_once, usual_states
 from kaitian_mpi.train.measure.plan import min_batch_by_layers
 from kaitian_mpi.train.measure.rank_timer import SAFE_FRACTION
 from kaitian_mpi.train.task import Computation, Task
@@ -91,6 +97,9 @@ def estimate_memory(
     used = float(world.device_kind.memory_peak_bytes(world.device_index))
     ranks = tuple(_facts(device, layers, whole, optimizers, used) for device in devices)
     needs, _ = shard_needs(config, model, optimizers)
+    experts = None
+    if find_mixtures(model) and EXPERTS not in refused and not fault:
+        experts = _experts_job(task, config, devices, optimizers, whole, ranks, min_batch, world)
     job = LayoutJob(
         PipelineJob(layers, ranks, config.global_batch_size, min_batch, config.micro_batch_size),
         whole,
@@ -99,8 +108,12 @@ def estimate_memory(
         scatter_cost=FREE,
         gather_cost=FREE,
         on_host=any(device.is_on_host for device in devices),
+        experts=experts,
         refused=refused,
     )
+    layouts = [REPLICATE, SHARD, PIPELINE]
+    if experts is not None or EXPERTS in refused:
+        layouts.append(EXPERTS)
     return MemoryEstimate(
         task.name,
         sum(parameter.numel() for parameter in model.parameters()),
@@ -108,7 +121,58 @@ def estimate_memory(
         job.sample_bytes,
         fault,
         tuple(type(one).__name__ for one in optimizers if not _has_usual_state(one)),
-        tuple(layout_memory(job, layout) for layout in (REPLICATE, SHARD, PIPELINE)),
+        tuple(layout_memory(job, layout) for layout in layouts),
+    )
+
+
+def _experts_job(
+    task: Task,
+    config: TrainingConfig,
+    devices: Sequence[DeviceMemory],
+    optimizers: Sequence[Optimizer],
+    whole: Layer,
+    ranks: Sequence[LayerFacts],
+    min_batch: int,
+    world: World,
+) -> ExpertsJob:
+    """Return what experts are placed by if all ranks are equally fast, and all tokens spread."""
+    mixtures = find_mixtures(task.model)
+    with without_experts(), watched(task.model) as rows:
+        (dense,) = _bytes_of_a_sample(task, config, [task.model], min_batch, world)
+    samples = _samples(config, min_batch, len(as_batches(task.data, task.collate)))
+    states = usual_states(optimizers)
+    experts, tokens = [], []
+    for number, (mixture, given) in enumerate(zip(mixtures.values(), rows(), strict=True)):
+        for expert in mixture.experts:
+            size = sum(each.nbytes for each in (*expert.parameters(), *expert.buffers()))
+            trained = sum(p.nbytes for p in expert.parameters() if p.requires_grad)
+            held = size + trained * (1 + states)
+            experts.append(Expert(number, held, 0.0, given.row_bytes, trained, size))
+            tokens.append(sum(given.counts) / samples / len(mixture.experts))
+    of_experts = max(0.0, whole.kept_bytes - dense.kept) / max(1.0, sum(tokens))
+    experts = [replace(expert, kept_bytes=of_experts) for expert in experts]
+    trained = whole.trained_bytes - sum(expert.trained_bytes for expert in experts)
+    state = whole.state_bytes - sum(e.trained_bytes + e.state_bytes for e in experts)
+    weights = whole.weight_bytes - sum(expert.weight_bytes for expert in experts)
+    alike = []
+    for device, facts in zip(devices, ranks, strict=True):
+        base = facts.base_bytes + weights + state + trained * facts.steps_at_once
+        free = max(0.0, facts.memory_bytes - base) / (1 + facts.steps_at_once / (2 + states))
+        seconds = (_UNTIMED,) * len(experts)
+        cost = RankCost(0.0, _UNTIMED)
+        sample_bytes = dense.kept + dense.temporary
+        alike.append(
+            ExpertRank(device.kind, 0, cost, seconds, seconds, seconds, free, sample_bytes, base)
+        )
+    shares = apportion(config.global_batch_size, [1] * len(devices))
+    return ExpertsJob(
+        tuple(experts),
+        tuple(alike),
+        tuple(tokens),
+        config.global_batch_size,
+        min_batch,
+        config.micro_batch_size,
+        tuple(shares),
     )
 
 
@@ -121,7 +185,7 @@ def _bytes_of_a_sample(
     task: Task, config: TrainingConfig, chain: Sequence[nn.Module], min_batch: int, world: World
 ) -> list[LayerBytes]:
     data = as_batches(task.data, task.collate)
-    samples = max(min_batch, min(_SAMPLES, config.global_batch_size, len(data)))
+    samples = _samples(config, min_batch, len(data))
     computation = Computation(world.device, config.precision.replace("auto", "fp32"), "contiguous")
     modules = [_called_modules(layer) for layer in chain]
     batch_bytes = activation_bytes(task, computation, data[list(range(samples))], modules)
@@ -129,6 +193,11 @@ def _bytes_of_a_sample(
         LayerBytes(one.kept / samples, one.casts, one.temporary / samples, one.output / samples)
         for one in batch_bytes
     ]
+
+
+def _samples(config: TrainingConfig, min_batch: int, length: int) -> int:
+    """Return the samples of which the activations are found."""
+    return max(min_batch, min(_SAMPLES, config.global_batch_size, length))
 
 
 def _called_modules(layer: nn.Module) -> list[nn.Module]:

@@ -119,8 +119,9 @@ class ExpertTimer:
                 trained_bytes = sum(p.nbytes for p in trained)
                 size = sum(p.nbytes for p in (*expert.parameters(), *expert.buffers()))
                 update = len(trained) * rates[0] + trained_bytes * rates[1]
+                held = size + trained_bytes * (1 + states)
                 experts.append(
-                    Expert(number, size + trained_bytes * (1 + states), kept_bytes, given.row_bytes)
+                    Expert(number, held, kept_bytes, given.row_bytes, trained_bytes, size)
                 )
                 times.append((fixed, per_token, update))
             counts += given.counts or [0] * len(mixture.experts)
@@ -174,7 +175,7 @@ class ExpertTimer:
         found: list[tuple[float, list[Rows]]] = []
 
         def forward() -> float:
-            with without_experts(), self._dense_model() as model, _watched(model) as rows:
+            with without_experts(), self._dense_model() as model, watched(model) as rows:
                 with saved_by(model) as saved:
                     self._computation.loss(self._setup.task, model, batch, needs_gradient=False)
                 found.append((sum(saved.values()) / count, rows()))
@@ -267,7 +268,7 @@ class ExpertTimer:
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[Callable[[], list[Rows]]]:
+def watched(model: nn.Module) -> Iterator[Callable[[], list[Rows]]]:
     """Collect what the mixtures of a model get in the block."""
     found: dict[nn.Module, Rows] = {}
 

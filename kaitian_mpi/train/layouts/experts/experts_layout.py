@@ -64,7 +64,7 @@ class ExpertsLayout(Layout):
         with agree_on_errors(world.comm):
             check_parts(setup.task, "experts")
             check_experts(setup.task.model, find_mixtures(setup.task.model))
-        return cls(find_facts(config, setup, world))
+        return cls(find_facts(config, setup, world, takes_alike=config.balance == "off"))
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
         """Move all but the experts to this rank's device."""

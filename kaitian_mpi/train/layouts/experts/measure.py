@@ -181,16 +181,18 @@ class ExpertFacts:
         return [mirror if owner == NO_MIRROR else owner for owner, mirror in pairs], mirrors
 
 
-def find_facts(config: TrainingConfig, setup: Setup, world: World) -> ExpertFacts:
+def find_facts(
+    config: TrainingConfig, setup: Setup, world: World, takes_alike: bool = False
+) -> ExpertFacts:
     """Measure the experts on each rank, and the tokens that they get. Collective.
 
-    The model is not changed. With `--balance off`, and for a task without a loss, all ranks count
-    as equally fast.
+    The model is not changed. If it `takes_alike`, and for a task without a loss, all ranks count as
+    equally fast: nothing is timed.
 
     Raises:
         AgreedError: a rank has no memory for the model without its experts.
     """
-    is_timed = config.balance != "off" and setup.task.loss is not None
+    is_timed = not takes_alike and setup.task.loss is not None
     with agree_on_errors(world.comm):
         optimizers = setup.task.make_optimizers(setup.task.model)
     sleeping_barrier(world.comm)
