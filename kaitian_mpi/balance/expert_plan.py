@@ -198,9 +198,9 @@ class _Search:
         job = self._job
         count, total = len(job.ranks), job.global_batch
         if job.batch_sizes:
-            rows = np.array(job.batch_sizes, dtype=int)
-            if (sample_bytes(job, rows, self._rounds) <= self._free).all():
-                yield rows
+            given = np.array(job.batch_sizes, dtype=int)
+            if (sample_bytes(job, given, self._rounds) <= self._free).all():
+                yield given
             return
         speeds = [1 / rank.cost.seconds(max(1, total // count)) for rank in job.ranks]
         busiest = [

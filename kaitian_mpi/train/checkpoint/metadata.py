@@ -105,8 +105,9 @@ INVALIDATES: Mapping[str, frozenset[Invalidated]] = {
     # A setting of the task may be a learning rate to continue with, or change what a step costs; if
     # it makes another model or dataset, loading the checkpoint shows that.
     **dict.fromkeys(("set", "micro_batch_size", "precision", "memory_format", "sync_bn"), _COSTS),
+    "layout": _COSTS,  # with or without the experts
     **dict.fromkeys(("global_batch_size", "batch_policy", "batch_size"), _PLAN),
-    **dict.fromkeys(("balance", "keep_all", "spares", "layout"), _PLAN),
+    **dict.fromkeys(("balance", "keep_all", "spares"), _PLAN),
     **dict.fromkeys(("allreduce", "network_allreduce", "wire"), _ALLREDUCE),
     **dict.fromkeys(("relay_dtype", "group_by", "vendor_library"), _ALLREDUCE),
 }

@@ -142,13 +142,14 @@ def measure_layouts(
     scatter, gather = measure_exchange(world, most)
     needs, _ = shard_needs(config, model, optimizers)
     chain = facts.job(config, world, min_batch)
+    whole = whole_layer(model, optimizers, facts.layers)
     expert_facts = experts = None
     if find_mixtures(model) and EXPERTS not in refused:
         expert_facts = find_expert_facts(config, setup, world)
-        experts = _expert_job(config, world, expert_facts, chain)
+        experts = _expert_job(config, world, expert_facts, chain, whole)
     job = LayoutJob(
         chain,
-        whole_layer(model, optimizers, facts.layers),
+        whole,
         tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
         allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
         scatter_cost=scatter,
@@ -162,10 +163,14 @@ def measure_layouts(
 
 
 def _expert_job(
-    config: TrainingConfig, world: World, facts: ExpertFacts, chain: PipelineJob
+    config: TrainingConfig, world: World, facts: ExpertFacts, chain: PipelineJob, whole: Layer
 ) -> ExpertsJob:
-    """Return what experts are planned from, by the times of the whole model with its own tokens."""
-    costs = []
+    """Return what experts are planned from, by the time and memory of the whole model."""
+    experts = facts.experts
+    weights = whole.weight_bytes - sum(expert.weight_bytes for expert in experts)
+    state = whole.state_bytes - sum(each.trained_bytes + each.state_bytes for each in experts)
+    trained = whole.trained_bytes - sum(expert.trained_bytes for expert in experts)
+    costs, ranks = [], []
     for info, rank in zip(world.infos, chain.ranks, strict=True):
         times = facts.by_place[info.place]
         pairs = zip(times.token_sec, facts.tokens, strict=True)
@@ -173,8 +178,15 @@ def _expert_job(
         alpha = max(_LEAST_DENSE * fixed, fixed - sum(times.fixed_sec))
         beta = max(_LEAST_DENSE * sample, sample - sum(sec * tokens for sec, tokens in pairs))
         costs.append(RankCost(alpha, beta))
-    base = Plan([config.global_batch_size], [1.0], costs, None, chain.min_batch)
-    return replace(facts.job(config, world, base), batch_sizes=())
+        # On a host, also the copy that is benchmarked.
+        base = rank.base_bytes + weights * (1 + rank.is_on_host) + state
+        base += trained * rank.steps_at_once
+        free = rank.memory_bytes - base
+        ranks.append(replace(times, base_bytes=base, free_bytes=max(0.0, free)))
+    base_plan = Plan([config.global_batch_size], [1.0], costs, None, chain.min_batch)
+    places = [info.place for info in world.infos]
+    facts = replace(facts, by_place=dict(zip(places, ranks, strict=True)))
+    return replace(facts.job(config, world, base_plan), batch_sizes=())
 
 
 def _require_shards(

@@ -152,6 +152,7 @@ class ExpertTimer:
         held = {p for expert in experts_of(self._mixtures) for p in expert.parameters()}
         buffers = [b for expert in experts_of(self._mixtures) for b in expert.buffers()]
         dense = [p for p in self._model.parameters() if p not in held]
+        self._device.return_freed_memory()  # of other measurements
         used = float(memory_in_use(self._world))
         if self._device.is_host:  # the model is there, and experts are freed
             used -= sum(tensor.nbytes for tensor in (*held, *buffers))
