@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -144,14 +144,13 @@ class Engine:
         stand_in = 0 if self.sampler.shuffle else self.sampler.position - least
         return split_share(indices, limit, least, stand_in)
 
-    def train(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def train(self, micro_batches: list[MicroBatch]) -> None:
         """Compute this rank's share of the next global batch.
 
         A share that is larger than what fits the memory is taken in micro-batches, whose gradients
         add up to exactly that of the share. Only the last sums over the ranks. Those of weight 0
         come first: their gradient is zero and not missing, as it is in a batch with others.
         """
-        micro_batches = self.complete(micro_batches)
         order = self.begin(micro_batches)
         for index in order:
             batch, counts = self.place(micro_batches[index]), self.step.weights[index] > 0
@@ -159,12 +158,11 @@ class Engine:
             enter_phase("backward", step=self.state.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
 
-    def complete(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return all micro-batches that this rank is to compute of its share. Not collective."""
-        return micro_batches
+    def begin(self, micro_batches: list[MicroBatch]) -> list[int]:
+        """Begin a step with this rank's share; return in which order to take its micro-batches.
 
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        """Begin a step with this rank's share; return in which order to take its micro-batches."""
+        A layout may add some without samples to the list, which the ranks compute together.
+        """
         step, number = self.step, self.state.progress.step + 1
         step.begin(
             number, self._task, micro_batches, self.sampler.shares_at(self.state.progress.position)

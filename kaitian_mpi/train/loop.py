@@ -183,7 +183,7 @@ class Loop:
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> Step:
         """Train on this rank's share of the next global batch."""
-        self.engine.train(micro_batches)
+        self.engine.train(list(micro_batches))
         return self.finish()
 
     def split_shares(self, is_wanted: bool) -> None:

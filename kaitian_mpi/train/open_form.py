@@ -29,12 +29,11 @@ class OpenStep:
 
     def __init__(self, loop: Loop, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin a step with this rank's micro-batches. Collective."""
-        micro_batches = loop.engine.complete(micro_batches)
-        self._left = loop.engine.begin(micro_batches)
+        self._micro_batches = list(micro_batches)
+        self._left = loop.engine.begin(self._micro_batches)
         self.loop = loop
         self.is_finished = False
         self.has_samples = False
-        self._micro_batches = micro_batches
         self._current: int | None = None
         self._has_begun = False  # its backward
 

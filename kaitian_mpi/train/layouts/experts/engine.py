@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,9 +45,7 @@ class ExpertsEngine(Engine):
             self.step.waits,
             self._pace.catch_up,
         )
-        """How tokens travel to their experts."""
-        for mixture in owners.mixtures.values():
-            mixture.use_exchange(self.exchange)
+        """Computes the experts of all ranks."""
 
     def _chunks(self) -> int:
         chunks = self._config.expert_chunks
@@ -71,21 +69,11 @@ class ExpertsEngine(Engine):
 
     def close(self, together: bool = True) -> None:
         super().close(together)
-        for mixture in self._owners.mixtures.values():
-            mixture.use_exchange(None)
         self.exchange.close()
 
     def undo(self) -> None:
         self.exchange.reset()
         super().undo()
-
-    def complete(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        missing = max(self._counts_of_micro_batches()) - len(micro_batches)
-        return [*[MicroBatch(0, micro_batches[0].batch)] * missing, *micro_batches]
-
-    def _counts_of_micro_batches(self) -> list[int]:
-        """Return how many micro-batches each rank has in the next step; the same on every rank."""
-        return [len(sizes) for sizes in self._sizes_by_rank()]
 
     def _sizes_by_rank(self) -> list[list[int]]:
         """Return the samples of each rank's micro-batches in the next step."""
@@ -98,8 +86,10 @@ class ExpertsEngine(Engine):
             for share, limit in zip(shares, self._micro_batch_sizes, strict=True)
         ]
 
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+    def begin(self, micro_batches: list[MicroBatch]) -> list[int]:
         by_rank = self._sizes_by_rank()
+        missing = max(map(len, by_rank)) - len(micro_batches)
+        micro_batches[:0] = [MicroBatch(0, micro_batches[0].batch)] * missing
         order = super().begin(micro_batches)
         rounds = [0] * len(micro_batches)
         for sizes in by_rank:  # those that were added come first

@@ -128,9 +128,9 @@ class ExpertsLayout(Layout):
 
     def describe(self, engine: Engine) -> dict[str, Any]:
         assert isinstance(engine, ExpertsEngine)
-        exchange = engine.exchange
-        times = gather_values(engine.world.comm, (exchange.waited_sec, exchange.travel_sec))
-        hidden = [1 - min(1.0, waited / travel) if travel else None for waited, travel in times]
+        travel = engine.exchange.travel
+        times = gather_values(engine.world.comm, (travel.waited_sec, travel.total_sec))
+        hidden = [1 - min(1.0, waited / total) if total else None for waited, total in times]
         fields = super().describe(engine)
         fields["experts"] |= {
             "token_fractions": self._tokens.fractions(),

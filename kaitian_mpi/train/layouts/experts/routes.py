@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.errors import RankLostError
+from kaitian_mpi.mpi.topology import are_joined_by_library
+from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.layouts.pipeline.peers import HostMessage, PeerGroups
 
@@ -238,3 +240,53 @@ class LibraryTrip(Trip):
 
     def is_over(self) -> bool:
         return self.replies_are_here()
+
+
+class Routes:
+    """The ways between this rank and the others: within its kind by a library, else by MPI."""
+
+    def __init__(self, world: World) -> None:
+        """Make the group of each kind that a library joins. Collective."""
+        self.rank = world.rank
+        self.size = world.size
+        self.others = [rank for rank in range(world.size) if rank != world.rank]
+        """All ranks but this one."""
+        self._world_ranks = [info.world_rank for info in world.infos]
+        self._peers = PeerGroups(world.rank, world.device)
+        self._group, self.joined = _join_kind(world)
+        """The ranks of this one's kind, with itself, if a library joins them."""
+        self._hosted = [rank for rank in self.others if rank not in self.joined]
+
+    def world_rank(self, rank: int) -> int:
+        """Return a rank's number in the whole job."""
+        return self._world_ranks[rank]
+
+    def make_trips(self, tags: Tags, pieces: Callable[[int], list[torch.Tensor]]) -> list[Trip]:
+        """Begin to send rows to all other ranks; `pieces` returns the chunks for one of them."""
+        trips: list[Trip] = [
+            HostTrip(self._peers, peer, tags, pieces(peer)) for peer in self._hosted
+        ]
+        if self.joined:
+            by_rank = {peer: pieces(peer) for peer in self.joined if peer != self.rank}
+            trips.append(LibraryTrip(self._peers, self._group, self.joined, self.rank, by_rank))
+        return trips
+
+    def close(self) -> None:
+        """End the group of this kind. Not collective."""
+        self._peers.close()
+        group = self._group
+        self._group = None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _join_kind(world: World) -> tuple[Any, list[int]]:
+    """Return the group of this rank's kind, if a library joins it, and its ranks. Collective."""
+    own: tuple[Any, list[int]] = (None, [])
+    for kind in sorted(set(world.kinds)):
+        ranks = [rank for rank, other in enumerate(world.kinds) if other == kind]
+        if len(ranks) > 1 and are_joined_by_library([world.infos[rank] for rank in ranks]):
+            group = dist.new_group(ranks)
+            if world.rank in ranks:
+                own = group, ranks
+    return own

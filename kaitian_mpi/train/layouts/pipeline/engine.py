@@ -93,7 +93,7 @@ class PipelineEngine(Engine):
         self.step.clock.enter(StepClock.FORWARD if is_forward else StepClock.BACKWARD)
         enter_phase("forward" if is_forward else "backward", step=self.state.progress.step + 1)
 
-    def train(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def train(self, micro_batches: list[MicroBatch]) -> None:
         """Compute the next global batch; `micro_batches` are those that this rank reads."""
         step, number, runner = self.step, self.state.progress.step + 1, self._runner
         samples = sum(self.sampler.shares_at(self.state.progress.position))

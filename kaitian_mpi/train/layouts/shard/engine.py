@@ -48,7 +48,7 @@ class ShardEngine(Engine):
         self._end_forward(keeps_changes=False)
         super().undo()
 
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+    def begin(self, micro_batches: list[MicroBatch]) -> list[int]:
         order = super().begin(micro_batches)
         self._rounds = self._most_micro_batches(self.step.batch_sizes)
         self.gradients.begin_step(self._rounds)

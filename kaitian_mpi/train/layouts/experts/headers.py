@@ -1,0 +1,118 @@
+"""The first messages of a call of a mixture: how many rows of which experts follow.
+
+Nobody waits for an answer to them: the rows are sent at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kaitian_mpi.train.layouts.experts.routes import HEADER_TAG, HostTrip, Routes, Trip
+
+
+class CallHeader(NamedTuple):
+    """What a rank says of its part in a call."""
+
+    number: int
+    """Of the call since the start, from 0."""
+    mixture: int
+    needs_gradient: int
+    itemsize: int
+    """Bytes of a number in its rows."""
+    counts: list[int]
+    """Its rows by expert, in the order of `ExpertPlaces`."""
+    wanted: list[int]
+    """Those before any were dropped."""
+
+    def pack(self) -> torch.Tensor:
+        """Return it as numbers."""
+        *facts, counts, wanted = self
+        return torch.tensor([*facts, *counts, *wanted], dtype=torch.int64)
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> CallHeader:
+        """Return a result of `pack`."""
+        number, mixture, needs_gradient, itemsize, *counts = packed.tolist()
+        half = len(counts) // 2
+        return cls(number, mixture, needs_gradient, itemsize, counts[:half], counts[half:])
+
+
+class Headers:
+    """The headers of all other ranks in one call."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        own: CallHeader,
+        check: Callable[[int, CallHeader], None],
+        cut: Callable[[Sequence[int]], list[list[int]]],
+    ) -> None:
+        """Send this rank's header to all others, and receive theirs.
+
+        `check` raises an error if a rank's header does not fit this one's. `cut` returns the rows
+        by expert of each chunk that is sent here, by the sender's counts.
+        """
+        self._check = check
+        self._cut = cut
+        content = own.pack()
+        self._received = {peer: torch.empty_like(content) for peer in routes.others}
+        self._works: dict[int, Any] = {
+            peer: dist.irecv(tensor, peer, tag=HEADER_TAG)
+            for peer, tensor in self._received.items()
+        }
+        self._sent = [dist.isend(content, peer, tag=HEADER_TAG) for peer in routes.others]
+        self._headers: dict[int, CallHeader] = {}
+        self._chunks: dict[int, list[list[int]]] = {}
+        self._fault: Exception | None = None
+
+    def follow(self, trips: Sequence[Trip]) -> None:
+        """Open trips by MPI when their headers arrive, while this rank computes.
+
+        It is done by the thread that polls messages.
+        """
+        for trip in trips:
+            if isinstance(trip, HostTrip):
+                (peer,) = trip.peers
+                self._works[peer].get_future().then(lambda future, trip=trip: self._follow(trip))
+
+    def _follow(self, trip: Trip) -> None:
+        try:
+            self._open(trip)
+        except Exception as error:  # raised where it is waited for
+            self._fault = error
+
+    def open_trips(self, trips: Sequence[Trip]) -> None:
+        """Open those trips that only this thread may begin, if their headers are here.
+
+        Raises:
+            UserError: a header does not fit.
+            CollectiveError: a rank was lost.
+        """
+        if self._fault is not None:
+            raise self._fault
+        for trip in trips:
+            is_waiting = not (trip.is_open or isinstance(trip, HostTrip))
+            if is_waiting and all(self._works[peer].is_completed() for peer in trip.peers):
+                self._open(trip)
+
+    def _open(self, trip: Trip) -> None:
+        trip.expect({peer: [*map(sum, self.chunks_of(peer))] for peer in trip.peers})
+
+    def chunks_of(self, peer: int) -> list[list[int]]:
+        """Return the rows by expert of each chunk that a rank sends here."""
+        if peer not in self._chunks:
+            self._chunks[peer] = self._cut(self.header_of(peer).counts)
+        return self._chunks[peer]
+
+    def header_of(self, peer: int) -> CallHeader:
+        """Return a rank's header, waiting for it."""
+        if peer not in self._headers:
+            self._works[peer].wait()
+            header = CallHeader.unpack(self._received[peer])
+            self._check(peer, header)
+            self._headers[peer] = header
+        return self._headers[peer]
