@@ -41,16 +41,10 @@ class Summary:
     pipeline: dict[str, Any] | None = None
     """The stages of layout pipeline, what was predicted of them, and each rank's memory."""
     experts: dict[str, Any] | None = None
-<<<<<<< HEAD
     """The experts of layout experts by rank, and what was predicted of them.
 
     Since these ranks began: `token_fractions`, by expert its part of the tokens of its mixture; and
     `hidden_by_rank`, the part of the time in which tokens travel that the rank did not wait for."""
-=======
-    """The experts of layout experts by rank, and what was predicted. Since these ranks began,
-    `token_fractions`: by expert, its part of the tokens of its mixture; and `hidden_by_rank`: of
-    the time in which tokens travel, the part in which the rank did not wait for them."""
->>>>>>> fde1c3c4 (Divide the exchange of tokens: places, routes, travel and calls)
     parity: bool | None = None
     """Whether all kinds of devices computed alike before training; not known if not compared."""
     failures: list[dict[str, Any]] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kaitian_mpi.balance.experts import DEFAULT_CHUNKS
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.data.batches import MicroBatch, split_share
 from kaitian_mpi.train.engine import Engine, StepSum
@@ -37,19 +38,16 @@ class ExpertsEngine(Engine):
         self._order: list[int] = []
         self._shares: list[float] = []
         self._saved_buffers: list[torch.Tensor] = []
+        chunks = self._config.expert_chunks
         self.exchange = TokenExchange(
             self.world,
             owners.mixtures,
             owners.owners_by_mixture(),
-            self._chunks(),
+            DEFAULT_CHUNKS if chunks == "auto" else int(chunks),
             self.step.waits,
             self._pace.catch_up,
         )
         """Computes the experts of all ranks."""
-
-    def _chunks(self) -> int:
-        chunks = self._config.expert_chunks
-        return 4 if chunks == "auto" else int(chunks)
 
     @property
     def _owners(self) -> ExpertOwners:

@@ -12,6 +12,7 @@ from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.engine import Engine
 from kaitian_mpi.train.layouts.divided_step import check_parts
+from kaitian_mpi.train.layouts.experts.chunk_trial import ChunkTrial
 from kaitian_mpi.train.layouts.experts.engine import ExpertsEngine
 from kaitian_mpi.train.layouts.experts.expert_owners import (
     ExpertOwners,
@@ -53,6 +54,7 @@ class ExpertsLayout(Layout):
         self.facts = facts
         self._profiles = Profiles({})
         self._tokens = TokenCounts(())
+        self._chunks: int | None = None
 
     @classmethod
     def find(cls, config: TrainingConfig, setup: Setup, world: World) -> ExpertsLayout:
@@ -119,8 +121,23 @@ class ExpertsLayout(Layout):
         mixtures = list(find_mixtures(loop.state.model).values())
         self._tokens = TokenCounts(mixtures)
         yield self._tokens
+        if config.expert_chunks == "auto":
+            yield from self._find_chunks(loop)
         if config.balance == "adaptive" and loop.world.size > 1:
             yield ExpertMoves(config, loop, mixtures, self.facts, self._profiles, self.follow)
+
+    def _find_chunks(self, loop: Loop) -> Iterable[StepObserver]:
+        """Return what finds the fastest number of chunks, unless it is known."""
+        assert isinstance(loop.engine, ExpertsEngine)
+        travel, progress = loop.engine.exchange.travel, loop.progress
+        if self._chunks is None:
+            steps_left = progress.total_steps - progress.step
+            return [ChunkTrial(loop.world, travel, steps_left, self._keep_chunks)]
+        travel.set_chunks(self._chunks)
+        return []
+
+    def _keep_chunks(self, chunks: int) -> None:
+        self._chunks = chunks
 
     def follow(self, facts: ExpertFacts) -> None:
         """Plan by these facts from the next loop on. Not collective."""
