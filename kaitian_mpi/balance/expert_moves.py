@@ -162,7 +162,8 @@ class Placements:
         mirrors = [NO_MIRROR] * len(owners)
         if not job.has_mirrors:
             return tuple(mirrors)
-        left = self.free - self.used(owners, rows)
+        fractions = np.array([rank.mirrored for rank in job.ranks])
+        left = fractions * self.free - self.used(owners, rows)
         held = job.held_bytes
         nodes = [rank.node for rank in job.ranks]
         for number in sorted(range(len(owners)), key=lambda n: (-held[n], n)):

@@ -68,6 +68,8 @@ class ExpertRank:
     """Bytes of a sample's activations, without those of experts."""
     base_bytes: float = 0.0
     """Bytes that it uses besides: of all but the experts, and at startup."""
+    mirrored: float = 1.0
+    """The fraction of the memory that may be used with mirrors."""
 
     def scaled(self, factor: float) -> ExpertRank:
         """Return the facts of a rank that takes `factor` times as long."""

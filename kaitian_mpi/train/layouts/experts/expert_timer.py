@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.experts import Expert, ExpertRank
+from kaitian_mpi.balance.pipeline_cost import TEMPORARIES
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.experts import Experts, without_experts
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.layouts.experts.expert_owners import experts_of, find_mixtures
 from kaitian_mpi.train.layouts.pipeline.layer_timer import optimizer_rates, saved_by
@@ -40,6 +42,12 @@ _ROUNDS = 3
 _MIN_TIMED_SEC = 0.01
 _LONG_SEC = 0.5
 _SHARE_OF_TIME = 0.25  # of --benchmark-seconds
+_BUCKET_BYTES = 8 << 20
+_BUFFERS = 2  # of a bucket
+# The fraction of a rank's memory for experts with mirrors. On a host also for moving them after a
+# loss: they exist in their new place before they are freed in the old one.
+_MIRRORED, _MIRRORED_ON_HOST = 0.75, 0.5
+_COPIES = 4  # of a token, while it travels, and in backward
 _UNMEASURED = RankCost(0.0, 0.0)
 _UNTIMED = 1e-9  # seconds a byte of parameters: all ranks count as equally fast
 _NEVER_SEC = 1.0  # a token of an expert that a rank has no memory for
@@ -120,11 +128,14 @@ class ExpertTimer:
                 size = sum(p.nbytes for p in (*expert.parameters(), *expert.buffers()))
                 update = len(trained) * rates[0] + trained_bytes * rates[1]
                 held = size + trained_bytes * (1 + states)
+                kept_bytes += _COPIES * given.row_bytes
                 experts.append(
                     Expert(number, held, kept_bytes, given.row_bytes, trained_bytes, size)
                 )
                 times.append((fixed, per_token, update))
             counts += given.counts or [0] * len(mixture.experts)
+            if samples:  # tokens that are sent, and what comes back
+                kept += _COPIES * given.row_bytes * sum(given.counts) / samples
         fixed_sec, token_sec, update_sec = (tuple(column) for column in zip(*times, strict=True))
         # While an optimizer steps all at once, it allocates as much as what it steps.
         is_at_once = steps_at_once(optimizers, self._device.is_host)
@@ -140,6 +151,7 @@ class ExpertTimer:
             (limit - base) / (1 + temporary),
             kept,
             base,
+            _MIRRORED_ON_HOST if self._device.is_host else _MIRRORED,
         )
         return RankExperts(rank, tuple(experts), tuple(counts), samples)
 
@@ -160,6 +172,11 @@ class ExpertTimer:
             used += sum(p.nbytes for p in dense)
         trained = sum(p.nbytes for p in dense if p.requires_grad)
         state = trained * (1 + usual_states(optimizers))
+        state += _BUFFERS * min(trained, _BUCKET_BYTES)
+        if self._config.mirrors and ulfm.is_enabled():  # gradients go to them in buckets
+            largest = max((p.nbytes for p in held), default=0)
+            state += _BUFFERS * max(largest, min(sum(p.nbytes for p in held), _BUCKET_BYTES))
+        state += TEMPORARIES * max((p.nbytes for p in self._model.parameters()), default=0)
         if steps_at_once(optimizers, self._device.is_host):
             state += trained
         return max(0.0, used) + state
