@@ -30,8 +30,9 @@ from kaitian_mpi.errors import UserError
 _ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _TURNS = 8
 _JOINT = 6  # moves of an expert after which the rows are divided again
-_MANY_RANKS = 16  # above this, only late ranks give rows away
-_LATE = 2
+_MANY_RANKS = 16  # above this, only late ranks give rows away, to early ones
+_LATE, _EARLY = 2, 4
+_TOO_MANY_RANKS = 64  # above this, experts are placed once, on ranks that are early
 _MUCH_WORK = 2048  # ranks times experts; above this, fewer plans are compared
 _STARTS_OF_MANY = 2
 _BETTER = 1 - 1e-9
@@ -172,6 +173,7 @@ class _Search:
         ]
         self._ranks = np.arange(len(job.ranks))
         self._is_large = len(job.ranks) * len(job.experts) > _MUCH_WORK
+        self._is_huge = len(job.ranks) > _TOO_MANY_RANKS
 
     def run(self) -> ExpertPlacement | None:
         """Return the best placement found; None if none fits."""
@@ -216,7 +218,8 @@ class _Search:
             [speed * memory for speed, memory in zip(speeds, free, strict=True)],
         ]
         seen = set()
-        for start in weights[: _STARTS_OF_MANY if self._is_large else None]:
+        starts = 1 if self._is_huge else _STARTS_OF_MANY if self._is_large else None
+        for start in weights[:starts]:
             rows = self._fitting_rows(apportion(total, start))
             if rows is not None and tuple(rows) not in seen:
                 seen.add(tuple(rows))
@@ -294,15 +297,19 @@ class _Search:
             if by_memory:
                 rank = int(np.where(has_room, self._free - used, -np.inf).argmax())
             else:
-                eye = np.eye(len(self._ranks))
+                ranks = np.flatnonzero(has_room)
+                if self._is_huge:
+                    ends = work[mixture] + times.work_sec[:, number] + times.dense(rows)
+                    ranks = ranks[np.argsort(ends[ranks], kind="stable")[:_EARLY]]
+                here = np.zeros((len(ranks), len(has_room)))
+                here[np.arange(len(ranks)), ranks] = 1.0
                 loads = Loads(
-                    (work[mixture] + eye * times.work_sec[:, number])[:, None, :],
-                    (tokens[mixture] + eye * job.counts[number])[:, None, :],
-                    update + eye * times.update_sec[:, number],
+                    (work[mixture] + here * times.work_sec[:, number])[:, None, :],
+                    (tokens[mixture] + here * job.counts[number])[:, None, :],
+                    update + here * times.update_sec[:, number],
                     rows[None, :],
                 )
-                seconds = times.step(loads, [mixture])
-                rank = int(np.where(has_room, seconds, np.inf).argmin())
+                rank = int(ranks[times.step(loads, [mixture]).argmin()])
             owners[number] = rank
             used[rank] += self._sizes[number]
             work[mixture, rank] += times.work_sec[rank, number]
@@ -313,6 +320,8 @@ class _Search:
     def _improve(
         self, owners: np.ndarray, rows: np.ndarray
     ) -> tuple[float, np.ndarray, np.ndarray]:
+        if self._is_huge:
+            return self._placements.step(owners, rows), owners, rows
         step, owners, rows = self._take_turns(owners, rows)
         for _ in range(_TURNS):
             found = self._joint(owners, rows, step)
@@ -427,11 +436,12 @@ class _Search:
     ) -> tuple[float, np.ndarray] | None:
         """Return the best of the divisions in which one rank gives so many rows to another."""
         loads = self._placements.loads(owners, rows)
-        donors = self._ranks
-        if len(donors) > _MANY_RANKS:
+        donors = takers = self._ranks
+        if len(self._ranks) > _MANY_RANKS:
             _, seconds = self._times.exact_step(loads)
-            donors = np.argsort(-seconds, kind="stable")[:_LATE]
-        pairs = [(a, b) for a in donors.tolist() for b in self._ranks.tolist() if a != b]
+            order = np.argsort(-seconds, kind="stable")
+            donors, takers = order[:_LATE], order[-_EARLY:]
+        pairs = [(a, b) for a in donors.tolist() for b in takers.tolist() if a != b]
         sources, targets = (np.array(column) for column in zip(*pairs, strict=True))
         candidates = np.repeat(rows[None, :], len(pairs), axis=0)
         at = np.arange(len(pairs))

@@ -28,6 +28,7 @@ PIPELINE = "pipeline"
 EXPERTS = "experts"
 _AS_FAST = 1.03  # layouts within this factor of the fastest count as equally fast
 _MOST = 1e18  # largest number accepted from a file, so that no sum overflows
+_MOST_RANKS = 256  # for which the places of experts are predicted: each pair of ranks counts
 _FORWARD = 1 / 3  # part of a step's compute time
 
 
@@ -300,6 +301,8 @@ def _pipeline(job: LayoutJob) -> Prediction:
 
 def _experts(job: LayoutJob) -> Prediction:
     assert job.experts is not None
+    if len(job.experts.ranks) > _MOST_RANKS:
+        return Prediction(EXPERTS, why=f"not predicted for more than {_MOST_RANKS} ranks")
     try:
         placement = place_experts(job.experts)
     except UserError:

@@ -270,6 +270,15 @@ def test_a_placement_is_found_in_time_and_is_the_same_again():
     assert rebuild(ExpertPlacement, asdict(placement)) == placement
 
 
+def test_many_ranks_are_planned():
+    job = a_job([1, 2] * 100, experts=100, mixtures=2, batch=1000)
+    placement = place_experts(job)
+    check(job, placement)
+    held = [len(placement.experts_of(rank)) for rank in range(200)]
+    assert sum(held[::2]) > sum(held[1::2])
+    assert placement.batch_sizes[0] > placement.batch_sizes[1]
+
+
 def test_odd_jobs_are_planned():
     alone = place_experts(a_job([1]))
     assert alone.owners == (0,) * 8
