@@ -46,7 +46,7 @@ _BUCKET_BYTES = 8 << 20
 _BUFFERS = 2  # of a bucket
 # The fraction of a rank's memory for experts with mirrors. On a host also for moving them after a
 # loss: they exist in their new place before they are freed in the old one.
-_MIRRORED, _MIRRORED_ON_HOST = 0.75, 0.5
+_MIRRORED, _MIRRORED_ON_HOST = 0.75, 0.4
 _COPIES = 4  # of a token, while it travels, and in backward
 _UNMEASURED = RankCost(0.0, 0.0)
 _UNTIMED = 1e-9  # seconds a byte of parameters: all ranks count as equally fast
