@@ -31,6 +31,7 @@ def make_expert_case(seed: int) -> Case:
     rng.shuffle(blocks)
     case = replace(make_case(seed), blocks=blocks)
     exact = [name for name in OPTIMIZERS if name not in ("adagrad", "rmsprop")]
+    optimizers = rng.choices(exact, k=len(case.optimizers))
     has_balance = rng.random() < 0.4
     others = ["replicate"] if case.form != "closed" else list(_OTHER_LAYOUTS)
     layouts = ["experts", rng.choice([*others, "experts"]), "experts"][: len(case.stops) + 1]
@@ -44,8 +45,9 @@ def make_expert_case(seed: int) -> Case:
     return replace(
         case,
         layouts=layouts,
-        optimizers=rng.choices(exact, k=len(case.optimizers)),
-        tolerance=1e-11,
+        optimizers=optimizers,
+        clip=case.clip or (None if {*optimizers} == {"adamw"} else 0.5),  # that none diverges
+        tolerance=1e-12,
     )
 
 

@@ -262,9 +262,11 @@ def compute_loss(case: Case, model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, targets, counts = batch
     losses = (model(inputs) - targets).square().mean(-1)
     if case.loss == "mean":
-        mixtures = [each for each in model.modules() if isinstance(each, Experts)]
-        balance = sum(mixture.balance_loss for mixture in mixtures) if case.balance else 0.0
-        return losses.mean() + case.balance * balance
+        loss = losses.mean()
+        if case.balance:
+            mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+            loss += case.balance * sum(mixture.balance_loss for mixture in mixtures)
+        return loss
     if case.loss == "counted finite" and not counts.any():
         return losses.mean()  # as of a regularizer; nothing of it counts
     least = 1e-9 if case.loss == "counted" else 0.0

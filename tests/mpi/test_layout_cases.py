@@ -1,11 +1,17 @@
-"""Some random trainings in every layout; `layout_cases.py` says how to run others."""
+"""Some random trainings in every layout; `layout_cases.py` says how to run others.
+
+And some of mixtures of experts; see `expert_cases.py`.
+"""
 
 import pytest
+from expert_cases import make_expert_case
 from layout_cases import make_case, run_in_folder
 
 # Each kind of layer, optimizer, loss, loop and layout of the others occurs in these as well.
 SEEDS = 0, 2, 5, 14, 18, 24
 FURTHER_SEEDS = 7, 9, 19, 23, 28, 29
+EXPERT_SEEDS = 0, 3, 4, 25
+FURTHER_EXPERT_SEEDS = 6, 16, 20, 28, 61
 OPEN_PIPELINE = 4
 
 
@@ -15,6 +21,15 @@ OPEN_PIPELINE = 4
 )
 def test_a_random_training_is_that_of_one_process(world, seed):
     assert run_in_folder(make_case(seed), world) == "right"
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize(
+    "seed",
+    [*EXPERT_SEEDS, *(pytest.param(n, marks=pytest.mark.thorough) for n in FURTHER_EXPERT_SEEDS)],
+)
+def test_a_random_mixture_of_experts_is_that_of_one_process(world, seed):
+    assert run_in_folder(make_expert_case(seed), world) == "right"
 
 
 @pytest.mark.sizes(3)
