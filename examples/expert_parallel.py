@@ -1,7 +1,7 @@
 """A mixture of experts with experts on different ranks; tokens are sent to their experts' ranks.
 
     mpirun -np 2 python examples/expert_parallel.py
-    KAITIAN_EMULATE_KINDS=gpu,mlu mpirun -np 2 python examples/expert_parallel.py
+    KAITIAN_EMULATE_SLOWDOWN=1:3 mpirun -np 2 python examples/expert_parallel.py
 
 Which rank holds which experts follows from the ranks' speed and memory. The losses are those of
 one rank with all experts: compare with `mpirun -np 1`.
@@ -51,7 +51,7 @@ def main() -> None:
         return error + 0.05 * model[1].mixture.balance_loss  # else few experts get all tokens
 
     task = kaitian_mpi.Task(model=model, optimizer=optimizer, data=TensorDataset(x, y), loss=loss)
-    settings = {"global_batch_size": 512, "epochs": epochs, "quiet": True}
+    settings = {"global_batch_size": 512, "epochs": epochs}
     with kaitian_mpi.Training(task, layout="experts", **settings) as training:
         for step in training:
             if training.world.rank == 0 and step.number % 20 == 1:

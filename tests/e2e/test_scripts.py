@@ -82,8 +82,10 @@ def test_experts_on_several_ranks_learn_as_on_one(mpirun):
     one = run_example(mpirun, 1, "expert_parallel.py", *epochs)
     command = example("expert_parallel.py", *epochs)
     three = mpirun(3, *command, KAITIAN_EMULATE_KINDS="gpu,mlu,mlu").out
-    assert losses(three) == pytest.approx(losses(one), rel=1e-3)
-    assert losses(one)[-1] < 0.7 * losses(one)[0]
+    steps = [re.findall(r"^step (\d+) loss (\d+\.\d+)", out, re.M) for out in (one, three)]
+    assert [number for number, _ in steps[0]] == ["1", "21", "41", "61"]
+    assert steps[1] == steps[0]
+    assert float(steps[0][-1][1]) < 0.7 * float(steps[0][0][1])
     for out in (one, three):
         tokens = out.partition("tokens by expert: ")[2].splitlines()[0].split()
         assert len(tokens) == 4
