@@ -142,6 +142,7 @@ def make_mixture(rng: random.Random, width: int, gates: dict[int, nn.Linear]) ->
     """Return a random mixture of experts; some share a gate of `gates`, by the number of experts.
 
     Its experts are unlike, some have no parameters, and one may be such that no token chooses it.
+    Some mixtures are computed again in backward.
     """
     count = rng.choice([1, 2, 3, 4, 6])
     kinds = ["linear", "linear", "residual", "gated", "scales", "none"]
@@ -166,7 +167,8 @@ def make_mixture(rng: random.Random, width: int, gates: dict[int, nn.Linear]) ->
     gates[count] = gate
     top_k = min(count, rng.choice([1, 2, 2]))
     mixture = Experts(experts, gate, top_k, normalize=rng.choice([None, None, True, False]))
-    return Mixes(mixture) if rng.random() < 0.6 else mixture
+    layer = Mixes(mixture) if rng.random() < 0.6 else mixture
+    return ComputedAgain(layer) if rng.random() < 0.2 else layer
 
 
 class Idle(nn.Module):
