@@ -2,9 +2,9 @@
 
 A case follows from its seed alone, as in `layout_cases.py`, and has one to three mixtures: unlike
 experts and numbers of them, some without parameters, frozen, or chosen by no token; top-1 and
-top-2; mixtures that are computed again in backward; gates that mixtures share; experts on any ranks, with mirrors and without, and ranks that
-have none; ranks without samples; micro-batches of unlike numbers; the balancing loss; and a resume
-on other ranks or in another layout in the middle.
+top-2; mixtures that are computed again in backward; gates that mixtures share; experts on any
+ranks, with mirrors and without, and ranks that have none; ranks without samples; micro-batches of
+unlike numbers; the balancing loss; and a resume on other ranks or in another layout in the middle.
 
     mpirun -np 3 --with-ft ulfm python tests/mpi/expert_cases.py 17        # one seed
     mpirun -np 3 --with-ft ulfm python tests/mpi/expert_cases.py 0:200     # seeds 0 to 199

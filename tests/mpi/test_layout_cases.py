@@ -10,8 +10,8 @@ from layout_cases import make_case, run_in_folder
 # Each kind of layer, optimizer, loss, loop and layout of the others occurs in these as well.
 SEEDS = 0, 2, 5, 14, 18, 24
 FURTHER_SEEDS = 7, 9, 19, 23, 28, 29
-EXPERT_SEEDS = 4, 16, 28
-FURTHER_EXPERT_SEEDS = 0, 6, 20, 25, 61
+EXPERT_SEEDS = 4, 16, 140
+FURTHER_EXPERT_SEEDS = 0, 6, 20, 25, 28, 61
 OPEN_PIPELINE = 4
 
 

@@ -146,7 +146,10 @@ class MixtureCall:
         """Return the outputs of this rank's experts for rows that a rank sent."""
         if not len(rows):
             return rows
-        with torch.set_grad_enabled(self._needs_gradient):
+        # An activation checkpoint around the mixture would compute it again, with all ranks, for each
+        # backward of a chunk here, of which ranks have unlike numbers.
+        kept = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        with kept, torch.set_grad_enabled(self._needs_gradient):
             leaf = rows.detach().requires_grad_(self._needs_gradient)
             output = self._experts.compute(leaf, counts, self._held)
         if self._needs_gradient:
@@ -160,6 +163,10 @@ class MixtureCall:
         leaf, output = self._tape.pop((peer, chunk))
         torch.autograd.backward([output], [gradient])
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def cut(counts: Sequence[int], pieces: int) -> list[list[int]]:
