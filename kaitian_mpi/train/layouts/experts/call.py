@@ -146,8 +146,8 @@ class MixtureCall:
         """Return the outputs of this rank's experts for rows that a rank sent."""
         if not len(rows):
             return rows
-        # An activation checkpoint around the mixture would compute it again, with all ranks, for each
-        # backward of a chunk here, of which ranks have unlike numbers.
+        # An activation checkpoint around the mixture would compute it again, with all ranks, for
+        # each backward of a chunk here, of which ranks have unlike numbers.
         kept = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         with kept, torch.set_grad_enabled(self._needs_gradient):
             leaf = rows.detach().requires_grad_(self._needs_gradient)
