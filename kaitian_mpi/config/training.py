@@ -276,6 +276,10 @@ class TrainingConfig:
             raise UserError("--epochs 0 requires --max-steps, the steps after which training ends")
         self.check_layout(self.layout)
         chunks = self.expert_chunks
+        if chunks != "auto" and self.layout not in ("experts", "auto"):
+            raise UserError(
+                f"--expert-chunks requires --layout experts, not {self.layout}; remove one of them"
+            )
         if chunks != "auto" and not (chunks.isdecimal() and 1 <= int(chunks) <= MAX_EXPERT_CHUNKS):
             raise out_of_range(
                 "expert_chunks", chunks, f"auto or a whole number, from 1 to {MAX_EXPERT_CHUNKS}"
@@ -309,10 +313,14 @@ class TrainingConfig:
                     f"{flag_name(name)} cannot be combined with --layout {layout}, whose sums are "
                     "exact; remove one of them"
                 )
-        if self.sync_bn and layout == "pipeline":
+        if self.sync_bn and layout in ("pipeline", "experts"):
+            why = {
+                "pipeline": "in which each micro-batch has statistics of its own",
+                "experts": "in which the loss is weighted before backward",
+            }
             raise UserError(
-                "--sync-bn cannot be combined with --layout pipeline, in which each micro-batch "
-                "has statistics of its own; remove one of them"
+                f"--sync-bn cannot be combined with --layout {layout}, {why[layout]}; remove one "
+                "of them"
             )
 
     @property

@@ -18,6 +18,9 @@ from kaitian_mpi.errors import UserError
 _left_out_contexts = 0
 
 
+_exchanging = 0  # mixtures of this process whose experts are held by different ranks
+
+
 @contextmanager
 def without_experts() -> Iterator[None]:
     """Let every `Experts` of this process compute none of its experts in the block.
@@ -165,7 +168,16 @@ class Experts(nn.Module):
 
     def use_exchange(self, exchange: ExpertExchange | None) -> None:
         """Compute the experts with other ranks from now on, or all of them here."""
+        global _exchanging
+        _exchanging += (exchange is not None) - (self._exchange is not None)
         self._exchange = exchange
+
+    def _check_in_model(self) -> None:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise UserError(
+                "Experts: these are not part of Task.model, whose experts are on different ranks "
+                "(--layout experts), so no rank would train them; make them a part of the model"
+            )
 
     @not_compiled
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -180,7 +192,8 @@ class Experts(nn.Module):
             Shaped, and of the dtype, as the tokens.
 
         Raises:
-            UserError: the gate or an expert returns a tensor of another shape.
+            UserError: the gate or an expert returns a tensor of another shape; or these experts are
+                not part of the model whose experts are held by different ranks.
         """
         width, total = tokens.shape[-1], len(self.experts)
         flat = tokens.reshape(-1, width)
@@ -188,6 +201,8 @@ class Experts(nn.Module):
         probabilities, weights, chosen = self.route(flat)
         by_choice, is_left_out = chosen.reshape(-1), are_experts_left_out()
         exchange = None if is_left_out else self._exchange
+        if exchange is None and _exchanging and not is_left_out:
+            self._check_in_model()
         if exchange is not None:
             by_choice = exchange.places(self)[by_choice]
         order = by_choice.argsort(stable=True)

@@ -63,6 +63,7 @@ class ExpertsEngine(Engine):
             self.world.rank,
             step.waits,
             step.bucket_ready,
+            clips=self._task.clip_norm is not None,
         )
 
     def close(self, together: bool = True) -> None:

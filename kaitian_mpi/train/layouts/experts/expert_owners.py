@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.balance.ownership import NO_MIRROR
 from kaitian_mpi.distributed.experts import Experts
+from kaitian_mpi.distributed.sync_batch_norm import SyncBatchNorm
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.layouts.moving import move
@@ -53,6 +54,11 @@ def check_experts(model: nn.Module, mixtures: Mapping[str, Experts]) -> None:
                 other = inside.setdefault(parameter, text)
                 if other != text:
                     raise UserError(f"--layout experts: {text} and {other} share a parameter")
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise UserError(
+            "--layout experts: the model has a SyncBatchNorm, whose gradients would be weighted "
+            "twice; use LayerNorm, or a BatchNorm, whose statistics are pooled"
+        )
     experts = set(experts_of(mixtures))
     within = {module for expert in experts for module in expert.modules()}
     for name, module in model.named_modules():

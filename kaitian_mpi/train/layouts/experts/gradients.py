@@ -29,8 +29,8 @@ class ExpertGradients:
     """Sums the gradients of a step whose losses are weighted; in the place of a reducer.
 
     Those outside of experts are summed over all ranks during backward. An expert's is complete on
-    its owner, which sends it to the mirror. After `finish`, all ranks know the whole gradient's
-    `squared_norm` and the mean loss, `number`.
+    its owner, which sends it to the mirror. After `finish`, all ranks know the mean loss, `number`,
+    and if it is to be clipped, the whole gradient's `squared_norm`.
     """
 
     carries_number = True
@@ -45,6 +45,7 @@ class ExpertGradients:
         rank: int,
         waits: WaitContext,
         on_bucket: Callable[[bool], None],
+        clips: bool,
     ) -> None:
         """Watch a model's parameters; make a group of each owner and mirror. Collective."""
         self.waits = waits
@@ -54,7 +55,7 @@ class ExpertGradients:
         self._exchange = exchange
         self._rank = rank
         self._on_bucket = on_bucket
-        self._loss = 0.0
+        self._clips = clips
         self._losses: list[torch.Tensor] = []
         self._is_finite = True
         self._dense = {
@@ -110,7 +111,7 @@ class ExpertGradients:
         held = self._held_gradients()
         check_dense(held)
         is_finite, squared_norm = finite_and_norm(held)
-        if self._rank == 0:  # the same on every rank, up to rounding
+        if self._rank == 0 and self._clips:  # the same on every rank, up to rounding
             own = [p.grad for p in self._dense.values() if p.grad is not None]
             squared_norm += finite_and_norm(own)[1]
         facts = [sum(values_of(self._losses), 0.0), squared_norm, float(not is_finite)]
