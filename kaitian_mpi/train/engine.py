@@ -64,7 +64,7 @@ class Engine:
     """
 
     computes_whole_model: ClassVar[bool] = True
-    """Whether each rank does; else it computes some of the layers."""
+    """Whether each rank does; else it computes some of the layers, or of the experts."""
 
     def __init__(
         self,

@@ -160,3 +160,35 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
         assert len(experts["by_rank"]) == 2
         assert sum(experts["token_fractions"]) == pytest.approx(1.0)
         assert len(experts["hidden_by_rank"]) == 2
+
+
+class Counting(nn.Module):
+    """An expert that counts the tokens that it has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("taken", torch.zeros(()))
+
+    def forward(self, tokens):
+        if self.training:
+            self.taken += len(tokens)
+        return self.linear(tokens)
+
+
+def test_batch_norm_beside_experts_and_their_buffers_are_evaluated_on_any_ranks(world, shared_path):
+    torch.manual_seed(5)
+    mixture = Experts([Counting() for _ in range(4)], nn.Linear(8, 4), top_k=1)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), mixture, nn.Linear(8, 4)).double()
+    task = make_task(model=model, data=Points(50), validation=Points(7))
+    folder = shared_path / "run"
+    settings = {"layout": "experts", "balance": "off", "micro_batch_size": 3, "epochs": 2}
+    training = Training(task, global_batch_size=20, run_dir=str(folder), **settings)
+    training.run()
+    assert training.steps_done == 6
+    assert training.summary.validation["loss"] > 0
+    world.comm.Barrier()
+    weights = torch.load(folder / "checkpoints" / "model.pt", weights_only=True)
+    taken = [weights[f"2.experts.{number}.taken"] for number in range(4)]
+    assert sum(taken) == 100  # every token of both epochs once
+    assert weights["1.running_var"].min() > 0

@@ -27,6 +27,7 @@ class ExpertsEngine(Engine):
     adds up the gradients of all ranks.
     """
 
+    computes_whole_model = False  # ranks must compute it together
     gradients: ExpertGradients
 
     def _prepare(self) -> None:
@@ -147,6 +148,11 @@ class ExpertsEngine(Engine):
 
     def apply(self, is_finite: bool) -> None:
         apply_step(self.gradients, self._task, self.state, is_finite, self.step.samples)
+
+    def pool_statistics(self) -> None:
+        """Give every rank the batch norm statistics of all, and the buffers of all experts."""
+        self._owners.share_buffers(self.world)
+        super().pool_statistics()
 
     def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
         """Yield results as `Engine.results` does; every rank computes equally many batches."""
