@@ -116,8 +116,12 @@ def test_a_slow_rank_gets_fewer_rows_and_experts(world):
     profiles = unmeasured_profiles(config, world, 1)
     cost = RankCost(1e-3, 1e-3)
     known = {place: replace(p, cost=cost) for place, p in profiles.by_place.items()}
-    times = {place: replace(rank, token_sec=(1e-3,) * 6) for place, rank in facts.by_place.items()}
-    facts = replace(facts, by_place=times, tokens=(1 / 3,) * 6)
+    none, each = (0.0,) * 6, (1e-3,) * 6
+    times = {
+        place: replace(rank, fixed_sec=none, token_sec=each, update_sec=none)
+        for place, rank in facts.by_place.items()
+    }
+    facts = replace(facts, by_place=times, tokens=(1 / 3,) * 6, links={})
     slow = facts.observed(facts.tokens, {world.infos[1].place: 3.0})
     plan = slow.plan(config, world, Profiles(known))
     assert plan.batch_sizes[0] > 2 * plan.batch_sizes[1]
