@@ -153,10 +153,9 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
 
     with mock.patch.object(ExpertsLayout, "assign", noted):
         settings = {"layout": "experts", "global_batch_size": 8, "epochs": 2}
-        training = Training(
-            make_task(data=Points(64)), run_dir=str(shared_path / "run"), **settings
-        )
-        training.run()
+        folder = str(shared_path / "run")
+        with Training(make_task(data=Points(64)), run_dir=folder, **settings) as training:
+            training.run()
     assert training.steps_done == 16
     assert len(owners) == 2
     experts = training.summary.experts
@@ -187,8 +186,8 @@ def test_batch_norm_beside_experts_and_their_buffers_are_evaluated_on_any_ranks(
     task = make_task(model=model, data=Points(50), validation=Points(7))
     folder = shared_path / "run"
     settings = {"layout": "experts", "balance": "off", "micro_batch_size": 3, "epochs": 2}
-    training = Training(task, global_batch_size=20, run_dir=str(folder), **settings)
-    training.run()
+    with Training(task, global_batch_size=20, run_dir=str(folder), **settings) as training:
+        training.run()
     assert training.steps_done == 6
     assert training.summary.validation["loss"] > 0
     world.comm.Barrier()
