@@ -361,12 +361,14 @@ def train(case: Case, world: Any, folder: Path) -> Result:
     last = len(order_of(case))
     for layout, stop in zip(case.layouts, [*case.stops, last], strict=True):
         rng = random.Random(f"{case.seed} {layout} {stop}")
+        number = random.Random(f"{case.seed} {stop}").choice([1, 2, 3])
+        chunks = {"expert_chunks": number} if layout == "experts" else {}
         with (
             in_layout(layout, case, world.size, rng),
             Training(
                 partial(make_task, case),
                 **settings_of(layout),
-                expert_chunks=random.Random(f"{case.seed} {stop}").choice([1, 2, 3]),
+                **chunks,
                 global_batch_size=case.batch,
                 micro_batch_size=case.micro_batch,
                 epochs=case.epochs,

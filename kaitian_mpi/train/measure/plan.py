@@ -140,6 +140,7 @@ def find_profiles(
     setup: Setup,
     known: Mapping[str, Profile],
     reserved: int | None = None,
+    part: str = "",
 ) -> Profiles:
     """Return the ranks' profiles: an earlier job's, benchmarked, or unmeasured. Collective.
 
@@ -152,6 +153,7 @@ def find_profiles(
         known: an earlier job's profiles, by place.
         reserved: the bytes of this rank that the training takes besides a step, if the model
             itself is timed; None: a copy of it is, with an optimizer of its own.
+        part: what of the model is timed, if it is not all.
     """
     min_batch = find_min_batch(config, world, setup, copies=reserved is None)
     remembered = remembered_profiles(config, world, known, min_batch)
@@ -159,7 +161,7 @@ def find_profiles(
         return remembered
     if config.balance == "off" or setup.task.loss is None:
         return unmeasured_profiles(config, world, min_batch)
-    results = benchmark_ranks(config, world, setup, min_batch, reserved)
+    results = benchmark_ranks(config, world, setup, min_batch, reserved, part)
     write_benchmark(world, setup, results)
     measured = {info.place: result for info, result in zip(world.infos, results, strict=True)}
     profiles = {

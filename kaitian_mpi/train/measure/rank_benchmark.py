@@ -16,7 +16,6 @@ import torch
 
 from kaitian_mpi.balance.cost_model import scores
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.distributed.experts import are_experts_left_out
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.world import World
@@ -45,15 +44,16 @@ def benchmark_ranks(
     setup: Setup,
     min_batch: int = 1,
     reserved: int | None = None,
+    part: str = "",
 ) -> list[RankMeasurement]:
     """Time forward, backward and optimizer on all ranks at once, as in training. Collective.
 
     Equal devices of a host share what they have measured, unless repeated rounds separate them.
     Takes at most about `--benchmark-seconds`, or no time if all ranks have cached results. The
     model can train on `min_batch` samples and more; it is not changed. `reserved` are the bytes of
-    this rank that the training takes besides.
+    this rank that the training takes besides. `part` names what of the model is timed, if not all.
     """
-    comm, cache = world.comm, BenchmarkCache(config, world, setup, reserved)
+    comm, cache = world.comm, BenchmarkCache(config, world, setup, reserved, part)
     measurement = cache.read()
     gathered = gather_values(comm, (measurement is not None, world.threads))
     threads = [threads for _, threads in gathered]
@@ -153,7 +153,12 @@ class BenchmarkCache:
     """
 
     def __init__(
-        self, config: TrainingConfig, world: World, setup: Setup, reserved: int | None = None
+        self,
+        config: TrainingConfig,
+        world: World,
+        setup: Setup,
+        reserved: int | None = None,
+        part: str = "",
     ) -> None:
         task = setup.task
         self._key = {
@@ -168,7 +173,7 @@ class BenchmarkCache:
             "precision": config.precision,
             "memory_format": config.memory_format,
             **({} if reserved is None else {"reserved": reserved}),
-            **({"experts": "left out"} if are_experts_left_out() else {}),
+            **({"part": part} if part else {}),
             "batches": [max_share(config), config.micro_batch_size],
             "versions": [torch.__version__, version("kaitian-mpi")],
         }

@@ -82,7 +82,7 @@ class ExpertsLayout(Layout):
         self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
     ) -> Profiles:
         with without_experts():
-            return find_profiles(config, world, setup, known)
+            return find_profiles(config, world, setup, known, part="all but experts")
 
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
