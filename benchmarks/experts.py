@@ -144,15 +144,15 @@ def compare_overlap(options: argparse.Namespace) -> None:
     with open_training(options, expert_chunks=options.chunks, **settings) as training:
         steps = iter(training)
         next(steps)
-        exchange = training._session.loop.engine.exchange
+        travel = training._session.loop.engine.exchange.travel
         waited: list[float] = []
 
         def step_sec(hides: bool) -> float:
-            exchange.hides, exchange.chunks = hides, options.chunks if hides else 1
+            travel.set_chunks(options.chunks if hides else 0)
             median_step(steps, 1, options.settle)
-            before = exchange.waited_sec
+            before = travel.waited_sec
             seconds = median_step(steps, options.steps, 0)
-            part = (exchange.waited_sec - before) / options.steps / seconds
+            part = (travel.waited_sec - before) / options.steps / seconds
             if not hides:
                 waited.append(min(gather_values(world.comm, part)))
             return max(gather_values(world.comm, seconds))
