@@ -73,6 +73,18 @@ def exact_chain(width: int = 256, layers: int = 8, device_mb: float = 0):
     return Task(**{**vars(task), "model": task.model.double(), "data": data, "name": ""})
 
 
+def exact_mixture():
+    """Return the task of two mixtures of experts in float64."""
+    torch.manual_seed(1)
+    mixtures = [
+        kaitian_mpi.Experts([Residual(16) for _ in range(experts)], nn.Linear(16, experts))
+        for experts in (5, 3)
+    ]
+    model = nn.Sequential(*mixtures, nn.Linear(16, 4)).double()
+    data = [(inputs.double(), label) for inputs, label in build(4, 1).data]
+    return Task(**{**vars(build(4, 1)), "model": model, "data": data, "name": ""})
+
+
 def build_deep():
     """Return the task with 95 MB of parameters."""
     return build(647, 57)

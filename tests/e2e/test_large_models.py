@@ -114,6 +114,22 @@ def test_what_fits_no_rank_trains_in_a_pipeline(tmp_path):
     assert all(saved["model"][name].any() for name in ("0.weight", "30.layer.weight", "58.weight"))
 
 
+def test_experts_continue_on_other_numbers_of_ranks_and_as_a_plain_module(tmp_path):
+    mixture = ("--task", "planted_large:exact_mixture", "--epochs", "2")
+    train(tmp_path, 1, *mixture, "--run-dir", "whole", "--balance", "off")
+    train(tmp_path, 3, *mixture, "--layout", "experts", "--max-steps", "3")
+    ended = train(tmp_path, 1, *mixture, *RESUMED, "--max-steps", "5")
+    assert "resuming from step 3" in ended.out
+    ended = train(tmp_path, 2, *mixture, *RESUMED, "--layout", "experts")
+    assert "resuming from step 5" in ended.out
+    found, expected = (
+        torch.load(tmp_path / name / "checkpoints/model.pt") for name in ("run", "whole")
+    )
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("dies", "after", "last_saved"), [("0", 5, 4), ("-1", 1, 0)])
 def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies, after, last_saved):
     script = str(PLANTED / "planted_large.py")
