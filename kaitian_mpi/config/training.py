@@ -276,13 +276,13 @@ class TrainingConfig:
             raise UserError("--epochs 0 requires --max-steps, the steps after which training ends")
         self.check_layout(self.layout)
         chunks = self.expert_chunks
-        if chunks != "auto" and self.layout not in ("experts", "auto"):
-            raise UserError(
-                f"--expert-chunks requires --layout experts, not {self.layout}; remove one of them"
-            )
         if chunks != "auto" and not (chunks.isdecimal() and 1 <= int(chunks) <= MAX_EXPERT_CHUNKS):
             raise out_of_range(
                 "expert_chunks", chunks, f"auto or a whole number, from 1 to {MAX_EXPERT_CHUNKS}"
+            )
+        if chunks != "auto" and self.layout not in ("experts", "auto"):
+            raise UserError(
+                f"--expert-chunks requires --layout experts, not {self.layout}; remove one of them"
             )
         if self.snapshots and not self.snapshots.isalnum():
             raise out_of_range("snapshots", self.snapshots, "letters and digits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,7 +19,8 @@ from kaitian_mpi.errors import UserError
 _left_out_contexts = 0
 
 
-_exchanging = 0  # mixtures of this process whose experts are held by different ranks
+_exchanging: weakref.WeakSet[Experts] = weakref.WeakSet()
+"""The mixtures of this process whose experts are held by different ranks."""
 
 
 @contextmanager
@@ -168,9 +170,11 @@ class Experts(nn.Module):
 
     def use_exchange(self, exchange: ExpertExchange | None) -> None:
         """Compute the experts with other ranks from now on, or all of them here."""
-        global _exchanging
-        _exchanging += (exchange is not None) - (self._exchange is not None)
         self._exchange = exchange
+        if exchange is None:
+            _exchanging.discard(self)
+        else:
+            _exchanging.add(self)
 
     def _check_in_model(self) -> None:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
