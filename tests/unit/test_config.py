@@ -48,6 +48,7 @@ def test_errors_in_arguments_and_files_are_one_line_that_names_them(tmp_path):
             (f"--expert-chunks={text}", "--expert-chunks must be auto or a whole number, from 1 to")
             for text in ("0", "-1", "1.5", "65", "many")
         ),
+        ("--expert-chunks 4", "--expert-chunks requires --layout experts, not replicate"),
         ("--layout experts --wire int8", "--wire cannot be combined with --layout experts, whose"),
         ("--timeline-every 5", "--timeline-every requires --timeline"),
         ("--timeline --timeline-every=-1", "must be .*, not -1"),
@@ -144,7 +145,8 @@ def test_a_config_built_in_code_is_validated_and_its_paths_compared_as_given_or_
     ):
         with pytest.raises(UserError, match=message):
             TrainConfig(**settings)
-    assert TrainConfig(expert_chunks=4) == TrainConfig(expert_chunks="4")
+    four = TrainConfig(layout="experts", expert_chunks=4)
+    assert four == dataclasses.replace(four, expert_chunks="4")
     config = TrainConfig(seed=numpy.int64(3), lr=numpy.float32(0.5), nesterov=numpy.bool_(True))
     assert [type(each) for each in (config.seed, config.lr, config.nesterov)] == [int, float, bool]
 
