@@ -1,14 +1,16 @@
 """Measures layout experts on a chain of mixtures of experts.
 
-    python benchmarks/experts.py --link-mbit 200           (the hidden exchange; as root)
-    mpirun -np 2 python benchmarks/experts.py placement    (one rank three times slower)
-    mpirun -np 1 python benchmarks/experts.py alone        (against a plain module)
-    mpirun -np 2 python benchmarks/experts.py together     (against replicate, on one host)
+    python benchmarks/experts.py --link-mbit 50 --slow-all 3   (the hidden exchange; as root)
+    mpirun -np 2 python benchmarks/experts.py placement        (one rank three times slower)
+    mpirun -np 1 python benchmarks/experts.py alone            (against a plain module)
+    mpirun -np 2 python benchmarks/experts.py together         (against replicate, on one host)
 
 Over the link: two emulated hosts with a rank each. In one job, blocks of steps in which tokens
 travel while others are computed alternate with blocks in which all of them arrive before anything
 is computed, and all outputs are computed before any is sent. In the latter, what a rank waits is
-the exchange's part of a step; choose the link's speed by it.
+the exchange's part of a step; choose the link's speed by it. With --slow-all, both ranks sleep in
+proportion to the processor time that they use, as if they were slower: what else the machine does
+then changes little, and messages need no core that computes, as beside an accelerator.
 
 Medians and quartiles over pairs of blocks; world rank 0 prints.
 """
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.world import World
 
 _TIMEOUT_SEC = 900
-_PASSED_ON = "width", "layers", "experts", "batch", "pairs", "steps", "settle", "chunks"
+_PASSED_ON = "width", "layers", "experts", "batch", "pairs", "steps", "settle", "chunks", "slow-all"
 
 
 def make_model(options: argparse.Namespace, make_mixture: Callable[..., Any]) -> Any:
@@ -139,7 +141,8 @@ def compare_overlap(options: argparse.Namespace) -> None:
     import kaitian_mpi
     from kaitian_mpi.mpi.exchange import gather_values
 
-    world = kaitian_mpi.init(devices="cpu")
+    slowed = f"0:{options.slow_all},1:{options.slow_all}" if options.slow_all > 1 else ""
+    world = kaitian_mpi.init(devices="cpu", emulate_slowdown=slowed)
     settings = {"layout": "experts", "balance": "off", "quiet": True}
     with open_training(options, expert_chunks=options.chunks, **settings) as training:
         steps = iter(training)
@@ -280,7 +283,7 @@ def compare_over_link(options: argparse.Namespace) -> None:
         sys.exit(f"experts.py: {reason}")
     command = [sys.executable, os.path.abspath(__file__), "overlap"]
     for name in _PASSED_ON:
-        command += [f"--{name}", str(getattr(options, name))]
+        command += [f"--{name}", str(getattr(options, name.replace("-", "_")))]
     with (
         tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
         ShapedHosts(Path(name), [1, 1]) as hosts,
@@ -309,6 +312,9 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", help=", ".join(SECTIONS))
     parser.add_argument("--link-mbit", type=float, default=0.0, help="of each link, each way")
     parser.add_argument("--slowdown", type=float, default=3.0, help="of the second rank")
+    parser.add_argument(
+        "--slow-all", type=float, default=1.0, help="of both ranks, with --link-mbit"
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=8, help="of a layer")
