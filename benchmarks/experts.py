@@ -1,6 +1,6 @@
 """Measures layout experts on a chain of mixtures of experts.
 
-    python benchmarks/experts.py --link-mbit 50 --slow-all 3   (the hidden exchange; as root)
+    python benchmarks/experts.py --link-mbit 90 --slow-all 3   (the hidden exchange; as root)
     mpirun -np 2 python benchmarks/experts.py placement        (one rank three times slower)
     mpirun -np 1 python benchmarks/experts.py alone            (against a plain module)
     mpirun -np 2 python benchmarks/experts.py together         (against replicate, on one host)
