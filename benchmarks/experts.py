@@ -1,7 +1,8 @@
 """Measures layout experts on a chain of mixtures of experts.
 
     python benchmarks/experts.py --link-mbit 90 --slow-all 3   (the hidden exchange; as root)
-    mpirun -np 2 python benchmarks/experts.py placement        (one rank three times slower)
+    mpirun -np 2 --bind-to core python benchmarks/experts.py placement --batch 2048 --chunks 1
+                                                               (one rank three times slower)
     mpirun -np 1 python benchmarks/experts.py alone            (against a plain module)
     mpirun -np 2 python benchmarks/experts.py together         (against replicate, on one host)
 
@@ -181,14 +182,16 @@ def compare_placement(options: argparse.Namespace) -> None:
     predicted: list[float] = []
 
     def planned_sec() -> float:
-        with open_training(options, layout="experts", balance="static", quiet=True) as training:
+        given = {"layout": "experts", "expert_chunks": options.chunks, "quiet": True}
+        with open_training(options, balance="static", **given) as training:
             steps = iter(training)
             seconds = median_step(steps, options.steps, options.settle)
             steps.close()
             predicted.append(training.summary.experts["predicted_step_sec"] / seconds)
         return max(gather_values(world.comm, seconds))
 
-    equal_sec = partial(block_sec, world, options, layout="experts", balance="off")
+    equal = {"layout": "experts", "expert_chunks": options.chunks, "balance": "off"}
+    equal_sec = partial(block_sec, world, options, **equal)
     seconds = in_turns({"planned": planned_sec, "equal": equal_sec}, options.pairs, warm_up=0)
     if world.rank == 0:
         print(

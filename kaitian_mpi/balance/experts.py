@@ -70,6 +70,9 @@ class ExpertRank:
     """Bytes that it uses besides: of all but the experts, and at startup."""
     mirrored: float = 1.0
     """The fraction of the memory that may be used with mirrors."""
+    copying: float = 0.0
+    """What the time of messages within its host is multiplied by, in which it cannot compute: its
+    own core copies them. 0: it computes meanwhile."""
 
     def scaled(self, factor: float) -> ExpertRank:
         """Return the facts of a rank that takes `factor` times as long."""
@@ -229,6 +232,7 @@ class ExpertTimes:
         """By rank and expert, seconds of forward and backward."""
         self.update_sec = np.array([rank.update_sec for rank in job.ranks], dtype=float)
         """By rank and expert, seconds of the optimizer."""
+        self._copying = np.array([rank.copying for rank in job.ranks])
         self._alpha = np.array([rank.cost.alpha_sec for rank in job.ranks]) * rounds
         self._beta = np.array([rank.cost.beta_sec for rank in job.ranks])
         nodes = np.array([rank.node for rank in job.ranks])
@@ -277,7 +281,8 @@ class ExpertTimes:
         sizes = self._row_bytes if mixtures is None else self._row_bytes[list(mixtures)]
         dense = (self.dense(rows) / max(1, self._job.mixture_count))[:, None, :]
         fraction = rows / self._job.global_batch
-        exchange = self._exchange(tokens * sizes[:, None], fraction)
+        copies, exchange = self._exchange(tokens * sizes[:, None], fraction)
+        work = work + copies
         last = exchange / self._job.chunks  # nothing is left to compute while it travels
         alone = dense + np.maximum(work, exchange - last) + last
         # A rank computes a token no sooner than its own rank has finished the rows before it: of
@@ -286,10 +291,15 @@ class ExpertTimes:
         waiting = dense[:, :, None, :] + work[..., None] * later.sum(-1)[:, None, None, :]
         return np.maximum(alone, waiting.max(-1) + last), alone
 
-    def _exchange(self, received: np.ndarray, fraction: np.ndarray) -> np.ndarray:
-        """Return each rank's seconds of sending and receiving, for the bytes that each gets."""
+    def _exchange(
+        self, received: np.ndarray, fraction: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return each rank's seconds of sending and receiving, for the bytes that each gets.
+
+        As those in which it cannot compute, and the others.
+        """
         if received.shape[-1] == 1:
-            return np.zeros_like(received)
+            return np.zeros_like(received), np.zeros_like(received)
         seconds = []
         for busy in (self._inside, self._across):
             if not busy.any():
@@ -300,9 +310,10 @@ class ExpertTimes:
             seconds.append((send, receive))
         (send, receive), across = seconds
         node_send, node_receive = ((each[:, :, None, :] * self._node_of).sum(-1) for each in across)
-        busiest = np.maximum(send, receive) + np.maximum(node_send, node_receive)
-        result: np.ndarray = _WAYS * busiest + self._latency
-        return result
+        copies = _WAYS * (send + receive) * self._copying
+        inside = np.where(self._copying > 0, 0.0, np.maximum(send, receive))
+        busiest = inside + np.maximum(node_send, node_receive)
+        return copies, _WAYS * busiest + self._latency
 
 
 def limit_rows(job: ExpertsJob, rounds: int) -> np.ndarray:

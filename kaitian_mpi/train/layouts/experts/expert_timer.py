@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _MOST_SAMPLES = 64  # by which the tokens of experts are counted
 _MOST_TOKENS = 1 << 14  # by which an expert is timed
 _SMALLER = 4
 _ROUNDS = 3
+_COPIED_BYTES = 64 << 20  # of parameters that are timed at once, at most
 _MIN_TIMED_SEC = 0.01
 _LONG_SEC = 0.5
 _SHARE_OF_TIME = 0.25  # of --benchmark-seconds
@@ -111,6 +113,7 @@ class ExpertTimer:
             samples, kept, rows = self._count_tokens()
         rates = optimizer_rates(self._world, optimizers) if self._is_timed else (0.0, 0.0)
         known: dict[Any, tuple[float, float, float]] = {}
+        alike = Counter(map(_structure, experts_of(self._mixtures)))
         experts: list[Expert] = []
         times: list[tuple[float, float, float]] = []
         counts: list[int] = []
@@ -121,7 +124,8 @@ class ExpertTimer:
             for expert in mixture.experts:
                 key = (_structure(expert), given.width, given.dtype)
                 if key not in known:
-                    known[key] = self._time(expert, given, int(each), len(known))
+                    held = -(-alike[_structure(expert)] // self._world.size)
+                    known[key] = self._time(expert, given, int(each), len(known), held)
                 fixed, per_token, kept_bytes = known[key]
                 trained = [p for p in expert.parameters() if p.requires_grad]
                 trained_bytes = sum(p.nbytes for p in trained)
@@ -152,6 +156,7 @@ class ExpertTimer:
             kept,
             base,
             _MIRRORED_ON_HOST if self._device.is_host else _MIRRORED,
+            self._device.pace.factor if self._device.is_host else 0.0,
         )
         return RankExperts(rank, tuple(experts), tuple(counts), samples)
 
@@ -217,17 +222,22 @@ class ExpertTimer:
         yield copy.deepcopy(self._model).to(self._world.device).train()
 
     def _time(
-        self, expert: nn.Module, rows: Rows, tokens: int, done: int
+        self, expert: nn.Module, rows: Rows, tokens: int, done: int, held: int
     ) -> tuple[float, float, float]:
-        """Return the seconds of a call and of a token, and the bytes kept of a token."""
+        """Return the seconds of a call and of a token, and the bytes kept of a token.
+
+        By copies, as many as a rank may hold if it holds `held`: as in training, the parameters of
+        one are not in a cache.
+        """
         size = sum(parameter.nbytes for parameter in expert.parameters())
         if not self._is_timed or not rows.width:
             return 0.0, _UNTIMED * (size + 1), 0.0
         result: list[tuple[float, float, float]] = []
 
         def trial() -> float:
-            copied = copy.deepcopy(expert).to(self._world.device).train()
-            result.append(self._trial(copied, rows, tokens, done))
+            count = max(1, min(held, _COPIED_BYTES // max(1, size)))
+            copies = [copy.deepcopy(expert).to(self._world.device).train() for _ in range(count)]
+            result.append(self._trial(copies, rows, tokens, done))
             return 0.0
 
         if seconds_if_it_fits(self._device, trial) is None:
@@ -235,26 +245,26 @@ class ExpertTimer:
         return result[0]
 
     def _trial(
-        self, expert: nn.Module, rows: Rows, tokens: int, done: int
+        self, copies: Sequence[nn.Module], rows: Rows, tokens: int, done: int
     ) -> tuple[float, float, float]:
         large = max(_SMALLER, min(tokens, _MOST_TOKENS))
         small = max(1, large // _SMALLER)
         until = time.perf_counter() + _SHARE_OF_TIME * self._config.benchmark_seconds / (1 + done)
         given = torch.randn(small, rows.width, device=self._world.device).to(rows.dtype)
-        with saved_by(expert) as saved, self._computation.autocast():
-            expert(given.requires_grad_())
+        with saved_by(copies[0]) as saved, self._computation.autocast():
+            copies[0](given.requires_grad_())
         kept = sum(saved.values()) / small
         seconds: dict[int, list[float]] = {}
-        self._last = lambda: self._call(expert, rows, small)
-        self._call(expert, rows, small)  # prepares libraries
-        first = (
-            self._call(expert, rows, large) if self._call(expert, rows, small) < _LONG_SEC else 0
-        )
+        self._last = lambda: self._call(copies, rows, small)
+        self._call(copies, rows, small)  # prepares libraries
+        has_both = len(copies) * self._call(copies, rows, small) < _LONG_SEC
+        if has_both:
+            self._call(copies, rows, large)
         for number in range(_ROUNDS):
-            for size in (small, large) if first else (small,):
+            for size in (small, large) if has_both else (small,):
                 if number and time.perf_counter() > until:
                     break
-                seconds.setdefault(size, []).append(self._mean_call(expert, rows, size))
+                seconds.setdefault(size, []).append(self._mean_call(copies, rows, size))
         low = statistics.median(seconds[small])
         if large not in seconds:
             return 0.0, low / small, kept
@@ -262,27 +272,30 @@ class ExpertTimer:
         per_token = max((high - low) / (large - small), high / large / 10)
         return max(0.0, high - large * per_token), per_token, kept
 
-    def _mean_call(self, expert: nn.Module, rows: Rows, size: int) -> float:
+    def _mean_call(self, copies: Sequence[nn.Module], rows: Rows, size: int) -> float:
         calls, total = 0, 0.0
         while not calls or total < _MIN_TIMED_SEC:
-            total += self._call(expert, rows, size)
+            total += self._call(copies, rows, size)
             calls += 1
         return total / calls
 
-    def _call(self, expert: nn.Module, rows: Rows, size: int) -> float:
-        """Return the seconds of a forward and a backward of so many tokens."""
-        tokens = torch.randn(size, rows.width, device=self._world.device).to(rows.dtype)
+    def _call(self, copies: Sequence[nn.Module], rows: Rows, size: int) -> float:
+        """Return an expert's seconds of a forward and a backward of so many tokens."""
+        count = len(copies)
+        tokens = torch.randn(count * size, rows.width, device=self._world.device).to(rows.dtype)
         tokens.requires_grad_()
+        gradient = torch.ones_like(tokens)
         pace = self._device.pace
         self._world.synchronize()
         begin = time.perf_counter()
         pace.start()
         with self._computation.autocast():
-            output = expert(tokens)
-        output.backward(torch.ones_like(output))
+            parts = zip(copies, tokens.split(size), strict=True)
+            output = torch.cat([expert(part).to(rows.dtype) for expert, part in parts])
+        output.backward(gradient)
         self._world.synchronize()
         pace.catch_up()
-        return time.perf_counter() - begin
+        return (time.perf_counter() - begin) / count
 
 
 @contextmanager
