@@ -152,6 +152,27 @@ def train(model, **settings):
         return [step.loss for step in training]
 
 
+def test_a_forward_between_steps_is_of_every_ranks_tokens(world):
+    """Also on a rank that has no sample of the step before."""
+    model, given = Net(mixture(), nn.Linear(WIDTH, WIDTH).double()), torch.ones(3, WIDTH).double()
+    task = Task(
+        model=model,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=tokens(3),  # of which the last step has one
+        loss=lambda model, batch: model(batch),
+    )
+    settings = {**QUIET, "epochs": 1, "global_batch_size": 2}
+    with Training(task, layout="experts", **settings) as training:
+        for step in training:
+            shares = step.batch_sizes
+            with torch.no_grad():
+                found = model.layers(given)
+            total = found.clone()
+            dist.all_reduce(total)
+            assert (total - world.size * found).abs().max() < 1e-12
+    assert 0 in shares
+
+
 def tied():
     one = mixture()
     one.experts[1].weight = one.experts[0].weight

@@ -141,6 +141,7 @@ class ExpertsEngine(Engine):
 
     def finish(self) -> StepSum:
         self.gradients.finish()
+        self.exchange.begin()  # what the script computes between steps is of tokens that count
         if self.step.rank_samples == 0:
             state = self.state
             state.buffers.put_back(besides=state.statistics.synchronized_buffers())
