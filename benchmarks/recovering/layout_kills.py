@@ -25,6 +25,8 @@ LAYOUTS = {
     "parameters in parts": ["--layout=shard", *_LIMITED],
     "pipeline of replicas": ["--layout=pipeline"],
     "pipeline of stages": ["--layout=pipeline", *_LIMITED],
+    "experts": ["--layout=experts", "--no-mirrors"],
+    "experts with mirrors": ["--layout=experts"],
 }
 _STEPS, _STEP_TIMEOUT_SEC = 24, 15
 _ARGUMENTS = [

@@ -39,12 +39,14 @@ def compute_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
-def make_task(form: str, width: int) -> kaitian_mpi.Task:
-    """Return a regression, with a loss in the closed form."""
+def make_task(form: str, width: int, has_experts: bool) -> kaitian_mpi.Task:
+    """Return a regression, with a loss in the closed form, and perhaps a mixture of experts."""
     torch.manual_seed(0)
     inputs = torch.randn(_SAMPLES, _FEATURES, dtype=torch.float64)
     data = list(zip(inputs, inputs.sin().sum(1, keepdim=True), strict=True))
-    blocks = [Gated(width) for _ in range(2)]
+    blocks: list[nn.Module] = [Gated(width) for _ in range(2)]
+    if has_experts:
+        blocks.append(kaitian_mpi.Experts([Gated(width) for _ in range(4)], nn.Linear(width, 4)))
     model = nn.Sequential(nn.Linear(_FEATURES, width), *blocks, nn.Linear(width, 1)).double()
     return kaitian_mpi.Task(
         model=model,
@@ -93,7 +95,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     form = options.pop("form")
     kaitian_mpi.init(devices=options.pop("devices"))
-    task = partial(make_task, form, options.pop("width"))
+    task = partial(make_task, form, options.pop("width"), options["layout"] == "experts")
     with kaitian_mpi.Training(task, epochs=1000, **options) as training:
         seen = train(training, form)
         training.evaluate()
