@@ -178,6 +178,7 @@ def test_a_link_is_measured_beside_others_that_hold_the_cores(world, monkeypatch
     monkeypatch.setattr(World, "synchronize", late)
     if links := measure_links(world):
         assert all(link.busy_sec > 0 for link in links.values())
+        assert all(link.latency_sec < HELD_SEC / 2 for link in links.values())
 
 
 class Wide(nn.Linear):

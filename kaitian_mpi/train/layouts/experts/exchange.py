@@ -10,12 +10,17 @@ from torch.autograd.function import once_differentiable
 
 from kaitian_mpi.distributed.experts import Experts
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.experts.call import MixtureCall
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
 from kaitian_mpi.train.layouts.experts.routes import Routes
 from kaitian_mpi.train.layouts.experts.travel import Travel
+
+_calls = 0
+"""The calls of this process so far, in all exchanges: what an error has left under way is then
+never taken for the rows of another call."""
 
 
 class TokenExchange:
@@ -48,7 +53,8 @@ class TokenExchange:
         """Carries the rows."""
         self._places = ExpertPlaces(mixtures, owners, world.size, world.device)
         self._is_alone = world.size == 1
-        self._calls = 0
+        self._number = max(gather_values(world.comm, _calls))
+        """Of the next call; the same on every rank."""
         self._open: list[MixtureCall] = []
         """Calls without a backward as yet."""
         self._used: set[int] = set()
@@ -104,8 +110,7 @@ class TokenExchange:
         sent = rows
         if not self._has_tokens:
             sent, counts, wanted = rows[:0], [0] * len(counts), [0] * len(wanted)
-        call = MixtureCall(self.travel, self._places, experts, self._calls, counts, wanted)
-        self._calls += 1
+        call = MixtureCall(self.travel, self._places, experts, self._next_number(), counts, wanted)
         needs_gradient = torch.is_grad_enabled()
         if needs_gradient:
             self._open.append(call)
@@ -115,6 +120,12 @@ class TokenExchange:
         if not self._has_tokens:
             outputs = rows + outputs.sum()  # of nothing, but it takes part in backward
         return outputs, call.by_expert
+
+    def _next_number(self) -> int:
+        global _calls
+        number = self._number
+        self._number = _calls = number + 1
+        return number
 
     def finish_backward(self, after: int = -1) -> None:
         """Take part in the backward of calls that no loss here depends on. Collective in effect.

@@ -33,7 +33,7 @@ class Tags(NamedTuple):
 
 
 HEADER_TAG = 1 << 16  # beyond those of a script's own messages
-_MAX_CALLS = 1 << 12  # whose messages can be under way at once
+_MAX_CALLS = 1 << 24  # MPICH's tags end at 2**28
 
 
 class Trip(ABC):

@@ -35,6 +35,7 @@ _MIN_ROUNDS = 3
 _MAX_ROUNDS = 100
 _ROUNDS_SEC = 0.3  # longer than others hold the cores in each round
 _TRIAL_BYTES = 1 << 20
+_LEAST_PART = 0.1  # of a large message's time, at least, is that of its bytes
 _UNMEASURED_FIXED = 2.0  # a micro-batch's own time, in that of a sample
 
 
@@ -189,7 +190,10 @@ def measure_links(world: World) -> dict[str, Hop]:
         if world.rank in ranks:
             enter_phase("measuring a link", waits=True, limited=False)
             small, large = (_one_way(world, size, ranks, peers) for size in (8, _TRIAL_BYTES))
-            times[f"{one} {other}"] = [small, max(0.0, large - small) / _TRIAL_BYTES]
+            times[f"{one} {other}"] = [
+                small,
+                max(large - small, _LEAST_PART * large) / _TRIAL_BYTES,
+            ]
         peers.close()
     enter_phase("waiting for the other ranks' links", waits=True, limited=False)
     return {
