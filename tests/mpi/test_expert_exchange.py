@@ -61,10 +61,12 @@ def test_gradients_on_some_ranks_only_are_named(world, exchanged):
         one(tokens())
 
 
-def test_another_precision_on_some_ranks_is_named(world, exchanged):
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
+def test_another_precision_on_some_ranks_is_named(world, exchanged, other):
+    """Also one of as many bytes."""
     one = mixture()
     exchanged(one)
-    dtype = [torch.float32, torch.float64][world.rank]
+    dtype = [torch.float32 if other.itemsize > 2 else torch.float16, other][world.rank]
     with pytest.raises(UserError, match="precision"):
         one.to(dtype)(tokens().to(dtype))
 

@@ -9,7 +9,7 @@ import torch
 
 from kaitian_mpi.distributed.experts import Experts
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.layouts.experts.headers import CallHeader, Headers
+from kaitian_mpi.train.layouts.experts.headers import DTYPES, CallHeader, Headers
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
 from kaitian_mpi.train.layouts.experts.routes import Tags, Trip
 from kaitian_mpi.train.layouts.experts.travel import Travel
@@ -62,8 +62,13 @@ class MixtureCall:
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs for this rank's rows, in their order. Collective."""
         rows, rank = rows.detach().contiguous(), self._travel.routes.rank
+        if rows.dtype not in DTYPES:
+            raise UserError(
+                f"--layout experts: the tokens of {self._places.name(self.mixture)} are of "
+                f"{rows.dtype}; give it float64, float32, bfloat16 or float16"
+            )
         self._like = rows[:0]
-        facts = self.number, self.mixture, int(self._needs_gradient), rows.dtype.itemsize
+        facts = self.number, self.mixture, int(self._needs_gradient), DTYPES.index(rows.dtype)
         own = CallHeader(*facts, self._counts, self._wanted)
         headers = Headers(self._travel.routes, own, self._check, self._cut_to_here)
         blocks = rows.split(self._rows_to)
@@ -116,7 +121,7 @@ class MixtureCall:
                 f"--layout experts: {name} is computed with gradients on one of ranks {rank} and "
                 f"{other}, and without on the other; use torch.no_grad() on all ranks or on none"
             )
-        if header.itemsize != self._like.dtype.itemsize:
+        if DTYPES[header.dtype] != self._like.dtype:
             raise UserError(
                 f"--layout experts: the tokens of {name} have different dtypes on ranks {rank} and "
                 f"{other}; use the same precision"

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from kaitian_mpi.train.layouts.experts.routes import HEADER_TAG, HostTrip, Routes, Trip
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What tokens can be of."""
+
 
 class CallHeader(NamedTuple):
     """What a rank says of its part in a call."""
@@ -21,8 +24,8 @@ class CallHeader(NamedTuple):
     """Of the call since the start, from 0."""
     mixture: int
     needs_gradient: int
-    itemsize: int
-    """Bytes of a number in its rows."""
+    dtype: int
+    """Of its rows, as its place in `DTYPES`."""
     counts: list[int]
     """Its rows by expert, in the order of `ExpertPlaces`."""
     wanted: list[int]
@@ -36,9 +39,9 @@ class CallHeader(NamedTuple):
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> CallHeader:
         """Return a result of `pack`."""
-        number, mixture, needs_gradient, itemsize, *counts = packed.tolist()
+        number, mixture, needs_gradient, dtype, *counts = packed.tolist()
         half = len(counts) // 2
-        return cls(number, mixture, needs_gradient, itemsize, counts[:half], counts[half:])
+        return cls(number, mixture, needs_gradient, dtype, counts[:half], counts[half:])
 
 
 class Headers:
