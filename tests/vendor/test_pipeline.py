@@ -32,6 +32,7 @@ from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation
 
 COUNT = 5  # micro-batches
+HELD_TURNS = 20
 HELD_SEC = 5e-3  # longer than a message takes
 LONG_SEC = 60.0  # in which a message comes, however busy the machine is
 
@@ -172,13 +173,13 @@ def test_a_link_is_measured_beside_others_that_hold_the_cores(world, monkeypatch
 
     def late(world):
         synchronize(world)
-        if next(turns) < 20:
+        if next(turns) < HELD_TURNS:
             time.sleep(HELD_SEC)
 
     monkeypatch.setattr(World, "synchronize", late)
     if links := measure_links(world):
         assert all(link.busy_sec > 0 for link in links.values())
-        assert all(link.latency_sec < HELD_SEC / 2 for link in links.values())
+        assert next(turns) > HELD_TURNS  # it went on until messages came alone
 
 
 class Wide(nn.Linear):
