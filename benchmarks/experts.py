@@ -21,14 +21,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.comparison import in_turns, quartiles, ratios
@@ -280,25 +276,12 @@ def _in_ms(seconds: dict[str, list[float]]) -> str:
 
 def compare_over_link(options: argparse.Namespace) -> None:
     """Run the comparison of overlap on two hosts of this machine's own making."""
-    from shaped_hosts import ShapedHosts, why_not_shaped
+    from shaped_hosts import print_over_link
 
-    if reason := why_not_shaped():
-        sys.exit(f"experts.py: {reason}")
-    command = [sys.executable, os.path.abspath(__file__), "overlap"]
+    command = [os.path.abspath(__file__), "overlap"]
     for name in _PASSED_ON:
         command += [f"--{name}", str(getattr(options, name.replace("-", "_")))]
-    with (
-        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
-        ShapedHosts(Path(name), [1, 1]) as hosts,
-    ):
-        hosts.set_link_speed(options.link_mbit)
-        with hosts.start_ranks(command, _TIMEOUT_SEC, stdout=subprocess.PIPE) as job:
-            assert job.stdout is not None
-            for line in job.stdout:
-                if line.startswith("overlap"):
-                    print(f"{options.link_mbit:g} Mbit/s, {line}", end="", flush=True)
-        if job.returncode:
-            sys.exit(f"experts.py: the job ended with code {job.returncode}")
+    print_over_link(command, options.link_mbit, "overlap", _TIMEOUT_SEC)
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -15,12 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 VOCABULARY, LENGTH = 256, 64
@@ -118,25 +114,12 @@ def compare_layouts(options: argparse.Namespace) -> None:
 
 def compare_over_link(options: argparse.Namespace) -> None:
     """Run the comparison on two hosts of this machine's own making."""
-    from shaped_hosts import ShapedHosts, why_not_shaped
+    from shaped_hosts import print_over_link
 
-    if reason := why_not_shaped():
-        sys.exit(f"pipeline.py: {reason}")
-    command = [sys.executable, os.path.abspath(__file__), "--worker"]
+    command = [os.path.abspath(__file__), "--worker"]
     for name in ("width", "layers", "batch", "rounds", "steps", "settle"):
         command += [f"--{name}", str(getattr(options, name))]
-    with (
-        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
-        ShapedHosts(Path(name), [1, 1]) as hosts,
-    ):
-        hosts.set_link_speed(options.link_mbit)
-        with hosts.start_ranks(command, _TIMEOUT_SEC, stdout=subprocess.PIPE) as job:
-            assert job.stdout is not None
-            for line in job.stdout:
-                if line.startswith("replicate"):
-                    print(f"{options.link_mbit:g} Mbit/s: {line}", end="", flush=True)
-        if job.returncode:
-            sys.exit(f"pipeline.py: the job ended with code {job.returncode}")
+    print_over_link(command, options.link_mbit, "replicate", _TIMEOUT_SEC)
 
 
 def main() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.emulated_hosts import EmulatedHosts, run, why_not
@@ -69,3 +72,29 @@ class ShapedHosts(EmulatedHosts):
         for number in self._numbers:
             run("tc", "-n", self._namespace(number), "qdisc", "del", "dev", "eth0", "root")
             run("tc", "qdisc", "del", "dev", self._link(number), "root")
+
+
+def print_over_link(
+    command: Sequence[str], mbit_per_sec: float, begin: str, limit_sec: int
+) -> None:
+    """Run a Python script on two hosts, joined by links of this speed; print some of its lines.
+
+    `command` is the script and its arguments. The lines are those that start with `begin`. Ends
+    this process if hosts cannot be had, or if the job fails.
+    """
+    script = os.path.basename(command[0])
+    if reason := why_not_shaped():
+        sys.exit(f"{script}: {reason}")
+    with (
+        tempfile.TemporaryDirectory(prefix="kaitian-hosts-") as name,
+        ShapedHosts(Path(name), [1, 1]) as hosts,
+    ):
+        hosts.set_link_speed(mbit_per_sec)
+        words = [sys.executable, *command]
+        with hosts.start_ranks(words, limit_sec, stdout=subprocess.PIPE) as job:
+            assert job.stdout is not None
+            for line in job.stdout:
+                if line.startswith(begin):
+                    print(f"{mbit_per_sec:g} Mbit/s: {line}", end="", flush=True)
+        if job.returncode:
+            sys.exit(f"{script}: the job ended with code {job.returncode}")
