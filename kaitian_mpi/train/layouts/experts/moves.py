@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from kaitian_mpi.balance.expert_plan import replace_experts
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.experts import Experts
-from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.experts.measure import ExpertFacts, ExpertsPlan
+from kaitian_mpi.train.layouts.replanning import WINDOW, Proposal, Replanning
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepReports
-
-_WINDOW, _LEAST_STEPS = 10, 4
 
 
 class TokenCounts(StepObserver):
@@ -41,8 +39,8 @@ class TokenCounts(StepObserver):
         return shares
 
 
-class ExpertMoves(StepObserver):
-    """Finds out, when epochs end and checkpoints are due, whether experts are worth a move."""
+class ExpertMoves(Replanning):
+    """Finds out whether other places of the experts are worth a move."""
 
     def __init__(
         self,
@@ -63,58 +61,32 @@ class ExpertMoves(StepObserver):
             profiles: of the ranks' rows.
             follow: called with the facts by which the next loop is to be planned.
         """
-        self._config = config
-        self._loop = loop
+        assert isinstance(loop.plan, ExpertsPlan)
         self._mixtures = mixtures
         self._facts = facts
         self._profiles = profiles
-        self._follow = follow
-        assert isinstance(loop.plan, ExpertsPlan)
+        self._plan_by = follow
         self._placement = loop.plan.placement
-        self._samples = sum(self._placement.batch_sizes)
-        self._seconds: deque[np.ndarray] = deque(maxlen=_WINDOW)
-        self._counts: deque[np.ndarray] = deque(maxlen=_WINDOW)
+        self._counts: deque[np.ndarray] = deque(maxlen=WINDOW)
+        super().__init__(config, loop, sum(self._placement.batch_sizes))
 
-    def step_done(self, step: Step, reports: StepReports | None) -> None:
-        if reports is None:
-            return
-        times, every = reports.times, self._config.checkpoint_every
-        if times.samples.sum() == self._samples and (times.steps > 0).all():
-            self._seconds.append(times.work_sec)
-            counts = [count for mixture in self._mixtures for count in mixture.tokens_by_expert]
-            self._counts.append(np.array(counts, dtype=float))
-        if reports.wants_checkpoint.any() or (every and step.number % every == 0):
-            self.epoch_ends()
+    def _step_counts(self) -> None:
+        counts = [count for mixture in self._mixtures for count in mixture.tokens_by_expert]
+        self._counts.append(np.array(counts, dtype=float))
 
-    def epoch_ends(self) -> None:
-        loop, progress = self._loop, self._loop.progress
-        if len(self._seconds) < _LEAST_STEPS:
-            return
-        world = loop.world
-        base = self._profiles.plan(self._config, world)
-        moves: tuple[list[float], list[float], str] | None = None
-        if world.rank == 0:
-            job = self._facts.job(self._config, world, base)
-            tokens = tokens_like(self._facts, np.sum(self._counts, axis=0))
-            work = np.median(self._seconds, axis=0).tolist()
-            left = progress.total_steps - progress.step
-            replacement = replace_experts(job, self._placement, tokens, work, left)
-            if replacement is not None:
-                moves = tokens, replacement.factors, replacement.text
-        self._seconds.clear()
+    def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
+        world, counts = self._loop.world, np.sum(self._counts, axis=0)
         self._counts.clear()
-        moves = gather_values(world.comm, moves)[0]
-        if moves is None:
-            return
-        tokens, factors, text = moves
-        by_place: Mapping[str, float] = {
-            info.place: factor for info, factor in zip(world.infos, factors, strict=True)
-        }
-        self._follow(self._facts.observed(tokens, by_place))
-        speeds = ", ".join(f"{factor:.2f}" for factor in factors)
-        text = f"ranks take {speeds} times what was planned: {text}"
-        print_rank_0(world, f"step {progress.step}: {text}")
-        loop.mark_outdated()
+        base = self._profiles.plan(self._config, world)
+        if world.rank != 0:
+            return None
+        job = self._facts.job(self._config, world, base)
+        tokens = tokens_like(self._facts, counts)
+        found = replace_experts(job, self._placement, tokens, work_sec, steps_left)
+        return None if found is None else Proposal(list(found.factors), found.text, tokens)
+
+    def _follow(self, factors: Mapping[str, float], facts: Any) -> None:
+        self._plan_by(self._facts.observed(facts, factors))
 
 
 def tokens_like(facts: ExpertFacts, counts: np.ndarray) -> list[float]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-
-import numpy as np
+from typing import Any
 
 from kaitian_mpi.balance.pipeline_plan import replan
 from kaitian_mpi.config import TrainingConfig
-from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
-from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
 from kaitian_mpi.train.layouts.pipeline.engine import PipelineEngine, show_plan
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, StagesPlan, find_facts
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
+from kaitian_mpi.train.layouts.replanning import Proposal, Replanning
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import (
     Plan,
@@ -29,11 +26,8 @@ from kaitian_mpi.train.measure.plan import (
 )
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State
-from kaitian_mpi.train.step import Step, StepObserver
-from kaitian_mpi.train.step_times import StepReports
+from kaitian_mpi.train.step import StepObserver
 from kaitian_mpi.train.task import Computation
-
-_WINDOW, _LEAST_STEPS = 10, 4
 
 
 class PipelineLayout(Layout):
@@ -103,45 +97,23 @@ class PipelineLayout(Layout):
             yield Restaging(config, self, loop)
 
 
-class Restaging(StepObserver):
-    """Finds out, when epochs end and checkpoints are due, whether other stages are worth a move."""
+class Restaging(Replanning):
+    """Finds out whether other stages are worth a move."""
 
     def __init__(self, config: TrainingConfig, layout: PipelineLayout, loop: Loop) -> None:
         """Follow a loop; `layout` plans the stages of the next one."""
-        self._config = config
-        self._layout = layout
-        self._loop = loop
         assert isinstance(loop.plan, StagesPlan)
+        self._layout = layout
         self._plan = loop.plan.pipeline
-        self._samples = len(self._plan.stages) * config.global_batch_size
-        self._seconds: deque[np.ndarray] = deque(maxlen=_WINDOW)
+        super().__init__(config, loop, len(self._plan.stages) * config.global_batch_size)
 
-    def step_done(self, step: Step, reports: StepReports | None) -> None:
-        if reports is None:
-            return
-        times, every = reports.times, self._config.checkpoint_every
-        if times.samples.sum() == self._samples and (times.steps > 0).all():
-            self._seconds.append(times.work_sec)
-        if reports.wants_checkpoint.any() or (every and step.number % every == 0):
-            self.epoch_ends()
+    def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
+        world, min_batch = self._loop.world, self._loop.plan.min_batch
+        if world.rank != 0:
+            return None
+        job = self._layout.facts.job(self._config, world, min_batch)
+        new_plan = replan(job, self._plan, work_sec, steps_left)
+        return None if new_plan is None else Proposal(*new_plan)
 
-    def epoch_ends(self) -> None:
-        loop, progress = self._loop, self._loop.progress
-        if len(self._seconds) < _LEAST_STEPS:
-            return
-        world = loop.world
-        new_plan = None
-        if world.rank == 0:
-            job = self._layout.facts.job(self._config, world, loop.plan.min_batch)
-            work, left = np.median(self._seconds, axis=0), progress.total_steps - progress.step
-            new_plan = replan(job, self._plan, work.tolist(), left)
-        self._seconds.clear()
-        if (new_plan := gather_values(world.comm, new_plan)[0]) is None:
-            return
-        factors, text = new_plan
-        by_place = {info.place: f for info, f in zip(world.infos, factors, strict=True)}
-        self._layout.scale_times(by_place)
-        speeds = ", ".join(f"{factor:.2f}" for factor in factors)
-        text = f"ranks take {speeds} times what was planned: {text}"
-        print_rank_0(world, f"step {progress.step}: {text}")
-        loop.mark_outdated()
+    def _follow(self, factors: Mapping[str, float], facts: Any) -> None:
+        self._layout.scale_times(factors)
