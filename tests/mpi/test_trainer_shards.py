@@ -24,6 +24,7 @@ from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
 from kaitian_mpi.integrations.shard import extend_ddp, host_parameters, trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
+from kaitian_mpi.integrations.shard.placement import Placement
 
 SHARES = 3.0, 1.0, 2.0, 1.0
 STEPS = 4
@@ -690,7 +691,7 @@ class Buffered(Net):
         return super().forward(x, some=True) + self.last.offsets / self.count
 
 
-def evaluated_first(model, module, data, keeps_state=False):
+def evaluated_first(model, module, data):
     """As by Lightning's sanity check; then each rank loads what it has."""
     optimizer = adamw(model.parameters())
     with torch.no_grad():
@@ -707,7 +708,7 @@ def evaluated_first(model, module, data, keeps_state=False):
     found += [value.clone() for value in state.values()]
     for step in range(STEPS):
         step_once(model, optimizer, *data(step))
-    found += [value.clone() for value in state.values()] if keeps_state else []
+    found += [value.clone() for value in state.values()]
     return [*found, *state_of(optimizer)]
 
 
@@ -722,16 +723,13 @@ ON_META = {"evaluated_first": evaluated_first} | {
 def test_a_model_with_values_on_rank_0_only(world, owners, monkeypatch, name, are_large):
     if are_large:
         monkeypatch.setattr(host_parameters, "is_worth_sharding", can_be_sharded)
-    loop = ON_META[name]
-    if name == "evaluated_first":  # a state_dict of parameters that were plain does not follow
-        loop = partial(loop, keeps_state=are_large)
     begins = "cpu" if world.rank in (0, 3) else "meta"
     with torch.device(begins):
         model = Buffered()
     optimizer = adamw(model.parameters()) if name == "average" else None
     model.to("cpu")
     assert model.last.weight.device.type == begins
-    compare(world, loop, make=Buffered, model=model)
+    compare(world, ON_META[name], make=Buffered, model=model)
     assert optimizer is None or optimizer.param_groups[0]["params"] == [*model.parameters()]
 
 
@@ -975,13 +973,13 @@ def copy_of_an_optimizer(model, module, data):
 
 def state_dict_of_an_earlier_step(model, module, data):
     optimizer, found = adamw(module.parameters()), []
-    state = module.state_dict()
+    states = [module.state_dict(), model.state_dict(), module.middle.state_dict()]
     for step in range(3):
         step_once(model, optimizer, *data(step))
         if step == 0:
-            state = module.state_dict()
-        found += [value.clone() for value in state.values()]
-    return found
+            states.append(module.state_dict())
+        found += [value.clone() for state in states for value in state.values()]
+    return [*found, *copy.deepcopy(states[0]).values()]
 
 
 def kept_data(model, module, data):
@@ -1206,6 +1204,42 @@ def test_values_of_a_state_dict_are_not_changed_in_silence(world, owners):
         with pytest.raises(UserError, match="values of a state_dict were changed in place"):
             model.state_dict()["last.bias"].mul_(2)
     dist.barrier()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_state_dict", [True, False])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_kept_tensor_that_no_longer_follows_is_reported(world, owners, is_state_dict, is_early):
+    """Nothing is said of a `state_dict`, which follows."""
+    model, data = Net(), Data(world, True)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    if not is_early:
+        step_once(ddp, optimizer, *data(0))
+    kept = model.state_dict() if is_state_dict else [p.data for p in model.parameters()]
+    reports = contextlib.nullcontext()
+    if owners == "sharded" and not is_state_dict:
+        reports = pytest.warns(UserWarning, match=r"shares the memory of first\.weight, but")
+    with reports:
+        for step in (1, 2):
+            step_once(ddp, optimizer, *data(step))
+    dist.barrier()
+    del kept
+
+
+def test_a_state_dict_of_before_a_move_keeps_the_values(installed, monkeypatch):
+    """As that of a model which is moved to an accelerator, where it has other memory."""
+    device = torch.device("cpu")
+    monkeypatch.setattr(host_parameters, "is_worth_sharding", can_be_sharded)
+    monkeypatch.setattr(Placement, "device_to_spare", lambda *_: device)
+    model = nn.Linear(3, 3)
+    state = model.state_dict()
+    before = copy.deepcopy(state)
+    model.to(device)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict()["weight"] + 0, before["weight"] * 2)
 
 
 def test_parameters_that_ddp_ignores_are_refused(world, installed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.devices import device_of
+from kaitian_mpi.integrations.shard.early_state_dicts import shared_outside
 from kaitian_mpi.integrations.shard.host_parameters import HostParameters, stays
 from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
@@ -32,7 +33,10 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
             sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
             for holder in dict.fromkeys(type(parameter).holder for parameter in sharded):
                 stack.enter_context(holder.making_state_dict())
-            return state_dict(module, *args, **kwargs)
+            content = state_dict(module, *args, **kwargs)
+        if kwargs.get("destination") is None:  # else it is of a submodule, within another one
+            shards.state_dicts.note(content)
+        return content
 
     staying = set[int]()  # the parameters that a move now leaves on the host
 
@@ -59,6 +63,7 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
             if device is not None:
                 staying.clear()
         if device is not None:
+            _unshare(module, numbers)
             HostParameters(module, numbers, device)
         return moved
 
@@ -93,6 +98,15 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
             (dist, "barrier", barrier_after_changes),
         ]
     )
+
+
+def _unshare(module: nn.Module, numbers: Sequence[int]) -> None:
+    """Give parameters memory of their own, as those that are moved to a device have."""
+    shared = shared_outside(module)
+    parameters = [*module.parameters()]
+    for parameter in (parameters[number] for number in numbers):
+        if parameter.untyped_storage().data_ptr() in shared:
+            parameter.data = parameter.data.clone()
 
 
 def _optimizer_state(load: Any, file: str | Path) -> Any:

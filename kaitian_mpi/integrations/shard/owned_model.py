@@ -21,6 +21,7 @@ from kaitian_mpi.distributed.pending_parameter import is_compiling
 from kaitian_mpi.distributed.sharded_model import IS_COMPILED
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import Owners
+from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
 from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
 from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Piece, Read
@@ -110,6 +111,7 @@ class OwnedModel:
         optimizers: Sequence[Optimizer],
         device: torch.device,
         give_rows: GiveRows,
+        state_dicts: EarlyStateDicts,
     ) -> None:
         """Make ranks the owners of the model's rows. Collective.
 
@@ -118,6 +120,7 @@ class OwnedModel:
             optimizers: those that step the model.
             device: for parameters that have stayed on the host so far.
             give_rows: gives this rank what rank 0 alone has so far.
+            state_dicts: that the script has made so far.
         """
         self._prefetches = owners.prefetches
         self._by_rows = steps_by_element(optimizers)
@@ -139,9 +142,13 @@ class OwnedModel:
                 *(self.module, owners.sharded, device),
                 *(self._read_rows, self.rows.version, self.rows.write),
             )
+            early = state_dicts.by_parameter(self.module, owners.sharded)
             own = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
             kept = self.sharded.shard([key for key in own if key not in values])
             values |= {key: rows for key, rows in kept.items() if key[0] in owners.sharded}
+            for number, tensors in early.items():
+                for tensor in tensors:
+                    self.sharded.let_follow(number, tensor)
         elif len({parameter.device for parameter in self.parameters}) > 1:
             self.module.to(device)
         self.rows.assign(parts, values)

@@ -36,13 +36,24 @@ class OwnersValue(torch.Tensor):
             read: returns the values.
             version: returns what is another one once the values have changed.
         """
+        return OwnersValue.become(torch.empty(0, dtype=parameter.dtype), parameter, read, version)
+
+    @staticmethod
+    def become(
+        tensor: torch.Tensor,
+        parameter: torch.Tensor,
+        read: Callable[[], torch.Tensor],
+        version: Callable[[], Any],
+    ) -> OwnersValue:
+        """Let a tensor that the script has stand for a parameter's values, and return it."""
         with torch._C.DisableTorchFunctionSubclass():
-            number = torch.zeros((), dtype=parameter.dtype)
-            value = torch.Tensor._make_subclass(OwnersValue, number.expand(parameter.shape))
-        value.read = read
-        value.version = version
-        value.whole = value.whole_version = None
-        return value
+            tensor.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            tensor.__class__ = OwnersValue
+        assert isinstance(tensor, OwnersValue)
+        tensor.read = read
+        tensor.version = version
+        tensor.whole = tensor.whole_version = None
+        return tensor
 
     def values(self) -> torch.Tensor:
         """Return the values, read from their owners if they have changed since the last time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from kaitian_mpi.distributed.pending_parameter import (
 )
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.early_state_dicts import NO_LONGER_SHARED
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue
 
@@ -104,6 +106,7 @@ class ScriptParameters(ShardedModel):
         # copy of each and the version that they are of.
         self._aliased: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
         self._versions_freed: dict[int, int] = {}
+        self._has_warned = False  # of a kept tensor that does not follow
         self._lazy: dict[int, OwnersValue] | None = None  # while a state_dict is made
 
     @torch.no_grad()
@@ -192,10 +195,22 @@ class ScriptParameters(ShardedModel):
             return None
         number = self._number_of[parameter]  # type: ignore[index]
         if number not in self._lazy:
-            self._lazy[number] = OwnersValue.of(
-                self._parameters[number], self._reader(number), partial(self._rows_version, number)
-            )
+            self._lazy[number] = OwnersValue.of(*self._reading(number))
         return self._lazy[number]
+
+    def let_follow(self, number: int, tensor: torch.Tensor) -> None:
+        """Let a tensor from a `state_dict` that was made before `shard` show a parameter's values.
+
+        Not collective.
+        """
+        OwnersValue.become(tensor, *self._reading(number))
+
+    def _reading(
+        self, number: int
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor], Callable[[], Any]]:
+        """Return a parameter, what reads its values, and what returns their version."""
+        version = partial(self._rows_version, number)
+        return self._parameters[number], self._reader(number), version
 
     def _rows_version(self, number: int) -> Any:
         """Return the version of a parameter's values, which the script may just have changed."""
@@ -243,6 +258,9 @@ class ScriptParameters(ShardedModel):
                 version = self._read_version(number)
                 before.copy_(values)
             if memory_users(values) > 1:
+                if version != self._read_version(number) and not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(NO_LONGER_SHARED.format(self.name(number)), stacklevel=2)
                 self._aliased[number] = values, before, version
             else:
                 del self._aliased[number]

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
+from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel, Read
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
 from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
@@ -34,6 +35,7 @@ class TrainerShards:
         world: all ranks, each of which runs the script.
         settings: how to lay out models.
         placement: where parameters are before they have owners.
+        state_dicts: of modules, from before they have owners.
     """
 
     def __init__(self, world: World, settings: LayoutSettings, waits: Waits) -> None:
@@ -44,6 +46,7 @@ class TrainerShards:
         self.world = world
         self.settings = settings
         self.placement = Placement(world, settings.shards_parameters, self._read_first)
+        self.state_dicts = EarlyStateDicts()
         self._waits = waits
         self._models = weakref.WeakKeyDictionary[DistributedDataParallel, OwnedModel]()
         # Not by equality, which is elementwise for tensors.
@@ -197,7 +200,7 @@ class TrainerShards:
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
             with self.placement.releasing(model.module) as give_rows:
-                model.assign(owners, optimizers, world.device, give_rows)
+                model.assign(owners, optimizers, world.device, give_rows, self.state_dicts)
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
             self.own(optimizer)
