@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.mpi.world import World
 
 _TIMEOUT_SEC = 900
+_CALIBRATING = 10  # steps, after which a plan is as it stays
 _PASSED_ON = "width", "layers", "experts", "batch", "pairs", "steps", "settle", "chunks", "slow-all"
 
 
@@ -181,7 +182,7 @@ def compare_placement(options: argparse.Namespace) -> None:
         given = {"layout": "experts", "expert_chunks": options.chunks, "quiet": True}
         with open_training(options, balance="static", **given) as training:
             steps = iter(training)
-            seconds = median_step(steps, options.steps, options.settle)
+            seconds = median_step(steps, options.steps, options.settle + _CALIBRATING)
             steps.close()
             predicted.append(training.summary.experts["predicted_step_sec"] / seconds)
         return max(gather_values(world.comm, seconds))

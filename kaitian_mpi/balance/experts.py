@@ -47,6 +47,19 @@ class Expert:
         return self.held_bytes - self.weight_bytes - self.trained_bytes
 
 
+class RankFactors(NamedTuple):
+    """How many times as long as measured a rank takes, of what training takes."""
+
+    dense: float = 1.0
+    """For its rows, and for the optimizer."""
+    experts: float = 1.0
+    """For the tokens that it computes, and copies meanwhile."""
+
+    def times(self, other: RankFactors) -> RankFactors:
+        """Return the products."""
+        return RankFactors(self.dense * other.dense, self.experts * other.experts)
+
+
 @dataclass(frozen=True)
 class ExpertRank:
     """A rank's measured speed and memory."""
@@ -74,14 +87,15 @@ class ExpertRank:
     """What the time of messages within its host is multiplied by, in which it cannot compute: its
     own core copies them. 0: it computes meanwhile."""
 
-    def scaled(self, factor: float) -> ExpertRank:
-        """Return the facts of a rank that takes `factor` times as long."""
+    def scaled(self, factors: RankFactors) -> ExpertRank:
+        """Return the facts of a rank that takes so many times as long."""
         return replace(
             self,
-            cost=self.cost.times(factor),
-            fixed_sec=tuple(factor * seconds for seconds in self.fixed_sec),
-            token_sec=tuple(factor * seconds for seconds in self.token_sec),
-            update_sec=tuple(factor * seconds for seconds in self.update_sec),
+            cost=self.cost.times(factors.dense),
+            fixed_sec=tuple(factors.experts * seconds for seconds in self.fixed_sec),
+            token_sec=tuple(factors.experts * seconds for seconds in self.token_sec),
+            update_sec=tuple(factors.dense * seconds for seconds in self.update_sec),
+            copying=factors.experts * self.copying,
         )
 
 
@@ -109,6 +123,9 @@ class ExpertsJob:
     """In how many parts a rank's tokens are sent."""
     has_mirrors: bool = False
     """Whether another rank is to keep each expert, too, as far as there is memory."""
+    residual_sec: float = 0.0
+    """The seconds by which a step is longer than its parts explain, as by what is not hidden of the
+    sum of gradients; negative if it is shorter."""
 
     def in_world(self, world: Mapping[str, int], global_batch: int) -> ExpertsJob:
         """Return the job for other numbers of ranks by kind, repeating the measured ones."""
@@ -268,7 +285,16 @@ class ExpertTimes:
         """Return the seconds of a single candidate's step, and those of each rank's own work."""
         finish, own = self._finish(loads, None)
         step = float(finish.max(-1).sum(-1)[0] + loads.update_sec.max(-1)[0])
-        return step, own.sum(1)[0] + loads.update_sec[0]
+        rank_sec = own.sum(1)[0] + loads.update_sec[0]
+        return max(0.0, step + self._job.residual_sec), rank_sec
+
+    def computing(self, loads: Loads) -> tuple[np.ndarray, np.ndarray]:
+        """Return each rank's seconds of all but experts, and of experts, for one candidate."""
+        dense = self.dense(loads.rows)[0] + loads.update_sec[0]
+        fraction = loads.rows / self._job.global_batch
+        copies, _ = self._exchange(loads.tokens * self._row_bytes[:, None], fraction)
+        experts: np.ndarray = (loads.work_sec + copies).sum(1)[0]
+        return dense, experts
 
     def _finish(
         self, loads: Loads, mixtures: Sequence[int] | None

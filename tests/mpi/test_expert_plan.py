@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,6 +11,8 @@ from torch import nn
 
 from kaitian_mpi import Experts, Task, Training
 from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.expert_plan import Replacement, calibrate
+from kaitian_mpi.balance.experts import RankFactors
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -122,7 +123,7 @@ def test_a_slow_rank_gets_fewer_rows_and_experts(world):
         for place, rank in facts.by_place.items()
     }
     facts = replace(facts, by_place=times, tokens=(1 / 3,) * 6, links={})
-    slow = facts.observed(facts.tokens, {world.infos[1].place: 3.0})
+    slow = facts.observed(facts.tokens, {world.infos[1].place: RankFactors(3.0, 3.0)}, 0.0)
     plan = slow.plan(config, world, Profiles(known))
     assert [len(plan.placement.experts_of(rank)) for rank in (0, 1)] == [5, 1]
     assert plan.batch_sizes == [15, 9]  # to make up for a sixth expert less
@@ -135,13 +136,12 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
     """The observer is told that it pays; training continues with other owners, exactly."""
     decided = []
 
-    def moves_once(job, placement, tokens, work_sec, steps):
-        assert sum(tokens) == pytest.approx(2.0)
-        assert min(work_sec) > 0
+    def moves_once(job, placement, steps):
+        assert sum(job.tokens) == pytest.approx(2.0)
         if decided:
             return None
         decided.append(placement)
-        return SimpleNamespace(factors=[3.0, 1.0], placement=placement, text="2 experts move")
+        return Replacement(placement, "2 experts move")
 
     monkeypatch.setattr(moves, "replace_experts", moves_once)
     owners = []
@@ -163,6 +163,39 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
         assert len(experts["by_rank"]) == 2
         assert sum(experts["token_fractions"]) == pytest.approx(1.0)
         assert len(experts["hidden_by_rank"]) == 2
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("balance", ["static", "adaptive", "off"])
+def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
+    world, balance, monkeypatch, capsys
+):
+    """What is observed is each rank's time by parts, and what is recorded is what follows of it."""
+    calls = []
+
+    def noted(job, placement, observed, is_first):
+        calls.append(is_first)
+        for seconds in zip(observed.dense_sec, observed.expert_sec, strict=True):
+            assert min(seconds) > 0
+            assert sum(seconds) < 2 * observed.step_sec
+        return calibrate(job, placement, observed._replace(step_sec=100.0), is_first)
+
+    monkeypatch.setattr(moves, "calibrate", noted)
+    monkeypatch.setattr(moves, "replace_experts", lambda *_: None)
+    settings = {"layout": "experts", "global_batch_size": 8, "epochs": 2, "balance": balance}
+    with Training(make_task(data=Points(128)), progress="none", **settings) as training:
+        training.run()
+    predicted = training.summary.experts["predicted_step_sec"]
+    shown = capsys.readouterr().out
+    if balance == "off":
+        assert calls == []
+        assert predicted is None
+    elif world.rank == 0:
+        assert calls[0]
+        assert not any(calls[1:])
+        assert balance == "adaptive" or len(calls) == 1
+        assert predicted == pytest.approx(100.0)
+        assert "times what was planned: predicted step 100000 ms" in shown
 
 
 class Counting(nn.Module):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.experts import Expert, ExpertPlacement, ExpertRank
+from kaitian_mpi.balance.experts import Expert, ExpertPlacement, ExpertRank, RankFactors
 from kaitian_mpi.balance.ownership import NO_MIRROR
 from kaitian_mpi.train.layouts.experts.expert_timer import RankExperts
 from kaitian_mpi.train.layouts.experts.measure import (
@@ -83,9 +83,11 @@ def test_what_training_shows_is_kept_by_place():
     without = SimpleNamespace(infos=[INFOS[1], INFOS[2]])  # rank 0 is lost
     assert placed.whereabouts(without) == ([0, 0, 1, 0, 0, 1], [0] * 5 + [NO_MIRROR])
     assert facts.whereabouts(without) == ([], [])
-    slower = facts.observed([1.0] * 6, {"place 1": 2.0}).observed([3.0] * 6, {"place 1": 1.5})
-    assert slower.factors == {"place 1": 3.0}
+    slower = facts.observed([1.0] * 6, {"place 1": RankFactors(2.0, 3.0)}, 0.1)
+    slower = slower.observed([3.0] * 6, {"place 1": RankFactors(1.5, 2.0)}, 0.2)
+    assert slower.factors == {"place 1": RankFactors(3.0, 6.0)}
     assert slower.tokens == (3.0,) * 6
+    assert slower.residual_sec == 0.2
     counts = np.array([10, 30, 0, 0, 0, 0])
     assert tokens_like(facts, counts) == pytest.approx([1.5, 4.5, 0, 2, 2, 2])
 

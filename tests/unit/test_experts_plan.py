@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.expert_plan import place_experts, predict, replace_experts
+from kaitian_mpi.balance.expert_plan import (
+    Observed,
+    calibrate,
+    place_experts,
+    planned_computing,
+    predict,
+    replace_experts,
+)
 from kaitian_mpi.balance.experts import (
     Expert,
     ExpertPlacement,
@@ -17,6 +24,7 @@ from kaitian_mpi.balance.experts import (
     ExpertsJob,
     ExpertTimes,
     Loads,
+    RankFactors,
     activation_bytes,
     sample_bytes,
 )
@@ -232,21 +240,55 @@ def test_a_slow_link_counts():
 def test_experts_move_when_tokens_or_speeds_change_and_it_pays():
     job = a_job([1, 1])
     placement = place_experts(job)
-    work = list(placement.rank_sec)
-    assert replace_experts(job, placement, job.tokens, work, 10_000) is None
+    assert replace_experts(job, placement, 10_000) is None
     held = placement.experts_of(0)
-    chosen = [17.0 if number in held else 3.0 for number in range(8)]
-    work = [work[0] * 1.35, work[1] * 0.65]  # as their tokens are
-    factors, moved, text = replace_experts(job, placement, chosen, work, 10_000)
-    assert factors == pytest.approx([1.0, 1.0])
-    observed = replace(job, tokens=tuple(chosen))
+    chosen = tuple(17.0 if number in held else 3.0 for number in range(8))
+    dense, experts = planned_computing(replace(job, tokens=chosen), placement)
+    observed = Observed(chosen, dense, experts, predict(job, placement).step_sec)
+    calibration = calibrate(job, placement, observed, is_first=False)
+    assert calibration.work_factors == pytest.approx([1.0, 1.0])
+    changed = calibration.apply(job, chosen)
+    moved, text = replace_experts(changed, placement, 10_000)
     assert sorted(len(moved.experts_of(rank)) for rank in (0, 1)) == [4, 4]
-    assert moved.step_sec < 0.85 * predict(observed, placement).step_sec
+    assert moved.step_sec < 0.85 * predict(changed, placement).step_sec
     assert "experts move; predicted step" in text
-    assert replace_experts(job, placement, chosen, work, 3) is None  # it would not pay
-    _, moved, _ = replace_experts(job, placement, job.tokens, [0.1, 0.3], 10_000)
+    assert replace_experts(changed, placement, 3) is None  # it would not pay
+    slower = Observed(job.tokens, [dense[0], 3 * dense[0]], [0.1, 0.3], 0.4)
+    changed = calibrate(job, placement, slower, is_first=False).apply(job, job.tokens)
+    moved, _ = replace_experts(changed, placement, 10_000)
     assert moved.batch_sizes[0] > moved.batch_sizes[1]
     assert len(moved.experts_of(0)) > len(moved.experts_of(1))
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_first_steps_calibrate_what_each_rank_takes_and_what_is_not_explained(chunks):
+    job = a_job([1, 1], link=1e-8, chunks=chunks)
+    placement = place_experts(job)
+    true = [RankFactors(1.1, 1.2), RankFactors(1.0, 1.25)]
+    ranks = tuple(rank.scaled(factors) for rank, factors in zip(job.ranks, true, strict=True))
+    in_training = replace(job, ranks=ranks, residual_sec=2e-3)
+    dense, experts = planned_computing(in_training, placement)
+    seconds = predict(in_training, placement).step_sec
+    observed = Observed(job.tokens, dense, experts, seconds)
+    calibration = calibrate(job, placement, observed, is_first=True)
+    for found, factors in zip(calibration.factors, true, strict=True):
+        assert found == pytest.approx(factors)
+    assert calibration.residual_sec == pytest.approx(2e-3)
+    calibrated = calibration.apply(job, job.tokens)
+    assert predict(calibrated, placement).step_sec == pytest.approx(seconds)
+    assert predict(job, placement).step_sec < 0.95 * seconds
+    later = calibrate(job, placement, observed, is_first=False)  # the ranks differ by less than 10%
+    assert later.factors[0] == later.factors[1]
+
+
+def test_a_rank_that_has_held_no_expert_is_expected_to_compute_them_like_its_rows():
+    job = a_job([1, 1])
+    placement = predict(job, replace(place_experts(job), owners=(0,) * 8))
+    dense, experts = planned_computing(job, placement)
+    assert experts[1] == 0
+    observed = Observed(job.tokens, [dense[0], 3 * dense[1]], [experts[0], 1e-5], 1.0)
+    calibration = calibrate(job, placement, observed, is_first=True)
+    assert calibration.factors[1] == pytest.approx(RankFactors(3.0, 3.0), rel=1e-2)
 
 
 def test_experts_stay_where_they_are_unless_it_pays_and_a_lost_ranks_go_to_its_mirrors():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.console import print_rank_0
@@ -30,6 +31,8 @@ class Proposal(NamedTuple):
     """What changes, for a line."""
     facts: Any = None
     """What a layout knows besides, as JSON holds it."""
+    moves: bool = True
+    """Whether the training continues in another loop, with another plan."""
 
 
 class Replanning(StepObserver):
@@ -44,16 +47,16 @@ class Replanning(StepObserver):
 
     @abstractmethod
     def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
-        """Return what speaks for another plan, on rank 0; None if nothing does. Collective.
+        """Return what the steps have shown, on rank 0; None if nothing new. Collective.
 
         `work_sec` are the ranks' seconds of a step, without waiting.
         """
 
     @abstractmethod
     def _follow(self, factors: Mapping[str, float], facts: Any) -> None:
-        """Have the next loop planned by a proposal, with its factors by place. Not collective."""
+        """Have what is planned next follow a proposal, by factors by place. Not collective."""
 
-    def _step_counts(self) -> None:
+    def _step_counts(self, times: RankSteps) -> None:
         """Note what a step that is compared has shown besides. Not collective."""
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
@@ -62,7 +65,7 @@ class Replanning(StepObserver):
         times, every = reports.times, self._config.checkpoint_every
         if times.samples.sum() == self._samples and (times.steps > 0).all():
             self._seconds.append(times.work_sec)
-            self._step_counts()
+            self._step_counts(times)
         if reports.wants_checkpoint.any() or (every and step.number % every == 0):
             self.epoch_ends()
 
@@ -76,10 +79,11 @@ class Replanning(StepObserver):
         self._seconds.clear()
         if (proposal := gather_values(world.comm, proposal)[0]) is None:
             return
-        factors, text, facts = proposal
+        factors, text, facts, moves = proposal
         by_place = {info.place: f for info, f in zip(world.infos, factors, strict=True)}
         self._follow(by_place, facts)
         speeds = ", ".join(f"{factor:.2f}" for factor in factors)
         text = f"ranks take {speeds} times what was planned: {text}"
         print_rank_0(world, f"step {progress.step}: {text}")
-        loop.mark_outdated()
+        if moves:
+            loop.mark_outdated()

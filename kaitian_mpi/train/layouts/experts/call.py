@@ -68,6 +68,7 @@ class MixtureCall:
                 f"{rows.dtype}; give it float64, float32, bfloat16 or float16"
             )
         self._like = rows[:0]
+        self._travel.catch_up()
         facts = self.number, self.mixture, int(self._needs_gradient), DTYPES.index(rows.dtype)
         own = CallHeader(*facts, self._counts, self._wanted)
         headers = Headers(self._travel.routes, own, self._check, self._cut_to_here)
@@ -90,6 +91,7 @@ class MixtureCall:
 
         None: it is zero, as nothing here depends on the outputs, or what does so does not count.
         """
+        self._travel.catch_up()
         if gradient is None:
             gradient = self._like.new_zeros(sum(self._rows_to), *self._like.shape[1:])
         blocks = gradient.contiguous().split(self._rows_to)

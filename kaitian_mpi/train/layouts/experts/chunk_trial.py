@@ -33,6 +33,7 @@ class ChunkTrial(StepObserver):
         self._seconds: dict[int, list[float]] = {chunks: [] for chunks in _CHOICES}
         trials = list(_CHOICES) * _ROUNDS
         self._left = trials if world.size > 1 and steps_left > 4 * len(trials) else []
+        self.is_over = not self._left
         self._tried: int | None = None
         self._before = 0.0
 
@@ -42,6 +43,7 @@ class ChunkTrial(StepObserver):
             self._tried = None
             if not self._left:
                 self._choose()
+                self.is_over = True
         if self._left:
             self._tried = self._left.pop(0)
             self._travel.set_chunks(self._tried)

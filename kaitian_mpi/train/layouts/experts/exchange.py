@@ -37,7 +37,7 @@ class TokenExchange:
         owners: Sequence[Sequence[int]],
         chunks: int,
         waits: WaitContext,
-        before_reply: Callable[[], None],
+        catch_up: Callable[[], None],
     ) -> None:
         """Prepare the ways between ranks, and let the mixtures use them. Collective.
 
@@ -47,9 +47,10 @@ class TokenExchange:
             owners: the rank of each one's experts.
             chunks: see `Travel.set_chunks`.
             waits: the context of a wait for other ranks.
-            before_reply: called when outputs are computed, before they are sent.
+            catch_up: called when something is computed, before it is sent.
         """
-        self.travel = Travel(Routes(world), chunks, waits, before_reply)
+        mark = world.device_kind.mark
+        self.travel = Travel(Routes(world), chunks, waits, catch_up, mark)
         """Carries the rows."""
         self._places = ExpertPlaces(mixtures, owners, world.size, world.device)
         self._is_alone = world.size == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,8 +54,10 @@ class ExpertsLayout(Layout):
         """Plan rows and experts from these facts, and from what training shows."""
         self.facts = facts
         self._profiles = Profiles({})
+        self.is_calibrated = False
+        """Whether the first steps have been compared with what was planned."""
         self._tokens = TokenCounts(())
-        self._chunks: int | None = None
+        self._predicted_sec: float | None = None
 
     @classmethod
     def find(cls, config: TrainingConfig, setup: Setup, world: World) -> ExpertsLayout:
@@ -110,6 +113,7 @@ class ExpertsLayout(Layout):
         owners.assign_experts(world, placement.owners, placement.mirrors)
         show_placement(world, plan, self.facts)
         self.facts = self.facts.placed(world, placement)
+        self._predicted_sec = placement.step_sec if plan.is_measured else None
 
     def planned_bytes(
         self, config: TrainingConfig, world: World, plan: Plan, profiles: Profiles
@@ -121,27 +125,31 @@ class ExpertsLayout(Layout):
         mixtures = list(find_mixtures(loop.state.model).values())
         self._tokens = TokenCounts(mixtures)
         yield self._tokens
-        if config.expert_chunks == "auto":
-            yield from self._find_chunks(loop)
-        if config.balance == "adaptive" and loop.world.size > 1:
-            yield ExpertMoves(config, loop, mixtures, self.facts, self._profiles, self.follow)
+        if loop.world.size == 1:
+            return
+        trial = self._begin_trial(config, loop)
+        yield trial
+        if config.balance != "off":
+            yield ExpertMoves(config, loop, mixtures, trial, self._profiles, self)
 
-    def _find_chunks(self, loop: Loop) -> Iterable[StepObserver]:
+    def _begin_trial(self, config: TrainingConfig, loop: Loop) -> ChunkTrial:
         """Return what finds the fastest number of chunks, unless it is known."""
         assert isinstance(loop.engine, ExpertsEngine)
         travel, progress = loop.engine.exchange.travel, loop.progress
-        if self._chunks is None:
-            steps_left = progress.total_steps - progress.step
-            return [ChunkTrial(loop.world, travel, steps_left, self._keep_chunks)]
-        travel.set_chunks(self._chunks)
-        return []
+        if self.facts.chunks:
+            travel.set_chunks(self.facts.chunks)
+        is_known = config.expert_chunks != "auto" or self.facts.chunks > 0
+        steps_left = 0 if is_known else progress.total_steps - progress.step
+        return ChunkTrial(loop.world, travel, steps_left, self._keep_chunks)
 
     def _keep_chunks(self, chunks: int) -> None:
-        self._chunks = chunks
+        self.facts = replace(self.facts, chunks=chunks)
 
-    def follow(self, facts: ExpertFacts) -> None:
-        """Plan by these facts from the next loop on. Not collective."""
+    def follow(self, facts: ExpertFacts, step_sec: float) -> None:
+        """Plan by these facts, by which a step as it is now takes so long. Not collective."""
         self.facts = facts
+        self.is_calibrated = True
+        self._predicted_sec = step_sec
 
     def describe(self, engine: Engine) -> dict[str, Any]:
         assert isinstance(engine, ExpertsEngine)
@@ -150,6 +158,7 @@ class ExpertsLayout(Layout):
         hidden = [1 - min(1.0, waited / total) if total else None for waited, total in times]
         fields = super().describe(engine)
         fields["experts"] |= {
+            "predicted_step_sec": self._predicted_sec,
             "token_fractions": self._tokens.fractions(),
             "hidden_by_rank": hidden,
         }

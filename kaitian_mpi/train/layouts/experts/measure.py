@@ -18,6 +18,7 @@ from kaitian_mpi.balance.experts import (
     ExpertPlacement,
     ExpertRank,
     ExpertsJob,
+    RankFactors,
 )
 from kaitian_mpi.balance.ownership import NO_MIRROR
 from kaitian_mpi.balance.pipeline import Hop
@@ -84,8 +85,12 @@ class ExpertFacts:
     by_place: Mapping[str, ExpertRank]
     """By place, a rank without the cost of its rows."""
     links: Mapping[str, Hop]
-    factors: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, RankFactors] = field(default_factory=dict)
     """By place, how many times as long as measured a rank takes in training."""
+    residual_sec: float = 0.0
+    """See `ExpertsJob`."""
+    chunks: int = 0
+    """The number of chunks in which tokens have traveled fastest; 0: it was not tried."""
     owners: tuple[str, ...] = ()
     """By expert, the place of the rank that holds it; empty before they are given out."""
     mirrors: tuple[str, ...] = ()
@@ -132,10 +137,10 @@ class ExpertFacts:
         is_given = base.costs is None or config.batch_policy == "paper"
         costs = base.costs or [_UNMEASURED] * world.size
         ranks = [
-            replace(self.by_place[info.place], cost=cost).scaled(self.factors.get(info.place, 1.0))
+            replace(self.by_place[info.place], cost=cost).scaled(self._factors_at(info.place))
             for info, cost in zip(world.infos, costs, strict=True)
         ]
-        chunks = config.expert_chunks
+        given = DEFAULT_CHUNKS if config.expert_chunks == "auto" else int(config.expert_chunks)
         return ExpertsJob(
             self.experts,
             tuple(ranks),
@@ -146,9 +151,13 @@ class ExpertFacts:
             tuple(base.batch_sizes) if is_given else (),
             is_whole=config.sync_bn,
             links=self.links,
-            chunks=DEFAULT_CHUNKS if chunks == "auto" else int(chunks),
+            chunks=self.chunks or given,
             has_mirrors=config.mirrors and ulfm.is_enabled(),
+            residual_sec=self.residual_sec,
         )
+
+    def _factors_at(self, place: str) -> RankFactors:
+        return self.factors.get(place, RankFactors())
 
     def planned_bytes(self, world: World, placement: ExpertPlacement) -> list[int]:
         """Return how many bytes each rank's device is to use at most. Not collective."""
@@ -164,13 +173,20 @@ class ExpertFacts:
             mirrors=tuple("" if rank == NO_MIRROR else places[rank] for rank in placement.mirrors),
         )
 
-    def observed(self, tokens: Sequence[float], factors: Mapping[str, float]) -> ExpertFacts:
+    def observed(
+        self, tokens: Sequence[float], factors: Mapping[str, RankFactors], residual_sec: float
+    ) -> ExpertFacts:
         """Return these, with the experts' tokens and the ranks' speeds as training shows them.
 
         The factors, by place, are in addition to those that there were.
         """
-        scaled = {place: self.factors.get(place, 1.0) * by for place, by in factors.items()}
-        return replace(self, tokens=tuple(tokens), factors={**self.factors, **scaled})
+        scaled = {place: self._factors_at(place).times(by) for place, by in factors.items()}
+        return replace(
+            self,
+            tokens=tuple(tokens),
+            factors={**self.factors, **scaled},
+            residual_sec=residual_sec,
+        )
 
     def whereabouts(self, world: World) -> tuple[list[int], list[int]]:
         """Return the rank that has each expert, and another one; -1: none of these."""

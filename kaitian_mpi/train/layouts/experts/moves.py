@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Protocol
 
 import numpy as np
 
-from kaitian_mpi.balance.expert_plan import replace_experts
+from kaitian_mpi.balance.expert_plan import Observed, calibrate, predict, replace_experts
+from kaitian_mpi.balance.experts import RankFactors
+from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.experts import Experts
+from kaitian_mpi.mpi.exchange import gather_values
+from kaitian_mpi.train.layouts.experts.chunk_trial import ChunkTrial
+from kaitian_mpi.train.layouts.experts.engine import ExpertsEngine
 from kaitian_mpi.train.layouts.experts.measure import ExpertFacts, ExpertsPlan
 from kaitian_mpi.train.layouts.replanning import WINDOW, Proposal, Replanning
 from kaitian_mpi.train.loop import Loop
 from kaitian_mpi.train.measure.plan import Profiles
 from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepReports
+
+_FIRST_STEPS = 6  # by whose median a plan is calibrated
 
 
 class TokenCounts(StepObserver):
@@ -39,17 +47,31 @@ class TokenCounts(StepObserver):
         return shares
 
 
+class KeepsFacts(Protocol):
+    """Plans experts by facts, and keeps them from one loop to the next."""
+
+    @property
+    def facts(self) -> ExpertFacts: ...
+    @property
+    def is_calibrated(self) -> bool: ...
+    def follow(self, facts: ExpertFacts, step_sec: float) -> None: ...
+
+
 class ExpertMoves(Replanning):
-    """Finds out whether other places of the experts are worth a move."""
+    """Compares what steps take with what was planned, and finds out if a move is worth it.
+
+    A run's first steps calibrate its plan, also if it is static: in training, experts are slower
+    than when they are timed alone.
+    """
 
     def __init__(
         self,
         config: TrainingConfig,
         loop: Loop,
         mixtures: Sequence[Experts],
-        facts: ExpertFacts,
+        trial: ChunkTrial,
         profiles: Profiles,
-        follow: Callable[[ExpertFacts], None],
+        keeper: KeepsFacts,
     ) -> None:
         """Follow a loop.
 
@@ -57,36 +79,76 @@ class ExpertMoves(Replanning):
             config: the run's.
             loop: whose steps to follow.
             mixtures: of the model.
-            facts: by which the experts are placed.
+            trial: of chunks, after which the steps count.
             profiles: of the ranks' rows.
-            follow: called with the facts by which the next loop is to be planned.
+            keeper: has the facts by which the experts are placed.
         """
         assert isinstance(loop.plan, ExpertsPlan)
+        assert isinstance(loop.engine, ExpertsEngine)
         self._mixtures = mixtures
-        self._facts = facts
+        self._trial = trial
         self._profiles = profiles
-        self._plan_by = follow
+        self._keeper = keeper
         self._placement = loop.plan.placement
+        self._calibrates = loop.plan.is_measured and not keeper.is_calibrated
+        self._travel = loop.engine.exchange.travel
+        self._computed_sec = 0.0
         self._counts: deque[np.ndarray] = deque(maxlen=WINDOW)
+        self._expert_sec: deque[float] = deque(maxlen=WINDOW)
+        self._step_sec: deque[float] = deque(maxlen=WINDOW)
         super().__init__(config, loop, sum(self._placement.batch_sizes))
 
-    def _step_counts(self) -> None:
+    def step_done(self, step: Step, reports: StepReports | None) -> None:
+        before, self._computed_sec = self._computed_sec, self._travel.computed_sec
+        if not self._trial.is_over:
+            return
+        self._expert_sec.append(self._computed_sec - before)
+        super().step_done(step, reports)
+        if self._calibrates and len(self._step_sec) == _FIRST_STEPS:
+            self.epoch_ends()
+
+    def epoch_ends(self) -> None:
+        if self._calibrates or self._config.balance == "adaptive":
+            super().epoch_ends()
+
+    def _step_counts(self, times: RankSteps) -> None:
         counts = [count for mixture in self._mixtures for count in mixture.tokens_by_expert]
         self._counts.append(np.array(counts, dtype=float))
+        self._step_sec.append(float((times.work_sec + times.wait_sec).max()))
 
     def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
-        world, counts = self._loop.world, np.sum(self._counts, axis=0)
-        self._counts.clear()
+        world, facts, is_first = self._loop.world, self._keeper.facts, self._calibrates
+        self._calibrates = False
+        tokens = tokens_like(facts, np.sum(self._counts, axis=0))
+        expert_sec = gather_values(world.comm, median(self._expert_sec))
+        dense_sec = [max(0.0, a - b) for a, b in zip(work_sec, expert_sec, strict=True)]
+        observed = Observed(tokens, dense_sec, expert_sec, median(self._step_sec))
+        for noted in (self._counts, self._expert_sec, self._step_sec):
+            noted.clear()
         base = self._profiles.plan(self._config, world)
-        if world.rank != 0:
+        if world.rank != 0:  # may round otherwise
             return None
-        job = self._facts.job(self._config, world, base)
-        tokens = tokens_like(self._facts, counts)
-        found = replace_experts(job, self._placement, tokens, work_sec, steps_left)
-        return None if found is None else Proposal(list(found.factors), found.text, tokens)
+        job = facts.job(self._config, world, base)
+        calibration = calibrate(job, self._placement, observed, is_first)
+        job = calibration.apply(job, tokens)
+        found = replace_experts(job, self._placement, steps_left)
+        if found is None and not is_first:
+            return None
+        now = predict(job, self._placement).step_sec
+        text = found.text if found else f"predicted step {1e3 * now:.0f} ms"
+        shown = {
+            "tokens": tokens,
+            "factors": calibration.factors,
+            "residual_sec": calibration.residual_sec,
+            "step_sec": now,
+        }
+        return Proposal(calibration.work_factors, text, shown, moves=found is not None)
 
     def _follow(self, factors: Mapping[str, float], facts: Any) -> None:
-        self._plan_by(self._facts.observed(facts, factors))
+        pairs = zip(self._loop.world.infos, facts["factors"], strict=True)
+        by_place = {info.place: RankFactors(*pair) for info, pair in pairs}
+        observed = self._keeper.facts.observed(facts["tokens"], by_place, facts["residual_sec"])
+        self._keeper.follow(observed, facts["step_sec"])
 
 
 def tokens_like(facts: ExpertFacts, counts: np.ndarray) -> list[float]:

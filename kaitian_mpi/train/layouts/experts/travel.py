@@ -8,11 +8,13 @@ here they are messages of chunks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.runtime.polling import WaitContext, wait_until
 from kaitian_mpi.train.layouts.experts.routes import Routes, Trip
 
@@ -32,7 +34,12 @@ class Travel:
     """Carries rows and replies, and knows how long that took."""
 
     def __init__(
-        self, routes: Routes, chunks: int, waits: WaitContext, before_reply: Callable[[], None]
+        self,
+        routes: Routes,
+        chunks: int,
+        waits: WaitContext,
+        catch_up: Callable[[], None],
+        mark: Callable[[], Mark],
     ) -> None:
         """Prepare to carry rows.
 
@@ -40,7 +47,8 @@ class Travel:
             routes: the ways between the ranks.
             chunks: see `set_chunks`.
             waits: the context of a wait for other ranks.
-            before_reply: called when a reply is computed, before it is sent.
+            catch_up: called when something is computed, before it is sent.
+            mark: returns a point in this rank's device's work.
         """
         self.routes = routes
         self.chunks = 1
@@ -49,9 +57,13 @@ class Travel:
         """How long this rank has waited so far."""
         self.total_sec = 0.0
         """How long rows were under way so far, and computed."""
+        self.computed_sec = 0.0
+        """How long this rank's device has computed replies, as far as it has finished them."""
         self._hides = True
         self._waits = waits
-        self._before_reply = before_reply
+        self.catch_up = catch_up
+        self._mark = mark
+        self._computed: deque[tuple[Mark, Mark]] = deque()
         self._under_way: list[Trip] = []
         self.set_chunks(chunks)
 
@@ -103,15 +115,14 @@ class Travel:
 
         if not self._hides:
             self._wait_until(is_all_here)
-        by_rank = {rank: reply(rank, 0, own)}
+        by_rank = self._compute(reply, 0, {rank: own})
         while not _are_taken(trips):
             self._wait_until(lambda: ready() is not None or _are_taken(trips))
             trip = ready()
             if trip is None:
                 continue
             chunk = trip.chunks[0]
-            replies = {peer: reply(peer, chunk, rows) for peer, rows in trip.take(chunk).items()}
-            self._before_reply()
+            replies = self._compute(reply, chunk, trip.take(chunk))
             if self._hides:
                 trip.reply(chunk, replies)
             else:
@@ -122,9 +133,22 @@ class Travel:
         for trip in trips:
             by_rank |= trip.take_replies()
         self.total_sec += time.perf_counter() - begin
+        while self._computed and self._computed[0][1].is_reached():
+            since, to = self._computed.popleft()
+            self.computed_sec += to.seconds_since(since)
         # What was sent stays until it has arrived.
         self._under_way = [trip for trip in (*self._under_way, *trips) if not trip.is_over()]
         return [by_rank[rank] for rank in range(self.routes.size)]
+
+    def _compute(
+        self, reply: Reply, chunk: int, rows: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return the replies to a chunk's rows, by the rank that sent them."""
+        since = self._mark()
+        replies = {peer: reply(peer, chunk, sent) for peer, sent in rows.items()}
+        self.catch_up()
+        self._computed.append((since, self._mark()))
+        return replies
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for other ranks, unless it is true already."""
