@@ -91,17 +91,20 @@ def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "form", "kills"),
+    ("ranks", "form", "kills", "settings"),
     [
-        (3, "closed", "backward:3:2 optimizer:6:0"),
-        (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0"),
-        (4, "open", "loss:3:3 optimizer:6:0 gradient:9:1"),
+        (3, "closed", "backward:3:2 optimizer:6:0", []),
+        (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
+        (4, "open", "loss:3:3 optimizer:6:0 gradient:9:1", []),
+        (4, "closed", "backward:3:1 optimizer:8:0", ["spares=1"]),
     ],
 )
-def test_mirrors_have_a_lost_ranks_experts(survivors, ranks, form, kills):
-    """Also while its tokens, and those for its experts, are under way."""
-    for result in survivors(ranks, form, kills, "layout=experts").values():
-        assert result["steps"] in (EVERY, EVERY[7:])
+def test_mirrors_have_a_lost_ranks_experts(survivors, ranks, form, kills, settings):
+    """Also while its tokens, and those for its experts, are under way; a spare gets some."""
+    results = survivors(ranks, form, kills, "layout=experts", *settings)
+    for result in results.values():
+        assert result["steps"] in (EVERY, EVERY[2:], EVERY[7:])
+    assert not settings or results[3]["steps"] == EVERY[2:]
 
 
 def test_without_mirrors_the_others_begin_again_before_the_first_step(survivors):

@@ -196,13 +196,13 @@ def train(world, layout, task, folder, until=STEPS, **settings):
     return steps
 
 
-def compare_with_one_process(world, task, steps, folder):
+def compare_with_one_process(world, task, steps, folder, epochs=EPOCHS):
     """Compare losses, and what the run in a folder has saved, with one process; return its model.
 
     The task has its initial weights.
     """
-    batches = [task.data[indices] for indices in order_of(SAMPLES, BATCH, EPOCHS)]
-    assert [step.number for step in steps] == list(range(1, STEPS + 1))
+    batches = [task.data[indices] for indices in order_of(SAMPLES, BATCH, epochs)]
+    assert [step.number for step in steps] == list(range(1, len(batches) + 1)) or world.rank
     model, optimizers, losses = alone(world, task, batches)
     if world.rank == 0:
         assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-10)
@@ -245,6 +245,26 @@ CHAINS |= {"experts": ["experts", "mirrors", "experts", "pipeline", "experts", "
 for name, chain in [*CHAINS.items()]:
     CHAINS[f"{name}, back"] = chain[::-1]
 """Each layout continues from each other one."""
+
+
+@pytest.mark.thorough
+@pytest.mark.sizes(4)
+@pytest.mark.parametrize("layout", ["experts"])
+def test_a_layout_continues_on_other_numbers_of_ranks(world, shared_path, layout):
+    """Ten times, from a checkpoint of fewer or more; the other ranks are on standby."""
+    parts = partial(parts_of, layout)
+    initial, steps, ranks = make_task(**parts()), [], [4, 1, 3, 2, 4, 3, 1, 2, 3, 4, 2]
+    given = QUIET | {"layout": layout, "epochs": 4, "run_dir": str(shared_path / "run")}
+    for stop, count in enumerate(ranks, 1):
+        given |= {"spares": world.size - count, "resume": "auto", "quiet": True}
+        with Training(make_task(**parts()), **given) as training:
+            for step in training:
+                assert training._session.loop.world.size == count
+                steps.append(step)
+                if step.number == stop < len(ranks):
+                    break
+        world.comm.Barrier()  # rank 0 has written the last file
+    compare_with_one_process(world, initial, steps, shared_path, epochs=4)
 
 
 @pytest.mark.sizes(3)
