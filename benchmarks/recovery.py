@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py [PART ...] [--json FILE]
 
-The parts are kills, closed, open, shards, layouts, vendor, agreement, checkpoint, writing, signals
-and soak. Two hours in all; nothing else may run meanwhile. On three hosts, which are emulated by
-network namespaces of this machine and share its cores, and so as root:
+The parts are kills, closed, open, shards, layouts, experts, vendor, agreement, checkpoint, writing,
+signals and soak. Two hours in all; nothing else may run meanwhile. On three hosts, which are
+emulated by network namespaces of this machine and share its cores, and so as root:
 
     python benchmarks/recovery.py hosts host-losses host-joins
 """
@@ -86,6 +86,15 @@ def run_layouts(options: argparse.Namespace) -> Result:
     """Kills and stops at any moment in layouts shard, with and without mirrors, and pipeline."""
     script = str(HERE / "own_training.py"), "closed"
     result = layout_kills.measure(options.ranks, options.trials, options.seed, script)
+    layout_kills.show(result)
+    return result
+
+
+def run_experts(options: argparse.Namespace) -> Result:
+    """The same in layout experts with mirrors alone."""
+    script = str(HERE / "own_training.py"), "closed"
+    layouts = {"experts with mirrors": layout_kills.LAYOUTS["experts with mirrors"]}
+    result = layout_kills.measure(options.ranks, options.trials, options.seed, script, layouts)
     layout_kills.show(result)
     return result
 
@@ -217,6 +226,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "open": run_open,
     "shards": run_shards,
     "layouts": run_layouts,
+    "experts": run_experts,
     "vendor": run_vendor,
     "agreement": run_agreement,
     "checkpoint": run_checkpoint,

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
-from recovering.job import Job, Launch
+from recovering.figures import in_seconds, middle_and_worst
+from recovering.job import Job, Launch, Line, recovery_after
 from recovering.kills import Weights, has_weights, weights_of
 
 _LIMITED = ["--width=512", "--emulate-memory=0:60MB,1:60MB,2:60MB"]
@@ -29,6 +33,7 @@ LAYOUTS = {
     "experts with mirrors": ["--layout=experts"],
 }
 _STEPS, _STEP_TIMEOUT_SEC = 24, 15
+_STEPS_BEFORE = 3
 _ARGUMENTS = [
     *(f"--max-steps={_STEPS}", f"--step-timeout={_STEP_TIMEOUT_SEC}"),
     *("--checkpoint-every=6", "--global-batch-size=128", "--width=256"),
@@ -67,6 +72,8 @@ class Ending:
     the same command with `--resume auto`."""
     left: list[str]
     """Processes that outlived the job."""
+    over_sec: float | None = None
+    """From the signal to the next step, over a median step before; None if one of them is none."""
 
     @property
     def word(self) -> str:
@@ -78,13 +85,20 @@ class Ending:
         return "survived" if self.lost else "unharmed"
 
 
-def measure(ranks: int, trials: int, seed: int, script: tuple[str, ...]) -> dict[str, Any]:
-    """Return how many jobs ended in which way, by layout and signal."""
+def measure(
+    ranks: int,
+    trials: int,
+    seed: int,
+    script: tuple[str, ...],
+    layouts: Mapping[str, list[str]] = LAYOUTS,
+) -> dict[str, Any]:
+    """Return how many jobs ended in which way, and what a kill has cost, by layout and signal."""
     launch, choice = Launch(ranks, script=script), random.Random(seed)
-    undisturbed = {name: _run_undisturbed(launch, flags) for name, flags in LAYOUTS.items()}
-    counts = {f"{name} {n.name}": Counter[str]() for name in LAYOUTS for n in _SIGNALS}
+    undisturbed = {name: _run_undisturbed(launch, flags) for name, flags in layouts.items()}
+    counts = {f"{name} {n.name}": Counter[str]() for name in layouts for n in _SIGNALS}
+    costs: dict[str, list[float]] = {key: [] for key in counts}
     for trial in range(trials):  # one in each layout: whenever it is ended, it has tried them alike
-        for name, flags in LAYOUTS.items():
+        for name, flags in layouts.items():
             whole = undisturbed[name]
             for number in _SIGNALS if trial % 5 == 0 else _SIGNALS[:1]:
                 moment = whole.choose_moment(choice, in_setup=trial % 2 == 1)
@@ -92,13 +106,21 @@ def measure(ranks: int, trials: int, seed: int, script: tuple[str, ...]) -> dict
                 ending = _try(launch, flags, rank, moment, number, whole.weights)
                 print(f"{name} {number.name} {ending}: {ending.word}", flush=True)
                 counts[f"{name} {number.name}"][ending.word] += 1
-    return {key: dict(count) for key, count in counts.items()}
+                if ending.over_sec is not None:
+                    costs[f"{name} {number.name}"].append(ending.over_sec)
+    return {
+        key: {"endings": dict(count), "over_sec": middle_and_worst(costs[key] or [None])}
+        for key, count in counts.items()
+        if count
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the result by layout."""
-    for name, counts in result.items():
-        print(f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
+    for name, found in result.items():
+        endings = ", ".join(f"{count} {word}" for word, count in found["endings"].items())
+        median, worst = map(in_seconds, found["over_sec"])
+        print(f"{name}: {endings}; signal to the next step, over one: {median}, worst {worst}")
 
 
 @dataclass(frozen=True)
@@ -151,6 +173,7 @@ def _try(
                 os.kill(ranks[rank], number)
             started = _with_all_started(ranks)
             code, seconds = job.wait(_LIMIT_SEC), time.perf_counter() - began
+            over_sec = _over_a_step(job.lines, began)
             _, left = psutil.wait_procs(started, timeout=_LEAVING_SEC)
             summary = job.summary()
             print(f"see {job.keep_output()}", flush=True)
@@ -166,7 +189,17 @@ def _try(
         failures = summary.get("failures", [])
         lost = [one["rank"] for failure in failures for one in failure["ranks"]]
         names = [str(process) for process in left]
-        return Ending(moment, last_line, rank, code, seconds, lost, is_finished, is_same, names)
+        ended = code, seconds, lost, is_finished, is_same, names
+        return Ending(moment, last_line, rank, *ended, over_sec)
+
+
+def _over_a_step(lines: list[Line], at: float) -> float | None:
+    """Return the seconds from a signal in training to the next step after the loss, over a step."""
+    recovery = recovery_after(lines, at)
+    before = [line.at for line in lines if line.step is not None and line.at < at]
+    if recovery is None or len(before) < _STEPS_BEFORE:
+        return None
+    return recovery[1] - statistics.median(b - a for a, b in pairwise(before))
 
 
 def _wait_until(job: Job, ranks: int, moment: Moment) -> list[int]:
