@@ -97,15 +97,18 @@ def main() -> None:
             from kaitian_mpi.integrations.adaptive import install
 
             adaptive = install(world)
+        shards = None
         if chosen.layout != "replicate":
             from kaitian_mpi.integrations.shard.budget import LayoutSettings
             from kaitian_mpi.integrations.shard.install import Installed
 
             memory = chosen.emulate_memory or ""
             settings = LayoutSettings(chosen.layout, chosen.shard_parameters, memory)
-            Installed(world, settings, adaptive.waiting if adaptive else None)
+            shards = Installed(world, settings, adaptive.waiting if adaptive else None)
         with told_to_supervisor(comm):
             run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
+            if shards is not None:
+                shards.end()
         report_end()
 
 

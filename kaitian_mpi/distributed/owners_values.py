@@ -127,9 +127,12 @@ class OwnersValues:
                 for parameter in bucket.parameters:
                     parameter.__class__ = self._pending_class  # type: ignore[assignment]
             self._in_flight.append(_Gather(bucket, work, buffer))
-            self.wait(limit)
+            if len(self._in_flight) > limit:
+                with self._waits("the owners' values"):
+                    self.wait(limit)
         if not may_arrive_later:
-            self.wait()
+            with self._waits("the owners' values"):
+                self.wait()
 
     def materialize(self, parameters: Sequence[nn.Parameter], function: Any = None) -> None:
         """Wait for the values of parameters that a function uses, at any time. Not collective.

@@ -450,6 +450,57 @@ for number, (x,) in enumerate(DataLoader(rows, 4, sampler=DistributedSampler(row
 """
 
 
+UNEQUAL_LOOP = """
+import contextlib, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+first, second = (sys.argv[1], sys.argv[2])[dist.get_rank()].split(",")
+for calls in first, second:
+    for call in calls:
+        if call == "s":
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        with ddp.no_sync() if call == "a" else contextlib.nullcontext():
+            ddp(torch.ones(1, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "line"),
+    [
+        (
+            ("abs,abs", "abs,aabs"),
+            "after 1 optimizer steps the ranks come to different calls: backward() on rank 0, "
+            "backward() under no_sync() on rank 1; give every rank as many micro-batches",
+        ),
+        (
+            ("bbs,bbs", "bbs,bs"),
+            "calls: backward() on rank 0, optimizer.step() on rank 1; give every rank",
+        ),
+        pytest.param(
+            ("bs,bs", "bs,b"),
+            "calls: optimizer.step() on rank 0, the script's end on rank 1; give every rank",
+            marks=pytest.mark.thorough,
+        ),
+        (
+            ("bs,bs", "bs,bsa"),
+            "calls: the script's end on rank 0, backward() under no_sync() on rank 1; give every",
+        ),
+    ],
+)
+def test_unequal_micro_batches_are_refused_in_layout_shard(mpirun, calls, line):
+    """Else gradients would be summed with values of the same size."""
+    words = "--layout", "shard", "--backend-override", "gloo,nccl", "script.py", *calls
+    ended = mpirun(2, "kaitian-run", *words, script=UNEQUAL_LOOP, code=2)
+    assert ended.err.count(line) == 1
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.parametrize(
     ("flags", "place", "line"),
     [

@@ -957,6 +957,7 @@ def state_reset(model, module, data):
         if step == 3:
             for state in optimizer.state.values():
                 state["momentum_buffer"].mul_(0.5)
+    data.barrier()  # else another rank may read it before
     return state_of(optimizer)
 
 

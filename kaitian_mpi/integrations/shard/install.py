@@ -38,6 +38,14 @@ class Installed:
         extend = extend_ddp, extend_optimizers, extend_modules, extend_clipping
         self._restore = [extend_one(shards) for extend_one in extend]
 
+    def end(self) -> None:
+        """Wait until all ranks' scripts have ended. Collective.
+
+        Raises:
+            UserError: another rank's script goes on with its models.
+        """
+        self._shards.end()
+
     def close(self) -> None:
         """Take the extensions away again. Collective."""
         while self._restore:

@@ -27,6 +27,7 @@ from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
 from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Piece, Read
 from kaitian_mpi.integrations.shard.placement import GiveRows
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradients
+from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
@@ -56,6 +57,7 @@ class OwnedModel:
         index: int,
         read: Read,
         waits: Waits,
+        calls: ScriptCalls,
         backward_done: Callable[[], None],
     ) -> None:
         """Watch the model in a DDP, whose ranks own nothing yet. Not collective.
@@ -66,6 +68,7 @@ class OwnedModel:
             index: of this model, the same on every rank.
             read: asks a rank for its rows. Not collective.
             waits: makes the context of waiting for other ranks.
+            calls: compares what the ranks' scripts do.
             backward_done: called when all ranks have computed a backward.
         """
         self.parameters = list(ddp.module.parameters())
@@ -78,7 +81,8 @@ class OwnedModel:
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._by_rows = True
         self._waits = waits
-        self._options: dict[str, Any] = {"group": ddp.process_group, "waits": waits}
+        self._calls = calls
+        self._options: dict[str, Any] = {"group": ddp.process_group, "waits": calls.waiting}
         self._prefetches = False
         # Whether the last forward's backward ends a step; None if a backward has followed it.
         self._syncs: bool | None = None
@@ -176,7 +180,7 @@ class OwnedModel:
                     "--layout shard: a parameter requires gradients now that did not in the last "
                     "backward; freeze and unfreeze parameters only after optimizer.step()"
                 )
-            self.sums.check_values()
+            self._check_values()
             self.sums.close()
             self._make_reducer()
             self.sums.keep(self._gradients.kept())
@@ -204,7 +208,7 @@ class OwnedModel:
             self._gradients.cleared()  # none that the script has set
             return
         self._check_no_backward()
-        self.sums.check_values()
+        self._check_values()
         self.rows.follow_data()
         self.follow_cleared()
 
@@ -225,6 +229,7 @@ class OwnedModel:
     def after_step(self) -> None:
         """Give all ranks the new values of whole parameters. Collective."""
         if self.sums is not None:
+            self._announce(ScriptCall.STEP)
             self.sums.share_values()
 
     def _read_rows(self, number: int) -> list[Piece]:
@@ -240,6 +245,7 @@ class OwnedModel:
                 "--layout shard does not support gradients of gradients (create_graph=True)"
             )
         self._syncs = syncs
+        self._announce(ScriptCall.SUM if syncs else ScriptCall.ADD)
         self.sums.begin(1 / self._world.size, self._gradients.cleared())
         self._gradients.hide(self.sums.numbers)  # autograd shall not add to them
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -252,6 +258,8 @@ class OwnedModel:
         self._syncs = None
         if self.sharded is not None:
             self.sharded.end_backward()
+        if is_last:
+            self._calls.check()
         self.sums.complete(is_last)
         if is_last:  # of one that only adds, a rank that owns nothing may see the end before others
             self.rows.end_backward()
@@ -263,6 +271,14 @@ class OwnedModel:
         if self.sums.is_complete:
             return self.rows.gradients(number)
         return self.sums.gradients(number)
+
+    def _announce(self, call: ScriptCall) -> None:
+        self._calls.announce(call, self.rows.index, self.rows.steps)
+
+    def _check_values(self) -> None:
+        assert self.sums is not None
+        self._calls.check()
+        self.sums.check_values()
 
     def _check_no_backward(self) -> None:
         """Check that no backward is under way.

@@ -21,6 +21,7 @@ from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, param
 from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
+from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -60,6 +61,7 @@ class TrainerShards:
         }
         self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
         self._reads = OwnerReads(world.comm, self._serve)
+        self._calls = ScriptCalls(world.comm, waits)
         register_close(self._check_used)
 
     @property
@@ -67,9 +69,18 @@ class TrainerShards:
         """Asks a rank for what it owns. Not collective."""
         return self._reads.read
 
+    def end(self) -> None:
+        """Wait until all ranks' scripts have ended. Collective.
+
+        Raises:
+            UserError: another rank's script goes on with its models.
+        """
+        self._calls.end()
+
     def close(self) -> None:
         """Answer no more reads. Collective."""
         unregister_close(self._check_used)
+        self._calls.close()
         self._reads.close()
 
     def add_model(self, ddp: DistributedDataParallel) -> None:
@@ -93,7 +104,9 @@ class TrainerShards:
             self._models[ddp] = model
             return
         index = len(self._served[MODEL])
-        model = OwnedModel(ddp, self.world, index, self.read, self._waits, self._backward_done)
+        model = OwnedModel(
+            ddp, self.world, index, self.read, self._waits, self._calls, self._backward_done
+        )
         self._models[ddp] = model
         self._served[MODEL].append(model.rows)
         weakref.finalize(model, self._deleted.append, (MODEL, index)).atexit = False
