@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from samples import QUIET
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import Experts, Task, Training
 from kaitian_mpi.errors import UserError
@@ -109,6 +110,29 @@ def test_a_mixture_on_which_no_loss_of_a_rank_depends(world, exchanged):
         own, expected = layer.experts[world.rank], other.experts[world.rank]
         for one, two in zip(own.parameters(), expected.parameters(), strict=True):
             assert (one.grad - (0 if two.grad is None else two.grad)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("used", ["both", "the second", "none"])
+def test_a_loss_depends_on_what_backward_computes_again_or_is_refused(world, exchanged, used):
+    """Else the ranks whose losses do would wait for the others."""
+    one, other = mixture(), mixture()
+    alone = copy.deepcopy([one, other])
+    given = tokens()
+    expected = alone[1](alone[0](given) if used == "both" else given)
+    exchange = exchanged(one, other)
+    middle = checkpoint(one, given.clone().requires_grad_(), use_reentrant=False)
+    output = checkpoint(other, middle if used == "both" else given, use_reentrant=False)
+    assert (output - expected).abs().max() < 1e-12
+    if used == "none":
+        with pytest.raises(UserError, match=r"layer1 is inside an activation checkpoint"):
+            exchange.finish_backward()
+        return
+    output.square().sum().backward()
+    if used == "both":
+        exchange.finish_backward()
+    else:
+        with pytest.raises(UserError, match=r"layer0 .* leave out the checkpoint"):
+            exchange.finish_backward()
 
 
 def test_a_compiled_model_exchanges_tokens(world, exchanged):

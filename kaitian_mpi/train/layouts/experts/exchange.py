@@ -15,6 +15,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.experts.call import MixtureCall
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
+from kaitian_mpi.train.layouts.experts.recomputation import Recomputation
 from kaitian_mpi.train.layouts.experts.routes import Routes
 from kaitian_mpi.train.layouts.experts.travel import Travel
 
@@ -58,6 +59,7 @@ class TokenExchange:
         """Of the next call; the same on every rank."""
         self._open: list[MixtureCall] = []
         """Calls without a backward as yet."""
+        self._recomputation = Recomputation()
         self._used: set[int] = set()
         self._has_tokens = True
         self._weight: float | None = None
@@ -84,6 +86,7 @@ class TokenExchange:
                 gradient of zero, whatever is computed. None: its loss is of its own tokens.
             share: the part of the global batch that all ranks compute now.
         """
+        self._recomputation.reset()  # what a script has computed before has no backward any more
         self._has_tokens = has_tokens
         self._weight = weight
         self._share = share
@@ -115,6 +118,7 @@ class TokenExchange:
         needs_gradient = torch.is_grad_enabled()
         if needs_gradient:
             self._open.append(call)
+            self._recomputation.called(call.number, call.mixture)
         # Also if no row here has a gradient: those of other ranks, and the experts, have.
         anchor = torch.zeros((), requires_grad=needs_gradient)
         outputs = _Differentiable.apply(sent, anchor, call, self._backward, self._weight == 0)
@@ -132,9 +136,14 @@ class TokenExchange:
         """Take part in the backward of calls that no loss here depends on. Collective in effect.
 
         Of those of a number above `after`: the other ranks' losses may depend on them.
+
+        Raises:
+            UserError: the other ranks may compute one of them again, in an activation checkpoint.
         """
         while self._open and self._open[-1].number > after:
-            self._open.pop().backward(None)
+            call = self._open.pop()
+            self._recomputation.check(call.number, self._places.name(call.mixture))
+            call.backward(None)
 
     def _backward(
         self, call: MixtureCall, gradient: torch.Tensor | None, is_ignored: bool
