@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class OpenReducer(ShardReducer):
 
         reducer.begin(weight, cleared)
         loss.backward()
-        reducer.complete(is_last)
+        reducer.complete(is_last, check)
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -105,13 +105,17 @@ class OpenReducer(ShardReducer):
                     bucket.gradients[part].zero_()
         self.arm(weight)
 
-    def complete(self, is_last: bool) -> None:
-        """Complete the backward; if it `is_last`, give the sums to the optimizers. Collective."""
+    def complete(self, is_last: bool, check: Callable[[], None]) -> None:
+        """Complete the backward; if it `is_last`, give the sums to the optimizers. Collective.
+
+        Calls `check` before it waits for the last sums.
+        """
         if is_last:
             self.values.check_all_seen()
         self.end_round()
         self._is_complete = is_last
         if is_last:
+            check()
             self._wait_for_sums(0)
             self._settle()
             self.reset()

@@ -258,9 +258,7 @@ class OwnedModel:
         self._syncs = None
         if self.sharded is not None:
             self.sharded.end_backward()
-        if is_last:
-            self._calls.check()
-        self.sums.complete(is_last)
+        self.sums.complete(is_last, self._calls.check)
         if is_last:  # of one that only adds, a rank that owns nothing may see the end before others
             self.rows.end_backward()
             self._backward_done()
@@ -306,7 +304,8 @@ class OwnedModel:
             exchange = partial(gather_values, self._world.comm)
             gathering = OpenGathering(
                 *(self.sharded, self.rows.parts, self.rows.targets, exchange),
-                **self._options,
+                group=self._options["group"],
+                waits=self._calls.waiting_in_round,
                 prefetches=self._prefetches,
             )
         self.sums = OpenReducer(

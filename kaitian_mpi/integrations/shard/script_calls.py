@@ -49,6 +49,10 @@ class _Announced(NamedTuple):
     """Of each rank, a call and the index of the model that it is of."""
     steps: int
 
+    @property
+    def is_backward(self) -> bool:
+        return int(self.sent[0]) in (ScriptCall.ADD, ScriptCall.SUM)
+
 
 class ScriptCalls:
     """Tells the other ranks what this one's script does, and compares it with what theirs do."""
@@ -85,10 +89,19 @@ class ScriptCalls:
             self.check()
             yield
 
-    def check(self) -> None:
+    @contextmanager
+    def waiting_in_round(self, name: str) -> Iterator[None]:
+        """Wait likewise for parameters in a round, whose backward others may not have begun."""
+        with self._waits(name):
+            self.check(is_in_round=True)
+            yield
+
+    def check(self, is_in_round: bool = False) -> None:
         """Wait until the other ranks have announced as much, and compare it.
 
         To be called before this rank waits for collectives, which need the other ranks anyway.
+        If it `is_in_round`, the latest backward is left out: ranks that still compute the forward
+        need this one's part of the gathers first.
 
         Raises:
             UserError: the ranks' scripts do different things.
@@ -96,7 +109,7 @@ class ScriptCalls:
         if not self._announced:
             return
         with self._lock:
-            while self._announced:
+            while len(self._announced) > (is_in_round and self._announced[-1].is_backward):
                 wait_request(self._announced[0].request)
                 announced = self._announced.popleft()
                 self._compare(announced.by_rank.tolist(), announced.steps)
