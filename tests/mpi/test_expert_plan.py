@@ -14,12 +14,15 @@ from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.expert_plan import Replacement, calibrate
 from kaitian_mpi.balance.experts import RankFactors
 from kaitian_mpi.config import TrainConfig
-from kaitian_mpi.errors import UserError
+from kaitian_mpi.errors import LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
-from kaitian_mpi.train.layouts.experts import moves
+from kaitian_mpi.train.layouts import choose
+from kaitian_mpi.train.layouts.experts import experts_layout, moves
+from kaitian_mpi.train.layouts.experts.expert_timer import ExpertTimer
 from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
 from kaitian_mpi.train.layouts.experts.measure import find_facts
+from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.measure.plan import Profiles, unmeasured_profiles
 from kaitian_mpi.train.setup import Setup
 
@@ -108,6 +111,42 @@ def test_a_rank_without_memory_holds_no_expert(world):
     none = {place: replace(rank, free_bytes=1000.0) for place, rank in facts.by_place.items()}
     with pytest.raises(UserError, match="experts, their gradients and optimizer state take"):
         replace(facts, by_place=none).plan(config, world, profiles)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(("free", "chosen"), [(1e9, ExpertsLayout), (1000.0, ShardLayout)])
+def test_a_model_that_cannot_be_timed_has_its_experts_on_different_ranks_if_they_fit(
+    world, monkeypatch, free, chosen
+):
+    def too_large(*_, **__):
+        raise LayerTooLargeError("a layer needs 9 MB; use smaller layers")
+
+    def measured(*arguments, **settings):
+        facts = find_facts(*arguments, **settings)
+        ranks = {place: replace(rank, free_bytes=free) for place, rank in facts.by_place.items()}
+        return replace(facts, by_place=ranks)
+
+    monkeypatch.setattr(choose, "find_facts", too_large)
+    monkeypatch.setattr(experts_layout, "find_facts", measured)
+    monkeypatch.setattr(ShardLayout, "find", lambda *_: ShardLayout.__new__(ShardLayout))
+    setup = Setup(make_task(), NoFolder())
+    layout = choose.choose_layout(config_of(), setup, world)
+    assert type(layout) is chosen
+
+
+def test_what_keeps_a_rank_busy_while_others_are_timed_may_not_fit(world):
+    """Then it sleeps."""
+    timer = ExpertTimer(config_of(), Setup(make_task(), NoFolder()), world)
+    calls = []
+
+    def call():
+        calls.append(1)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    timer._last = call
+    timer.keep_busy()
+    timer.keep_busy()
+    assert len(calls) == 1
 
 
 @pytest.mark.sizes(2)

@@ -53,7 +53,12 @@ from kaitian_mpi.train.measure.allreduce import (
     gradient_buckets,
     measure_allreduce,
 )
-from kaitian_mpi.train.measure.plan import Plan, min_batch_by_layers
+from kaitian_mpi.train.measure.plan import (
+    Plan,
+    Profiles,
+    min_batch_by_layers,
+    profile_unmeasured,
+)
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Task
 
@@ -63,6 +68,7 @@ if TYPE_CHECKING:
 FILE = "layouts.json"
 _LARGEST, _PART_OF_MEMORY = 8 << 20, 0.01  # of what is exchanged, in bytes
 _ROUNDS, _MAX_SEC = 6, 1.0
+_ALIKE = RankCost(0.0, 1e-6)  # of ranks whose rows are not timed
 _LEAST_DENSE = 0.05  # of a model's time, without its experts: a difference of two measurements
 
 
@@ -77,8 +83,7 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     try:
         job, facts, expert_facts = measure_layouts(config, setup, world)
     except LayerTooLargeError as error:
-        _require_shards(config, setup, world, error)
-        return ShardLayout.find(config, setup, world)
+        return _find_without_times(config, setup, world, error)
     predictions = predict_layouts(job)
     # Other ranks may round otherwise.
     all_predictions = [asdict(prediction) for prediction in predictions]
@@ -189,23 +194,47 @@ def _expert_job(
     return replace(facts.job(config, world, base_plan), batch_sizes=())
 
 
-def _require_shards(
+def _find_without_times(
     config: TrainingConfig, setup: Setup, world: World, error: LayerTooLargeError
-) -> None:
-    """Report that only shard is left for a model that fits no rank so that it can be timed.
+) -> Layout:
+    """Return the layout for a model of which a layer fits no rank so that it can be timed.
+
+    That is experts if these fit, as fewer bytes travel than in shard; else shard. Collective.
 
     Raises:
-        AgreedError: that is not possible either.
+        AgreedError: shard is not possible either.
     """
     why, advice = str(error).split("; ", 1)
-    if fault := refused_layouts(config, setup.task).get(SHARD):
-        raise AgreedError(f"{why}, and layout shard cannot divide it: {fault}; {advice}")
-    predictions = [
-        asdict(Prediction(layout, why=why if layout != SHARD else "not timed"))
-        for layout in (REPLICATE, SHARD, PIPELINE)
-    ]
-    setup.folder.write(FILE, {"layouts": predictions, "chosen": SHARD})
-    print_rank_0(world, f"layout {SHARD}: the others are not possible ({why})")
+    refused = refused_layouts(config, setup.task)
+    whys = dict.fromkeys((REPLICATE, PIPELINE), why)
+    whys |= {SHARD: refused.get(SHARD, "not timed")}
+    layout: Layout | None = None
+    if find_mixtures(setup.task.model):
+        layout = None if EXPERTS in refused else _experts_if_they_fit(config, setup, world)
+        whys[EXPERTS] = "not timed" if layout else refused.get(EXPERTS, "does not fit the ranks")
+    if layout is None and SHARD in refused:
+        raise AgreedError(f"{why}, and layout shard cannot divide it: {refused[SHARD]}; {advice}")
+    name = EXPERTS if layout else SHARD
+    predictions = [asdict(Prediction(layout, why=reason)) for layout, reason in whys.items()]
+    setup.folder.write(FILE, {"layouts": predictions, "chosen": name})
+    print_rank_0(world, f"layout {name}: others are not possible, or slower ({why})")
+    return layout or ShardLayout.find(config, setup, world)
+
+
+def _experts_if_they_fit(config: TrainingConfig, setup: Setup, world: World) -> Layout | None:
+    """Return layout experts, or None if the ranks have too little memory for it. Collective."""
+    from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
+
+    alike = {
+        info.place: replace(profile_unmeasured(config, info), cost=_ALIKE) for info in world.infos
+    }
+    profiles = Profiles(alike, min_batch_by_layers(setup.task.model))
+    try:
+        layout = ExpertsLayout.find(config, setup, world)
+        layout.facts.plan(config, world, profiles)
+    except AgreedError:
+        return None
+    return layout
 
 
 def whole_layer(

@@ -100,7 +100,7 @@ class ExpertTimer:
         self._is_timed = is_timed
         self._model = setup.task.model
         self._mixtures = find_mixtures(self._model)
-        self._last: Callable[[], object] = lambda: time.sleep(0.01)
+        self._last: Callable[[], object] = _sleep
 
     def measure(self, optimizers: Sequence[Optimizer]) -> RankExperts:
         """Return what the experts take on this rank, and how many tokens they get."""
@@ -162,7 +162,12 @@ class ExpertTimer:
 
     def keep_busy(self) -> None:
         """Compute something, to keep the cores loaded while other ranks are still timed."""
+        if seconds_if_it_fits(self._device, self._keep_busy) is None:
+            self._last = _sleep
+
+    def _keep_busy(self) -> float:
         self._last()
+        return 0.0
 
     def _base_bytes(self, optimizers: Sequence[Optimizer]) -> float:
         """Return the memory for all but experts and activations."""
@@ -241,6 +246,7 @@ class ExpertTimer:
             return 0.0
 
         if seconds_if_it_fits(self._device, trial) is None:
+            self._last = _sleep  # the copies are freed
             return 0.0, _NEVER_SEC, 0.0
         return result[0]
 
@@ -296,6 +302,10 @@ class ExpertTimer:
         self._world.synchronize()
         pace.catch_up()
         return (time.perf_counter() - begin) / count
+
+
+def _sleep() -> None:
+    time.sleep(0.01)
 
 
 @contextmanager
