@@ -8,6 +8,7 @@ import pytest
 import torch
 from samples import Points
 from torch import nn
+from trace_rules import check_trace, read_trace, spans_of
 
 from kaitian_mpi import Experts, Task, Training
 from kaitian_mpi.balance.cost_model import RankCost
@@ -17,6 +18,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
+from kaitian_mpi.observe.timeline.trace_file import NAME
 from kaitian_mpi.train.layouts import choose
 from kaitian_mpi.train.layouts.experts import experts_layout, moves
 from kaitian_mpi.train.layouts.experts.expert_timer import ExpertTimer
@@ -235,6 +237,30 @@ def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
         assert balance == "adaptive" or len(calls) == 1
         assert predicted == pytest.approx(100.0)
         assert "times what was planned: predicted step 100000 ms" in shown
+
+
+@pytest.mark.sizes(2)
+def test_the_timeline_shows_chunks_that_travel_and_are_computed(world, shared_path):
+    folder = shared_path / "run"
+    settings = {"layout": "experts", "global_batch_size": 24, "max_steps": 2, "balance": "off"}
+    given = {"expert_chunks": 2, "timeline": True, "quiet": True, "run_dir": str(folder)}
+    with Training(make_task(data=Points(48)), **settings, **given) as training:
+        training.run()
+    if world.rank:
+        return
+    trace = read_trace(folder / NAME)
+    check_trace(trace)
+    lanes = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace
+        if event["name"] == "thread_name"
+    }
+    shown = {(lanes[span["pid"], span["tid"]], span["name"]) for span in spans_of(trace)}
+    for rank in (0, 1):
+        assert {(f"tokens from rank {rank}", f"chunk {chunk}") for chunk in (0, 1)} <= shown
+        assert {(f"outputs from rank {rank}", f"chunk {chunk}") for chunk in (0, 1)} <= shown
+        assert {("experts", f"chunk {chunk} of rank {rank}") for chunk in (0, 1)} <= shown
+    assert ("experts", "own tokens") in shown
 
 
 class Counting(nn.Module):

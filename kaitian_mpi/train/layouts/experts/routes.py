@@ -14,6 +14,7 @@ from kaitian_mpi.errors import RankLostError
 from kaitian_mpi.mpi.topology import are_joined_by_library
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.train.layouts.experts.arrivals import Arrivals
 from kaitian_mpi.train.layouts.pipeline.peers import HostMessage, PeerGroups
 
 Size = tuple[int, ...]
@@ -88,9 +89,14 @@ class HostTrip(Trip):
     """A trip between this rank and one other, by MPI through host memory."""
 
     def __init__(
-        self, peers: PeerGroups, peer: int, tags: Tags, pieces: Sequence[torch.Tensor]
+        self,
+        peers: PeerGroups,
+        peer: int,
+        world_rank: int,
+        tags: Tags,
+        pieces: Sequence[torch.Tensor],
     ) -> None:
-        """Send this rank's pieces, and receive their replies."""
+        """Send this rank's pieces to a peer, and receive their replies."""
         self.peers = (peer,)
         self._groups = peers
         self._peer = peer
@@ -100,17 +106,27 @@ class HostTrip(Trip):
         self._sent: list[Any] = [
             dist.isend(piece, peer, tag=tags.rows) for piece in pieces if len(piece)
         ]
-        self._replies = [self._receive(piece.shape, tags.replies) for piece in pieces if len(piece)]
+        self._arriving_rows = Arrivals(f"tokens from rank {world_rank}")
+        arriving = Arrivals(f"outputs from rank {world_rank}")
+        self._replies = [
+            self._receive(piece.shape, tags.replies, arriving, chunk)
+            for chunk, piece in enumerate(pieces)
+            if len(piece)
+        ]
 
-    def _receive(self, shape: Size, tag: int) -> tuple[torch.Tensor, HostMessage]:
+    def _receive(
+        self, shape: Size, tag: int, arriving: Arrivals, chunk: int
+    ) -> tuple[torch.Tensor, HostMessage]:
         with self._groups.beside_computing():
             tensor = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
-            return tensor, HostMessage(tensor, self._peer, tag)
+            message = HostMessage(tensor, self._peer, tag)
+        arriving.follow(message, chunk, tensor.nbytes)
+        return tensor, message
 
     def expect(self, counts: Mapping[int, Sequence[int]]) -> None:
         width = self._like.shape[1:]
         self._incoming = {
-            chunk: self._receive((count, *width), self._tags.rows)
+            chunk: self._receive((count, *width), self._tags.rows, self._arriving_rows, chunk)
             for chunk, count in enumerate(counts[self._peer])
             if count
         }
@@ -264,7 +280,8 @@ class Routes:
     def make_trips(self, tags: Tags, pieces: Callable[[int], list[torch.Tensor]]) -> list[Trip]:
         """Begin to send rows to all other ranks; `pieces` returns the chunks for one of them."""
         trips: list[Trip] = [
-            HostTrip(self._peers, peer, tags, pieces(peer)) for peer in self._hosted
+            HostTrip(self._peers, peer, self.world_rank(peer), tags, pieces(peer))
+            for peer in self._hosted
         ]
         if self.joined:
             by_rank = {peer: pieces(peer) for peer in self.joined if peer != self.rank}

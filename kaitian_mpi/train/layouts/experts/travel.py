@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 
 from kaitian_mpi.devices.protocol import Mark
+from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.polling import WaitContext, wait_until
+from kaitian_mpi.train.layouts.experts.arrivals import COMPUTING
 from kaitian_mpi.train.layouts.experts.routes import Routes, Trip
 
 Reply = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -147,7 +149,13 @@ class Travel:
         since = self._mark()
         replies = {peer: reply(peer, chunk, sent) for peer, sent in rows.items()}
         self.catch_up()
-        self._computed.append((since, self._mark()))
+        to = self._mark()
+        self._computed.append((since, to))
+        current = recorder.current
+        if current is not None and current.is_recording:
+            others = [self.routes.world_rank(peer) for peer in rows if peer != self.routes.rank]
+            senders = f"chunk {chunk} of rank {', '.join(map(str, others))}"
+            current.add_device_span(COMPUTING, senders if others else "own tokens", since, to)
         return replies
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:

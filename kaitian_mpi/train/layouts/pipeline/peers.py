@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
 from types import MappingProxyType
@@ -56,6 +56,10 @@ class HostMessage:
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
+
+    def when_completed(self, callback: Callable[[], None]) -> None:
+        """Call this then, in the thread that receives messages."""
+        self._work.get_future().then(lambda _: callback())
 
     def wait(self) -> None:
         """Block the host until it has come; the current stream waits for the copy in."""
