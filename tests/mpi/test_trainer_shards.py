@@ -25,6 +25,7 @@ from kaitian_mpi.integrations.shard import extend_ddp, host_parameters, trainer_
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 from kaitian_mpi.integrations.shard.placement import Placement
+from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 
 SHARES = 3.0, 1.0, 2.0, 1.0
 STEPS = 4
@@ -1241,6 +1242,22 @@ def test_a_state_dict_of_before_a_move_keeps_the_values(installed, monkeypatch):
         model.weight.mul_(2)
     torch.testing.assert_close(state, before, rtol=0, atol=0)
     torch.testing.assert_close(model.state_dict()["weight"] + 0, before["weight"] * 2)
+
+
+def test_calls_are_compared_in_a_round_but_for_its_backward(world):
+    calls = ScriptCalls(world.comm, lambda _: contextlib.nullcontext())
+    calls.announce(ScriptCall.STEP, 0, 0)
+    with calls.waiting_in_round("the parameters"):
+        pass
+    if world.rank == 0:  # whose backward has begun first
+        calls.announce(ScriptCall.SUM, 0, 1)
+        with calls.waiting_in_round("the parameters"):
+            pass
+    world.comm.Barrier()
+    if world.rank > 0:
+        calls.announce(ScriptCall.SUM, 0, 1)
+    calls.check()
+    calls.close()
 
 
 def test_parameters_that_ddp_ignores_are_refused(world, installed):

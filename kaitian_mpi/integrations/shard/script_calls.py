@@ -109,7 +109,10 @@ class ScriptCalls:
         if not self._announced:
             return
         with self._lock:
-            while len(self._announced) > (is_in_round and self._announced[-1].is_backward):
+            while self._announced:
+                is_latest = len(self._announced) == 1
+                if is_in_round and is_latest and self._announced[0].is_backward:
+                    return
                 wait_request(self._announced[0].request)
                 announced = self._announced.popleft()
                 self._compare(announced.by_rank.tolist(), announced.steps)
