@@ -56,7 +56,8 @@ from kaitian_mpi.distributed.pending_parameter import PendingParameter
 from kaitian_mpi.distributed.shard_reducer import ShardReducer
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.layouts.choose import measure_exchange
-from kaitian_mpi.train.layouts.pipeline.measure import find_facts, measure_links
+from kaitian_mpi.train.layouts.links import measure_links
+from kaitian_mpi.train.layouts.pipeline.measure import find_facts
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.shard import memory_budget
 from kaitian_mpi.train.layouts.shard.shards import Shards

@@ -28,7 +28,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import join_world
 from kaitian_mpi.observe.console import show_topology
 from kaitian_mpi.runtime.lifecycle import initialize_mpi
-from kaitian_mpi.train.layouts.pipeline.peers import join_stages
+from kaitian_mpi.train.layouts.peers import join_stages
 from kaitian_mpi.train.measure.allreduce import choose_algorithm
 
 # --group-by, devices, hosts, the library

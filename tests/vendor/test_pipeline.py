@@ -21,11 +21,12 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.runtime.polling import wait_until
+from kaitian_mpi.train.layouts.links import measure_links
+from kaitian_mpi.train.layouts.peers import PeerGroups, join_stages
 from kaitian_mpi.train.layouts.pipeline.chain import chain_of
 from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
-from kaitian_mpi.train.layouts.pipeline.measure import find_facts, measure_links
+from kaitian_mpi.train.layouts.pipeline.measure import find_facts
 from kaitian_mpi.train.layouts.pipeline.messages import Activations, Gradients, Outbox
-from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups, join_stages
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
 from kaitian_mpi.train.setup import Setup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kaitian_mpi.observe.timeline import recorder
-from kaitian_mpi.train.layouts.pipeline.peers import HostMessage
+from kaitian_mpi.train.layouts.peers import HostMessage
 
 COMPUTING = "experts"
 """The lane of what is computed of each chunk."""

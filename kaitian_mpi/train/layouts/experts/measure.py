@@ -33,7 +33,7 @@ from kaitian_mpi.runtime.polling import sleeping_barrier
 from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.layouts.experts.expert_timer import ExpertTimer, RankExperts
 from kaitian_mpi.train.layouts.experts.names import expert_names
-from kaitian_mpi.train.layouts.pipeline.measure import measure_links
+from kaitian_mpi.train.layouts.links import measure_links
 from kaitian_mpi.train.measure.equal_devices import alike_ranks
 from kaitian_mpi.train.measure.plan import Plan, Profiles
 from kaitian_mpi.train.setup import Setup

@@ -15,7 +15,7 @@ from kaitian_mpi.mpi.topology import are_joined_by_library
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.train.layouts.experts.arrivals import Arrivals
-from kaitian_mpi.train.layouts.pipeline.peers import HostMessage, PeerGroups
+from kaitian_mpi.train.layouts.peers import HostMessage, PeerGroups
 
 Size = tuple[int, ...]
 

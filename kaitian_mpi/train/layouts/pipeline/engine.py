@@ -16,9 +16,9 @@ from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler, random_bits
 from kaitian_mpi.train.engine import Engine, set_learning_rates
 from kaitian_mpi.train.evaluation import MAX_BATCH, Reader, evaluation_indices
 from kaitian_mpi.train.layouts.divided_step import apply_step
+from kaitian_mpi.train.layouts.peers import join_stages
 from kaitian_mpi.train.layouts.pipeline.gradients import StageGradients
 from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan
-from kaitian_mpi.train.layouts.pipeline.peers import join_stages
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
 from kaitian_mpi.train.layouts.pipeline.stages import Stages
 from kaitian_mpi.train.step_times import StepClock

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.polling import WaitContext
+from kaitian_mpi.train.layouts.peers import PeerGroups
 from kaitian_mpi.train.layouts.pipeline.chain import Spec, received, take_apart
-from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups
 
 _HEADER_BYTES = 2048
 _MAX_PENDING = 8  # messages that are being sent

@@ -17,6 +17,7 @@ from torch import nn
 from kaitian_mpi.balance.pipeline import Stage, schedule, windows
 from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.runtime.polling import WaitContext
+from kaitian_mpi.train.layouts.peers import PeerGroups
 from kaitian_mpi.train.layouts.pipeline.chain import (
     all_need_call,
     answered,
@@ -26,7 +27,6 @@ from kaitian_mpi.train.layouts.pipeline.chain import (
 )
 from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
 from kaitian_mpi.train.layouts.pipeline.messages import Activations, Gradients, Outbox
-from kaitian_mpi.train.layouts.pipeline.peers import PeerGroups
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
 _AHEAD = 2  # micro-batches whose messages are received while an earlier one is computed
