@@ -36,7 +36,7 @@ def emulated(tmp_path_factory):
         4,
         *"kaitian-train --model cnn --epochs 4 --run-dir run --log-interval 0".split(),
         *"--emulate-kinds gpu,gpu,mlu,mlu --emulate-slowdown 2:8,3:8".split(),
-        *"--benchmark-seconds 3 --keep-all --timeline --timeline-every 3".split(),
+        *"--benchmark-seconds 1 --keep-all --timeline --timeline-every 3".split(),
         cwd=folder,
     )
     return folder / "run", ended
@@ -169,7 +169,7 @@ def test_paper_batch_policy_with_a_slow_rank_bf16_and_a_forced_algorithm(mpirun,
         *"--batch-policy paper --emulate-slowdown 2:40".split(),
         *"--batch-size 40 --precision bf16 --schedule constant --label-smoothing 0.1".split(),
         *"--allreduce striped --emulate-kinds a,b,b --memory-format contiguous".split(),
-        *"--relay-dtype bf16 --relay-memory-mb 8 --benchmark-seconds 2".split(),
+        *"--relay-dtype bf16 --relay-memory-mb 8 --benchmark-seconds 1".split(),
     )
     summary = summary_of(tmp_path)
     assert max(summary["scores"]) == 1
@@ -224,7 +224,7 @@ def test_a_task_of_ones_own_is_trained_without_a_script(mpirun, tmp_path):
     mpirun(
         2,
         *"kaitian-train --task mytasks:build --set width=8 --set lr=3e-2 --epochs 5".split(),
-        *"--global-batch-size 20 --benchmark-seconds 1 --emulate-slowdown 1:3".split(),
+        *"--global-batch-size 20 --benchmark-seconds 0.3 --emulate-slowdown 1:3".split(),
     )
     (folder,) = (tmp_path / "runs").glob("mytasks-build-*")
     config = json.loads((folder / "config.json").read_text())

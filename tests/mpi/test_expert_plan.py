@@ -193,7 +193,12 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
         assign(layout, config, world, state, plan)
 
     with mock.patch.object(ExpertsLayout, "assign", noted):
-        settings = {"layout": "experts", "global_batch_size": 8, "epochs": 2}
+        settings = {
+            "layout": "experts",
+            "global_batch_size": 8,
+            "epochs": 2,
+            "benchmark_seconds": 0.1,
+        }
         folder = str(shared_path / "run")
         with Training(make_task(data=Points(64)), run_dir=folder, **settings) as training:
             training.run()

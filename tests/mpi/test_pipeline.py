@@ -340,7 +340,7 @@ def test_auto_does_not_choose_what_the_task_or_a_setting_rules_out(world, monkey
         ({"loss": lambda m, b: LOSS(m[5](m[:5](b[0])), b[1])}, {}, ["pipeline"]),
         ({"model": nn.Bilinear(3, 3, 4), "loss": pairs}, {}, ["pipeline"]),
     ):
-        config = TrainConfig(layout="auto", benchmark_seconds=0.1, **settings)
+        config = TrainConfig(layout="auto", benchmark_seconds=0.02, **settings)
         setup = Setup(make_task(**parts), NoFolder())
         measured = measure_layouts(config, setup, world)
         refused = measured[0].refused
@@ -462,7 +462,7 @@ def test_a_layer_that_is_too_large_to_be_timed_leaves_layout_shard(world, capfd)
     """One rank alone has too little memory; with few samples, it has enough."""
     layers = Large(3, 40), nn.Tanh(), nn.Linear(40, 4)
     task = make_task(model=nn.Sequential(*layers).double())
-    settings = {"global_batch_size": BATCH, "benchmark_seconds": 0.5}
+    settings = {"global_batch_size": BATCH, "benchmark_seconds": 0.1}
     config, setup = TrainConfig(**settings, layout="auto"), Setup(task, NoFolder())
     layers[0].most = 4 if world.rank else 10**6
     assert len(find_facts(config, setup, world).layers) == 3
