@@ -18,6 +18,7 @@ needs_timm = pytest.mark.skipif(not TIMM, reason="needs timm in the folder $KAIT
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 needs_hosts = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+thorough = pytest.mark.thorough
 
 
 PACKAGES = {"accelerate": "", "transformers": ".trainer", "lightning": ".pytorch"}
@@ -42,7 +43,8 @@ def year_old_server():
 def preloaded(server, monkeypatch):
     """Fork ranks of a process that has loaded the trainers, which takes longer than to train.
 
-    One test of each trainer does without: there, it is loaded once its batches can be divided.
+    One test of Lightning and of the Trainer, which loads Accelerate, does without: there, they are
+    loaded once their batches can be divided.
     """
     monkeypatch.setenv("KAITIAN_FORK_SERVER", server)
 
@@ -92,6 +94,7 @@ def test_batch_norm_over_the_rows_of_all_ranks_on_cpus(mpirun):
 
 
 @needs_accelerate
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
@@ -99,9 +102,7 @@ def test_batch_norm_over_the_rows_of_all_ranks_on_cpus(mpirun):
         ("language", "the loss of the model is the mean over labels after the first"),
     ],
 )
-def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule, request):
-    if kind == "language":
-        request.getfixturevalue("preloaded")
+def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
     found, out = train(mpirun, "accelerate_loop.py", kind)
     assert rule in out
     assert found["evaluated"] == [ROWS, ROWS]
@@ -122,8 +123,8 @@ def test_a_robots_policy_in_the_shape_of_lerobots_loop(mpirun):
     [
         ("language", "a sum over rows", "2 2"),
         ("classifier", "the mean over rows", "1 0 object"),
-        ("own", "a sum over rows", "2 0"),
-        ("own_mean", "the mean over rows", "1 0"),
+        pytest.param("own", "a sum over rows", "2 0", marks=thorough),
+        pytest.param("own_mean", "the mean over rows", "1 0", marks=thorough),
     ],
 )
 def test_hugging_faces_trainer(mpirun, kind, rule, options, request):
@@ -137,7 +138,7 @@ def test_hugging_faces_trainer(mpirun, kind, rule, options, request):
 
 @needs_trl
 @pytest.mark.usefixtures("preloaded")
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("loss_type", ["nll", pytest.param("dft", marks=thorough)])
 def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
     found, out = train(mpirun, "trl_sft.py", loss_type, difference=1e-7)
     assert "the loss of the Trainer is a sum over rows" in out
@@ -146,6 +147,7 @@ def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
     assert counted == tokens
 
 
+@thorough
 @needs_trl
 @pytest.mark.usefixtures("preloaded")
 def test_preferences_by_trl(mpirun):
@@ -195,15 +197,15 @@ def test_lightning_on_hosts_with_unequal_numbers_of_ranks(hosts, tmp_path):
 @pytest.mark.parametrize(
     ("script", "options", "owned"),
     [
-        ("accelerate_loop.py", "object", ""),
-        ("hugging_face.py", "language 2 2", ""),
-        ("trl_sft.py", "nll", ""),
-        ("resumed.py", "lightning -1", ""),
-        ("accelerate_loop.py", "classifier", "sharded"),
-        ("hugging_face.py", "language 2 2", "sharded"),
-        ("hugging_face.py", "language 2 2", "whole"),
+        pytest.param("hugging_face.py", "language 2 2", "", marks=thorough),
         ("trl_sft.py", "nll", "sharded"),
         ("resumed.py", "lightning -1", "sharded"),
+        pytest.param("accelerate_loop.py", "object", "", marks=thorough),
+        pytest.param("trl_sft.py", "nll", "", marks=thorough),
+        pytest.param("resumed.py", "lightning -1", "", marks=thorough),
+        pytest.param("accelerate_loop.py", "classifier", "sharded", marks=thorough),
+        pytest.param("hugging_face.py", "language 2 2", "sharded", marks=thorough),
+        pytest.param("hugging_face.py", "language 2 2", "whole", marks=thorough),
     ],
 )
 def test_trainers_of_a_year_ago(
@@ -226,13 +228,13 @@ def test_trainers_of_a_year_ago(
     ("trainer", "killed_at", "owned"),
     [
         ("plain_ddp", 19, ""),
-        pytest.param("accelerate", 25, "", marks=needs_accelerate),
-        pytest.param("hugging_face", 13, "", marks=needs_accelerate),
-        pytest.param("lightning", 15, "", marks=needs_lightning),
+        pytest.param("accelerate", 25, "", marks=[needs_accelerate, thorough]),
+        pytest.param("hugging_face", 13, "", marks=[needs_accelerate, thorough]),
+        pytest.param("lightning", 15, "", marks=[needs_lightning, thorough]),
         pytest.param("hugging_face", 13, "sharded", marks=needs_accelerate),
-        pytest.param("plain_ddp", 19, "whole", marks=pytest.mark.thorough),
-        pytest.param("accelerate", 25, "whole", marks=[needs_accelerate, pytest.mark.thorough]),
-        pytest.param("lightning", 15, "sharded", marks=[needs_lightning, pytest.mark.thorough]),
+        pytest.param("plain_ddp", 19, "whole", marks=thorough),
+        pytest.param("accelerate", 25, "whole", marks=[needs_accelerate, thorough]),
+        pytest.param("lightning", 15, "sharded", marks=[needs_lightning, thorough]),
     ],
 )
 def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(
@@ -277,8 +279,12 @@ def test_a_stream_that_all_ranks_read_by_hugging_faces_trainer(mpirun):
     ("command", "message"),
     [
         ("accelerate_loop.py classifier split_batches", "leave out Accelerate's split_batches"),
-        ("accelerate_loop.py classifier dispatch_batches", "dispatch_batches: set it to False"),
         ("streams.py dispatched", "dispatch_batches: set it to False"),
+        pytest.param(
+            "accelerate_loop.py classifier dispatch_batches",
+            "dispatch_batches: set it to False",
+            marks=thorough,
+        ),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_in_a_line(mpirun, command, message):
@@ -298,13 +304,13 @@ def run_owned(mpirun, script, *options, ranks=RANKS, shares="3,1,2", kind="shard
 
 OWNED = [
     ("hugging_face.py", "language 2 0", "sharded", True),
-    ("hugging_face.py", "own 2 0", "whole", False),
     ("accelerate_loop.py", "classifier", "sharded", False),
-    ("resumed.py", "lightning -1", "sharded", True),
     ("resumed.py", "lightning -1", "whole", False),
-    pytest.param("trl_sft.py", "nll", "sharded", True, marks=needs_trl),
 ]
 FURTHER_OWNED = [
+    ("hugging_face.py", "own 2 0", "whole", False),
+    ("resumed.py", "lightning -1", "sharded", True),
+    pytest.param("trl_sft.py", "nll", "sharded", True, marks=needs_trl),
     ("hugging_face.py", "language 2 0", "whole", False),
     ("hugging_face.py", "language 2 0", "sharded", False),
     ("hugging_face.py", "classifier 1 0", "sharded", True),
@@ -326,7 +332,7 @@ FURTHER_OWNED = [
         *(
             pytest.param(
                 *getattr(case, "values", case),
-                marks=[*getattr(case, "marks", ()), pytest.mark.thorough],
+                marks=[*getattr(case, "marks", ()), thorough],
             )
             for case in FURTHER_OWNED
         ),
@@ -340,7 +346,7 @@ def test_trainers_whose_models_have_owners(mpirun, script, options, kind, adapti
 
 @needs_accelerate
 @pytest.mark.usefixtures("preloaded")
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=thorough)])
 def test_a_checkpoint_of_owners_is_of_any_number_of_ranks(mpirun, tmp_path, kind):
     def difference(folder):
         one, other = (load_file(tmp_path / f / "final/model.safetensors") for f in ("one", folder))
@@ -366,10 +372,10 @@ def test_a_checkpoint_of_owners_is_of_any_number_of_ranks(mpirun, tmp_path, kind
 @pytest.mark.parametrize(
     ("trainer", "begins"),
     [
-        ("hugging_face", ""),
         ("lightning", "meta"),
-        pytest.param("hugging_face", "meta", marks=pytest.mark.thorough),
-        pytest.param("lightning", "", marks=pytest.mark.thorough),
+        pytest.param("hugging_face", "", marks=thorough),
+        pytest.param("hugging_face", "meta", marks=thorough),
+        pytest.param("lightning", "", marks=thorough),
     ],
 )
 def test_a_model_of_four_times_the_smallest_device(mpirun, trainer, begins):
@@ -506,16 +512,17 @@ def test_unequal_micro_batches_are_refused_in_layout_shard(mpirun, calls, line):
     [
         ("--adaptive", "forward", "--adaptive: in step 3, rank 1 left out a batch that the others"),
         ("--adaptive", "backward", "--adaptive: the backward of step 3 has failed on rank 1"),
-        (
+        pytest.param(
             "--adaptive --layout shard",
             "forward",
             "--adaptive: in step 3, rank 1 left out a batch that the others",
+            marks=thorough,
         ),
         pytest.param(
             "--adaptive --layout shard",
             "backward",
             "a backward has failed on rank 1 after 2 optimizer steps",
-            marks=pytest.mark.thorough,
+            marks=thorough,
         ),
         ("--layout shard", "backward", "a backward has failed on rank 1 after 2 optimizer steps"),
     ],

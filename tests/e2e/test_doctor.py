@@ -58,6 +58,7 @@ def test_a_wrong_flag_is_one_line(mpirun):
     assert ended.err.count("kaitian-doctor: error: --timeout must be") == 1
 
 
+@pytest.mark.thorough
 def test_a_job_trains_and_is_examined_without_what_only_linux_has(mpirun, tmp_path):
     """As on macOS, whose other differences are not tested."""
     without = {"fresh": True, "PYTHONPATH": str(Path(__file__).parents[1] / "without_linux")}

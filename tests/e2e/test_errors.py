@@ -193,7 +193,13 @@ with kaitian_mpi.Training(task, global_batch_size=6, epochs=2, balance="off") as
             "break",
             "3: the next step on ranks 0, 2, the end of the training on ra",
         ),
-        (SURVIVING, "open", "break", "3: backward() on ranks 0, 2, the end of the training on ra"),
+        pytest.param(
+            SURVIVING,
+            "open",
+            "break",
+            "3: backward() on ranks 0, 2, the end of the training on ra",
+            marks=pytest.mark.thorough,
+        ),
         ((), "open", "continue", "for each batch before what comes next (rank 1, step 4)"),
     ],
 )

@@ -41,7 +41,7 @@ def hosts(tmp_path, slots):
         yield hosts
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("wire", ["fp32", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
     network = "--network-interface eth0 --network-allreduce pairwise".split()
     network += "--max-steps 8 --val-split 0.02".split()
@@ -169,6 +169,7 @@ def test_ranks_of_another_host_that_end_before_mpi_end_the_job(hosts, tmp_path):
         started[0].wait_until(lambda: not hosts.rank_pids(), "a rank was left")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("slots", [[1, 2]], ids=[""])
 def test_where_mpirun_has_no_rank_beside_it_the_host_of_the_ended_one_ends_the_job(hosts, tmp_path):
     (tmp_path / "early.py").write_text(EARLY)

@@ -11,7 +11,7 @@ KINDS = ("--emulate-kinds", "gpu,mlu,mlu")
 MEMORY = ("--emulate-memory", "0:150MB,1:75MB,2:75MB", *KINDS)
 TRAIN = (
     "kaitian-train --task planted_large:build --global-batch-size 24 --epochs 9 --run-dir run "
-    "--benchmark-seconds 0.5"
+    "--benchmark-seconds 0.2"
 ).split()
 RESUMED = ("--resume", "auto", "--balance", "off")
 
@@ -22,7 +22,7 @@ def train(tmp_path, ranks, *flags, code=0):
 
 
 def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
-    memory = ("--emulate-memory", "0:320MB,1:170MB,2:170MB", *KINDS)
+    memory = ("--emulate-memory", "0:150MB,1:85MB,2:85MB", *KINDS, "--set", "width=420")
     ended = train(tmp_path, 3, *memory, "--max-steps", "2", "--run-dir", "other", code=None)
     assert ended.code != 0
     assert "out of memory" in ended.text
@@ -36,7 +36,7 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
     saved = torch.load(file)["optimizers"][0]["state"]
     assert len(saved) == 2 * 37
     assert all(state["step"] == 2 for state in saved.values())
-    ended = train(tmp_path, 2, "--max-steps", "3", *RESUMED)
+    ended = train(tmp_path, 2, "--set", "width=420", "--max-steps", "3", *RESUMED)
     assert "resuming from step 2" in ended.out
     assert file.read_bytes() == before
 
@@ -71,7 +71,7 @@ def test_without_mirrors_a_lost_ranks_part_comes_from_the_checkpoint(tmp_path):
     assert summary["steps"] == 10
 
 
-@pytest.mark.parametrize("dies_after", [5, 0])
+@pytest.mark.parametrize("dies_after", [pytest.param(5, marks=pytest.mark.thorough), 0])
 def test_parameters_in_parts_come_from_the_checkpoint_if_there_is_one(tmp_path, dies_after):
     script = str(PLANTED / "planted_large.py")
     command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script, str(dies_after))
@@ -130,7 +130,10 @@ def test_experts_continue_on_other_numbers_of_ranks_and_as_a_plain_module(tmp_pa
         torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dies", "after", "last_saved"), [("0", 5, 4), ("-1", 1, 0)])
+@pytest.mark.parametrize(
+    ("dies", "after", "last_saved"),
+    [("0", 5, 4), pytest.param("-1", 1, 0, marks=pytest.mark.thorough)],
+)
 def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies, after, last_saved):
     script = str(PLANTED / "planted_large.py")
     command = ("mpirun", "-np", "3", *SURVIVING, PYTHON, script)
@@ -180,7 +183,10 @@ def test_the_example_has_no_memory_to_draw_of_replicas(tmp_path, monkeypatch, ca
     assert "not drawn" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", ["--layout shard", "--layout pipeline --lora"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--layout shard", pytest.param("--layout pipeline --lora", marks=pytest.mark.thorough)],
+)
 def test_the_example_trains_and_draws_the_memory(tmp_path, flags):
     example = str(PLANTED.parents[1] / "examples/large_gpt.py")
     small = "--width 64 --blocks 2 --steps 3 --run-dir run".split()

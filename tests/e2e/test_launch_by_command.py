@@ -67,9 +67,23 @@ def run_script(folder, *words, code):
 @pytest.mark.parametrize(
     ("how", "options", "code", "shown", "last"),
     [
-        ("raise", "", 1, r"^\[1@\S+\] RuntimeError: planted$", "the job ended with exit code 1"),
+        pytest.param(
+            "raise",
+            "",
+            1,
+            r"^\[1@\S+\] RuntimeError: planted$",
+            "the job ended with exit code 1",
+            marks=pytest.mark.thorough,
+        ),
         ("exit", "--no-fault-tolerance", 5, r"sys.exit\(5\) before the run was", "exit code 5"),
-        ("kill", "--no-fault-tolerance", 137, "signal 9", "killed by signal 9 (Killed); the job"),
+        pytest.param(
+            "kill",
+            "--no-fault-tolerance",
+            137,
+            "signal 9",
+            "killed by signal 9 (Killed); the job",
+            marks=pytest.mark.thorough,
+        ),
         ("all", "", 1, "", "no rank has finished: all were killed, or their hosts were lost; the"),
     ],
 )
@@ -110,7 +124,9 @@ def test_a_lost_rank_is_survived_and_the_printed_command_does_the_same(tmp_path)
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.thorough)]
+)
 def test_a_signal_to_the_command_reaches_the_job_which_saves(tmp_path, number):
     with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path) as job:
         job.wait_for(r"step 2/")

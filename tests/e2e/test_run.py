@@ -136,7 +136,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("command", [["kaitian-run"], [sys.executable]])
+@pytest.mark.parametrize(
+    "command", [["kaitian-run"], pytest.param([sys.executable], marks=pytest.mark.thorough)]
+)
 def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, command):
     ended = mpirun(2, *command, "script.py", script=SIGNALS)
     assert ended.out.splitlines() == 2 * ["2 ['USR1', 'TERM', 'INT'] -15 [0, 1, 4] [7, 1]"]
@@ -205,7 +207,12 @@ time.sleep(rank / 2)
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
-        ("before init", 1, r"init_process_group: rank 1 of 3 left the job without calling it"),
+        pytest.param(
+            "before init",
+            1,
+            r"init_process_group: rank 1 of 3 left the job without calling it",
+            marks=pytest.mark.thorough,
+        ),
         ("before init", 0, r"init_process_group: rank 0 of 3 left the job without calling it"),
         ("in the middle", 2, r"rank 2 of 3 ended the group before all_reduce #2"),
     ],

@@ -8,6 +8,10 @@ from jobs import PLANTED, PYTHON, SURVIVING, forked, run_alone, run_ranks
 
 SCRIPT = str(PLANTED / "planted_survivor.py")
 EVERY = list(range(1, 15))
+FURTHER_EPOCHS = [
+    ("script:3:1", 4, ""), ("evaluate:8:1", 8, ""), ("between:8:1", 8, ""), ("after:8:1", 8, ""),
+    ("results:15:1", 15, ""), ("between:8:1", 8, "epochs:7"), ("after:8:1", 8, "epochs:7"),
+]  # fmt: skip
 
 
 def results_in(folder):
@@ -78,10 +82,18 @@ def test_a_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed, form, kills
     ("ranks", "form", "kills", "settings"),
     [
         (3, "closed", "backward:3:2 optimizer:6:0", []),
-        (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
-        (5, "open", "loss:3:4 optimizer:6:0 gradient:9:3 ended:14:1", []),
+        pytest.param(
+            4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", [], marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            5,
+            "open",
+            "loss:3:4 optimizer:6:0 gradient:9:3 ended:14:1",
+            [],
+            marks=pytest.mark.thorough,
+        ),
         (5, "epochs", "forward:8:3 evaluate:8:0 after:15:2", ["spares=1"]),
-        (4, "run", "optimizer:4:2 forward:9:0", []),
+        pytest.param(4, "run", "optimizer:4:2 forward:9:0", [], marks=pytest.mark.thorough),
     ],
 )
 def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings):
@@ -93,10 +105,13 @@ def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings)
 @pytest.mark.parametrize(
     ("ranks", "form", "kills", "settings"),
     [
-        (3, "closed", "backward:3:2 optimizer:6:0", []),
-        (4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
         (4, "open", "loss:3:3 optimizer:6:0 gradient:9:1", []),
         (4, "closed", "backward:3:1 optimizer:8:0", ["spares=1"]),
+        pytest.param(3, "closed", "backward:3:2 optimizer:6:0", [], marks=pytest.mark.thorough),
+        pytest.param(
+            *(4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_mirrors_have_a_lost_ranks_experts(survivors, ranks, form, kills, settings):
@@ -131,7 +146,7 @@ def test_an_owner_and_its_mirror_that_are_lost_at_once_end_the_job(tmp_path):
     assert "starting from scratch" not in ended.text
 
 
-@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("killed", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_script_that_goes_on_without_a_rank_is_not_started_again(survivors, killed):
     options = {"program": "kaitian-run", "supervisor": ["kaitian-supervise"]}
     assert len(survivors(3, "closed", f"forward:3:{killed}", **options)) == 2
@@ -176,12 +191,12 @@ def test_a_spare_takes_over_in_an_evaluation_after_a_step(survivors):
 @pytest.mark.parametrize(
     ("kills", "first", "leaves"),
     [
-        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", None, ""), ("script:3:1", 4, ""),
-        ("evaluate:8:1", 8, ""), ("between:8:1", 8, ""), ("after:8:1", 8, ""),
-        ("between:8:1 after:8:0", 8, ""), ("results:15:1", 15, ""), ("after:11:1", 11, "steps:10"),
-        ("between:8:1", 8, "epochs:7"), ("after:8:1", 8, "epochs:7"),
+        ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", None, ""),
+        ("between:8:1 after:8:0", 8, ""),
+        ("after:11:1", 11, "steps:10"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in FURTHER_EPOCHS),
     ],
-)  # fmt: skip
+)
 def test_epochs_go_on_wherever_a_rank_dies(survivors, undisturbed, kills, first, leaves):
     """Also if a spare takes over between two epochs, amid what is done there, from a first step."""
     ranks, settings = (5, []) if first is None else (3, ["spares=1"])

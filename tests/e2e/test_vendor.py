@@ -94,7 +94,7 @@ def test_commands_without_the_vendors_library(mpirun, tmp_path):
         ("vendor:0,vendor:1,cpu", "cpu"),  # the others are of one kind from then on
         # The library's kernels wait for the lost rank forever, and the others for their devices.
         ("vendor:0,vendor:1,vendor:2", ""),
-        ("vendor:0,vendor:1,vendor2:0", ""),
+        pytest.param("vendor:0,vendor:1,vendor2:0", "", marks=pytest.mark.thorough),
     ],
 )
 def test_accelerators_survive_the_only_cpu_rank_and_one_of_their_own(tmp_path, devices, lost):
@@ -135,7 +135,9 @@ def undisturbed(tmp_path_factory):
     ("flags", "text"),
     [
         ("--layout shard", "; mirrors 33.3%, 33.3%, 33.3%"),
-        ("--layout pipeline --set device_mb=15", "|     3 | "),
+        pytest.param(
+            "--layout pipeline --set device_mb=15", "|     3 | ", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_kill_among_accelerators_leaves_the_weights_of_an_undisturbed_run(

@@ -47,7 +47,7 @@ def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["shard", "pipeline"])
+@pytest.mark.parametrize("layout", ["shard", pytest.param("pipeline", marks=pytest.mark.thorough)])
 def test_watchdogs_kill_a_rank_stopped_in_the_setup_and_one_in_a_step(layout, tmp_path):
     """Both after `--step-timeout`, which is a twentieth of what a phase of the setup may last."""
     command = f"kaitian-train --layout {layout} --model planted:stopping_in_setup".split()

@@ -185,7 +185,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("case", CASES)
 def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, accumulated):
     build, loss_of, wrap = CASES[case]

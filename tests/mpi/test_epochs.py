@@ -10,7 +10,6 @@ from samples import (
     BATCH,
     CLOSED_AND_ALSO_OPEN,
     EPOCHS,
-    IN_BOTH_FORMS,
     LENGTH,
     OPEN_AND_ALSO_CLOSED,
     QUIET,
@@ -140,7 +139,7 @@ def check_same(world, found, expected):
 
 
 @ALSO_ALONE
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
     expected, expected_means = by_one_process()
     script, means, steps = train(world, is_open)
@@ -155,9 +154,11 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
     [
         pytest.param(False, {"until": 10}, [10], marks=pytest.mark.thorough),
         (True, {"until": 10}, [10]),
-        (True, {"leave_at": 0}, [STEPS]),
+        pytest.param(True, {"leave_at": 0}, [STEPS], marks=pytest.mark.thorough),
         # After that of step 8, or the one before if that was still being written.
-        (False, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
+        pytest.param(
+            *(False, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]), marks=pytest.mark.thorough
+        ),
         pytest.param(
             *(True, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]), marks=pytest.mark.thorough
         ),

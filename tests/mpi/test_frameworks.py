@@ -170,7 +170,13 @@ def by_a_future(x, group):
 
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize(
-    "function", [in_background, in_sync_after_a_break, by_messages, by_a_future]
+    "function",
+    [
+        by_messages,
+        pytest.param(in_background, marks=pytest.mark.thorough),
+        pytest.param(in_sync_after_a_break, marks=pytest.mark.thorough),
+        pytest.param(by_a_future, marks=pytest.mark.thorough),
+    ],
 )
 def test_collectives_at_graph_breaks_of_compiled_functions(world, function):
     torch._dynamo.reset()

@@ -52,7 +52,9 @@ def calls(world, a, b):
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str
+)
 def test_contiguous_tensors_are_not_copied_and_strided_ones_once(world, algorithm, dtype):
     rows = SIZE // dtype.itemsize // world.size * world.size
     a, b = torch.zeros(rows, dtype=dtype), torch.zeros(rows, dtype=dtype)

@@ -6,6 +6,7 @@ import collective_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi import host_collectives, pairwise
@@ -55,7 +56,10 @@ def test_sums(world, place, algorithm):
     assert cases.values(flags).tolist() == [world.size == 1, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.thorough(1, 4)
+@pytest.mark.parametrize(
+    "dtype", by_default([torch.float32, torch.bfloat16, torch.int64], [torch.bfloat16]), ids=str
+)
 def test_what_the_host_cannot_touch_is_copied_there_and_back(world, algorithm, dtype, monkeypatch):
     copied, engine, copy = [], fake_device.CopyEngine, fake_device.CopyEngine.copy
     monkeypatch.setattr(engine, "copy", lambda *a: copied.append(a[1].numel()) or copy(*a))
@@ -104,6 +108,7 @@ def test_sixteen_bit_floats_are_summed_in_float32_and_rounded_once_a_stage(
     assert ((tensor.double() - exact).abs() <= 0.5001 * spacing + 1e-6).all()
 
 
+@pytest.mark.thorough(1, 4)
 @pytest.mark.parametrize("length", [70, 200_001])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
 def test_sums_of_narrow_integers_wrap_and_their_averages_are_exact(world, algorithm, dtype, length):
@@ -125,6 +130,7 @@ def test_sums_of_narrow_integers_wrap_and_their_averages_are_exact(world, algori
     assert torch.equal(product, (term.long() ** world.size).to(dtype))
 
 
+@pytest.mark.thorough(2, 4)
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_results_may_be_written_over_what_is_sent(world, place):
     """As ZeRO and FSDP reduce gradients, in the way of each of the sizes that differ in it."""
@@ -279,6 +285,7 @@ def test_a_rank_that_gets_more_than_it_expects_says_so(world):
 LONG_ONLY = ("all_reduce", "all_gather", "all_gather_single")  # shorter ones are refused by MPI
 
 
+@pytest.mark.thorough(1, 4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("longer", ["rank 0", "others"])
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def make_task(model, loss=loss_of, **parts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_tied", "replicas"),  # each two of them in every combination
+    ("kind", "is_tied", "replicas"),  # by `--all`, each two of them in every combination
     [
-        *[("llama", True, 2), ("qwen3", True, 1)],
-        # Those below are not tied, on one replica.
+        ("llama", True, 2),
+        pytest.param("qwen3", True, 1, marks=pytest.mark.thorough),
         pytest.param("llama", False, 1, marks=pytest.mark.thorough),
         pytest.param("qwen3", False, 2, marks=pytest.mark.thorough),
     ],
@@ -88,7 +88,14 @@ def test_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas
     check(world, task, tmp_path, replicas)
 
 
-@pytest.mark.parametrize("what", ["windows", "checkpointing", "lora"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "lora",
+        pytest.param("windows", marks=pytest.mark.thorough),
+        pytest.param("checkpointing", marks=pytest.mark.thorough),
+    ],
+)
 def test_other_forms_of_models_are_divided(world, tmp_path, what):
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     kind, settings = ("qwen2", windows) if what == "windows" else ("mistral", {})

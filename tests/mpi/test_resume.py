@@ -228,6 +228,7 @@ def test_changed_flags_apply(world, folder, capsys):
     assert content["metadata"]["allreduce_algorithm"] == ("flat" if world.size > 1 else "direct")
 
 
+@pytest.mark.thorough
 def test_balance_can_be_switched_on_and_off(world, folder, capsys):
     measured = {"balance": "static", "benchmark_seconds": 0.5, "keep_all": True}
     run(world, folder, max_steps=2)
@@ -287,7 +288,11 @@ def test_a_job_that_is_asked_to_saves_and_ends_and_goes_on_exactly(world, folder
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("replicate", marks=pytest.mark.thorough), "shard", "pipeline"]
+    "layout",
+    [
+        "pipeline",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("replicate", "shard")),
+    ],
 )
 def test_a_signal_to_end_saves_first_whatever_the_layout(world, folder, layout, capsys):
     config = TrainConfig(**USUAL | {"run_dir": str(folder), "layout": layout})

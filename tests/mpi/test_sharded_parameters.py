@@ -141,7 +141,7 @@ def test_parameters_must_be_used_in_the_same_order(world, make_run):
         run.close()
 
 
-@pytest.mark.parametrize("can_overlap", [True, False])
+@pytest.mark.parametrize("can_overlap", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_next_parameter_is_gathered_while_one_computes(
     world, make_run, monkeypatch, can_overlap
 ):
@@ -242,7 +242,7 @@ def shrink_data(weight):
     weight.data.mul_(0.9)
 
 
-@pytest.mark.parametrize("change", [shrink, shrink_data])
+@pytest.mark.parametrize("change", [shrink, pytest.param(shrink_data, marks=pytest.mark.thorough)])
 def test_a_forward_may_change_parameters_in_place(train_alike, change):  # noqa: F811
     model = Decayed(change)
     task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd)

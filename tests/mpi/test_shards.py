@@ -247,7 +247,9 @@ def test_each_rank_has_its_share_of_gradients_and_state(world, make_run):
         assert owned == pytest.approx(shares, rel=0.05)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "matrices"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("adamw", marks=pytest.mark.thorough), "matrices"]
+)
 def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
     task, run = make_run(optimizer)
     initial = copy.deepcopy(task.model)
@@ -269,7 +271,11 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
     ("optimizer", "mirrors"),
-    [("adamw", True), ("sgd", True), ("matrices", True), ("two", True), ("adamw", False)],
+    [
+        *[("two", True), ("adamw", False)],
+        *(pytest.param(name, True, marks=pytest.mark.thorough) for name in ("adamw", "sgd")),
+        pytest.param("matrices", True, marks=pytest.mark.thorough),
+    ],
 )
 def test_mirrors_have_what_a_lost_rank_had(world, make_run, monkeypatch, optimizer, mirrors):
     """The last rank forgets its part; so it has to come from the others.
@@ -412,7 +418,7 @@ class Weighed:
         return (losses * counts).sum() / counts.sum()
 
 
-@pytest.mark.parametrize("is_odd", [True, False])
+@pytest.mark.parametrize("is_odd", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     weighed = Weighed(is_odd)
     train(
@@ -421,7 +427,7 @@ def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     )
 
 
-@pytest.mark.parametrize("sharded", [(), (0, 2)])
+@pytest.mark.parametrize("sharded", [pytest.param((), marks=pytest.mark.thorough), (0, 2)])
 def test_parameters_are_frozen_and_unfrozen_between_steps(train, sharded):
     model = small(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
     model[2].requires_grad_(False)
@@ -457,7 +463,9 @@ def scale(model, step):
     nn.utils.vector_to_parameters(vector * 0.95, model.parameters())
 
 
-@pytest.mark.parametrize("how", ["renorm", "transposed", "vector"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("renorm", marks=pytest.mark.thorough), "transposed", "vector"]
+)
 def test_parameters_whose_data_is_set_go_on_training(train, how):
     model = small() if how == "vector" else Renormed(how == "transposed")
     between = scale if how == "vector" else lambda model, step: None
@@ -495,7 +503,7 @@ class Empty(nn.Module):
         return self.layers(x) + self.nothing.sum() + self.other.sum()
 
 
-@pytest.mark.parametrize("sharded", [(), (2,)])
+@pytest.mark.parametrize("sharded", [pytest.param((), marks=pytest.mark.thorough), (2,)])
 def test_parameters_of_no_rows_do_no_harm(train, sharded):
     train(Task(model=Empty(), data=Points(), loss=compute_loss, optimizer=sgd), sharded=sharded)
 

@@ -81,6 +81,7 @@ def test_checkpointing_no_grad_and_local_statistics(world):
         assert isinstance(copied.first, type(ours.inner.first))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks(3)
 def test_compiled_code_calls_it(world):
     alone, ours = both(two_norms())

@@ -14,9 +14,10 @@ from jobs import read_lines, read_readings
 from samples import (
     ALSO_ALONE,
     BATCH,
+    CLOSED_AND_ALSO_OPEN,
     EPOCHS,
-    IN_BOTH_FORMS,
     LENGTH,
+    OPEN_AND_ALSO_CLOSED,
     QUIET,
     WORDS,
     change_shares,
@@ -271,8 +272,20 @@ TASKS = {
 }
 
 
+FURTHER_TASKS = {
+    *("micro-batches of 1", "micro-batches of 4", "open form", "open micro-batches of 1"),
+    *("weights of 0", "weights of 0, open form", "in the data's order"),
+    *("two schedulers", "a scheduler", "told the steps"),
+}
+
+
+def marks_of(number, name):
+    further = [pytest.mark.thorough] if name in FURTHER_TASKS else []
+    return [*further, ALSO_ALONE] if number < 8 else further
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=ALSO_ALONE if n < 8 else ()) for n, each in enumerate(TASKS)]
+    "name", [pytest.param(each, marks=marks_of(n, each)) for n, each in enumerate(TASKS)]
 )
 def test_a_training_equals_that_of_one_process(world, name):
     make, settings = TASKS[name]
@@ -280,7 +293,7 @@ def test_a_training_equals_that_of_one_process(world, name):
 
 
 @ALSO_ALONE
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_parameters_are_frozen_and_unfrozen_between_steps(world, shared_path, is_open):
     def flip(number, model):
         if number == 5:
@@ -429,7 +442,7 @@ def test_compiled_models(world):
     assert relative(weights_of(task.model), weights_of(plain.model)) < 1e-12
 
 
-@IN_BOTH_FORMS
+@OPEN_AND_ALSO_CLOSED
 def test_a_rank_without_samples_leaves_no_trace(world, is_open):
     def run(shares):
         torch.manual_seed(5)
@@ -449,7 +462,7 @@ def test_a_rank_without_samples_leaves_no_trace(world, is_open):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_other_precisions_learn(world, precision, is_open):
     task = regression(
         data=[(x.float(), y.float()) for x, y in points()],
@@ -538,7 +551,7 @@ class Collecting(MetricsSink):
 
 
 @ALSO_ALONE
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_a_sink_of_ones_own_gets_the_metrics_of_all_ranks(world, shared_path, caplog, is_open):
     task = regression(validation=points(37), metrics=sums)
     sink, tensorboard, folder = Collecting(), not is_open, shared_path / "run"
@@ -582,7 +595,7 @@ class Counter:
 
 
 @ALSO_ALONE
-@IN_BOTH_FORMS
+@OPEN_AND_ALSO_CLOSED
 def test_a_run_is_continued_after_a_break(world, shared_path, is_open):
     def metrics(model, batch):
         return {"loss": (token_loss(model, batch) * tokens(batch), tokens(batch))}
@@ -631,7 +644,7 @@ def loop_per_epoch(make_steps):
 
 
 @pytest.mark.parametrize("loop", [islice_of_each_epoch, loop_per_epoch])
-@IN_BOTH_FORMS
+@CLOSED_AND_ALSO_OPEN
 def test_a_loop_that_asks_for_no_more_steps_finishes(world, shared_path, loop, is_open):
     task, loss = in_form(language(), is_open)
     exported = shared_path / "model.safetensors"
@@ -644,7 +657,10 @@ def test_a_loop_that_asks_for_no_more_steps_finishes(world, shared_path, loop, i
     assert exported.exists()
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(0), pytest.param(GeneratorExit(), marks=pytest.mark.thorough), ZeroDivisionError()],
+)
 def test_an_exit_from_the_loop_saves_as_a_return_does(world, shared_path, error):
     def leave(training, step):
         if step.number == 4:

@@ -278,8 +278,11 @@ def test_what_unlike_devices_round_is_made_equal_without_a_word(world, unlike):
         assert all(torch.equal(*pair) for pair in zip(kept, state.replicas(), strict=True))
 
 
+FURTHER_UNLIKE = [pytest.param([rank], marks=pytest.mark.thorough) for rank in (0, 2)]
+
+
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("unlike", [[], [0], [2], [0, 1]])
+@pytest.mark.parametrize("unlike", [[], [0, 1], *FURTHER_UNLIKE])
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [*(("weights", r) for r in range(3)), ("momentum", 2), ("missing", 0), ("a bit", 2)],
@@ -356,13 +359,25 @@ PLACES = {
 }  # fmt: skip
 
 
+FURTHER_PLACES = {
+    *("nowhere", "the first step", "in mid-epoch", "the second epoch's first step"),
+    "the last evaluation",
+}
+
+
 @pytest.fixture(scope="module")
 def unrefused(world):
     return with_norm(world).train()
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("refused", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(steps, marks=pytest.mark.thorough if name in FURTHER_PLACES else (), id=name)
+        for name, steps in PLACES.items()
+    ],
+)
 def test_a_refused_step_is_repeated_without_a_trace(world, unrefused, refused):
     commit = Commit(refused)
     run = with_norm(world, commit).train()
@@ -372,7 +387,7 @@ def test_a_refused_step_is_repeated_without_a_trace(world, unrefused, refused):
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_recovery_is_exact_with_micro_batches_workers_and_another_split(world, workers):
     commit = Commit([2, COMMITS + 3])
     run = with_norm(world, commit, micro_batch_size=5, workers=workers).train()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 from test_memory import MB, in_memory
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +31,11 @@ from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 SHARES = 3.0, 1.0, 2.0, 1.0
 STEPS = 4
 loss_of = nn.CrossEntropyLoss()
-further_sizes = pytest.mark.thorough(1, 2, 4)
+pytestmark = pytest.mark.thorough(2, 4)  # of which tests/e2e/test_adaptive.py has trainers
+further_sizes = pytest.mark.thorough(1)
+also_whole = pytest.mark.parametrize(
+    "owners", [pytest.param("whole", marks=pytest.mark.thorough), "sharded"], indirect=True
+)
 
 
 class Net(nn.Module):
@@ -153,7 +158,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", by_default(OPTIMIZERS, ("sgd", "adafactor")))
 @pytest.mark.filterwarnings("ignore:.*is not known to step each element")
 def test_optimizers_and_their_state(world, owners, name):
     def train(model, module, data):
@@ -190,11 +195,12 @@ CLEARS = {
 
 
 @further_sizes
+@also_whole
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        *((name, "between") for name in CLEARS),
-        *(("zeros", "after"), ("zeros_by_hand", "before")),
+        *(("zeros", "after"), ("zeros_by_hand", "before"), ("zeros_of_module", "between")),
+        *by_default([(name, "between") for name in CLEARS if name != "zeros_of_module"], ()),
         *(
             pytest.param(name, place, marks=pytest.mark.thorough)
             for name in CLEARS
@@ -223,6 +229,8 @@ def test_gradients_are_cleared_in_every_way_at_every_place(world, owners, name, 
     compare(world, train)
 
 
+@further_sizes
+@also_whole
 @pytest.mark.parametrize("has_state", [False, True])
 def test_a_closure(world, owners, has_state):
     def train(model, module, data):
@@ -244,7 +252,11 @@ def test_a_closure(world, owners, has_state):
     compare(world, train)
 
 
-@pytest.mark.parametrize(("has_inf", "fused"), [(False, False), (True, False), (True, True)])
+@also_whole
+@pytest.mark.parametrize(
+    ("has_inf", "fused"),
+    by_default([(False, False), (True, False), (True, True)], [(True, False)]),
+)
 def test_a_scaler(world, owners, has_inf, fused):
     def train(model, module, data):
         optimizer = adamw(model.parameters(), fused=fused)
@@ -293,7 +305,8 @@ CLIPS = {
 
 
 @further_sizes
-@pytest.mark.parametrize("name", CLIPS)
+@also_whole
+@pytest.mark.parametrize("name", by_default(CLIPS, ("norm", "inf", "value", "multiply")))
 def test_clipping(world, owners, name):
     def train(model, module, data):
         optimizer, norms = torch.optim.SGD(model.parameters(), 0.3), []
@@ -308,8 +321,8 @@ def test_clipping(world, owners, name):
     compare(world, train)
 
 
-@pytest.mark.parametrize("no_sync", [True, False])
-@pytest.mark.parametrize("some", ["none", "of_one_rank", "of_all"])
+@pytest.mark.parametrize("no_sync", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("some", by_default(["none", "of_one_rank", "of_all"], ["of_one_rank"]))
 def test_accumulation(world, owners, no_sync, some):
     """A parameter of which only one rank, or micro-batch, has a gradient is not forgotten."""
 
@@ -557,8 +570,15 @@ LOOPS = {
 }
 
 
+TELLING_LOOPS = {
+    *("two_forwards", "frozen_and_unfrozen", "load_midway"),
+    *("adversaries", "average", "used_by_one_rank"),
+}
+
+
 @further_sizes
-@pytest.mark.parametrize("name", LOOPS)
+@also_whole
+@pytest.mark.parametrize("name", by_default(LOOPS, TELLING_LOOPS))
 def test_a_loop(world, owners, name):
     compare(world, LOOPS[name])
 
@@ -578,7 +598,9 @@ def test_replaced_data_is_followed_or_refused(world, owners):
         compare(world, train)
 
 
-@pytest.mark.parametrize("owns", [(1.0, 0.0, 2.0, 1.0), (0.0, 1.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    "owns", [pytest.param((1.0, 0.0, 2.0, 1.0), marks=pytest.mark.thorough), (0.0, 1.0, 0.0, 0.0)]
+)
 def test_a_rank_that_owns_nothing(world, installed, monkeypatch, owns):
     if world.size == 1:
         pytest.skip("one rank owns all")
@@ -587,6 +609,7 @@ def test_a_rank_that_owns_nothing(world, installed, monkeypatch, owns):
         compare(world, LOOPS["first_saves_alone"])
 
 
+@also_whole
 def test_autocast(world, owners):
     def train(model, module, data):
         optimizer = torch.optim.SGD(model.parameters(), 0.3)
@@ -615,6 +638,7 @@ class Tied(nn.Module):
         return self.scores(torch.tanh(x) @ self.embedding.weight.T @ self.embedding.weight)
 
 
+@also_whole
 def test_tied_weights_are_saved_once(world, owners, tmp_path):
     def train(model, module, data):
         optimizer = adamw(model.parameters())
@@ -645,6 +669,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@also_whole
 def test_adapters_of_a_frozen_base(world, owners):
     def train(model, module, data):
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -719,8 +744,8 @@ ON_META = {"evaluated_first": evaluated_first} | {
 
 
 @further_sizes
-@pytest.mark.parametrize("name", ON_META)
-@pytest.mark.parametrize("are_large", [False, True])
+@pytest.mark.parametrize("name", by_default(ON_META, ("evaluated_first",)))
+@pytest.mark.parametrize("are_large", by_default([False, True], [True]))
 def test_a_model_with_values_on_rank_0_only(world, owners, monkeypatch, name, are_large):
     if are_large:
         monkeypatch.setattr(host_parameters, "is_worth_sharding", can_be_sharded)
@@ -821,6 +846,7 @@ def test_only_rank_0_ever_has_the_model_whole(world, installed, monkeypatch):
     dist.barrier()
 
 
+@also_whole
 def test_a_loaded_state_takes_the_memory_of_its_rows_only(world, owners):
     model = Net()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -833,7 +859,8 @@ def test_a_loaded_state_takes_the_memory_of_its_rows_only(world, owners):
     dist.barrier()
 
 
-@pytest.mark.parametrize("saves", [20, pytest.param(100, marks=pytest.mark.thorough)])
+@also_whole
+@pytest.mark.parametrize("saves", by_default([8, 100], [8]))
 def test_rank_0_saves_while_the_others_are_in_a_backward(world, owners, tmp_path, saves):
     """No save waits for a rank that waits for rank 0, and each shows its own step."""
 
@@ -855,6 +882,7 @@ def test_rank_0_saves_while_the_others_are_in_a_backward(world, owners, tmp_path
     compare(world, train)
 
 
+@also_whole
 def test_a_gradient_is_not_read_in_silence(world, owners):
     model = Net()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -864,6 +892,7 @@ def test_a_gradient_is_not_read_in_silence(world, owners):
         model.last.weight.grad.norm()
 
 
+@also_whole
 def test_a_model_is_deleted_while_another_rank_reads_it(world, owners):
     model = Net()
     reference = copy.deepcopy(model)
@@ -1031,8 +1060,14 @@ FOUND = {
 }
 
 
+FURTHER_FOUND = {
+    *("state_dict_of_an_earlier_step", "late_with_scaler", "scaler_of_two_optimizers"),
+}
+
+
 @further_sizes
-@pytest.mark.parametrize("name", FOUND)
+@also_whole
+@pytest.mark.parametrize("name", by_default(FOUND, FOUND.keys() - FURTHER_FOUND))
 def test_what_scripts_do_beside_steps(world, owners, name):
     compare(world, FOUND[name])
 
@@ -1185,6 +1220,7 @@ REFUSALS = [
 
 
 @further_sizes
+@also_whole
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize(("mistake", "message"), REFUSALS)
 def test_mistakes_are_refused(world, owners, mistake, message):

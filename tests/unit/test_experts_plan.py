@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from choices import by_default
 
 from kaitian_mpi.balance.cost_model import RankCost
 from kaitian_mpi.balance.expert_plan import (
@@ -141,7 +142,7 @@ def check(job, placement):
     assert placement.step_sec >= max(placement.rank_sec) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", by_default(range(0, 40, 10), [0]))
 def test_a_placement_is_nearly_the_best_of_all(first):
     ratios = []
     for seed in range(first, first + 10):

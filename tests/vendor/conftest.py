@@ -28,7 +28,7 @@ LAYOUTS = {
     3: [("vendor,cpu,vendor", "xccl"), ("vendor,vendor,vendor", "hccl")],
     4: [
         ("vendor,cpu,vendor,vendor2", "hccl"),
-        ("vendor,vendor2,vendor2,vendor", "mccl"),
+        pytest.param(("vendor,vendor2,vendor2,vendor", "mccl"), marks=pytest.mark.thorough),
         ("vendor,vendor,vendor,vendor", "nccl"),
     ],
 }

@@ -28,7 +28,7 @@ def mixture():
     return Experts(experts, nn.Linear(WIDTH, 5)).double()
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 3])
+@pytest.mark.parametrize("chunks", [0, pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_tokens_that_travel_are_computed_as_in_one_process(world, chunks):
     """Outputs, and the gradients of tokens, the gate and experts; on ranks with no tokens, too."""
     tokens = TOKENS[: world.size]

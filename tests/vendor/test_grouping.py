@@ -37,7 +37,10 @@ LAYOUTS = {
     3: [("kind-and-host", "vendor,vendor,cpu", (0, 0, 1), "hccl")],
     4: [
         ("auto", "vendor,vendor,vendor,cpu", (0, 0, 1, 1), "nccl"),
-        ("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1), "xccl"),
+        pytest.param(
+            ("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1), "xccl"),
+            marks=pytest.mark.thorough,
+        ),
         ("kind-and-host", "vendor,vendor2,vendor,vendor2", (0, 0, 1, 1), "mccl"),
     ],
 }

@@ -43,7 +43,7 @@ def loss(model, batch):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.thorough(3)), 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.thorough(3, 4)), 2])
 def test_stages_on_devices_train_like_one_process(world, replicas):
     torch.manual_seed(5)
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 5)]

@@ -9,6 +9,7 @@ import fake_library
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 from collective_cases import agree, values
 from contracts import CONTRACTS, chosen_name
 from fake_device import current_stream
@@ -39,7 +40,7 @@ CALLS = {"reduce_scatter", "allgather", "alltoall"}
 
 FEWER = pytest.mark.sizes(2, 3)
 ON_ANY = pytest.mark.sizes(2, 3, 4)
-ALSO_ON_3 = pytest.mark.thorough(3)
+ALSO_ON_3, ALSO_ON_4 = pytest.mark.thorough(3), pytest.mark.thorough(4)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,8 @@ ALSO_ON_3 = pytest.mark.thorough(3)
         pytest.param(torch.float64, 1e-12, "mirrors", marks=[FEWER, ALSO_ON_3]),
         pytest.param(torch.float64, 1e-12, "parts", marks=[FEWER, ALSO_ON_3]),
         # Which the libraries sum.
-        pytest.param(torch.float32, 1e-4, "mirrors", marks=ON_ANY),
-        pytest.param(torch.float32, 1e-4, "parts", marks=ON_ANY),
+        pytest.param(torch.float32, 1e-4, "mirrors", marks=[ON_ANY, ALSO_ON_4]),
+        pytest.param(torch.float32, 1e-4, "parts", marks=[ON_ANY, ALSO_ON_4]),
     ],
 )
 def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form):
@@ -132,7 +133,10 @@ def sent_bytes(monkeypatch):
 
 
 @pytest.mark.sizes(3, 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    by_default([torch.float32, torch.float64, torch.bfloat16], [torch.float32, torch.float64]),
+)
 @pytest.mark.parametrize("lengths", [(9001, 0, 5003, 7), (4000, 4000, 4000, 4000)])
 def test_kinds_sum_and_gather_by_their_library_and_parts_cross_once(
     world, device_of, sent_bytes, monkeypatch, dtype, lengths

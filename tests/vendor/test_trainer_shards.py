@@ -17,6 +17,9 @@ SHARES = 3.0, 1.0, 2.0, 1.0
 STEPS = 5
 
 
+pytestmark = pytest.mark.thorough(3, 4)
+
+
 @pytest.fixture
 def installed(world):
     extensions = Installed(world, LayoutSettings())

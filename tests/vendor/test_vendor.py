@@ -40,7 +40,7 @@ SUMMED = TYPES[:7]
 HALF = "half of the ranks on the host"
 
 
-@pytest.fixture(params=["own device", pytest.param(HALF, marks=pytest.mark.thorough(3))])
+@pytest.fixture(params=["own device", pytest.param(HALF, marks=pytest.mark.thorough(3, 4))])
 def put(request, world):
     """A function that creates this rank's tensors from host tensors."""
     half = request.param != "own device" and world.rank % 2 == 0
