@@ -62,7 +62,7 @@ def test_documented_and_pinned_releases_match_the_metadata_and_ci_covers_them():
     minors = {release(torch)[:2] for torch, python in matrix if python == PYTHONS[0]}
     major, minor = release(BEYOND)
     assert {release(OLDEST)[:2], (major, minor - 1)} <= minors
-    assert job["steps"][-1]["run"].endswith('.ci/run --torch "$TORCH" --python "$PYTHON"')
+    assert job["steps"][-1]["run"].endswith('.ci/run $ALL --torch "$TORCH" --python "$PYTHON"')
     assert (ROOT / ".ci/run").read_text().endswith('\nexec bin/test "$@"\n')
 
 
