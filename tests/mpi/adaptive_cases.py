@@ -308,7 +308,7 @@ class Loop:
         adaptive.has_new_plan = self.new_plan
 
     def new_plan(self):
-        plan = next(iter(self.adaptive._plans.values()), None)
+        plan = next(iter(self.adaptive._plans._plans.values()), None)
         if plan is None:
             return False
         batch = sum(plan.shares) // self.size  # another one if a batch sampler has its own
@@ -390,7 +390,7 @@ class Loop:
                 stack.enter_context(part.no_sync())
             self.model.backward(x, labels)
         ranks = [None] * self.size
-        is_counted = not self.case.stream or self.adaptive._train_rows.this_rank > 0
+        is_counted = not self.case.stream or self.adaptive.forwards._train_rows.this_rank > 0
         dist.all_gather_object(ranks, rows.tolist() if is_counted else [])
         whole = list(dict.fromkeys(row for part in ranks for row in part))
         self.seen[-1] += whole

@@ -193,7 +193,7 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
     plans = ([2 + step % 3, *[3] * (size - 2), 4 - step % 3] for step in range(99))
 
     def new_plan():
-        adaptive._plans[3].shares = next(plans)
+        adaptive._plans._plans[3].shares = next(plans)
         return True
 
     monkeypatch.setattr(adaptive, "has_new_plan", new_plan)
@@ -440,7 +440,7 @@ def test_batches_of_a_scripts_own_batch_sampler(adaptive, capsys, monkeypatch, m
     """Batches of 3, 1 and 2 rows in each step; rank 2 is the fastest."""
 
     def new_plan():
-        adaptive._plans[2].shares = [1, 2, 3]
+        adaptive._plans._plans[2].shares = [1, 2, 3]
         return True
 
     monkeypatch.setattr(adaptive, "has_new_plan", new_plan)
@@ -592,7 +592,7 @@ def test_models_with_unlike_rows_share_a_batch(adaptive):
         made = generator(x)
         square(judge(torch.cat([x, made.detach()]))).backward()
         square(judge(made)).backward()
-    assert adaptive._ratios[judge] == 2 * adaptive._ratios[generator]
+    assert adaptive.forwards._ratios[judge] == 2 * adaptive.forwards._ratios[generator]
 
 
 def test_the_rows_that_accelerate_gathers_may_be_unequal(adaptive, monkeypatch):
@@ -724,6 +724,6 @@ def test_ranks_at_different_points_are_told_so(adaptive, world):
     loss.observe({}, lambda: [losses.MEAN])
     sampler = PlannedBatchSampler(None, 3, adaptive)
     message = "the first batch of a loader on rank 0, a backward of a new loss on ranks 1, 2"
-    calls = [lambda: adaptive._begin(sampler, nn.Linear(1, 1)), loss._agree, loss._agree]
+    calls = [lambda: adaptive._plans.begin(sampler, nn.Linear(1, 1)), loss._agree, loss._agree]
     with pytest.raises(UserError, match=message):
         calls[world.rank]()
