@@ -21,6 +21,7 @@ from kaitian_mpi.balance.ownership import NO_MIRROR, Part
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into
+from kaitian_mpi.distributed.gradients import uses_library
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.runtime.polling import WaitContext
@@ -234,7 +235,7 @@ class Gathering:
             pieces[owner] = values[owned[0].begin : owned[-1].end].view(-1)
             owners.append(owner)
         are_equal = len({piece.numel() for piece in pieces}) == 1 and owners == sorted(owners)
-        if are_equal and getattr(group, "uses_library", False):
+        if are_equal and uses_library(group):
             # In place: of a list, a library makes a copy of all first.
             return values, partial(
                 all_gather_into, values.view(-1), pieces[rank], group=self._group

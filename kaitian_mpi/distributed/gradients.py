@@ -175,6 +175,18 @@ def values_of(numbers: Sequence[torch.Tensor]) -> list[float]:
     return torch.stack(alike).cpu().tolist()  # type: ignore[no-any-return]
 
 
+def uses_library(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a vendor's library connects a group's ranks, of any backend; None: all."""
+    chosen: Any = group or dist.group.WORLD
+    return bool(getattr(chosen, "uses_library", False))
+
+
+def is_broken(group: dist.ProcessGroup) -> bool:
+    """Return whether a group, of any backend, knows that it has lost a rank."""
+    ours: Any = group
+    return bool(getattr(ours, "is_broken", False))
+
+
 def sum_on_host(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
     """Start to sum a host tensor over a group's ranks, in place; return the work. Collective.
 

@@ -19,6 +19,7 @@ from torch import nn
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
+from kaitian_mpi.distributed.gradients import is_broken, uses_library
 from kaitian_mpi.distributed.pending_parameter import (
     PendingParameter,
     is_compiled,
@@ -115,7 +116,7 @@ class OwnersValues:
         self._pool = pool
         self._are_confirmed = False
         shared = [bucket for bucket in buckets if not bucket.is_sharded]
-        if getattr(self._group, "uses_library", False):
+        if uses_library(self._group):
             self._keep_mirrored({part for bucket in shared for part in bucket.parts})
         self._missing = len(shared)
         may_arrive_later = self.overlap and not (is_compiling() or self._has_views())
@@ -156,7 +157,7 @@ class OwnersValues:
                 bucket, work, buffer = self._in_flight[0]
                 try:
                     work.wait()
-                    if getattr(self._group, "is_broken", False):
+                    if is_broken(self._group):
                         raise CollectiveError(_NOT_ARRIVED)
                     bucket.store(buffer)
                     if len(self._streams) > 1:  # others would use the values before they are here
@@ -184,7 +185,7 @@ class OwnersValues:
         """Note that the device has passed the values, after waiting for it if `waits`."""
         if waits:
             device_of(next(iter(self._trained.values())).device).mark().wait()
-        self._are_confirmed = not getattr(self._group, "is_broken", False)
+        self._are_confirmed = not is_broken(self._group)
         if self._are_confirmed:
             self._mirrored.clear()
         else:

@@ -6,9 +6,9 @@ import hashlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,188 @@ _UNARMED = -1  # among the indices of parameters
 
 def _nothing(is_last: bool) -> None:
     pass
+
+
+class TrainedParameters:
+    """The parameters of a model that require gradients; they must be the same on every rank."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Take those of these parameters, by name, that require gradients now.
+
+        Raises:
+            UserError: none of them does.
+        """
+        self.names = [name for name, parameter in named.items() if parameter.requires_grad]
+        self.parameters = [named[name] for name in self.names]
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        if not self.parameters:
+            raise UserError(
+                f"the model has {len(named)} parameters, none of which requires gradients; "
+                "set requires_grad=True for those to be trained"
+            )
+
+    def clear(self) -> None:
+        """Keep no parameter alive any longer."""
+        self.names = []
+        self.parameters = []
+        self._frozen = {}
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """The names of parameters that require gradients now, and did not at first."""
+        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+
+    def check_none_unfrozen(self) -> None:
+        """Check that no parameter requires gradients now that did not at first. Not collective."""
+        if self.unfrozen:
+            raise UnsupportedError(
+                f"{self.unfrozen[0]} requires gradients now, and did not when the GradientReducer "
+                "was created; create a new one"
+            )
+
+    def describe(self) -> str:
+        """Return a short text that must be the same on every rank, for `check_same`."""
+        devices: dict[torch.device, int] = {}
+        rows = [
+            (
+                *(name, tuple(p.shape), p.stride(), str(p.dtype)),
+                devices.setdefault(p.device, len(devices)),
+            )
+            for name, p in zip(self.names, self.parameters, strict=True)
+        ]
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
+        return f"{len(rows)} trainable parameters of {elements} elements, layout {digest}"
+
+
+class TakesBuckets(Protocol):
+    """What is told of buckets whose gradients are ready."""
+
+    def take_bucket(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+@not_compiled
+class GradientArrivals:
+    """Tells when all gradients of a bucket are ready, one bucket after the other, in a backward.
+
+    It does so in the armed backward only, from the thread that computes the last of them.
+    """
+
+    def __init__(
+        self, owner: TakesBuckets, trained: TrainedParameters, buckets: Sequence[Sequence[int]]
+    ) -> None:
+        """Watch parameters, whose indices `buckets` has. Not collective.
+
+        The `owner` takes each bucket that is ready, by `next_bucket`.
+        """
+        # A parameter owns its hook: a strong reference to what owns this would be a cycle.
+        self._owner = weakref.ref(owner)
+        self._names = trained.names
+        self._buckets = buckets
+        self.lock = threading.RLock()  # devices have a thread each in backward
+        """Held while the owner takes a bucket."""
+        self.taken = 0
+        """How many buckets the owner has taken of this backward."""
+        self.is_armed = False
+        self.is_backward_done = False
+        self._is_closed = False
+        # The parameters of each bucket whose gradients are not ready; never empty if not armed.
+        self._missing = [{_UNARMED} for _ in buckets]
+        self._ready: set[int] = set()
+        # While these exist, autograd accumulates all gradients on the stream that is current now,
+        # which waits for those that compute them; else each on one of its own.
+        self._accumulators = [get_gradient_edge(each).node for each in trained.parameters]
+        on_ready = weakref.WeakMethod(self._bucket_ready)
+        handles = [
+            trained.parameters[index].register_post_accumulate_grad_hook(
+                partial(_note_gradient, on_ready, self._missing[bucket], bucket, index)
+            )
+            for bucket, indices in enumerate(buckets)
+            for index in indices
+        ]
+        self._remove_hooks = weakref.finalize(self, _remove, handles)
+
+    @property
+    def are_all_taken(self) -> bool:
+        """Whether the owner has taken every bucket."""
+        return self.taken == len(self._buckets)
+
+    def arm(self) -> None:
+        """Tell of the buckets of the next backward. Not collective."""
+        if self._is_closed:
+            raise RuntimeError("arm() after close()")
+        if self.is_armed and self.is_backward_done:
+            raise RuntimeError("arm() before the finish() of the last armed backward()")
+        self._ready.clear()
+        for missing, indices in zip(self._missing, self._buckets, strict=True):
+            missing.clear()
+            missing.update(indices)
+        self.taken = 0
+        self.is_armed = True
+        self.is_backward_done = False
+
+    def disarm(self) -> None:
+        """Tell of no buckets of the next backward. Not collective."""
+        for missing in self._missing:
+            missing.add(_UNARMED)
+        self.is_armed = False
+
+    def next_bucket(self) -> int:
+        """Return the number of the bucket that the owner takes now."""
+        self.taken += 1
+        return self.taken - 1
+
+    def take_rest(self) -> None:
+        """Have the owner take the buckets that it has not taken."""
+        with self.lock:
+            while not self.are_all_taken:
+                self._take()
+
+    def end(self) -> None:
+        """Note that a backward is complete: until the next one is armed, a gradient is an error."""
+        self.is_armed = False
+
+    def rewind(self) -> None:
+        """Let the owner take all buckets once more, without a backward."""
+        self.taken = 0
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters. Not collective."""
+        self.disarm()
+        self._is_closed = True
+        self._remove_hooks()
+        self._accumulators = []
+        self._buckets = []
+        self._missing = []
+
+    def _take(self) -> None:
+        owner = self._owner()
+        assert owner is not None  # it has asked, or its hooks exist
+        owner.take_bucket()
+
+    def _bucket_ready(self, bucket: int, index: int) -> None:
+        """Have the buckets taken that can be, now that parameter `index` was the last of one."""
+        owner = self._owner()
+        if owner is None:
+            return
+        with self.lock:
+            if bucket < self.taken:
+                owner.reset()
+                raise UnsupportedError(
+                    f"{self._names[index]} received a gradient after its bucket was reduced: call "
+                    "finish() and arm() before a second backward(), and checkpoint() with "
+                    "use_reentrant=False"
+                )
+            if self.taken == 0:
+                engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                engine.queue_callback(self._backward_done)
+            self._ready.add(bucket)
+            while self.taken in self._ready:
+                owner.take_bucket()
+
+    def _backward_done(self) -> None:
+        self.is_backward_done = True
 
 
 @not_compiled
@@ -74,58 +256,27 @@ class GradientReducer:
         caller says when a step is done, by `Residuals.keep`.
         """
         named = dict(model.named_parameters())  # each once, also where modules share it
-        if parameters is not None:
-            named = dict(parameters)
-        self._names = [name for name, p in named.items() if p.requires_grad]
-        self._parameters = [named[name] for name in self._names]
-        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        if not self._parameters:
-            raise UserError(
-                f"the model has {len(named)} parameters, none of which requires gradients; "
-                "set requires_grad=True for those to be trained"
-            )
+        self._trained = TrainedParameters(named if parameters is None else parameters)
         self._group = group
         self._on_bucket = on_bucket
-        self._lock = threading.RLock()  # devices have a thread each in backward
         self._weight: float | Callable[[], float | None] | None = 1.0
         self._number: torch.Tensor | None = None
         self._works: list[dist.Work] = []
         self._sums: list[torch.Tensor] = []
-        self._filled = 0
-        self._is_armed = self._is_backward_done = self._is_closed = False
         self._buckets: list[Bucket] = []
         self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
         is_exact = self._residuals.wire == "fp32"
         default_caps = _BUCKET_CAPS if is_exact else _BUCKET_CAPS_OF_SLOW_LINKS
-        self._bucket_indices = self._group_into_buckets(bucket_caps or default_caps)
-        # The parameters of each bucket whose gradients are not ready; never empty if not armed.
-        self._missing = [{_UNARMED} for _ in self._bucket_indices]
-        self._ready: set[int] = set()
+        caps = bucket_caps or default_caps
+        self._bucket_indices = group_into_buckets(self._trained.parameters, caps)
         self._build()
-        # While these exist, autograd accumulates all gradients on the stream that is current now,
-        # which waits for those that compute them; else each on one of its own.
-        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters]
-        # A parameter owns its hook: a strong reference to this would be a cycle.
-        on_ready = weakref.WeakMethod(self._bucket_ready)
-        handles = [
-            self._parameters[index].register_post_accumulate_grad_hook(
-                partial(_note_gradient, on_ready, self._missing[bucket], bucket, index)
-            )
-            for bucket, indices in enumerate(self._bucket_indices)
-            for index in indices
-        ]
-        self._remove_hooks = weakref.finalize(self, _remove, handles)
+        self._arrivals = GradientArrivals(self, self._trained, self._bucket_indices)
 
     @property
     def is_outdated(self) -> bool:
         """Whether a parameter requires gradients that did not when this was created."""
-        return any(parameter.requires_grad for parameter in self._frozen.values())
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has, or is to sum, gradients of the current step."""
-        return self._is_armed
+        return bool(self._trained.unfrozen)
 
     @property
     def carries_number(self) -> bool:
@@ -156,28 +307,13 @@ class GradientReducer:
         computed a NaN; with None, they are ignored, as if it had not used any parameter. `number`,
         of one element, is summed as well if `carries_number`.
         """
-        if self._is_closed:
-            raise RuntimeError("arm() after close()")
-        if self._is_armed and self._is_backward_done:
-            raise RuntimeError("arm() before the finish() of the last armed backward()")
-        names = [name for name, p in self._frozen.items() if p.requires_grad]
-        if names:
-            raise UnsupportedError(
-                f"{names[0]} requires gradients now, and did not when the GradientReducer was "
-                "created; create a new one"
-            )
+        self._trained.check_none_unfrozen()
+        self._arrivals.arm()
         if self._works:
             self._build()  # a sum in progress keeps its buffers
-        self._ready.clear()
-        for missing, indices in zip(self._missing, self._bucket_indices, strict=True):
-            missing.clear()
-            missing.update(indices)
         self._weight = weight
         self._number = number
-        self._filled = 0
         self._sums = []
-        self._is_armed = True
-        self._is_backward_done = False
 
     def finish(self) -> None:
         """Complete the sums of the armed backward; `grad` of each parameter then holds its sum.
@@ -185,12 +321,10 @@ class GradientReducer:
         It is the same bit by bit on all ranks, and a view of its bucket's buffer. A parameter that
         no rank has a gradient for has None. Collective.
         """
-        if not self._is_armed:
+        if not self._arrivals.is_armed:
             raise RuntimeError("finish() without arm()")
         try:
-            with self._lock:
-                while self._filled < len(self._buckets):
-                    self._fill_next()
+            self._arrivals.take_rest()
             for index, bucket in enumerate(self._buckets):
                 if self._works:
                     self._works[index].wait()
@@ -208,9 +342,7 @@ class GradientReducer:
 
         The gradients are left as they are; set them to None before the next backward.
         """
-        for missing in self._missing:
-            missing.add(_UNARMED)
-        self._is_armed = False
+        self._arrivals.disarm()
         self._weight = 0.0
         self._number = None
 
@@ -236,70 +368,35 @@ class GradientReducer:
 
     def describe(self) -> str:
         """Return a short text that must be the same on every rank, for `check_same`."""
-        devices: dict[torch.device, int] = {}
-        rows = [
-            (
-                *(name, tuple(p.shape), p.stride(), str(p.dtype)),
-                devices.setdefault(p.device, len(devices)),
-            )
-            for name, p in zip(self._names, self._parameters, strict=True)
-        ]
-        elements = sum(parameter.numel() for parameter in self._parameters)
-        digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
-        return f"{len(rows)} trainable parameters of {elements} elements, layout {digest}"
+        return self._trained.describe()
 
     def close(self) -> None:
         """Remove the hooks from the model; its gradients stay. Not collective."""
         self.reset()
-        self._remove_hooks()
-        self._is_closed = True
+        self._arrivals.close()
+        self._trained.clear()
         self._on_bucket = _nothing
-        self._parameters = []
-        self._accumulators = []
-        self._frozen = {}
         self._buckets = []
         self._bucket_indices = []
-        self._missing = []
         self._carrier = None
         self._works = []
-
-    def _group_into_buckets(self, caps: tuple[int, int]) -> list[list[int]]:
-        return group_into_buckets(self._parameters, caps)
 
     def _build(self) -> None:
         self._works = []
         self._buckets = []
         self._residuals.clear()
         for indices in self._bucket_indices:
-            bucket = Bucket({index: self._parameters[index] for index in indices})
+            bucket = Bucket({index: self._trained.parameters[index] for index in indices})
             self._buckets.append(bucket)
-            places = {self._names[index]: place for index, place in bucket.places.items()}
+            places = {self._trained.names[index]: place for index, place in bucket.places.items()}
             bucket.use_residual(self._residuals.add(bucket.buffer, places))
         exact = [bucket for bucket in self._buckets if bucket.buffer.dtype in _EXACT]
         self._carrier = exact[-1] if exact else None
 
-    def _bucket_ready(self, bucket: int, index: int) -> None:
-        """Fill the buckets that can be, now that parameter `index` was the last of one."""
-        with self._lock:
-            if bucket < self._filled:
-                self.reset()
-                raise UnsupportedError(
-                    f"{self._names[index]} received a gradient after its bucket was reduced: call "
-                    "finish() and arm() before a second backward(), and checkpoint() with "
-                    "use_reentrant=False"
-                )
-            if self._filled == 0:
-                engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-                engine.queue_callback(self._backward_done)
-            self._ready.add(bucket)
-            while self._filled in self._ready:
-                self._fill_next()
-
-    def _fill_next(self) -> None:
-        """Fill a bucket, and start its sum unless it is the only one."""
-        bucket = self._buckets[self._filled]
-        self._filled += 1
-        self._on_bucket(self._filled == len(self._buckets))
+    def take_bucket(self) -> None:
+        """Fill the next bucket, and start its sum unless it is the only one."""
+        bucket = self._buckets[self._arrivals.next_bucket()]
+        self._on_bucket(self._arrivals.are_all_taken)
         if callable(self._weight):
             self._weight = self._weight()
         bucket.fill(self._weight, self._number if bucket is self._carrier else None)
@@ -308,9 +405,6 @@ class GradientReducer:
         if len(self._buckets) > 1:
             work = sum_gradients(bucket.buffer, bucket.residual, self._group, in_background=True)
             self._works.append(work)
-
-    def _backward_done(self) -> None:
-        self._is_backward_done = True
 
 
 @not_compiled

@@ -7,7 +7,6 @@ Parts that have mirrors are sent on to those, once they are summed.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,16 +20,75 @@ from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
 from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
-from kaitian_mpi.distributed.gradients import (
-    finite_and_norm,
-    group_into_buckets,
-    sum_on_host,
-    values_of,
-)
+from kaitian_mpi.distributed.gradients import group_into_buckets, uses_library
 from kaitian_mpi.distributed.owners_values import IN_FLIGHT, OwnersValues, Targets
-from kaitian_mpi.distributed.reducer import GradientReducer
+from kaitian_mpi.distributed.reducer import GradientArrivals, TrainedParameters
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
+from kaitian_mpi.distributed.step_facts import StepFacts
 from kaitian_mpi.runtime.polling import WaitContext
+
+
+class _Buckets:
+    """The buckets of a model's trained parameters, and the buffers that these share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Part],
+        group: dist.ProcessGroup | None,
+        gathering: Gathering | None,
+        caps: tuple[int, int],
+    ) -> None:
+        self.trained = TrainedParameters(dict(model.named_parameters()))
+        numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+        self.numbers = [numbers[parameter] for parameter in self.trained.parameters]
+        """The trained parameters' numbers among all, by index."""
+        self._sharded = gathering.numbers if gathering is not None else ()
+        self.indices = self._group_into_buckets(caps)
+        """The trained parameters' indices, by bucket."""
+        self.buckets: list[ShardBucket] = []
+        self.pool = BufferPool(0)
+        chosen: Any = group or dist.group.WORLD
+        pads = uses_library(chosen)
+        parts_of: dict[int, list[Part]] = {}
+        for part in parts:
+            parts_of.setdefault(part.parameter, []).append(part)
+        for indices in self.indices:
+            members = {self.numbers[index]: self.trained.parameters[index] for index in indices}
+            members_parts = [part for number in members for part in parts_of[number]]
+            is_sharded = self._is_sharded(indices[0])
+            self.buckets.append(
+                ShardBucket(members, members_parts, chosen.size(), chosen.rank(), is_sharded, pads)
+            )
+
+    def allocate(self, limit: int | None) -> None:
+        """Make the buffers: up to `limit` of each dtype and device, or one for each bucket."""
+        self.pool = BufferPool(len(self.buckets) if limit is None else limit)
+        self.pool.prepare(self.buckets)
+
+    def clear(self) -> None:
+        """Free the buckets and the buffers."""
+        self.trained.clear()
+        self.numbers = []
+        self.indices = []
+        self.buckets = []
+        self.pool = BufferPool(0)
+
+    def _group_into_buckets(self, caps: tuple[int, int]) -> list[list[int]]:
+        """Give each parameter that fills a bucket one of its own, which then needs no copy."""
+        parameters = self.trained.parameters
+        buckets: list[list[int]] = []
+        for indices in group_into_buckets(parameters, caps):
+            large = [index for index in indices if parameters[index].nbytes >= caps[1]]
+            buckets += [[index] for index in large]
+            small = [index for index in indices if index not in large]
+            sharded = [index for index in small if self._is_sharded(index)]
+            whole = [index for index in small if index not in sharded]
+            buckets += filter(None, (sharded, whole))
+        return buckets
+
+    def _is_sharded(self, index: int) -> bool:
+        return self.numbers[index] in self._sharded
 
 
 class _BucketSum(NamedTuple):
@@ -47,8 +105,74 @@ class _BucketSum(NamedTuple):
     is_last_round: bool
 
 
+class _SumsInFlight:
+    """The sums of buckets that are on their way, and those of mirrored parts after them."""
+
+    def __init__(
+        self,
+        layout: _Buckets,
+        values: OwnersValues,
+        group: dist.ProcessGroup | None,
+        waits: WaitContext,
+    ) -> None:
+        self._layout = layout
+        self._values = values
+        self._group = group
+        self._waits = waits
+        self._in_flight: deque[_BucketSum] = deque()
+        self._sent_to_mirrors: list[Any] = []
+
+    def make_room(self) -> None:
+        """Wait until one more bucket takes no more memory than is planned."""
+        while sum(map(self._takes_extra_memory, self._in_flight)) >= IN_FLIGHT:
+            self.wait(len(self._in_flight) - 1)
+
+    def start(
+        self, bucket: ShardBucket, weight: float | None, adds: bool, is_last_round: bool
+    ) -> None:
+        """Start to sum a bucket's gradients, each rank's times its weight. Collective."""
+        buffer = bucket.fill(weight, self._layout.pool)
+        result = torch.empty_like(bucket.padded) if adds else bucket.padded
+        work = bucket.start_sum(result, buffer, self._group)
+        self._in_flight.append(_BucketSum(bucket, work, buffer, result, adds, is_last_round))
+
+    def wait(self, limit: int = 0) -> None:
+        """Wait until at most `limit` buckets are being summed."""
+        if len(self._in_flight) <= limit:
+            return
+        with self._waits("the sum of gradients") if limit else nullcontext():
+            while len(self._in_flight) > limit:
+                bucket, work, buffer, result, adds, is_last_round = self._in_flight.popleft()
+                work.wait()
+                if adds:
+                    keep_for_current_stream(result)  # it is of the stream that backward adds on
+                    bucket.padded.add_(result)
+                if is_last_round and bucket.has_mirrors:
+                    self._sent_to_mirrors.append(bucket.start_mirroring(self._group))
+                bucket.release(buffer, self._layout.pool)
+
+    def wait_for_mirrors(self) -> None:
+        """Wait for all sums, also at the mirrors."""
+        self.wait()
+        for work in self._sent_to_mirrors:
+            work.wait()
+
+    def clear(self) -> None:
+        """Forget the sums; one in progress keeps its buffers."""
+        self._in_flight.clear()
+        self._sent_to_mirrors.clear()
+
+    def _takes_extra_memory(self, bucket_sum: _BucketSum) -> bool:
+        """Return whether a sum in progress takes memory beyond the buffers set aside.
+
+        If values may arrive during the next forward, there are buffers for all buckets but those of
+        one parameter, and the device need not wait for a rank that is behind.
+        """
+        return not self._values.overlap or bucket_sum.bucket.is_whole or bucket_sum.adds
+
+
 @not_compiled
-class ShardReducer(GradientReducer):
+class ShardReducer:
     """Sums gradients as `GradientReducer` does, each to the rank that owns it.
 
     Only an owner has the sum after `finish`. Several micro-batches are each armed, and add up at
@@ -58,7 +182,7 @@ class ShardReducer(GradientReducer):
     Attributes:
         values: gives every rank the owners' new values.
         gathering: gathers sharded parameters; None if all are whole.
-        squared_norm: of the whole gradient, after `finish`; the same on every rank.
+        waits: makes the context in which earlier buckets and values are waited for.
         factor: the factor by which the summed gradients must still be multiplied.
     """
 
@@ -75,7 +199,6 @@ class ShardReducer(GradientReducer):
         on_bucket: Callable[[bool], None] = lambda is_last: None,
         waits: WaitContext = lambda name: nullcontext(),
         bucket_caps: tuple[int, int] = BUCKET_CAPS,
-        residuals: Any = None,
         overlaps: bool = True,
         gathering: Gathering | None = None,
     ) -> None:
@@ -89,41 +212,46 @@ class ShardReducer(GradientReducer):
             on_bucket: called when a bucket of this step is ready, with whether it is the last.
             waits: makes the context in which backward waits for earlier buckets.
             bucket_caps: bytes at which a bucket is full: the first one, and the others.
-            residuals: ignored, as all sums are exact here; `GradientReducer` takes them.
             overlaps: whether values may arrive after `share_values`, which takes buffers for all
                 buckets; else it waits for them, and takes two.
             gathering: gathers sharded parameters; None if there are none.
         """
-        self._numbers = {p: number for number, p in enumerate(model.parameters())}
-        self._parts_of: dict[int, list[Part]] = {}
-        for part in parts:
-            self._parts_of.setdefault(part.parameter, []).append(part)
-        self._targets = targets
         self.waits = waits
         self.gathering = gathering
-        self._in_flight: deque[_BucketSum] = deque()
-        self._sent_to_mirrors: list[Any] = []
+        self._targets = targets
+        self._group = group
+        self._on_bucket = on_bucket
+        self._weight: float | Callable[[], float | None] | None = 1.0
+        self._number: torch.Tensor | None = None
         self._rounds = 1
         self._round = 0
-        self.squared_norm = 0.0
-        self._rank_numbers: list[tuple[torch.Tensor, float]] = []
-        self._sum = torch.zeros(())
-        self._has_library = bool(getattr(group or dist.group.WORLD, "uses_library", False))
-        self._is_finite = True
+        # From how many ranks each trained parameter got a gradient; of this rank, until `finish`.
+        self._used: list[float] = []
+        self._facts = StepFacts()
         self.values = OwnersValues(model, targets, group, waits, overlaps)
         if gathering is not None:
             bucket_caps = BUCKET_CAPS[0], bucket_cap(max(p.nbytes for p in model.parameters()))
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
-            super().__init__(model, group=group, on_bucket=on_bucket, bucket_caps=bucket_caps)
+            self._layout = _Buckets(model, parts, group, gathering, bucket_caps)
+            self._layout.allocate(None if self.values.overlap else IN_FLIGHT)
+            self._arrivals = GradientArrivals(self, self._layout.trained, self._layout.indices)
+        self._sums = _SumsInFlight(self._layout, self.values, group, waits)
         self.values.begin_trial()
 
     @property
     def number(self) -> torch.Tensor:
-        return self._sum
+        """The weighted sum of the ranks' numbers after `finish`; float64, without dimensions."""
+        return self._facts.number
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the whole gradient, after `finish`; the same on every rank."""
+        return self._facts.squared_norm
 
     @property
     def has_begun(self) -> bool:
-        return self._is_armed or self._round > 0
+        """Whether it has, or is to sum, gradients of the current step."""
+        return self._arrivals.is_armed or self._round > 0
 
     @property
     def is_outdated(self) -> bool:
@@ -132,10 +260,9 @@ class ShardReducer(GradientReducer):
         One that no longer requires them matters only if parameters are sharded: the order in which
         they are used and summed then changes.
         """
-        if super().is_outdated:
-            return True
-        some_are_frozen = not all(parameter.requires_grad for parameter in self._parameters)
-        return self.gathering is not None and some_are_frozen
+        trained = self._layout.trained
+        some_are_frozen = not all(parameter.requires_grad for parameter in trained.parameters)
+        return bool(trained.unfrozen) or (self.gathering is not None and some_are_frozen)
 
     def begin_step(self, rounds: int) -> None:
         """Begin a step in which the reducer is armed up to `rounds` times. Not collective.
@@ -149,183 +276,133 @@ class ShardReducer(GradientReducer):
         weight: float | Callable[[], float | None] | None,
         number: torch.Tensor | None = None,
     ) -> None:
-        """Let the next backward add to the owners' sums, as one round of the step."""
-        if self._is_armed and self._is_backward_done and self._round + 1 < self._rounds:
+        """Let the next backward add to the owners' sums, as one round of the step.
+
+        `weight` and `number` are as in `GradientReducer.arm`. Collective if it completes a round.
+        """
+        ends_round = self._arrivals.is_armed and self._arrivals.is_backward_done
+        if ends_round and self._round + 1 < self._rounds:
             self.end_round()
-        super().arm(weight, number)
+        self._layout.trained.check_none_unfrozen()
+        self._arrivals.arm()
+        self._weight = weight
+        self._number = number
 
     def finish(self) -> None:
         """Complete the sums of all rounds, as the gradients of the targets. Collective."""
-        if not (self._is_armed or self._round):
+        if not self.has_begun:
             raise RuntimeError("finish() without arm()")
         try:
             self.values.check_all_seen()
-            if self._is_armed:
+            if self._arrivals.is_armed:
                 self.end_round()
             while self._round < self._rounds:
-                self._filled = 0
+                self._arrivals.rewind()
                 self._weight = None
                 self.end_round()
-            self._wait_for_sums(0)
-            for work in self._sent_to_mirrors:
-                work.wait()
+            self._sums.wait_for_mirrors()
             self._settle()
         finally:
             self.reset()
 
     def reset(self) -> None:
-        super().reset()
+        """Disarm: to be called after a backward that raised. Not collective."""
+        self._arrivals.disarm()
+        self._weight = 0.0
+        self._number = None
         self._round = 0
         if self.gathering is not None:
             self.gathering.reset()
-        self._in_flight.clear()  # a sum in progress keeps its buffers
-        self._sent_to_mirrors.clear()
+        self._sums.clear()
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity."""
-        return self._is_finite
+        return self._facts.is_finite
 
     def check_values(self) -> None:
+        """Wait for the owners' values. Not collective.
+
+        Raises:
+            CollectiveError: they will not arrive, as a rank is lost.
+        """
         self.values.check()
 
     def share_values(self) -> None:
         """Give every rank the owners' values of the parameters, as `OwnersValues` does."""
-        self.values.share(self._buckets, self._pool)
+        self.values.share(self._layout.buckets, self._layout.pool)
 
     def close(self) -> None:
-        self.values.close(self._buckets)
-        super().close()
+        """Remove the hooks from the model. Not collective."""
+        self.values.close(self._layout.buckets)
+        self.reset()
+        self._arrivals.close()
         # The loop may outlive its end, but not the memory of the parts.
+        self._layout.clear()
         self._targets = {}
-        self._pool = BufferPool(0)
+        self._on_bucket = lambda is_last: None
         self.gathering = None
 
-    def _group_into_buckets(self, caps: tuple[int, int]) -> list[list[int]]:
-        """Give each parameter that fills a bucket one of its own, which then needs no copy."""
-        buckets = []
-        for indices in group_into_buckets(self._parameters, caps):
-            large = [index for index in indices if self._parameters[index].nbytes >= caps[1]]
-            buckets += [[index] for index in large]
-            small = [index for index in indices if index not in large]
-            sharded = [index for index in small if self._is_sharded(index)]
-            whole = [index for index in small if index not in sharded]
-            buckets += filter(None, (sharded, whole))
-        return buckets
-
-    def _is_sharded(self, index: int) -> bool:
-        number = self._numbers[self._parameters[index]]
-        return self.gathering is not None and number in self.gathering.numbers
-
-    def _build(self) -> None:
-        group: Any = self._group or dist.group.WORLD
-        self._buckets: list[Any] = []
-        self._pool = BufferPool(len(self._bucket_indices) if self.values.overlap else IN_FLIGHT)
-        for indices in self._bucket_indices:
-            numbers = {self._numbers[self._parameters[i]]: self._parameters[i] for i in indices}
-            parts = [part for number in numbers for part in self._parts_of[number]]
-            ranks, is_sharded = (group.size(), group.rank()), self._is_sharded(indices[0])
-            self._buckets.append(ShardBucket(numbers, parts, *ranks, is_sharded, self._has_library))
-        self._pool.prepare(self._buckets)
-        self._used: list[float] = []
-        self._carrier = None
-
-    def _fill_next(self) -> None:
+    def take_bucket(self) -> None:
+        """Start the sum of the next bucket, whose gradients are ready. Collective."""
         if self.gathering is not None:
             self.gathering.next_bucket()
         self._sum_next()
 
     def _sum_next(self) -> None:
         """Fill a bucket, and start its sum."""
-        while sum(map(self._takes_extra_memory, self._in_flight)) >= IN_FLIGHT:
-            self._wait_for_sums(len(self._in_flight) - 1)
-        number, bucket = self._filled, self._buckets[self._filled]
-        self._filled += 1
+        self._sums.make_room()
+        number = self._arrivals.next_bucket()
+        bucket = self._layout.buckets[number]
         self.values.check_seen(bucket.parameters)
+        is_last_round = self._round + 1 == self._rounds
         has_computed = self._weight is not None or self._round == 0
         if has_computed:  # else this rank has no micro-batches left
-            is_last = self._round + 1 == self._rounds or self._number is not None
-            self._on_bucket(is_last and self._filled == len(self._buckets))
+            is_last = is_last_round or self._number is not None
+            self._on_bucket(is_last and self._arrivals.are_all_taken)
         if callable(self._weight):
             self._weight = self._weight()
         if self._round == 0 and number == 0:
             self._begin_sums()
         if self._weight is not None:
-            for index in self._bucket_indices[number]:
-                self._used[index] += self._parameters[index].grad is not None
-        buffer = bucket.fill(self._weight, self._pool)
-        adds = self._adds(number)
-        result = torch.empty_like(bucket.padded) if adds else bucket.padded
-        work = bucket.start_sum(result, buffer, self._group)
-        is_last_round = self._round + 1 == self._rounds
-        self._in_flight.append(_BucketSum(bucket, work, buffer, result, adds, is_last_round))
+            for index in self._layout.indices[number]:
+                self._used[index] += self._layout.trained.parameters[index].grad is not None
+        self._sums.start(bucket, self._weight, self._adds(number), is_last_round)
 
     def _begin_sums(self) -> None:
         """Forget which parameters the last step has used."""
-        self._used = [0.0] * len(self._parameters)
-        self._rank_numbers = []
+        self._used = [0.0] * len(self._layout.numbers)
+        self._facts.forget_numbers()
 
     def _adds(self, number: int) -> bool:
         """Return whether a bucket is added to what its owners have of earlier rounds."""
         return self._round > 0
 
-    def _takes_extra_memory(self, bucket_sum: _BucketSum) -> bool:
-        """Return whether a sum in progress takes memory beyond the buffers set aside.
-
-        If values may arrive during the next forward, there are buffers for all buckets but those of
-        one parameter, and the device need not wait for a rank that is behind.
-        """
-        return not self.values.overlap or bucket_sum.bucket.is_whole or bucket_sum.adds
-
-    def _wait_for_sums(self, limit: int) -> None:
-        """Wait until at most `limit` buckets are being summed."""
-        if len(self._in_flight) <= limit:
-            return
-        with self.waits("the sum of gradients") if limit else nullcontext():
-            while len(self._in_flight) > limit:
-                bucket, work, buffer, result, adds, is_last_round = self._in_flight.popleft()
-                work.wait()
-                if adds:
-                    keep_for_current_stream(result)  # it is of the stream that backward adds on
-                    bucket.padded.add_(result)
-                if is_last_round and bucket.has_mirrors:
-                    self._sent_to_mirrors.append(bucket.start_mirroring(self._group))
-                bucket.release(buffer, self._pool)
-
     def end_round(self) -> None:
         """Complete an armed backward; `arm` and `finish` do it otherwise. Collective."""
-        with self._lock:
+        with self._arrivals.lock:
             if self.gathering is not None:
                 self.gathering.complete(self._sum_next)
-            while self._filled < len(self._buckets):
-                self._fill_next()
+            self._arrivals.take_rest()
             if self.gathering is not None:
                 self.gathering.end_round()
         if self._number is not None and self._weight:
-            self._rank_numbers.append((self._number, float(self._weight)))  # type: ignore[arg-type]
+            self._facts.add_number(self._number, float(self._weight))  # type: ignore[arg-type]
         self._round += 1
-        self._is_armed = False
+        self._arrivals.end()
         self._number = None
 
     def _settle(self) -> None:
         """Exchange what all ranks must know, and give the owned gradients to the optimizers."""
-        is_finite, squared_norm = finite_and_norm([bucket.own for bucket in self._buckets])
+        buckets = self._layout.buckets
+        self._facts.measure([bucket.own for bucket in buckets])
         # The host has waited for the gradients, if this rank owns any.
-        self.values.confirm(waits=all(bucket.own.numel() == 0 for bucket in self._buckets))
-        values = values_of([number for number, _ in self._rank_numbers])
-        weights = [weight for _, weight in self._rank_numbers]
-        rank_number = sum(map(operator.mul, values, weights), 0.0)
-        facts = rank_number, float(not is_finite), squared_norm
-        total = torch.tensor([*facts, *self._used], dtype=torch.float64)
-        sum_on_host(total, self._group).wait()
-        number, faults, self.squared_norm, *used = total.tolist()
-        self._is_finite = faults == 0
-        self._sum = torch.tensor(number, dtype=torch.float64)
-        self._set_gradients(used)
+        self.values.confirm(waits=all(bucket.own.numel() == 0 for bucket in buckets))
+        self._set_gradients(self._facts.exchange(self._used, self._group))
 
     def _set_gradients(self, used: Sequence[float]) -> None:
         """Give the optimizers the gradients of the parameters that some rank has used."""
-        for bucket, indices in zip(self._buckets, self._bucket_indices, strict=True):
-            counts = {self._numbers[self._parameters[i]]: used[i] for i in indices}
+        counts = dict(zip(self._layout.numbers, used, strict=True))
+        for bucket in self._layout.buckets:
             for part, gradient in bucket.gradients.items():
                 is_used = counts[part.parameter] > 0
                 self._targets[part].grad = gradient if is_used else None

@@ -4,7 +4,7 @@ Every trainer passes three places of torch. A `DataLoader` gives each rank its p
 ranks' batches (planned_batches.py). `DistributedDataParallel` averages the ranks' gradients: each
 is weighted by its slice on its way into the model (adaptive_forwards.py), so that the average is
 the gradient of the global batch. When a backward has ended, the ranks exchange their times, and
-after it they plan (adaptive_plan.py).
+after it they plan (adaptive_plans.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kaitian_mpi.distributed.sync_batch_norm import (
     participate,
 )
 from kaitian_mpi.integrations.adaptive_forwards import WeightedForwards
-from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan, AdaptivePlans, StepTimer
+from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan, StepTimer
+from kaitian_mpi.integrations.adaptive_plans import AdaptivePlans
 from kaitian_mpi.integrations.forward_by_name import extend_forward, hook_by_name
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
 from kaitian_mpi.integrations.loss_weights import Ranks

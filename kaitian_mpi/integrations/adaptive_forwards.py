@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.integrations.adaptive_plan import AdaptivePlans, StepTimer
+from kaitian_mpi.integrations.adaptive_plan import StepTimer
+from kaitian_mpi.integrations.adaptive_plans import AdaptivePlans
 from kaitian_mpi.integrations.loss_weights import Backwards, Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.output_weights import OutputWeights
@@ -82,7 +83,7 @@ class WeightedForwards:
         )
         self._step_batch: TakenBatch | None = None  # of all forwards in the trainer's current step
         self._forward_batch: TakenBatch | None = None  # of the forward that is computed, if known
-        self._train_rows = self._forward_rows = BatchRows(1, ranks.comm.size)
+        self._forward_rows = BatchRows(1, ranks.comm.size)
         # The latest batches of a forward with gradients, and of a backward.
         self._train_batch: TakenBatch | None = None
         self._trained_batch: TakenBatch | None = None
@@ -195,7 +196,6 @@ class WeightedForwards:
             )
         self._count_rows(taken)
         self._train_batch = taken
-        self._train_rows = taken.rows
         return taken.rows
 
     def _count_rows(self, taken: TakenBatch) -> None:
@@ -218,7 +218,8 @@ class WeightedForwards:
             torch.autograd.Variable._execution_engine.queue_callback(self._summed)
 
     def _summed(self) -> None:
-        self._times.summed(self._train_rows.this_rank)
+        assert self._train_batch is not None
+        self._times.summed(self._train_batch.rows.this_rank)
 
     def check_step(self, *_: Any) -> None:
         """Refuse the optimizer's step of a trainer whose batches cannot be reached. Collective."""

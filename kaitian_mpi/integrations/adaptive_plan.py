@@ -1,4 +1,4 @@
-"""The plans of adaptive batches: each rank's rows, from the times of the ranks' steps."""
+"""The plan of adaptive batches: each rank's rows, from the times of the ranks' steps."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from kaitian_mpi.balance.planner import Planner
 from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.devices import Device
-from kaitian_mpi.distributed.sync_batch_norm import SyncBatchNorm
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.topology import RankInfo
-from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.preflight.verdict import by_value, ranks_text
 from kaitian_mpi.train.step_times import ReportExchange, StepClock
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch import nn
-
-    from kaitian_mpi.integrations.loss_weights import Ranks
-    from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
 
 
 class AdaptivePlan:
@@ -55,70 +47,6 @@ class AdaptivePlan:
     def divide(self, rows: int) -> list[int]:
         """Return each rank's rows of a batch, as `divide_rows` does."""
         return divide_rows(self.shares, self.min_batch, rows)
-
-
-class AdaptivePlans:
-    """The plans of the loaders that train: one for all loaders of equal batches."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        """Start without a plan; `ranks` compare their loaders."""
-        self._ranks = ranks
-        self._plans: dict[int, AdaptivePlan] = {}  # by the rows of a rank's full batch
-        self._sampler: PlannedBatchSampler | None = None  # of the loader that trains
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a loader trains."""
-        return self._sampler is not None
-
-    def plan_of(self, sampler: PlannedBatchSampler) -> AdaptivePlan:
-        """Return the plan that divides a loader's batches; an equal one before it trains."""
-        plan = self._plans.get(sampler.rank_rows)
-        return plan or AdaptivePlan(sampler.rank_rows, self._ranks.world.infos, min_batch=2)
-
-    def observe(self, steps: RankSteps) -> str:
-        """Add the ranks' times of a step to the plan of the loader that trains. Not collective.
-
-        Returns why its shares have changed, and what they are now; "" if they have not.
-        """
-        if self._sampler is None:
-            return ""
-        plan = self._plans[self._sampler.rank_rows]
-        reason = plan.observe(steps)
-        return reason and f"new plan {plan.shares}: {reason}"
-
-    def begin(self, sampler: PlannedBatchSampler, model: nn.Module) -> None:
-        """Make a loader that trains this model follow the ranks' speed. Collective if it is new.
-
-        Raises:
-            AgreedError: its batches cannot be divided, or the ranks' are unlike.
-        """
-        if sampler is self._sampler:
-            return
-        if sampler.refusal:
-            raise AgreedError(sampler.refusal)
-        sampler.begin_training()
-        self._sampler = sampler
-        if sampler.rank_rows in self._plans and not sampler.may_end_early:
-            return  # such as the loader of another epoch
-        rows = self._ranks.gather_at(sampler.position(), sampler.rank_rows)
-        if sampler.rank_rows in self._plans:
-            return
-        if len(set(rows)) > 1:
-            raise AgreedError(
-                f"--adaptive divides the ranks' batches itself, which are {rows} rows now; "
-                "give every rank the same batch size"
-            )
-        world = self._ranks.world
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        is_synchronized = all(isinstance(norm, SyncBatchNorm) for norm in norms)
-        min_batch = 1 if is_synchronized else 2
-        self._plans[sampler.rank_rows] = AdaptivePlan(sampler.rank_rows, world.infos, min_batch)
-        print_rank_0(
-            world,
-            f"adaptive: batches of {sampler.rank_rows * world.size} rows over {world.size} ranks "
-            "follow the ranks' speed",
-        )
 
 
 def divide_rows(shares: list[int], min_batch: int, rows: int) -> list[int]:

@@ -390,7 +390,7 @@ class Loop:
                 stack.enter_context(part.no_sync())
             self.model.backward(x, labels)
         ranks = [None] * self.size
-        is_counted = not self.case.stream or self.adaptive.forwards._train_rows.this_rank > 0
+        is_counted = not self.case.stream or self.adaptive.forwards._train_batch.rows.this_rank > 0
         dist.all_gather_object(ranks, rows.tolist() if is_counted else [])
         whole = list(dict.fromkeys(row for part in ranks for row in part))
         self.seen[-1] += whole

@@ -226,7 +226,7 @@ def test_values_that_are_used_unseen_do_not_come_late(world, make_run, monkeypat
 def owned_bytes(run):
     """Return this rank's bytes of gradients and of the optimizer's state."""
     shards = run.state.partition
-    gradients = sum(bucket.own.nbytes for bucket in run.loop.engine.gradients._buckets)
+    gradients = sum(bucket.own.nbytes for bucket in run.loop.engine.gradients._layout.buckets)
     values = [v for o in run.state.optimizers for state in o.state.values() for v in state.values()]
     state = sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and v.dim())
     assert not any(p.grad is not None for p in run.state.model.parameters())

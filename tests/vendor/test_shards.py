@@ -302,7 +302,7 @@ def test_backward_does_not_wait_on_the_device_for_a_rank_that_is_behind(world):
     shards = Shards(model, [optimizer])
     shards.assign(world, without_mirrors([1.0] * world.size))
     reducer = shards.reducer(model, bucket_caps=(1200, 1200))
-    assert len(reducer._buckets) > 4
+    assert len(reducer._layout.buckets) > 4
     x = torch.ones(3, 16, device=world.device)
     dist.all_reduce(x.clone())  # which makes the library's communicator
     for _ in range(2):

@@ -25,19 +25,19 @@ class OpenReducer(ShardReducer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.begin_step(sys.maxsize)
-        super()._begin_sums()
+        self._used = [0.0] * len(self._layout.numbers)
         self._has_sum: set[int] = set()  # buckets that have sums of earlier backwards
         self._is_complete = True
 
     @property
     def numbers(self) -> set[int]:
         """The numbers of the parameters whose gradients it sums."""
-        return {self._numbers[parameter] for parameter in self._parameters}
+        return set(self._layout.numbers)
 
     @property
     def is_armed(self) -> bool:
         """Whether a backward is being added."""
-        return self._is_armed
+        return self._arrivals.is_armed
 
     @property
     def is_complete(self) -> bool:
@@ -50,28 +50,23 @@ class OpenReducer(ShardReducer):
         These are those of which some rank has one, but all until the sums are complete: no rank
         knows before which gradients the others have.
         """
-        pairs = zip(self._parameters, self._used, strict=True)
-        return {
-            self._numbers[parameter]
-            for parameter, count in pairs
-            if count > 0 or not self._is_complete
-        }
+        pairs = zip(self._layout.numbers, self._used, strict=True)
+        return {number for number, count in pairs if count > 0 or not self._is_complete}
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Return what this rank has of the sum of a gradient, before the sums are complete."""
-        self._wait_for_sums(0)
+        self._sums.wait()
         return [
             gradient
             for index in self._has_sum
-            for part, gradient in self._buckets[index].gradients.items()
+            for part, gradient in self._layout.buckets[index].gradients.items()
             if part.parameter == number
         ]
 
     def keep(self, numbers: Collection[int]) -> None:
         """Add to the gradients that the targets have, of these parameters. Not collective."""
-        for index, parameter in enumerate(self._parameters):
-            self._used[index] = float(self._numbers[parameter] in numbers)
-        for index, bucket in enumerate(self._buckets):
+        self._used = [float(number in numbers) for number in self._layout.numbers]
+        for index, bucket in enumerate(self._layout.buckets):
             if not any(part.parameter in numbers for part in bucket.gradients):
                 continue
             self._has_sum.add(index)
@@ -90,13 +85,13 @@ class OpenReducer(ShardReducer):
             cleared: the numbers of the parameters whose gradients the script has cleared since the
                 last backward, the same on every rank.
         """
-        for index, parameter in enumerate(self._parameters):
-            if self._numbers[parameter] in cleared:
+        for index, number in enumerate(self._layout.numbers):
+            if number in cleared:
                 self._used[index] = 0.0
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self._layout.buckets):
             parts = [part for part in bucket.gradients if part.parameter in cleared]
             if parts and number in self._has_sum:
-                self._wait_for_sums(0)  # what is still being summed belongs to what was cleared
+                self._sums.wait()  # what is still being summed belongs to what was cleared
             if len(parts) == len(bucket.gradients):
                 self._has_sum.discard(number)
             for part in parts:
@@ -116,7 +111,7 @@ class OpenReducer(ShardReducer):
         self._is_complete = is_last
         if is_last:
             check()
-            self._wait_for_sums(0)
+            self._sums.wait()
             self._settle()
             self.reset()
 

@@ -30,6 +30,7 @@ from kaitian_mpi.balance.layouts import (
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.gradients import uses_library
 from kaitian_mpi.distributed.pending_parameter import is_compiled
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
@@ -282,7 +283,7 @@ def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceC
     """
     if world.size == 1:
         return FREE, FREE
-    has_library = bool(getattr(dist.group.WORLD, "uses_library", False))
+    has_library = uses_library(None)
 
     def exchange(start: Callable[..., Any], *tensors: torch.Tensor) -> None:
         start(*tensors, dist.group.WORLD).wait()
