@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.gradients import (
-    Bucket,
-    check_dense,
-    finite_and_norm,
-    group_into_buckets,
-    sum_on_host,
-    values_of,
-)
 from kaitian_mpi.distributed.reducer import GradientReducer
+from kaitian_mpi.distributed.step_facts import StepFacts
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.experts.exchange import TokenExchange
 from kaitian_mpi.train.layouts.experts.expert_owners import ExpertOwners
-
-_BUCKET_BYTES = 8 << 20
+from kaitian_mpi.train.layouts.parameter_groups import ParameterGroups
 
 
 class ExpertGradients:
@@ -49,15 +42,12 @@ class ExpertGradients:
     ) -> None:
         """Watch a model's parameters; make a group of each owner and mirror. Collective."""
         self.waits = waits
-        self.squared_norm = 0.0
-        self.number = torch.zeros((), dtype=torch.float64)
+        self._facts = StepFacts()
         self._owners = owners
         self._exchange = exchange
         self._rank = rank
         self._on_bucket = on_bucket
         self._clips = clips
-        self._losses: list[torch.Tensor] = []
-        self._is_finite = True
         self._dense = {
             name: parameter
             for number, (name, parameter) in enumerate(model.named_parameters())
@@ -70,16 +60,18 @@ class ExpertGradients:
             if is_trained
             else None
         )
-        self._mirrored: list[tuple[Any, int, list[int]]] = []
-        shared: dict[tuple[int, int], list[int]] = {}
-        for number in sorted(owners.owned):
-            if len(owners.owners[number]) > 1:
-                owner, mirror = owners.owners[number]
-                shared.setdefault((owner, mirror), []).append(number)
-        for (owner, mirror), numbers in shared.items():
-            group = dist.new_group(sorted((owner, mirror)))
-            if rank in (owner, mirror):
-                self._mirrored.append((group, owner, numbers))
+        mirrored = ((number, tuple(owners.owners[number])) for number in sorted(owners.owned))
+        self._mirrored = ParameterGroups(mirrored, rank)
+
+    @property
+    def number(self) -> torch.Tensor:
+        """The mean loss over the global batch; float64, without dimensions."""
+        return self._facts.number
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the whole gradient, if it is to be clipped; the same on every rank."""
+        return self._facts.squared_norm
 
     @property
     def is_outdated(self) -> bool:
@@ -88,7 +80,7 @@ class ExpertGradients:
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Count a micro-batch's loss, weighted by its part of the global batch. Not collective."""
-        self._losses.append(loss.detach())
+        self._facts.add_number(loss.detach())
 
     def zero_dense(self) -> None:
         """Set to zero what is not of an expert: it is of samples that do not count."""
@@ -108,22 +100,14 @@ class ExpertGradients:
         else:
             self._on_bucket(True)
         used = self._exchange.take_used()
-        held = self._held_gradients()
-        check_dense(held)
-        is_finite, squared_norm = finite_and_norm(held)
+        measured = self._held_gradients()
         if self._rank == 0 and self._clips:  # the same on every rank, up to rounding
-            own = [p.grad for p in self._dense.values() if p.grad is not None]
-            squared_norm += finite_and_norm(own)[1]
-        facts = [sum(values_of(self._losses), 0.0), squared_norm, float(not is_finite)]
-        total = torch.tensor([*facts, *map(float, used)], dtype=torch.float64)
+            measured += [p.grad for p in self._dense.values() if p.grad is not None]
+        self._facts.measure(measured)
         with self.waits("the sum of the ranks' norms"):
-            sum_on_host(total).wait()
-        loss, self.squared_norm, faults, *users = total.tolist()
-        self._is_finite = faults == 0 and (self._reducer is None or self._reducer.is_finite())
-        self.number = torch.tensor(loss, dtype=torch.float64)
+            users = self._facts.exchange([*map(float, used)])
         self._forget_unused(users)
         self._send_to_mirrors()
-        self._losses = []
 
     def _held_gradients(self) -> list[torch.Tensor]:
         targets = self._owners.targets
@@ -142,19 +126,17 @@ class ExpertGradients:
                     self._owners.targets[number].grad = None
 
     def _send_to_mirrors(self) -> None:
-        for group, owner, numbers in self._mirrored:
-            targets = self._owners.targets
-            parameters = [targets[n] for n in numbers if targets[n].requires_grad]
-            for indices in group_into_buckets(parameters, (_BUCKET_BYTES, _BUCKET_BYTES)):
-                bucket = Bucket({index: parameters[index] for index in indices})
-                bucket.fill(1.0 if self._rank == owner else None)
-                with self.waits("the gradients of mirrored experts"):
-                    dist.broadcast(bucket.gradients, owner, group=group)
-                bucket.settle()
+        for mirrored in self._mirrored:
+            owner, _ = mirrored.ranks
+            weight = 1.0 if self._rank == owner else None
+            send = partial(dist.broadcast, src=owner, group=mirrored.group)
+            with self.waits("the gradients of mirrored experts"):
+                mirrored.exchange_gradients(self._owners.targets, weight, send)
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity."""
-        return self._is_finite
+        is_dense_finite = self._reducer is None or self._reducer.is_finite()
+        return is_dense_finite and self._facts.is_finite
 
     def share_values(self) -> None:
         """Do nothing: all ranks that have a parameter step it alike."""
@@ -165,14 +147,11 @@ class ExpertGradients:
     def reset(self) -> None:
         if self._reducer is not None:
             self._reducer.reset()
-        self._losses = []
+        self._facts.forget_numbers()
         self._exchange.reset()
 
     def close(self) -> None:
         """End the groups. Not collective."""
         if self._reducer is not None:
             self._reducer.close()
-        for group, _, _ in self._mirrored:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._mirrored = []
+        self._mirrored.close()

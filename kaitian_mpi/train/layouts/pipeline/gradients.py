@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.gradients import (
-    Bucket,
-    check_dense,
-    finite_and_norm,
-    group_into_buckets,
-    sum_on_host,
-    values_of,
-)
+from kaitian_mpi.distributed.step_facts import StepFacts
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.polling import WaitContext
-
-_BUCKET_BYTES = 8 << 20
+from kaitian_mpi.train.layouts.parameter_groups import ParameterGroups
 
 
 class StageGradients:
@@ -49,22 +42,22 @@ class StageGradients:
         self._owners = owners
         self._rank = rank
         self.waits = waits
-        self._groups: list[tuple[Any, list[int]]] = []
-        shared: dict[tuple[int, ...], list[int]] = {}
-        for number, ranks in enumerate(owners):
-            if len(ranks) > 1:
-                shared.setdefault(tuple(sorted(ranks)), []).append(number)
-        for ranks, numbers in shared.items():
-            group = dist.new_group([*ranks])
-            if rank in ranks:
-                self._groups.append((group, numbers))
-        self.squared_norm = 0.0
+        ranks_of = enumerate(tuple(sorted(ranks)) for ranks in owners)
+        self._groups = ParameterGroups(ranks_of, rank)
         self.factor = 1.0
-        self._is_finite = True
-        self.number = torch.zeros((), dtype=torch.float64)
-        self._losses: list[torch.Tensor] = []
+        self._facts = StepFacts()
         self._weight = 0.0
         self._samples = 1
+
+    @property
+    def number(self) -> torch.Tensor:
+        """The mean loss over the global batch; float64, without dimensions."""
+        return self._facts.number * self.factor
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the whole gradient, times `factor`; the same on every rank."""
+        return self._facts.squared_norm * self.factor**2
 
     def arm(self, *_: Any) -> None:
         raise UserError("--layout pipeline requires Task(loss=...)")
@@ -77,40 +70,30 @@ class StageGradients:
             weight: of all its micro-batches; 0 unless it computes losses.
             samples: of the global batch.
         """
-        self._losses = losses
+        for loss in losses:
+            self._facts.add_number(loss)
         self._weight = weight
         self._samples = samples
 
     def finish(self) -> None:
         """Complete the gradients, and exchange what all ranks must know of them. Collective."""
-        for group, numbers in self._groups:
-            parameters = [self._targets[n] for n in numbers if self._targets[n].requires_grad]
-            for indices in group_into_buckets(parameters, (_BUCKET_BYTES, _BUCKET_BYTES)):
-                bucket = Bucket({index: parameters[index] for index in indices})
-                bucket.fill(1.0)
-                dist.all_reduce(bucket.gradients, group=group)
-                bucket.settle()
+        for shared in self._groups:
+            shared.exchange_gradients(
+                self._targets, 1.0, partial(dist.all_reduce, group=shared.group)
+            )
         gradients = [
             target.grad
             for number, target in self._targets.items()
             if self._rank == self._owners[number][0] and target.grad is not None
         ]
-        check_dense(gradients)
-        is_finite, squared_norm = finite_and_norm(gradients)
-        loss = sum(values_of(self._losses), 0.0)
-        facts = [loss, self._weight, squared_norm, float(not is_finite)]
-        total = torch.tensor(facts, dtype=torch.float64)
-        sum_on_host(total).wait()
-        loss, weight, self.squared_norm, faults = total.tolist()
-        self._is_finite = faults == 0
+        self._facts.measure(gradients)
+        (weight,) = self._facts.exchange([self._weight])
         self.factor = self._samples / weight if weight else 1.0
-        self.number = torch.tensor(loss * self.factor, dtype=torch.float64)
-        self.squared_norm *= self.factor**2
         self.reset()
 
     def is_finite(self) -> bool:
         """Return whether the gradients of the last `finish` have no NaN and no infinity."""
-        return self._is_finite
+        return self._facts.is_finite
 
     def share_values(self) -> None:
         """Do nothing: all ranks that have a parameter step it alike."""
@@ -119,12 +102,9 @@ class StageGradients:
         """Do nothing: no values are under way."""
 
     def reset(self) -> None:
-        self._losses = []
+        self._facts.forget_numbers()
         self._weight = 0.0
 
     def close(self) -> None:
         """End the groups. Not collective."""
-        for group, _ in self._groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._groups = []
+        self._groups.close()
