@@ -19,6 +19,7 @@ from start_ranks import why_not_on
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
 from kaitian_mpi.runtime.abort import abort_job, write_labeled
 from kaitian_mpi.runtime.launcher import find_launch, read_launch
+from kaitian_mpi.runtime.watchdog import watch_end
 
 LAUNCH = read_launch(os.environ)
 if find_launch(os.environ) is None:
@@ -43,6 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if reason := why_not_on(LAUNCH.world_size, item):
         pytest.skip(reason)
+
+
+def pytest_runtest_teardown() -> None:
+    """Let the tests that follow last: a test of steps alone leaves the last one's limit behind."""
+    watch_end()
 
 
 @pytest.hookimpl(wrapper=True)
