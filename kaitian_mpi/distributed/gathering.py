@@ -80,6 +80,7 @@ class Gathering:
         for part in sorted(parts):
             if part.parameter in model.numbers:
                 self._parts_of.setdefault(part.parameter, []).append(part)
+        self._rows: dict[int, list[tuple[int, int]]] = {}
         self._order: list[int] | None = None
         self._recorded: list[int] = []
         self._place = 0
@@ -225,19 +226,26 @@ class Gathering:
         """Return memory with this rank's rows of a parameter, and the call that gathers it."""
         values = self._model.empty_values(number)
         group: Any = self._group or dist.group.WORLD
-        rank, pieces = group.rank(), [values[:0].view(-1)] * group.size()
-        owners: list[int] = []
-        for owner, parts in itertools.groupby(self._parts_of[number], lambda part: part.owner):
-            owned = [*parts]
-            if owner == rank:
-                for part in owned:
-                    values[part.begin : part.end] = self._targets[part]
-            pieces[owner] = values[owned[0].begin : owned[-1].end].view(-1)
-            owners.append(owner)
-        are_equal = len({piece.numel() for piece in pieces}) == 1 and owners == sorted(owners)
-        if are_equal and uses_library(group):
+        rank = group.rank()
+        for part in self._parts_of[number]:
+            if part.owner == rank:
+                values[part.begin : part.end] = self._targets[part]
+        rows = self._rows_by_rank(number, group.size())
+        pieces = [values[begin:end].view(-1) for begin, end in rows]
+        lengths = {end - begin for begin, end in rows}
+        if len(lengths) == 1 and rows == sorted(rows) and uses_library(group):
             # In place: of a list, a library makes a copy of all first.
             return values, partial(
                 all_gather_into, values.view(-1), pieces[rank], group=self._group
             )
         return values, partial(dist.all_gather, pieces, pieces[rank], group=self._group)
+
+    def _rows_by_rank(self, number: int, size: int) -> list[tuple[int, int]]:
+        """Return the first and the last row, exclusive, of a parameter that each rank owns."""
+        if number not in self._rows:
+            rows = [(0, 0)] * size
+            for owner, parts in itertools.groupby(self._parts_of[number], lambda part: part.owner):
+                owned = [*parts]
+                rows[owner] = owned[0].begin, owned[-1].end
+            self._rows[number] = rows
+        return self._rows[number]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -52,7 +52,7 @@ class PendingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(args[0].as_strided((1,), (1,)), *args[1:], **kwargs).expand_as(args[0])
         if not needs_no_values(func):
-            used = [*pending_in((args, kwargs))]
+            used = pending_in((args, kwargs))
             with outside_transforms():
                 for kind in dict.fromkeys(type(parameter) for parameter in used):
                     kind.materialize([p for p in used if type(p) is kind], func)
@@ -104,15 +104,24 @@ def needs_no_values(function: Any) -> bool:
     )
 
 
-def pending_in(value: Any) -> Iterator[PendingParameter]:
-    """Yield the pending parameters among a function's arguments."""
-    if isinstance(value, PendingParameter):
-        yield value
-    elif isinstance(value, list | tuple):
+def pending_in(arguments: Any) -> list[PendingParameter]:
+    """Return the pending parameters among a function's arguments."""
+    found: list[PendingParameter] = []
+    _find_pending(arguments, found)
+    return found
+
+
+def _find_pending(value: Any, found: list[PendingParameter]) -> None:
+    kind = type(value)
+    # torch's parameters answer `isinstance` in Python, which takes longer than a small function.
+    if PendingParameter in kind.__mro__:
+        found.append(value)
+    elif issubclass(kind, list | tuple):
         for element in value:
-            yield from pending_in(element)
-    elif isinstance(value, dict):
-        yield from pending_in([*value.values()])
+            _find_pending(element, found)
+    elif issubclass(kind, dict):
+        for element in value.values():
+            _find_pending(element, found)
 
 
 def is_compiled(module: nn.Module) -> bool:
