@@ -1,4 +1,4 @@
-"""A mixture of experts, whole in one process, or with its experts held by different ranks."""
+"""A mixture of experts, in one process, or with its experts held by different ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UserError
 
 _left_out_contexts = 0
-
+"""How many `without_experts` are open."""
 
 _exchanging: weakref.WeakSet[Experts] = weakref.WeakSet()
 """The mixtures of this process whose experts are held by different ranks."""
@@ -25,10 +25,10 @@ _exchanging: weakref.WeakSet[Experts] = weakref.WeakSet()
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """Let every `Experts` of this process compute none of its experts in the block.
+    """Skip the experts of every `Experts` in this process, inside the block. Not collective.
 
-    Their outputs are then the tokens themselves, and a copy of the module has no values of experts.
-    For a forward that times or measures all else, on one rank alone. Not collective.
+    An expert's output is then its input, and a copy of the module has no values of experts. For a
+    forward on one rank alone that measures the rest of the model.
     """
     global _left_out_contexts
     _left_out_contexts += 1
@@ -50,32 +50,32 @@ class ExpertExchange(Protocol):
         """Return a mixture's experts in the order in which `compute` takes their rows."""
 
     def places(self, experts: Experts) -> torch.Tensor:
-        """Return each expert's place in `order`, on this rank's device."""
+        """Return each expert's index in `order`: [experts] in int64, on this rank's device."""
 
     def compute(
         self, experts: Experts, rows: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]
     ) -> tuple[torch.Tensor, Sequence[int], float]:
-        """Return the experts' outputs for rows that are in the experts' order. Collective.
+        """Return the experts' outputs for this rank's rows. Collective.
 
         Args:
             experts: the mixture.
-            rows: shaped (rows, width), on this rank's device.
+            rows: shaped (rows, width), on this rank's device, sorted by expert as in `order`.
             counts: the number of rows of each expert, in that order.
-            wanted: how many there were before the capacity's limit.
+            wanted: these numbers before the capacity's limit.
 
         Returns:
-            The outputs, shaped as the rows are; what all ranks `wanted`; and the factor that makes
-            a sum over this rank's tokens its part of a mean over those of all ranks, once the loss
-            is weighted.
+            The outputs, shaped as the rows are; the sum of all ranks' `wanted`; and a factor for a
+            sum over this rank's tokens, by which the ranks' weighted losses add up to a mean over
+            all ranks' tokens.
         """
 
 
 class Experts(nn.Module):
-    """A mixture of experts: each token goes through those that a gate chooses, and their mean.
+    """A mixture of experts: a token's output is the weighted sum of those that a gate chooses.
 
     With `--layout experts`, each expert is on one rank, and every rank's tokens are sent to it;
-    else, and in one process, all experts are here. No token is dropped, unless `capacity_factor` is
-    given; an expert that no token has chosen gets no gradient.
+    otherwise this process has all experts. No token is dropped, unless `capacity_factor` is given.
+    An expert that no token has chosen gets no gradient.
 
     Dropout inside an expert draws from the random numbers of the rank that holds it.
     """
@@ -92,19 +92,20 @@ class Experts(nn.Module):
         """Make a mixture of these experts.
 
         Args:
-            experts: each maps (tokens, width) to (tokens, width), for any number of tokens of at
-                least 1; they may be unlike.
-            gate: maps (tokens, width) to a score of each expert, shaped (tokens, experts). Their
-                softmax over the experts is the weight of an expert's output.
-            top_k: how many experts a token goes through: those of the largest weights.
-            normalize: whether these weights are divided by their sum, as in Mixtral. None: if there
-                are several; one of weight 1 would leave the gate without a gradient (as in Switch).
-            capacity_factor: the most tokens that an expert takes of those that a rank computes at a
-                time, in what it would get if all got the same number. Further ones go without it.
-                None: no limit.
+            experts: each maps (tokens, width) to (tokens, width), for one token or more; they may
+                differ from each other.
+            gate: maps (tokens, width) to a score for each expert, shaped (tokens, experts). The
+                softmax of a token's scores gives the weights of the experts' outputs.
+            top_k: how many experts a token goes through: those with the largest weights.
+            normalize: whether these weights are divided by their sum, as in Mixtral. None: if
+                `top_k` is above 1; a single weight is kept (as in Switch), because the gate would
+                have no gradient if it were always 1.
+            capacity_factor: limits how many of the tokens that a rank computes at once an expert
+                takes: this factor times an equal share. Further tokens skip this expert. None: no
+                limit.
 
         Raises:
-            UserError: there are no experts, or fewer than `top_k`.
+            UserError: there are no experts, or fewer than `top_k`; or an argument is out of range.
         """
         super().__init__()
         self.experts = nn.ModuleList(experts)
@@ -127,7 +128,7 @@ class Experts(nn.Module):
         """How many tokens, of all ranks, chose each expert in the last forward."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or what is pickled, is whole: neither its ranks nor a loss's graph belong to it.
+        # A copied or pickled module computes all experts itself, and has no graph of a loss.
         return self.__dict__ | {"_exchange": None, "_balance_loss": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
@@ -141,13 +142,13 @@ class Experts(nn.Module):
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """The balancing loss of the last forward, without dimensions: `top_k` if all get the same.
+        """The balancing loss of the last forward, shaped (); `top_k` if all experts get the same.
 
-        The Switch Transformer's (arXiv 2101.03961, equation 4), with all `top_k` choices counted as
-        in Mixtral: the number of experts times the sum over experts of the fraction of tokens that
-        chose it times the mean of its probability. Add it to the loss, times 0.01 for example. It
-        is that of all ranks' tokens that are computed together: one micro-batch of each. Choices
-        that a `capacity_factor` drops count.
+        It is the Switch Transformer's (arXiv 2101.03961, equation 4), with all `top_k` choices
+        counted as in Mixtral: the number of experts, times the sum over experts of the fraction of
+        tokens that chose the expert times the mean of its probability. Add it to the loss, times
+        0.01 for example. It is computed over the tokens that all ranks compute together: one
+        micro-batch of each. Choices that a `capacity_factor` drops count.
 
         Raises:
             UserError: there was no forward yet; or the last one, in training, was without
@@ -156,9 +157,9 @@ class Experts(nn.Module):
         """
         loss = self._balance_loss
         if loss is None:
-            raise UserError("Experts: balance_loss is known after a forward, and there was none")
-        is_wanted = self.training and torch.is_grad_enabled()
-        if is_wanted and not loss.requires_grad and self._has_trained_gate():
+            raise UserError("Experts: balance_loss requires a forward; call the module first")
+        needs_gradient = self.training and torch.is_grad_enabled()
+        if needs_gradient and not loss.requires_grad and self._has_trained_gate():
             raise UserError(
                 "Experts: balance_loss has no gradient, as the last forward was computed without; "
                 "if it is in an activation checkpoint, give that use_reentrant=False"
@@ -177,6 +178,7 @@ class Experts(nn.Module):
             _exchanging.add(self)
 
     def _check_in_model(self) -> None:
+        """Refuse to train experts of which every rank would have a copy of its own."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             raise UserError(
                 "Experts: these are not part of Task.model, whose experts are on different ranks "
@@ -193,64 +195,73 @@ class Experts(nn.Module):
             tokens: shaped (..., width), of any floating-point dtype; there may be none.
 
         Returns:
-            Shaped, and of the dtype, as the tokens.
+            A tensor of the tokens' shape and dtype.
 
         Raises:
             UserError: the gate or an expert returns a tensor of another shape; or these experts are
                 not part of the model whose experts are held by different ranks.
         """
-        width, total = tokens.shape[-1], len(self.experts)
-        flat = tokens.reshape(-1, width)
-        count = len(flat)
-        probabilities, weights, chosen = self.route(flat)
-        by_choice, is_left_out = chosen.reshape(-1), are_experts_left_out()
-        exchange = None if is_left_out else self._exchange
-        if exchange is None and _exchanging and not is_left_out:
+        width = tokens.shape[-1]
+        expert_count = len(self.experts)
+        flat_tokens = tokens.reshape(-1, width)
+        token_count = len(flat_tokens)
+        probabilities, weights, chosen = self.route(flat_tokens)
+        skips_experts = are_experts_left_out()
+        exchange = None if skips_experts else self._exchange
+        if exchange is None and _exchanging and not skips_experts:
             self._check_in_model()
+
+        # A choice is a pair of a token and one of its experts. Sort the choices by expert.
+        expert_of_choice = chosen.reshape(-1)
         if exchange is not None:
-            by_choice = exchange.places(self)[by_choice]
-        order = by_choice.argsort(stable=True)
-        wanted: Sequence[int] = _counts(by_choice, total)
-        counts, kept = wanted, order
+            expert_of_choice = exchange.places(self)[expert_of_choice]
+        order = expert_of_choice.argsort(stable=True)
+        wanted: Sequence[int] = _choices_by_expert(expert_of_choice, expert_count)
+        counts = wanted
         if self.capacity_factor is not None:
-            limit = math.ceil(self.capacity_factor * count * self.top_k / total)
-            kept = _first_of_each(order, counts, limit)
-            counts = [min(number, limit) for number in counts]
-        choices = flat.unsqueeze(1).expand(count, self.top_k, width).reshape(-1, width)
-        rows = choices[kept]
+            limit = math.ceil(self.capacity_factor * token_count * self.top_k / expert_count)
+            order = _first_of_each(order, counts, limit)
+            counts = [min(count, limit) for count in counts]
+
+        repeated = flat_tokens.unsqueeze(1).expand(token_count, self.top_k, width)
+        repeated = repeated.reshape(-1, width)  # a row for each choice
+        rows = repeated[order]
         if exchange is None:
-            outputs = rows if is_left_out else self.compute(rows, counts)
-            scale = 1.0 / max(1, count)
+            outputs = rows if skips_experts else self.compute(rows, counts)
+            scale = 1.0 / max(1, token_count)
         else:
             outputs, wanted, scale = exchange.compute(self, rows, counts, wanted)
             by_expert = dict(zip(exchange.order(self), wanted, strict=True))
-            wanted = [by_expert[expert] for expert in range(total)]
+            wanted = [by_expert[expert] for expert in range(expert_count)]
         self.tokens_by_expert = list(wanted)
-        weighted = outputs * weights.reshape(-1)[kept].unsqueeze(1)
-        # In the tokens' order again, by indices that are unique: the sums are the same each time.
-        back = torch.zeros_like(choices, dtype=weighted.dtype).index_put_((kept,), weighted)
-        result = back.view(count, self.top_k, width).sum(1)
         self._balance_loss = self._balance(probabilities, wanted, scale)
+
+        weighted = outputs * weights.reshape(-1)[order].unsqueeze(1)
+        # Back in the tokens' order. The indices are unique, so the sums are the same each time.
+        by_choice = torch.zeros_like(repeated, dtype=weighted.dtype)
+        by_choice.index_put_((order,), weighted)
+        result = by_choice.view(token_count, self.top_k, width).sum(1)
         return result.to(tokens.dtype).reshape(tokens.shape)
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return which experts each token goes through.
+        """Return which experts each token goes through. Not collective.
 
         Args:
             tokens: shaped (tokens, width).
 
         Returns:
             The probabilities of all experts, shaped (tokens, experts); the weights of the chosen
-            ones, shaped (tokens, top_k); and their numbers, shaped as the weights are.
+            ones, shaped (tokens, top_k); and their indices, shaped as the weights are, in int64.
 
         Raises:
-            UserError: the gate returns something else than a score of each expert.
+            UserError: the gate does not return a score for each expert.
         """
-        scores, shape = self.gate(tokens), [len(tokens), len(self.experts)]
+        scores = self.gate(tokens)
+        shape = [len(tokens), len(self.experts)]
         if not isinstance(scores, torch.Tensor) or list(scores.shape) != shape:
             raise UserError(
                 f"Experts: the gate returned {_in_words(scores)} for {shape[0]} tokens and "
-                f"{shape[1]} experts; it must return a score of each expert, of the shape {shape}"
+                f"{shape[1]} experts; it must return a score for each expert, of the shape {shape}"
             )
         # In half precision, weights of many experts would be rounded to few values.
         exact = scores if scores.dtype == torch.float64 else scores.float()
@@ -266,12 +277,15 @@ class Experts(nn.Module):
         counts: Sequence[int],
         experts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the outputs of experts that are here, for rows in their order. Not collective.
+        """Return the outputs of experts on this rank. Not collective.
 
         Args:
-            rows: shaped (rows, width).
+            rows: shaped (rows, width), sorted by expert.
             counts: the number of rows of each of these experts.
-            experts: their numbers; None: all.
+            experts: their indices; None: all.
+
+        Returns:
+            The outputs, of the rows' shape and dtype.
 
         Raises:
             UserError: an expert returns another shape.
@@ -282,7 +296,7 @@ class Experts(nn.Module):
         return torch.cat(outputs) if outputs else rows
 
     def compute_one(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the output of one expert, which is here, in the dtype of its rows."""
+        """Return the output of one expert on this rank, in the dtype of its rows."""
         output = self.experts[index](rows)
         if not isinstance(output, torch.Tensor) or output.shape != rows.shape:
             raise UserError(
@@ -294,34 +308,35 @@ class Experts(nn.Module):
     def _balance(
         self, probabilities: torch.Tensor, by_expert: Sequence[int], scale: float
     ) -> torch.Tensor:
+        """Return the balancing loss; `by_expert` are the numbers of tokens that chose each."""
         total = sum(by_expert)
         fractions = probabilities.new_tensor(by_expert) * (self.top_k / max(1, total))
         return len(self.experts) * (fractions * probabilities.sum(0)).sum() * scale
 
 
-def _counts(by_choice: torch.Tensor, experts: int) -> list[int]:
-    """Return how many of the choices are each expert; if they have no values, equally many."""
-    if by_choice.is_meta or isinstance(by_choice, FakeTensor):  # an estimate of the memory
-        number, rest = divmod(len(by_choice), experts)
-        return [number + (index < rest) for index in range(experts)]
-    counts: list[int] = by_choice.bincount(minlength=experts).tolist()
+def _choices_by_expert(expert_of_choice: torch.Tensor, experts: int) -> list[int]:
+    """Return the number of choices of each expert; equal numbers if the tensor has no values."""
+    if expert_of_choice.is_meta or isinstance(expert_of_choice, FakeTensor):  # to estimate memory
+        quotient, remainder = divmod(len(expert_of_choice), experts)
+        return [quotient + (index < remainder) for index in range(experts)]
+    counts: list[int] = expert_of_choice.bincount(minlength=experts).tolist()
     return counts
 
 
 def _in_words(output: object) -> str:
-    """Return what a module has returned, for an error's line."""
+    """Describe what a module has returned, for an error message."""
     if isinstance(output, torch.Tensor):
         return f"the shape {list(output.shape)}"
     return f"a {type(output).__name__}"
 
 
 def _first_of_each(order: torch.Tensor, counts: Sequence[int], limit: int) -> torch.Tensor:
-    """Return of each expert's choices, in the experts' order, the first ones."""
+    """Return at most `limit` choices of each expert, the first ones, in the experts' order."""
     parts = order.split(list(counts))
     return torch.cat([part[:limit] for part in parts])
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    """Return an empty parameter with as many dimensions, for optimizers that look at these."""
+    """Return an empty parameter with as many dimensions: some optimizers depend on their number."""
     empty = parameter.detach().new_empty([0] * parameter.dim() if parameter.dim() else [0])
     return nn.Parameter(empty, parameter.requires_grad)

@@ -1,8 +1,8 @@
-"""Point-to-point messages: nonblocking MPI, beside the queue of collectives.
+"""Point-to-point messages by nonblocking MPI, apart from the queue of collectives.
 
-A receive posted before a collective and matched after it must not block the collective, so messages
-have their own communicator and their own thread, which polls the pending ones. What an accelerator
-sends is copied out beside its computation, and that thread passes it to MPI once it is there.
+A receive that is posted before a collective and matched after it must not block the collective. So
+messages have their own communicator, and a thread that polls the pending ones. A tensor that an
+accelerator sends is copied to the host while the device computes; then the thread gives it to MPI.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 
-_CLOSE_SEC = 5.0  # for a message that is still on its way when its group ends
-_LEFT_INTERVAL_SEC = 1.0
+_CLOSE_SEC = 5.0  # how long the end of the group waits for messages that are on their way
+_LEFT_INTERVAL_SEC = 1.0  # between two checks of which ranks have left the group
 
 
 class Mailbox:
@@ -50,15 +50,16 @@ class Mailbox:
         make_thread: ThreadMaker,
         has_accelerators: bool,
     ) -> None:
-        """Start the thread; after `on_failure` is called, the group cannot be used.
+        """Start the thread. Not collective.
 
-        `has_accelerators` is the same on all ranks: whether one has a device that is not the host.
+        `on_failure` is called with the error after which the group cannot be used.
+        `has_accelerators` says whether some rank's device is not its host; the same on all ranks.
         """
         self._comm = comm
         self._arrivals = arrivals
         self._on_failure = on_failure
-        # Apart, so that what arrives does not wait for the computation of what is sent.
-        self._streams = staging.SideStreams()
+        # Two sets, so that a received tensor does not wait until a sent one is computed.
+        self._incoming = staging.SideStreams()
         self._outgoing = staging.SideStreams()
         self._has_accelerators = has_accelerators
         self._buffers = RingPool()
@@ -76,8 +77,13 @@ class Mailbox:
         self._timeout_sec = timeout.total_seconds()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Message:
-        """Start sending a tensor on any device, which must not change until the work is done."""
-        self._check("send", target)
+        """Start sending a tensor on any device, which must not change until the work is done.
+
+        Raises:
+            CollectiveError: the group has failed before.
+            UnsupportedError: there is no such rank.
+        """
+        self._check_usable("send", target)
         if self._goes_in_pieces(tensor):
             return self._follow_long(tensor, target, tag, is_receive=False)
         buffer, filled = staging.copy_out(tensor, self._outgoing)
@@ -90,67 +96,72 @@ class Mailbox:
         )
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Message:
-        """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender."""
-        self._check("recv", source)
+        """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender.
+
+        Raises:
+            CollectiveError: the group has failed before.
+            UnsupportedError: there is no such rank.
+        """
+        self._check_usable("recv", source)
         if self._goes_in_pieces(tensor):
             return self._follow_long(tensor, source, tag, is_receive=True)
         buffer = to_host(tensor, read=False)
         start = partial(receive_if_arrived, self._comm, buffer, source, tag)
-        streams = self._streams.after_caller(tensor)
+        streams = self._incoming.after_caller(tensor)
         return self._follow(
             ShortMessage(tensor, buffer, start, source, tag, is_receive=True, streams=streams)
         )
 
     def close(self) -> bool:
-        """End the thread, and return whether MPI is done with every message; others fail."""
+        """End the thread, and fail pending messages; return whether there were none."""
         with self._changed:
             self._closed_at = time.perf_counter()
             self._changed.notify()
         self._thread.join()
-        for item in self._pending:
-            keep_alive(*item.in_use())
-            self._fail_at_end(item)
+        for message in self._pending:
+            keep_alive(*message.in_use())
+            self._fail_at_end(message)
         return not self._pending
 
-    def _check(self, name: str, peer: int) -> None:
+    def _check_usable(self, operation: str, peer: int) -> None:
         if self._broken:
-            raise CollectiveError(f"{name}: {self._broken}")
+            raise CollectiveError(f"{operation}: {self._broken}")
         size = self._comm.size
         if peer != ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(
-                f"{name}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
+                f"{operation}: there is no rank {peer} of {size}; use a rank from 0 to {size - 1}"
             )
 
     def _goes_in_pieces(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor does, by what both ranks know."""
+        """Return whether a tensor is sent in pieces; sender and receiver decide alike."""
         return self._has_accelerators and tensor.nbytes > staging.MAX_PINNED_BYTES
 
     def _follow_long(
         self, tensor: torch.Tensor, peer: int, tag: int, *, is_receive: bool
     ) -> Message:
-        buffers = self._buffers
-        return self._follow(
-            LongMessage(tensor, self._comm, peer, tag, buffers, is_receive=is_receive)
-        )
+        message = LongMessage(tensor, self._comm, peer, tag, self._buffers, is_receive=is_receive)
+        return self._follow(message)
 
-    def _follow(self, item: Message) -> Message:
+    def _follow(self, message: Message) -> Message:
+        """Have the thread follow a message to its end."""
         with self._changed:
-            self._start_after(self._pending, item)
-            self._pending.append(item)
+            self._start_after(self._pending, message)
+            self._pending.append(message)
             self._changed.notify()
-        return item
+        return message
 
     def _start(self, pending: Sequence[Message]) -> None:
-        """Give MPI what it can be given, in order."""
+        """Give MPI those messages that may start now, in order."""
         before: list[Message] = []
-        for item in pending:
-            if item.is_waiting_to_start:
-                self._start_after(before, item)
-                before.append(item)
+        for message in pending:
+            if message.is_waiting_to_start:
+                self._start_after(before, message)
+                before.append(message)
 
-    def _start_after(self, before: Sequence[Message], item: Message) -> None:
-        if not any(other.holds_back(item) for other in before):
-            item.start({other.peer for other in before if other.precedes(item)})
+    def _start_after(self, before: Sequence[Message], message: Message) -> None:
+        """Start a message, unless one of those `before` it must start first."""
+        if not any(other.holds_back(message) for other in before):
+            message.start({other.peer for other in before if other.precedes(message)})
 
     def _poll_or_abort(self) -> None:
         try:
@@ -160,10 +171,12 @@ class Mailbox:
 
     def _poll(self) -> None:
         """Poll pending messages and finish them, sleeping in between, until closed."""
-        progress_at, moved = time.perf_counter(), 0
+        progress_at = time.perf_counter()
+        pieces_before = 0
         is_closing = False
         while True:
-            waiting: list[Message] = []  # else the last messages would keep their tensors
+            # Emptied before the thread sleeps, as they would keep the last messages' tensors.
+            waiting: list[Message] = []
             done: list[Message] = []
             with self._changed:
                 while not self._pending and self._closed_at == float("inf"):
@@ -174,108 +187,122 @@ class Mailbox:
             if not waiting or now - self._closed_at > _CLOSE_SEC:
                 return
             try:
-                with self._changed:  # no message is started past those that wait
+                with self._changed:  # `_follow` starts no message before those that wait
                     self._start(waiting)
                 if now >= self._closed_at and not is_closing:
                     is_closing = True
-                    for item in waiting:
-                        if item.is_receive and not item.moved:
-                            item.cancel()
-                done = [item for item in waiting if item.is_transferred()]
+                    for message in waiting:
+                        if message.is_receive and not message.moved:
+                            message.cancel()
+                done = [message for message in waiting if message.is_transferred()]
                 if not (done or is_closing):
                     self._fail_overdue(waiting, now)
             except Exception as error:
                 if not ulfm.may_be_loss(error):
                     raise
-                self._lose(error)
+                self._fail_all(error)
                 continue
             if done:
                 self._finish(done)
                 progress_at = now
                 continue
-            pieces = sum(item.moved for item in waiting)
-            if pieces != moved:
-                moved, progress_at = pieces, now
+            pieces = sum(message.moved for message in waiting)
+            if pieces != pieces_before:
+                pieces_before = pieces
+                progress_at = now
             nap(now - progress_at)
 
-    def _lose(self, error: Exception) -> None:
-        """Fail all messages, as a rank is lost; other ranks learn of it, too."""
+    def _fail_all(self, error: Exception) -> None:
+        """Fail all messages because a rank was lost; the other ranks learn of it, too."""
         ulfm.revoke_all()
         lost = RankLostError(f"a message: a rank is lost ({error})")
         with self._changed:
-            items = self._pending
+            messages = self._pending
             self._pending = []
         self._broken = f"this process group failed before: {lost}"
         self._on_failure(lost)
-        for item in items:
-            keep_alive(*item.in_use())
-            item.fail(lost)
+        for message in messages:
+            keep_alive(*message.in_use())
+            message.fail(lost)
 
     def _finish(self, done: list[Message]) -> None:
         with self._changed:
-            self._pending = [item for item in self._pending if item not in done]
-        for item in done:
-            if item.is_canceled:
-                self._fail_at_end(item)
-            elif item.fault:
-                self._break(item, f"{item.describe(self._comm.size)}: {item.fault}")
+            self._pending = [message for message in self._pending if message not in done]
+        for message in done:
+            if message.is_canceled:
+                self._fail_at_end(message)
+            elif message.fault:
+                self._fail_group(message, f"{message.describe(self._comm.size)}: {message.fault}")
             else:
-                item.finish()
+                message.finish()
 
-    def _fail_at_end(self, item: Message) -> None:
-        awaited = item.describe(self._comm.size)
-        item.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
+    def _fail_at_end(self, message: Message) -> None:
+        awaited = message.describe(self._comm.size)
+        message.fail(CollectiveError(f"the group ended while waiting for {awaited}"))
 
     def _fail_overdue(self, waiting: list[Message], now: float) -> None:
-        """Fail a message that has timed out, or whose other rank has left the group."""
-        for item in waiting:
-            if now - item.awaited_since > self._timeout_sec:
-                operation = "recv" if item.is_receive else "send"
-                text = f"timed out after {self._timeout_sec:g} s in {operation}: waiting for "
-                self._fail(item, text + item.describe(self._comm.size))
+        """Fail a message that has timed out, or whose other rank has left the group.
+
+        At most one, as it fails the group.
+        """
+        for message in waiting:
+            if now - message.awaited_since > self._timeout_sec:
+                operation = "recv" if message.is_receive else "send"
+                awaited = message.describe(self._comm.size)
+                text = (
+                    f"timed out after {self._timeout_sec:g} s in {operation}: waiting for {awaited}"
+                )
+                self._fail(message, text)
                 return
-        awaited = [item for item in waiting if now - item.awaited_since > _LEFT_INTERVAL_SEC]
-        if not awaited or now - self._left_checked_at < _LEFT_INTERVAL_SEC:
-            return
-        self._left_checked_at = now
+        overdue = [
+            message for message in waiting if now - message.awaited_since > _LEFT_INTERVAL_SEC
+        ]
+        if overdue and now - self._left_checked_at >= _LEFT_INTERVAL_SEC:
+            self._left_checked_at = now
+            self._fail_abandoned(waiting, overdue)
+
+    def _fail_abandoned(self, waiting: list[Message], overdue: list[Message]) -> None:
+        """Fail the first of the overdue messages whose other rank has left the group."""
 
         def is_needed() -> bool:
             # Whether this thread has something else to do than to wait for the store.
             is_changed = len(self._pending) > len(waiting) or self._closed_at < float("inf")
             with self._changed:
                 self._start(waiting)
-            return is_changed or any(item.is_transferred() for item in waiting)
+            return is_changed or any(message.is_transferred() for message in waiting)
 
         try:
             left = self._arrivals.ranks_left(until=is_needed)
         except RankLostError:  # a thread that waits in MPI gets the error there
             return
-        for item in awaited:
-            all_left = len(left) >= self._comm.size - 1
-            has_left = all_left if item.peer == ANY_SOURCE else item.peer in left
-            if has_left and item.peer_left:  # what it sent before leaving has arrived by now
-                text = item.describe(self._comm.size)
-                self._fail(item, f"waiting for {text}, which has ended the group")
+        have_all_left = len(left) >= self._comm.size - 1
+        for message in overdue:
+            has_left = have_all_left if message.peer == ANY_SOURCE else message.peer in left
+            # Only at the second check: what the rank sent before leaving has arrived by then.
+            if has_left and message.peer_left:
+                awaited = message.describe(self._comm.size)
+                self._fail(message, f"waiting for {awaited}, which has ended the group")
                 return
-            item.set_peer_left(has_left)
+            message.set_peer_left(has_left)
 
-    def _fail(self, item: Message, text: str) -> None:
-        if item.is_receive:
-            item.cancel()
-            if not item.is_transferred():
-                return  # it is arriving at this moment
-            if not item.is_canceled:
-                self._finish([item])
+    def _fail(self, message: Message, text: str) -> None:
+        """Fail a message and the group, unless the message arrives at this moment."""
+        if message.is_receive:
+            message.cancel()
+            if not message.is_transferred():
+                return  # it is arriving
+            if not message.is_canceled:
+                self._finish([message])
                 return
         else:
-            keep_alive(*item.in_use())
+            keep_alive(*message.in_use())
         with self._changed:
-            self._pending.remove(item)
-        self._break(item, text)
+            self._pending.remove(message)
+        self._fail_group(message, text)
 
-    def _break(self, item: Message, text: str) -> None:
-        """Fail a message, and so the group."""
+    def _fail_group(self, message: Message, text: str) -> None:
+        """Fail a message, and with it the group."""
         self._broken = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)
-        item.fail(error)
+        message.fail(error)

@@ -1,4 +1,4 @@
-"""Sums a plain module's gradients over the ranks while backward still computes."""
+"""Sums a model's gradients over the ranks while backward is still running."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kaitian_mpi.distributed.gradients import Bucket, group_into_buckets, sum_gr
 from kaitian_mpi.distributed.residual import Residuals
 from kaitian_mpi.errors import UnsupportedError, UserError
 
-# Bytes at which a bucket is full: the first one, and the others. PyTorch's DDP has the same.
+# Bytes at which a bucket is full: the first one, and the others. PyTorch's DDP uses the same.
 _BUCKET_CAPS = (1 << 20, 25 << 20)
 # Over a slow link the first bytes should leave early, and every rank waits for the last bucket.
 _BUCKET_CAPS_OF_SLOW_LINKS = (256 << 10, 1 << 20)
 _EXACT = torch.float32, torch.float64
-_UNARMED = -1  # among the indices of parameters
+_UNARMED = -1  # stands for a missing gradient, so that a bucket is never complete
 
 
 def _nothing(is_last: bool) -> None:
@@ -36,7 +36,7 @@ class TrainedParameters:
     """The parameters of a model that require gradients; they must be the same on every rank."""
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Take those of these parameters, by name, that require gradients now.
+        """Keep those of the parameters, by name, that require gradients now.
 
         Raises:
             UserError: none of them does.
@@ -51,18 +51,22 @@ class TrainedParameters:
             )
 
     def clear(self) -> None:
-        """Keep no parameter alive any longer."""
+        """Release all parameters."""
         self.names = []
         self.parameters = []
         self._frozen = {}
 
     @property
     def unfrozen(self) -> list[str]:
-        """The names of parameters that require gradients now, and did not at first."""
+        """The names of parameters that require gradients now, but did not at first."""
         return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
 
     def check_none_unfrozen(self) -> None:
-        """Check that no parameter requires gradients now that did not at first. Not collective."""
+        """Check that no parameter requires gradients now that did not at first. Not collective.
+
+        Raises:
+            UnsupportedError: one does.
+        """
         if self.unfrozen:
             raise UnsupportedError(
                 f"{self.unfrozen[0]} requires gradients now, and did not when the GradientReducer "
@@ -85,7 +89,7 @@ class TrainedParameters:
 
 
 class TakesBuckets(Protocol):
-    """What is told of buckets whose gradients are ready."""
+    """Takes buckets whose gradients are ready, as a reducer does."""
 
     def take_bucket(self) -> None: ...
     def reset(self) -> None: ...
@@ -93,35 +97,36 @@ class TakesBuckets(Protocol):
 
 @not_compiled
 class GradientArrivals:
-    """Tells when all gradients of a bucket are ready, one bucket after the other, in a backward.
+    """Calls its owner for each bucket whose gradients are ready, in order, in an armed backward.
 
-    It does so in the armed backward only, from the thread that computes the last of them.
+    It calls from the thread that computed the last of these gradients.
     """
 
     def __init__(
         self, owner: TakesBuckets, trained: TrainedParameters, buckets: Sequence[Sequence[int]]
     ) -> None:
-        """Watch parameters, whose indices `buckets` has. Not collective.
+        """Watch the parameters whose indices are in `buckets`. Not collective.
 
-        The `owner` takes each bucket that is ready, by `next_bucket`.
+        When a bucket is ready, `owner.take_bucket` is called, which calls `next_bucket`.
         """
-        # A parameter owns its hook: a strong reference to what owns this would be a cycle.
+        # A parameter owns its hook: a strong reference to the owner would be a cycle.
         self._owner = weakref.ref(owner)
         self._names = trained.names
         self._buckets = buckets
-        self.lock = threading.RLock()  # devices have a thread each in backward
+        self.lock = threading.RLock()  # backward has a thread for each device
         """Held while the owner takes a bucket."""
         self.taken = 0
-        """How many buckets the owner has taken of this backward."""
+        """How many buckets of this backward the owner has taken."""
         self.is_armed = False
         self.is_backward_done = False
         self._is_closed = False
-        # The parameters of each bucket whose gradients are not ready; never empty if not armed.
+        # By bucket, the parameters whose gradients are not ready; never empty while not armed.
         self._missing = [{_UNARMED} for _ in buckets]
         self._ready: set[int] = set()
-        # While these exist, autograd accumulates all gradients on the stream that is current now,
-        # which waits for those that compute them; else each on one of its own.
-        self._accumulators = [get_gradient_edge(each).node for each in trained.parameters]
+        # While these nodes exist, autograd accumulates all gradients on the stream that is current
+        # now, which waits for the streams that compute them. Otherwise it would accumulate each
+        # gradient on the stream that computed it.
+        self._accumulators = [get_gradient_edge(p).node for p in trained.parameters]
         on_ready = weakref.WeakMethod(self._bucket_ready)
         handles = [
             trained.parameters[index].register_post_accumulate_grad_hook(
@@ -138,7 +143,11 @@ class GradientArrivals:
         return self.taken == len(self._buckets)
 
     def arm(self) -> None:
-        """Tell of the buckets of the next backward. Not collective."""
+        """Call the owner for the buckets of the next backward. Not collective.
+
+        Raises:
+            RuntimeError: the last armed backward is not finished, or this is closed.
+        """
         if self._is_closed:
             raise RuntimeError("arm() after close()")
         if self.is_armed and self.is_backward_done:
@@ -152,7 +161,7 @@ class GradientArrivals:
         self.is_backward_done = False
 
     def disarm(self) -> None:
-        """Tell of no buckets of the next backward. Not collective."""
+        """Do not call the owner in the next backward. Not collective."""
         for missing in self._missing:
             missing.add(_UNARMED)
         self.is_armed = False
@@ -163,7 +172,7 @@ class GradientArrivals:
         return self.taken - 1
 
     def take_rest(self) -> None:
-        """Have the owner take the buckets that it has not taken."""
+        """Let the owner take the buckets that it has not taken."""
         with self.lock:
             while not self.are_all_taken:
                 self._take()
@@ -187,11 +196,14 @@ class GradientArrivals:
 
     def _take(self) -> None:
         owner = self._owner()
-        assert owner is not None  # it has asked, or its hooks exist
+        assert owner is not None  # it calls this itself
         owner.take_bucket()
 
     def _bucket_ready(self, bucket: int, index: int) -> None:
-        """Have the buckets taken that can be, now that parameter `index` was the last of one."""
+        """Let the owner take this bucket, which parameter `index` has completed.
+
+        Buckets are taken in order, so it may have to wait for earlier ones, or let later ones go.
+        """
         owner = self._owner()
         if owner is None:
             return
@@ -222,20 +234,20 @@ class GradientReducer:
         loss.backward()
         reducer.finish()
 
-    A backward that is not armed accumulates gradients as plain autograd does; the armed one adds to
-    them, and then the ranks sum (so of several micro-batches, the last is armed). With a loss that
+    A backward that is not armed accumulates gradients as plain autograd does. The armed one adds
+    its own, and then the ranks sum the total: of several micro-batches, arm the last. If the loss
     is the mean over a rank's b_i samples, weights b_i / sum(b) give the gradient of the mean over
     the global batch.
 
     Unlike `DistributedDataParallel`, it does not wrap the module: whatever is computed with the
-    parameters counts, in any number of forwards and by any method. Only parameters that require
-    gradients are sent, and with them a number of the caller's, such as the loss.
+    parameters counts, in any number of forwards and by any method. Only the gradients of parameters
+    that require them are sent, and with them one number of the caller's, such as the loss.
 
     The gradients travel in buckets, from the last parameters to the first: the order in which they
     usually become ready. A rank that computes nothing calls `arm(None)` and `finish()`.
 
-    The caller makes sure that `describe()` is the same on every rank, and that so are the values of
-    the parameters.
+    The caller makes sure that all ranks have the same `describe()`, and the same values of the
+    parameters.
     """
 
     def __init__(
@@ -250,19 +262,24 @@ class GradientReducer:
     ) -> None:
         """Watch a model's parameters, or only those given by name. Not collective.
 
-        `on_bucket` is called when a bucket's gradients are ready, before they are sent, with
-        whether it is the last. `bucket_caps` are bytes at which a bucket is full: the first one,
-        and the others; None for those that suit the format of the `residuals`, by default fp32. The
-        caller says when a step is done, by `Residuals.keep`.
+        `on_bucket` is called when a bucket's gradients are ready, before they are sent; its
+        argument says whether the bucket is the last. `bucket_caps` are the bytes at which a bucket
+        is full: the first one, and the others. None: those that suit the format in which gradients
+        cross hosts, that of `residuals`, or fp32 without them. The caller calls `Residuals.keep`
+        when a step is done.
+
+        Raises:
+            UserError: no parameter requires gradients.
         """
-        named = dict(model.named_parameters())  # each once, also where modules share it
+        # `named_parameters` has a parameter once, even if several modules share it.
+        named = dict(model.named_parameters())
         self._trained = TrainedParameters(named if parameters is None else parameters)
         self._group = group
         self._on_bucket = on_bucket
         self._weight: float | Callable[[], float | None] | None = 1.0
         self._number: torch.Tensor | None = None
         self._works: list[dist.Work] = []
-        self._sums: list[torch.Tensor] = []
+        self._totals: list[torch.Tensor] = []
         self._buckets: list[Bucket] = []
         self._carrier: Bucket | None = None
         self._residuals = residuals or Residuals()
@@ -282,15 +299,15 @@ class GradientReducer:
     def carries_number(self) -> bool:
         """Whether a number can be summed along with the gradients; the same on every rank.
 
-        Not if all of these are of less than 32 bits, which would round it off.
+        Not if all gradients have less than 32 bits, which would round it off.
         """
         return self._carrier is not None
 
     @property
     def number(self) -> torch.Tensor:
-        """The weighted sum of the ranks' numbers, without dimensions, after `finish`.
+        """The weighted sum of the ranks' numbers, of shape (), after `finish`.
 
-        In the dtype and on the device of some gradient.
+        Its dtype and device are those of one of the gradients.
         """
         assert self._carrier is not None
         return self._carrier.number.clone()
@@ -303,23 +320,30 @@ class GradientReducer:
         """Let the next backward sum over the ranks. Not collective.
 
         A callable `weight` is called once, when the first bucket is ready, and may wait for a
-        collective that was started before. With 0, this rank's gradients are zero, even if it has
-        computed a NaN; with None, they are ignored, as if it had not used any parameter. `number`,
-        of one element, is summed as well if `carries_number`.
+        collective that was started before. If the weight is 0, this rank's gradients are zero, even
+        if it has computed a NaN; if None, they are ignored, as if it had not used any parameter.
+        `number`, of one element, is summed as well if `carries_number`.
+
+        Raises:
+            RuntimeError: the last armed backward has no `finish` yet, or this is closed.
+            UnsupportedError: a parameter requires gradients now that did not before.
         """
         self._trained.check_none_unfrozen()
         self._arrivals.arm()
         if self._works:
-            self._build()  # a sum in progress keeps its buffers
+            self._build()  # a sum in progress still uses the old buffers
         self._weight = weight
         self._number = number
-        self._sums = []
+        self._totals = []
 
     def finish(self) -> None:
         """Complete the sums of the armed backward; `grad` of each parameter then holds its sum.
 
-        It is the same bit by bit on all ranks, and a view of its bucket's buffer. A parameter that
-        no rank has a gradient for has None. Collective.
+        It is the same bit by bit on all ranks, and a view of its bucket's buffer. It is None if no
+        rank has a gradient for the parameter. Collective.
+
+        Raises:
+            RuntimeError: `arm` was not called.
         """
         if not self._arrivals.is_armed:
             raise RuntimeError("finish() without arm()")
@@ -330,15 +354,16 @@ class GradientReducer:
                     self._works[index].wait()
                 else:
                     sum_gradients(bucket.buffer, bucket.residual, self._group)
-                # One number in which whatever is not finite shows; while the next is summed.
-                self._sums.append(bucket.gradients.sum().float())
+                # Computed while the next bucket is summed: a total that is not finite if some
+                # gradient is not.
+                self._totals.append(bucket.gradients.sum().float())
                 bucket.settle()
             self._works.clear()
         finally:
             self.reset()
 
     def reset(self) -> None:
-        """Disarm: to be called after a backward that raised. Not collective.
+        """Disarm; call this after a backward that raised. Not collective.
 
         The gradients are left as they are; set them to None before the next backward.
         """
@@ -351,19 +376,19 @@ class GradientReducer:
 
         The same on every rank, without communication, as all have the same sums.
         """
-        if not self._sums:
+        if not self._totals:
             return True
-        device = self._sums[0].device
-        if math.isfinite(sum(total.to(device) for total in self._sums)):
+        device = self._totals[0].device
+        if math.isfinite(sum(total.to(device) for total in self._totals)):
             return True
         # Finite numbers may add up to more than a float can hold.
         return all(bool(bucket.gradients.isfinite().all()) for bucket in self._buckets)
 
     def check_values(self) -> None:
-        """Wait for values that other ranks send: none here. Not collective.
+        """Wait for the values that other ranks send; here they send none. Not collective.
 
         Raises:
-            CollectiveError: they will not arrive, as a rank is lost.
+            CollectiveError: a rank was lost, so they will not arrive.
         """
 
     def describe(self) -> str:
@@ -382,6 +407,7 @@ class GradientReducer:
         self._works = []
 
     def _build(self) -> None:
+        """Make the buckets, with new buffers."""
         self._works = []
         self._buckets = []
         self._residuals.clear()
@@ -411,9 +437,15 @@ class GradientReducer:
 def _note_gradient(
     on_ready: Callable[[], Any], missing: set[int], bucket: int, index: int, _: torch.Tensor
 ) -> None:
-    """Note that a parameter's gradient is ready: the last of its bucket, or one too late."""
+    """Note that a parameter's gradient is ready; call `on_ready` if its bucket misses no other.
+
+    So also for a gradient that comes after its bucket was reduced, which is an error.
+    """
     missing.discard(index)
-    if not missing and (bucket_ready := on_ready()) is not None:
+    if missing:
+        return
+    bucket_ready = on_ready()
+    if bucket_ready is not None:
         bucket_ready(bucket, index)
 
 

@@ -1,7 +1,7 @@
 """A model whose parameters are sharded over the ranks, and whole only while they are used.
 
-What autograd would save of a parameter's values is replaced by a note, with which backward gathers
-them again.
+Where autograd would save a parameter's values for backward, a note is saved instead, with which
+backward gathers them again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ IS_COMPILED = (
 """The message for a compiled model."""
 
 Source = Callable[[int], torch.Tensor]
-"""Returns the whole values of the parameter of this number, in memory of their own."""
+"""Returns all values of the parameter of this number, in new memory."""
 
 WriteBack = Callable[[int, torch.Tensor], None]
-"""Takes back the whole values of a parameter, which a forward may have changed in place."""
+"""Stores all values of a parameter, which a forward may have changed in place."""
 
 
 class _SavedNote(NamedTuple):
@@ -48,18 +48,19 @@ class _SavedNote(NamedTuple):
 
 
 class _Unsharded:
-    """The gathered values of a parameter, for any stream: each waits for the one that gathered.
+    """The gathered values of a parameter, for use on any stream.
 
-    Their memory is reused only once all of these streams are done with it.
+    A stream that uses them waits for the one that gathered them. Their memory is reused only once
+    all of these streams are done with it.
 
     Attributes:
-        values: for code that needs their shape or dtype only, on any stream.
+        values: may be used without waiting by code that needs only their shape or dtype.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
         """Wrap values that the current stream has gathered."""
         self.values = values
-        self._module: Any = device_of(values.device).streams()
+        self._stream_module: Any = device_of(values.device).streams()
         self._streams = self._current()
         self._ends = ends_of_streams([values])
 
@@ -76,23 +77,25 @@ class _Unsharded:
     def after_all_streams(self) -> torch.Tensor:
         """Return the values for the current stream, which waits for all other streams' changes."""
         for stream in self._streams - self._current():
-            self._module.current_stream(self.values.device).wait_event(stream.record_event())
+            current = self._stream_module.current_stream(self.values.device)
+            current.wait_event(stream.record_event())
         return self.on_current_stream()
 
     def _current(self) -> set[Any]:
-        if self._module is None:
+        if self._stream_module is None:
             return set()
-        return {self._module.current_stream(self.values.device)}
+        return {self._stream_module.current_stream(self.values.device)}
 
 
 class ShardedModel:
     """A model with sharded parameters, which are gathered when they are used.
 
-    Between `begin` and `end` a use gathers the values from a source; at other times it raises a
-    `UserError`. The parameters stay the same objects, with their gradients and hooks.
+    Between `begin` and `end`, whatever uses a parameter's values gathers them from a source; at
+    other times it raises a `UserError`. The parameters stay the same objects, with their gradients
+    and hooks. A parameter's number is its index in the model's `parameters()`.
 
     Attributes:
-        numbers: of the sharded parameters, in the order of the model's `parameters()`.
+        numbers: those of the sharded parameters.
     """
 
     def __init__(self, model: nn.Module, numbers: Collection[int], device: torch.device) -> None:
@@ -111,32 +114,36 @@ class ShardedModel:
         self._sharded_class = self._make_parameter_class()
         self._names = {number: parameters[number][0] for number in numbers}
         self._device = device
-        self._unsharded: dict[int, _Unsharded] = {}  # those used last
-        self._versions: dict[int, int] = {}  # of these; -1 if the values may change unseen
-        self._addresses: dict[int, int] = {}  # the address of each parameter's values
-        self._number_at: dict[int, int] = {}  # the parameter whose values are at an address
+        self._unsharded: dict[int, _Unsharded] = {}  # by number; only those used last
+        self._versions: dict[int, int] = {}  # of the same; -1 if the values may change unseen
+        self._addresses: dict[int, int] = {}  # by number, where the parameter's values are
+        self._number_at: dict[int, int] = {}  # by address, whose values are there
         self._source: Source | None = None
         self._write_back: WriteBack | None = None
         self._hooks: Any = None
 
     def shard(self, rows: Collection[tuple[int, int, int]]) -> dict[Any, torch.Tensor]:
-        """Free the sharded parameters' values but for some rows, and move the rest to the device.
+        """Free the sharded parameters' values except some rows; move all others to the device.
+
+        Args:
+            rows: which to keep: a parameter's number, the first row, and the one past the last.
 
         Returns:
-            These rows on the device, by the number of a parameter, begin and end.
+            These rows on the device, by the same keys.
         """
-        kept: dict[Any, torch.Tensor] = {}
-        wanted = {number: [key for key in rows if key[0] == number] for number in self.numbers}
+        values: dict[Any, torch.Tensor] = {}
+        keys_of = {number: [key for key in rows if key[0] == number] for number in self.numbers}
         for number, parameter in self._parameters.items():
-            for key in wanted[number]:
-                kept[key] = parameter.detach()[key[1] : key[2]].to(self._device, copy=True)
+            for key in keys_of[number]:
+                _, begin, end = key
+                values[key] = parameter.detach()[begin:end].to(self._device, copy=True)
             self._reshard(number)
         with torch._C.DisableTorchFunctionSubclass():
             self._model.to(self._device)
-        return kept
+        return values
 
     def make_target(self, number: int, values: torch.Tensor) -> nn.Parameter:
-        """Return the parameter that an optimizer steps for some rows of one, on the device."""
+        """Return a parameter of some rows of another, for an optimizer to step on the device."""
         needs_gradient = self._parameters[number].requires_grad
         return nn.Parameter(values.to(self._device), requires_grad=needs_gradient)
 
@@ -163,7 +170,7 @@ class ShardedModel:
             hooks.__exit__()
             write_back = self._write_back if keeps_changes else None
             self._write_back = None
-            resharded = [(number, self._reshard(number)) for number in [*self._unsharded]]
+            resharded = [(number, self._reshard(number)) for number in list(self._unsharded)]
             for number, changed in resharded:
                 if write_back is not None and changed is not None:
                     write_back(number, changed)
@@ -186,7 +193,8 @@ class ShardedModel:
             if number in self._unsharded:
                 self._unsharded[number].on_current_stream()
                 continue
-            for other in [known for known in self._unsharded if known not in numbers]:
+            unused = [other for other in self._unsharded if other not in numbers]
+            for other in unused:
                 changed = self._reshard(other)
                 if self._write_back is not None and changed is not None:
                     self._write_back(other, changed)
@@ -201,7 +209,7 @@ class ShardedModel:
         return type("Sharded", (PendingParameter,), {"materialize": self._unshard_used})
 
     def _unshard_used(self, parameters: Sequence[PendingParameter], function: Any) -> None:
-        """Gather all parameters that a function uses; none may be freed before it is called."""
+        """Gather all parameters that a function uses, so that none is freed for another."""
         numbers = [self._number_of[parameter] for parameter in parameters]
         if function == SETS_DATA and self._source is not None:
             raise UserError(
@@ -215,7 +223,7 @@ class ShardedModel:
 
     @contextmanager
     def making_optimizers(self) -> Iterator[None]:
-        """Let optimizers create state in the block, as Adagrad does, without memory for it yet."""
+        """Let optimizers that create state at once, as Adagrad does, allocate no memory for it."""
         self._sharded_class.fills_no_memory = True
         try:
             yield
@@ -251,49 +259,56 @@ class ShardedModel:
 
     def _set(self, number: int, values: torch.Tensor) -> None:
         """Set a parameter's values, by whose address `_pack` recognizes it."""
-        if self._number_at.get(before := self._addresses.get(number, 0)) == number:
-            del self._number_at[before]
+        old_address = self._addresses.get(number, 0)
+        if self._number_at.get(old_address) == number:
+            del self._number_at[old_address]
         self._parameters[number].data = values
-        self._addresses[number] = values.untyped_storage().data_ptr()
-        self._number_at[self._addresses[number]] = number
+        address = values.untyped_storage().data_ptr()
+        self._addresses[number] = address
+        self._number_at[address] = number
 
     def _reshard(self, number: int) -> torch.Tensor | None:
         """Free a parameter's values, unless other tensors still refer to them.
 
         Returns:
-            The values, if they may have changed.
+            The values if they may have changed, else None.
         """
-        parameter, gathered = self._parameters[number], self._unsharded.pop(number, None)
+        parameter = self._parameters[number]
+        gathered = self._unsharded.pop(number, None)
         with torch._C.DisableTorchFunctionSubclass():
             is_changed = self._versions.pop(number, None) != parameter._version
-            nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=self._device)
-            self._set(number, nothing.expand(parameter.shape))
+            # One element, expanded to the parameter's shape; NaN, so that a use would be noticed.
+            placeholder = torch.full((1,), torch.nan, dtype=parameter.dtype, device=self._device)
+            self._set(number, placeholder.expand(parameter.shape))
         parameter.__class__ = self._sharded_class
-        torch.clear_autocast_cache()  # which would keep a cast of each
-        return gathered.after_all_streams() if is_changed and gathered is not None else None
+        torch.clear_autocast_cache()  # it would keep a cast of the values
+        if gathered is None or not is_changed:
+            return None
+        return gathered.after_all_streams()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which has no memory itself
+        """Return what autograd saves for backward: a note if the tensor is a parameter's values."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no memory of its own
             return tensor
         number = self._number_at.get(tensor.untyped_storage().data_ptr())
         if number is not None and tensor.dtype != self._parameters[number].dtype:
             return tensor
-        strides, offset = tensor.stride(), tensor.storage_offset()
+        strides = tensor.stride()
         if number is None:
             number = self._number_of_cast(tensor)
-        elif (
-            number not in self._unsharded
-        ):  # a function of autograd's has saved it, and used another
+        elif number not in self._unsharded:
+            # An autograd function has saved this parameter after it used another, which freed the
+            # values: these are the strides of the placeholder.
             strides = torch.empty(tensor.size(), device="meta").stride()
         if number is None:
             return tensor
-        return _SavedNote(number, tensor.dtype, tensor.size(), strides, offset)
+        return _SavedNote(number, tensor.dtype, tensor.size(), strides, tensor.storage_offset())
 
     def _number_of_cast(self, tensor: torch.Tensor) -> int | None:
-        """Return the parameter of which a tensor is a cast, as autocast makes it; None if none.
+        """Return the number of the parameter that a tensor is autocast's cast of; None if none.
 
-        The values are compared: an activation may have the same size. The host waits for the
-        device, as it does in the exchange of the values.
+        The values are compared, because an activation may have the same size. So the host waits
+        for the device, as it does when values are gathered.
         """
         for number, gathered in self._unsharded.items():
             values = gathered.values
@@ -307,6 +322,7 @@ class ShardedModel:
         return None
 
     def _unpack(self, saved: Any) -> torch.Tensor:
+        """Return the tensor for which `_pack` returned `saved`."""
         if not isinstance(saved, _SavedNote):
             return saved  # type: ignore[no-any-return]
         self.unshard([saved.number])

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -74,17 +75,19 @@ def summed(reducer, loss, weight=1.0):
 
 def assert_alike(world, model):
     """Check that gradients and their strides are the same, bit by bit, on all ranks."""
-    gradients = [p.grad for p in model.parameters()]
-    own = [None if each is None else [each.stride(), each.tolist()] for each in gradients]
-    assert len(set(gather_values(world.comm, str(own)))) == 1
+    gradients = [parameter.grad for parameter in model.parameters()]
+    described = [grad if grad is None else (grad.stride(), grad.tolist()) for grad in gradients]
+    assert len(set(gather_values(world.comm, str(described)))) == 1
 
 
-def assert_equal_gradients(ours, theirs, tolerance=1e-12):
-    for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if other.grad is None:
-            assert own.grad is None, name
+def assert_equal_gradients(model, expected, tolerance=1e-12):
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    for (name, parameter), expected_parameter in pairs:
+        if expected_parameter.grad is None:
+            assert parameter.grad is None, name
         else:
-            assert (own.grad - other.grad).abs().max().item() <= tolerance, name
+            difference = parameter.grad - expected_parameter.grad
+            assert difference.abs().max().item() <= tolerance, name
 
 
 def check(world, reducer, model, loss_of, *, times=2, tolerance=1e-12):
@@ -114,9 +117,10 @@ def test_a_number_is_summed_along_with_the_gradients(world, reducer_of, sent, dt
         reducer.arm(weights[world.rank], number.bfloat16())
         model(torch.ones(1, 4, dtype=dtype)).sum().backward()
         reducer.finish()
-        assert reducer.number.item() == sum(w * (rank + step) for rank, w in enumerate(weights))
+        expected = sum(weight * (rank + step) for rank, weight in enumerate(weights))
+        assert reducer.number.item() == expected
         assert reducer.is_finite()
-    assert len(sent) == 3  # one a step
+    assert len(sent) == 3  # one bucket per step
     few_bits = nn.Linear(4, 4).bfloat16()
     assert not reducer_of(few_bits).carries_number
     assert reducer_of(nn.Sequential(few_bits, nn.Linear(4, 4))).carries_number
@@ -199,7 +203,8 @@ def test_channels_last_gradients_keep_their_strides(world, reducer_of):
 
 def check_branches(world, reducer, model, names_of_ranks):
     """Check the sum over ranks that each use the layers with these names, in this order."""
-    alone, value = copy.deepcopy(model), torch.ones(2, 20).double()
+    alone = copy.deepcopy(model)
+    value = torch.ones(2, 20).double()
     model.zero_grad()
     alone.zero_grad()
     summed(reducer, model.through(names_of_ranks[world.rank], value).sum())
@@ -210,23 +215,28 @@ def check_branches(world, reducer, model, names_of_ranks):
 
 
 def test_ranks_use_unlike_parameters_in_unlike_orders(world, reducer_of):
-    """Only what no rank has used has no gradient."""
+    """Only a parameter that no rank has used has no gradient."""
     model = Branches()
     reducer = reducer_of(model)
-    uses = ([0, 3], [0, 3, 1]), ([3, 1, 2], [2]), ([0], [0]), ([0, 1, 2, 3], [3, 2, 1, 0])
-    for names, by_last in uses * 2:
-        check_branches(world, reducer, model, [names] * (world.size - 1) + [by_last])
+    uses = [([0, 3], [0, 3, 1]), ([3, 1, 2], [2]), ([0], [0]), ([0, 1, 2, 3], [3, 2, 1, 0])]
+    for names, names_of_last in uses * 2:
+        check_branches(world, reducer, model, [names] * (world.size - 1) + [names_of_last])
 
 
 @pytest.mark.parametrize("nothing", [None, 0.0])
 def test_a_weight_of_zero_is_a_gradient_of_zero_and_none_is_none(world, last, reducer_of, nothing):
     model = Branches()
     reducer = reducer_of(model)
-    names, weight = ([0, 1], nothing) if world.rank == last else ([0, 2], 1.0)
+    names = [0, 1] if world.rank == last else [0, 2]
+    weight = nothing if world.rank == last else 1.0
     summed(reducer, model.through(names, torch.ones(1, 20).double()).sum(), weight)
-    unused, other = model.layers[1].weight.grad, model.layers[2].weight.grad
-    assert unused is None if nothing is None else not unused.any()
-    assert (other is None) == (world.size == 1)
+    gradient_of_last = model.layers[1].weight.grad
+    gradient_of_others = model.layers[2].weight.grad
+    if nothing is None:
+        assert gradient_of_last is None
+    else:
+        assert not gradient_of_last.any()
+    assert (gradient_of_others is None) == (world.size == 1)
     assert_alike(world, model)
 
 
@@ -259,13 +269,16 @@ def test_buckets_are_sent_in_order_while_backward_computes(world, reducer_of):
         value.register_hook(lambda _: events.append("end of backward"))
         summed(reducer, model.through([0, 1, 2, 3], value).sum())
         assert len(events) > 3
-        assert events.index("end of backward") >= len(events) - 2  # the first layer's may follow
-        assert [e for e in events if e != "end of backward"] == [False] * (len(events) - 2) + [True]
+        # The bucket of the first layer may follow.
+        assert events.index("end of backward") >= len(events) - 2
+        events.remove("end of backward")
+        assert events == [False] * (len(events) - 1) + [True]  # whether it is the last bucket
 
 
 @pytest.mark.parametrize(("caps", "threads"), [(None, 0), (SMALL, 1)])
 def test_one_bucket_is_summed_by_the_caller(world, reducer_of, caps, threads):
-    before, group = threading.active_count(), dist.new_group()
+    threads_before = threading.active_count()
+    group = dist.new_group()
     events = []
     model = network()
     reducer = reducer_of(model, group=group, bucket_caps=caps, on_bucket=events.append)
@@ -281,7 +294,7 @@ def test_one_bucket_is_summed_by_the_caller(world, reducer_of, caps, threads):
         model.zero_grad()
         summed(reducer, model(torch.ones(2, 3, 8, 8)).sum())
         events.clear()
-    assert threading.active_count() - before == threads
+    assert threading.active_count() - threads_before == threads
     dist.destroy_process_group(group)
 
 
@@ -343,20 +356,29 @@ def test_a_layer_that_reentrant_checkpointing_repeats(world, reducer_of):
     check(world, reducer, model, repeated)
 
 
-# What is not finite
+# Gradients that are not finite
 
 
-def test_all_ranks_find_what_is_not_finite(world, last, reducer_of):
+@pytest.mark.parametrize(
+    ("number_of_last", "others", "is_finite"),
+    [
+        (math.nan, 1.0, False),
+        (math.inf, 1.0, False),
+        (-math.inf, 1.0, False),
+        (1.0, 1.0, True),
+        (1e38, 1e38, True),  # the sum of the gradients overflows
+    ],
+)
+def test_all_ranks_know_whether_gradients_are_finite(
+    world, last, reducer_of, number_of_last, others, is_finite
+):
     model = nn.Linear(300, 20)
     reducer = reducer_of(model)
-    # The sum of finite numbers may overflow.
-    for bad, finite in (("nan", False), ("inf", False), ("-inf", False), ("1", True), (1e38, True)):
-        value = torch.full((1, 300), 1e38 if bad == 1e38 else 1.0)
-        if world.rank == last:
-            value[0, 17] = float(bad)
-        model.zero_grad()
-        summed(reducer, model(value).sum(), 1 / world.size)
-        assert reducer.is_finite() is finite, bad
+    value = torch.full((1, 300), others)
+    if world.rank == last:
+        value[0, 17] = number_of_last
+    summed(reducer, model(value).sum(), 1 / world.size)
+    assert reducer.is_finite() is is_finite
 
 
 # Mistakes, and what comes after
@@ -400,9 +422,9 @@ def test_calls_out_of_order(world, reducer_of):
             reducer.arm(1.0)
     # Gradients are left to autograd.
     alone = copy.deepcopy(model)
-    for each in (model, alone):
-        each.zero_grad()
-        each(images).sum().backward()
+    for network_or_copy in (model, alone):
+        network_or_copy.zero_grad()
+        network_or_copy(images).sum().backward()
     assert_equal_gradients(model, alone)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -412,7 +434,8 @@ def through_all(model):
 
 
 def test_a_backward_that_raises_leaves_nothing_behind(world, reducer_of):
-    model, alone = Branches(), Branches()
+    model = Branches()
+    alone = Branches()
     reducer = reducer_of(model)
     through_all(alone).backward()
 
@@ -426,7 +449,7 @@ def test_a_backward_that_raises_leaves_nothing_behind(world, reducer_of):
         with pytest.raises(ValueError, match="planted"):
             model.through([2, 3], hidden).sum().backward()
         model.zero_grad()
-        if with_reset:  # or the micro-batch's gradients would be sent
+        if with_reset:  # otherwise the gradients of this micro-batch would be sent
             reducer.reset()
             through_all(model).backward()
             assert_equal_gradients(model, alone)

@@ -172,7 +172,7 @@ def test_a_copy_computes_alone(copied):
     output = mixture(tokens)
     mixture.use_exchange(Doubling())
     other = copied(mixture)
-    with pytest.raises(UserError, match="after a forward"):
+    with pytest.raises(UserError, match="requires a forward"):
         _ = other.balance_loss
     with torch.no_grad():  # it is not to be trained beside the model
         assert torch.equal(other(tokens), output)
@@ -363,5 +363,5 @@ def test_outputs_of_another_shape_are_refused():
             Experts(experts, gate)(tokens)
         assert line in str(error.value)
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="balance_loss is known after a forward"):
+    with pytest.raises(UserError, match="balance_loss requires a forward"):
         _ = make().balance_loss
