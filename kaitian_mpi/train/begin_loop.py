@@ -38,10 +38,14 @@ _NO_RUN_FOLDER = f"{_NO_CHECKPOINT}, with a run folder"
 
 
 def begin_loop(run: Run, world: World, logged: dict[str, float]) -> tuple[Loop, Saving]:
-    """Begin a loop on these ranks, from wherever the run is, and what saves it. Collective."""
+    """Begin a loop on these ranks at the run's current step. Collective.
+
+    Returns:
+        The loop, and the observer that saves the run.
+    """
     _assign_files(run, world)
     _choose_allreduce_again(run, world)
-    plan = _plan(run, world)
+    plan = _plan_batch_sizes(run, world)
     _restore_state(run, world, plan)
     survives = run.membership.survives
     engine = run.layout.engine(run.config, world, run.setup, run.state, plan, survives)
@@ -98,7 +102,8 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
     folder = run.setup.folder
     emulated = bool(run.summary.emulated)
     path = "" if isinstance(folder, NoFolder) else str(folder.path)
-    title = " ".join(filter(None, [Path(sys.argv[0]).name, path, "(emulated)" * emulated]))
+    words = [Path(sys.argv[0]).name, path, "(emulated)" if emulated else ""]
+    title = " ".join(word for word in words if word)
     yield RunFolderSink(folder)
     infos = run.membership.all_ranks.infos
     # The live view ends before the outcome is printed.
@@ -119,7 +124,7 @@ def _open_sinks(run: Run) -> Iterator[MetricsSink]:
         from kaitian_mpi.observe.trackers import open_trackers
 
         yield from open_trackers(config, folder)
-    yield from map(_in_background, run.own_sinks)
+    yield from map(_in_background, run.script_sinks)
 
 
 def _in_background(sink: MetricsSink) -> BackgroundSink:
@@ -129,43 +134,49 @@ def _in_background(sink: MetricsSink) -> BackgroundSink:
 def _choose_allreduce_again(run: Run, world: World) -> None:
     """Set the allreduce algorithm for these ranks, if possible the one chosen before."""
     if not (run.membership.losses or run.membership.has_standby):
-        return  # they are those that were started
-    chosen = run.allreduce_algorithm
-    request = run.config.allreduce if chosen == "direct" else chosen
+        return  # these are the ranks that the job started with
+    before = run.allreduce_algorithm
+    request = run.config.allreduce if before == "direct" else before
     algorithm, seconds = choose_allreduce(request, world, buckets_to_measure(run))
     record_allreduce(run.setup, seconds)
-    # If only one kind is left, the name of what was used before is kept.
+    # If a loss has left only one kind, keep the algorithm that was used between kinds.
     if algorithm != "direct" or not run.membership.losses:
         run.allreduce_algorithm = algorithm
 
 
-def _plan(run: Run, world: World) -> Plan:
-    """Plan the batch sizes from the latest costs of these ranks."""
+def _plan_batch_sizes(run: Run, world: World) -> Plan:
+    """Plan the batch sizes from the latest costs of these ranks. Collective.
+
+    If the same ranks resume an earlier job, they keep its batch sizes.
+    """
     run.profiles = run.profiles.learn(world, run.costs)
     plan = run.plan(world)
     metadata = run.earlier.remembered(Invalidated.PLAN)
     if metadata is None or run.membership.losses or not run.layout.divides_samples:
         return plan
-    is_same = metadata.active_places == [info.place for info in world.infos]
-    if is_same and min(metadata.batch_sizes) >= plan.min_batch:
+    has_same_ranks = metadata.active_places == [info.place for info in world.infos]
+    if has_same_ranks and min(metadata.batch_sizes) >= plan.min_batch:
         return replace(plan, batch_sizes=metadata.batch_sizes)
     return plan
 
 
 def _restore_state(run: Run, world: World, plan: Plan) -> None:
-    """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one."""
+    """Give every rank the run's state: a surviving rank's, a checkpoint's or a fresh one.
+
+    Collective.
+    """
     state = run.state
-    has_lost = bool(run.membership.losses)
+    has_lost_ranks = bool(run.membership.losses)
     lacks_values = _forget_incomplete_state(run, world)
-    if has_lost and not any(gather_values(world.comm, state.is_begun)):
+    if has_lost_ranks and not any(gather_values(world.comm, state.is_begun)):
         _restore_checkpoint(run, world, lacks_values)
     sync_to_latest(state, world, run.is_joining)
     if not run.has_started:
         run.setup.folder.cut_after(state.progress.step or -1)
     run.layout.assign(run.config, world, state, plan)
-    if has_lost:
+    if has_lost_ranks:
         run.membership.share_history(world)
-    if has_lost and run.layout.compares_weights:
+    if has_lost_ranks and run.layout.compares_weights:
         from kaitian_mpi.train.divergence import repair_divergence
 
         repair_divergence(world, state, run.sinks)
@@ -173,7 +184,7 @@ def _restore_state(run: Run, world: World, plan: Plan) -> None:
 
 
 def _forget_incomplete_state(run: Run, world: World) -> bool:
-    """Forget a state of which these ranks have a part only. Collective.
+    """Forget the state if these ranks have only a part of it. Collective.
 
     Returns:
         Whether the values of some parameters are lost as well.
@@ -181,7 +192,7 @@ def _forget_incomplete_state(run: Run, world: World) -> bool:
     state = run.state
     partition = state.partition
     if any(gather_values(world.comm, state.is_begun)) and not state.is_begun:
-        partition.drop()  # what it has is of the start
+        partition.drop()  # this rank has the initial state, which is outdated
     if partition.is_complete(world.comm):
         return False
     state.forget()
@@ -189,15 +200,16 @@ def _forget_incomplete_state(run: Run, world: World) -> bool:
 
 
 def _restore_checkpoint(run: Run, world: World, lacks_values: bool) -> None:
-    """After a loss of all state there was, if any, continue from the newest checkpoint. Collective.
+    """Continue from the newest checkpoint after the loss of all state. Collective.
 
     Raises:
-        AgreedError: there is none, and some of the state is lost.
+        AgreedError: some of the state is lost, and there is no checkpoint.
     """
     from kaitian_mpi.train.checkpoint.resume import find_checkpoint, restore
 
     state = run.state
-    # Before the first step, the parameters are all there is; where whole, they are here.
+    # Before the first step the state is no more than the parameters. Ranks that have all of these
+    # have lost nothing.
     steps = max(gather_values(world.comm, state.progress.step if run.has_started else 0))
     has_part_lost = not state.partition.is_whole and (steps > 0 or lacks_values)
     checkpoint = find_checkpoint(run.config, world, run.setup.path, "auto", has_part_lost)
@@ -212,26 +224,28 @@ def _restore_checkpoint(run: Run, world: World, lacks_values: bool) -> None:
 
 
 def _fit_progress(run: Run, world: World, plan: Plan) -> None:
-    """Fit the progress to the steps that there are to be with this plan. Collective."""
+    """Update the progress for this plan and this job's flags. Collective."""
     state = run.state
     progress = state.progress
+    samples = len(run.setup.train)
     # Earlier steps may have had another global batch size.
-    samples, batch = len(run.setup.train), sum(plan.batch_sizes)
-    steps = count_steps(run.config, samples, batch, plan.min_batch, progress)
-    state.set_total_steps(steps)
+    global_batch = sum(plan.batch_sizes)
+    total_steps = count_steps(run.config, samples, global_batch, plan.min_batch, progress)
+    state.set_total_steps(total_steps)
     has_results = all(gather_values(world.comm, run.summary.steps == progress.step))
     progress.is_done = progress.is_done and progress.has_all_steps and has_results
     if run.membership.losses and all(gather_values(world.comm, run.is_joining)):
-        # All ranks whose scripts were at work between two epochs are lost: that is done again.
+        # No rank is left whose script was between two epochs: what it did there is done again.
         progress.epoch_is_over &= progress.script_is_done
-    # With more steps, an epoch continues that the last step of an earlier job has cut.
+    # If this job makes more steps, it continues an epoch that the last step of an earlier job cut.
     progress.epoch_is_over &= progress.has_all_steps or progress.position >= samples
     progress.script_is_done &= progress.epoch_is_over
 
 
 def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
-    """Report the plan, the ranks that train, and those that were lost; write the summary."""
-    world, step = loop.world, run.state.progress.step
+    """Report the plan, the ranks that train, and those that were lost. Collective."""
+    world = loop.world
+    step = run.state.progress.step
     losses = [loss for loss in run.membership.losses if loss.step is None]
     for loss in losses:
         loss.step = step + 1
@@ -250,16 +264,22 @@ def _report_start(run: Run, loop: Loop, plan: Plan) -> None:
     else:
         reason = run.layout.equal_shares
     text = f"samples per step and rank {plan.batch_sizes} ({reason})"
-    if reason != FROM_BENCHMARK:  # whose table shows it
+    if reason != FROM_BENCHMARK:  # the benchmark's table shows the batch sizes
         print_rank_0(world, text)
     fields = {"batch_sizes": plan.batch_sizes, "reason": reason}
     record_plan(world, run.setup.folder, run.sinks, step, text, fields)
     if run.layout.divides_state:
         world.device_kind.release_cached_memory()
-        world.device_kind.return_freed_memory()  # of measurements: else it would count as used
+        world.device_kind.return_freed_memory()  # that of measurements would count as used
         world.device_kind.restart_memory_peak(world.device_index)
         run.planned_bytes = run.layout.planned_bytes(run.config, world, plan, run.profiles)
         run.peak_bytes = 0
+    _write_summary(run, loop, plan)
+
+
+def _write_summary(run: Run, loop: Loop, plan: Plan) -> None:
+    """Write how the run is now trained to the summary. Not collective."""
+    world = loop.world
     groups: dict[str, list[int]] = {}
     for info in world.infos:
         groups.setdefault(info.kind, []).append(info.world_rank)

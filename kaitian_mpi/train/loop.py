@@ -26,22 +26,29 @@ _WARM_UP_STEPS = 3
 
 
 class Agreement(Protocol):
-    """Lets a step or an evaluation take effect on all ranks or on none, as `Membership` does."""
+    """Decides whether a step or an evaluation takes effect: on all ranks or on none.
+
+    `Membership` is one.
+    """
 
     @property
     def survives(self) -> bool:
         """Whether the job survives the loss of a rank; if not, `commit` does nothing."""
 
     def commit(self, ok: bool = True) -> None:
-        """End a unit of work, which this rank has done if `ok`; raise if some rank has not."""
+        """Return once every rank has done its part, as `ok` says of this one. Collective.
+
+        Raises:
+            NotCommittedError: on every rank, if some rank has not, or is lost.
+        """
 
 
 class Loop:
     """Trains on one set of ranks, from the state's current step on, until one of them is lost.
 
-    A step is `fetch`, what its `engine` computes of the share, and `finish`; `train` does all but
-    the first. Then `step_done` lets the observers follow it. The state and the loader outlive the
-    loop. Every method is collective, unless stated otherwise.
+    A step begins with `fetch`, continues with what the `engine` computes of this rank's share, and
+    ends with `finish`; `train` does the last two. Then `step_done` calls the observers. The state
+    and the loader outlive the loop. Every method is collective, unless stated otherwise.
     """
 
     def __init__(
@@ -84,7 +91,10 @@ class Loop:
         return self.state.progress
 
     def close(self, together: bool = True) -> None:
-        """Stop training on these ranks; if not `together`, wait for none: one may be lost."""
+        """Stop training on these ranks; if not `together`, wait for no other rank.
+
+        In that case some rank may be lost, and this is not collective.
+        """
         self.shares.drop()
         self.engine.close(together)
         for observer in self.observers:
@@ -92,10 +102,10 @@ class Loop:
         self.exchange.close(together)
 
     def next_share(self, crosses_epochs: bool = True) -> list[MicroBatch] | None:
-        """Return this rank's share of the next step, after evaluating epochs that end on the way.
+        """Return this rank's share of the next step; an epoch that ends before it is evaluated.
 
-        None if the run is done; or also at the end of an epoch, if not `crosses_epochs`. What is
-        left of that is `end_epoch`.
+        Returns None if the run is done. If not `crosses_epochs`, returns None at the end of an
+        epoch as well, which the caller evaluates with `end_epoch`.
         """
         while not (self.progress.is_done or self.is_outdated):
             if not self._is_in_epoch:
@@ -109,7 +119,7 @@ class Loop:
                 self._end_steps()
                 self.state.buffers.save()
                 self.engine.pool_statistics()
-                self._commit_unit()
+                self._commit()
                 self.progress.epoch_is_over = True
                 return None
             self.end_epoch()
@@ -118,43 +128,59 @@ class Loop:
     @property
     def steps_in_epoch(self) -> int:
         """The steps that are left in the epoch."""
-        progress, batch = self.progress, sum(self.sampler.batch_sizes)
-        left = len(self._setup.train) - progress.position
-        steps = steps_per_epoch(left, batch, self.sampler.min_batch)
+        progress = self.progress
+        global_batch = sum(self.sampler.batch_sizes)
+        samples_left = len(self._setup.train) - progress.position
+        steps = steps_per_epoch(samples_left, global_batch, self.sampler.min_batch)
         return min(steps, progress.total_steps - progress.step)
 
     def step_done(self, step: Step, script_follows: bool = True) -> None:
-        """Let the observers follow a step, after which the script may use the weights."""
+        """Call the observers after a step; if `script_follows`, the script uses the weights next.
+
+        Raises:
+            CollectiveError: a rank was lost, so values that the weights need will not arrive.
+        """
         if self.engine.keeps_state and script_follows:
-            self.engine.gradients.check_values()  # else they would be wrong if a rank is lost
+            self.engine.gradients.check_values()
         wants_checkpoint = any(observer.wants_checkpoint() for observer in self.observers)
         reports = self.exchange.swap(step.report(wants_checkpoint))
         for observer in self.observers:
             observer.step_done(step, reports)
 
     def skip_epoch(self) -> None:
-        """Leave out what is left of the epoch, because the script has left its loop."""
+        """Skip the rest of the epoch, because the script has left its loop."""
         self.shares.drop()
         self.progress.position = len(self._setup.train)
         self.progress.epoch_is_over = True
-        self._count_steps()
+        self._update_total_steps()
 
     def copy_state(self, receivers: Collection[int]) -> None:
-        """Give ranks that are joining the state as the others' scripts have left it."""
+        """Copy the state, as the others' scripts have left it, to the ranks that are joining."""
         source = next(rank for rank in range(self.world.size) if rank not in receivers)
         copy_from(self.state, self.world, source, receivers)
-        self._count_steps()
+        self._update_total_steps()
 
-    def _count_steps(self) -> None:
-        samples, batch = len(self._setup.train), sum(self.sampler.batch_sizes)
-        least, progress = self.sampler.min_batch, self.progress
-        self.state.set_total_steps(count_steps(self._config, samples, batch, least, progress))
+    def _update_total_steps(self) -> None:
+        total_steps = count_steps(
+            self._config,
+            samples=len(self._setup.train),
+            global_batch_size=sum(self.sampler.batch_sizes),
+            min_batch=self.sampler.min_batch,
+            progress=self.progress,
+        )
+        self.state.set_total_steps(total_steps)
 
     def end_epoch(self) -> None:
-        """Count and save the epoch, evaluated unless the script has done so after its last step."""
+        """Count the epoch and let the observers save it.
+
+        Evaluates it first, unless the script has done so after the last step.
+        """
         if self._is_in_epoch:
             self._end_steps()
-        means, epoch = self.progress.evaluated, self.progress.epoch - self.progress.lacks_results
+        epoch = self.progress.epoch
+        if self.progress.lacks_results:  # it was counted before its results were lost
+            epoch -= 1
+        means = self.progress.evaluated
         if means is None:
             means = self.evaluate()
         if self.progress.position >= len(self._setup.train):
@@ -172,7 +198,10 @@ class Loop:
             observer.epoch_ends()
 
     def fetch(self) -> list[MicroBatch] | None:
-        """Return this rank's share of the next global batch; None if the epoch or the run ends."""
+        """Return this rank's share of the next global batch; None if the epoch or the run ends.
+
+        Not collective.
+        """
         if self.progress.has_all_steps:
             self.shares.drop()
             return None
@@ -182,12 +211,12 @@ class Loop:
         return self.shares.next_share(self.progress.epoch, self.progress.position)
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> Step:
-        """Train on this rank's share of the next global batch."""
+        """Train on this rank's share of the next global batch, and end the step."""
         self.engine.train(list(micro_batches))
         return self.finish()
 
     def split_shares(self, is_wanted: bool) -> None:
-        """Split shares into micro-batches from the next step on, or no longer. Not collective."""
+        """Set whether shares are split into micro-batches from the next step on. Not collective."""
         if self.engine.split_shares(is_wanted):
             self._load_again()
 
@@ -196,7 +225,7 @@ class Loop:
         self.is_outdated = True
 
     def undo(self) -> None:
-        """Undo what was begun of a step; its samples are repeated. Not collective."""
+        """Undo a step that was begun; its samples come again. Not collective."""
         self._load_again()
         self.engine.undo()
 
@@ -208,9 +237,11 @@ class Loop:
 
     def finish(self) -> Step:
         """End the step: apply the summed gradient on all ranks, or skip it if it is not finite."""
-        step, progress, data_sec = self.engine.step, self.progress, self.shares.waited_sec
+        step = self.engine.step
+        progress = self.progress
+        data_sec = self.shares.waited_sec
         summed = self.engine.finish()
-        self._commit_unit()
+        self._commit()
         step.gradients_summed()
         epoch = progress.epoch
         enter_phase("the optimizer", step=progress.step + 1)
@@ -232,10 +263,13 @@ class Loop:
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Pool the ranks' batch norm statistics; return the means over the validation data, if any.
+        """Pool the ranks' batch norm statistics, and evaluate on the validation data, if any.
 
-        Statistics that lag behind the weights are recomputed first; not so in the open form,
-        in which only the script knows how to compute a batch.
+        Statistics that lag behind the weights are recomputed first, except in the open form, in
+        which only the script can compute a batch.
+
+        Returns:
+            The means of the loss and the metrics by name; {} without validation data.
         """
         self.state.buffers.save()
         can_compute = self._setup.task.loss is not None and self.engine.computes_whole_model
@@ -250,22 +284,23 @@ class Loop:
             results = self.engine.results(self._evaluation_limit.observe)
             means = evaluate(self._setup.task, self.world, results)
         self._limit.apply()
-        self._commit_unit()
+        self._commit()
         self.progress.evaluated = means if self.progress.epoch_is_over else None
         return means
 
-    def _commit_unit(self) -> None:
+    def _commit(self) -> None:
         """Continue only if every rank got this far."""
-        if self.engine.keeps_state:  # else the job does not survive a loss
+        if self.engine.keeps_state:  # otherwise the job does not survive a loss
             self._agreement.commit(not _default_group().is_broken)
         self.state.buffers.commit()
 
 
 @torch.no_grad()
 def _recompute_statistics(engine: Engine, shares: RankShares, state: State, setup: Setup) -> None:
-    """Recompute batch norm's statistics from the epoch's first samples and current weights.
+    """Recompute batch norm's statistics from the epoch's first samples and the current weights.
 
-    As the training computes them, dropout included; its random numbers are not used up. Collective.
+    They are computed as in training, with dropout, but random numbers of training are not used up.
+    Collective.
     """
     count = min(len(setup.train), _SAMPLES_OF_STATISTICS)
     rank_shares = shares.first_indices(state.progress.epoch, count)
@@ -282,7 +317,7 @@ def _recompute_statistics(engine: Engine, shares: RankShares, state: State, setu
 def _default_group() -> Any:
     """Return the ranks' process group.
 
-    Its type is not imported here: that would start MPI, also in data loading workers, which import
-    the module of their dataset.
+    Its type is not imported here, as that would start MPI: data loading workers import this module
+    with that of their dataset.
     """
     return dist.group.WORLD

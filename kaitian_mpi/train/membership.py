@@ -183,9 +183,10 @@ class Membership:
         return ulfm.loss_detected_within(comm, _DETECTION_SEC)
 
     def commit(self, ok: bool = True) -> None:
-        """End a unit of work, which this rank has done if `ok`. Collective over the active ranks.
+        """Return once every active rank has done its part, as `ok` says of this one. Collective.
 
-        Raises NotCommittedError on every rank if some rank has not, or is lost.
+        Raises:
+            NotCommittedError: on every rank, if some rank has not, or is lost.
         """
         if not self.survives:
             return

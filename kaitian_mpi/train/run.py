@@ -1,7 +1,7 @@
-"""A run as this rank knows it, and everything before its first step, from top to bottom in `start`.
+"""A run as this rank knows it, and `start`: everything before its first step, top to bottom.
 
-Each stage is a function that changes nothing of the run, collective over the ranks that it is
-given. If a rank is lost meanwhile, the stage is repeated on the surviving ranks.
+Each stage is a function that is collective over the ranks that it is given, and does not change the
+run. If a rank is lost during a stage, the stage is repeated on the surviving ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SMALL_SUM_BYTES = 4096
 
 @dataclass
 class CheckpointRequest:
-    """A signal's request to save; kept over losses until it is done."""
+    """A signal's request to save; it outlives the loss of a rank, until it is done."""
 
     is_made: bool = False
     ends_job: bool = False
@@ -82,19 +82,23 @@ class Run:
     allreduce_algorithm: str = ""
     """The algorithm that sums gradients across device kinds, or did while there were several."""
     excluded_places: list[str] = field(default_factory=list)
-    own_sinks: Sequence[MetricsSink] = ()
+    """The places of the ranks that were too slow to train with."""
+    script_sinks: Sequence[MetricsSink] = ()
+    """The script's own sinks."""
     sinks: Sinks = field(default_factory=Sinks)
-    """Take the metrics; empty on a rank that does not write the files."""
+    """All sinks of the metrics; empty on a rank that does not write the files."""
     costs: dict[str, RankCost] = field(default_factory=dict)
     """The ranks' costs as estimated while training, by place."""
     has_started: bool = False
+    """Whether this job has begun a loop."""
     planned_bytes: Sequence[int | None] = ()
-    """The most memory that each rank's device is to use; None if unknown; empty if whole."""
+    """By rank, the most bytes that its device is to use, None if unknown; empty if no rank's
+    memory is planned, as the layout does not divide the state."""
     peak_bytes: int = 0
-    """The most memory that this rank's device was found to have used, besides for saving."""
+    """The most bytes that this rank's device has used, except while saving."""
     request: CheckpointRequest = field(default_factory=CheckpointRequest)
     signals: ExitStack = field(default_factory=ExitStack)
-    """Has what signals do to the run, while it is trained and while its ranks regroup."""
+    """Restores the signal handlers that are set while the run trains or its ranks regroup."""
     is_joining: bool = False
     """Whether this rank was on standby, and has not yet begun a step with the others."""
     fault: AgreedError | None = None
@@ -102,13 +106,13 @@ class Run:
 
     def __post_init__(self) -> None:
         pins_memory = self.membership.all_ranks.device_kind.pins_memory
-        # Its processes stay over the epochs and the losses.
+        # Its processes stay alive between epochs, and when a rank is lost.
         self.loader = ShareLoader(self.setup.train, self.config.workers, pins_memory)
         self.checkpoints = Checkpoints(self.config, self.setup.path)
         self.summary = self.earlier.summary
 
     def joined(self) -> None:
-        """End the joining of a rank that was on standby: it is at the same step as the others."""
+        """Note that this rank, which was on standby, is now at the same step as the others."""
         self.is_joining = False
 
     def plan(self, world: World) -> Plan:
@@ -140,14 +144,18 @@ class Run:
 
     @contextmanager
     def saving(self, world: World) -> Iterator[None]:
-        """Return the context of saving: what it maps of files is not the device's memory."""
-        device, index = world.device_kind, world.device_index
+        """Return the context of saving, whose memory is not counted in `peak_bytes`.
+
+        It maps files, which would count as memory of a device that is the host.
+        """
+        device = world.device_kind
+        index = world.device_index
         self.peak_bytes = max(self.peak_bytes, device.memory_peak_bytes(index))
         yield
         device.restart_memory_peak(index)
 
     def describe_memory(self, world: World, with_peak: bool = False) -> Any:
-        """Return an entry of `summary.json` on the ranks' memory. Collective if `with_peak`."""
+        """Return the entry of `summary.json` about the ranks' memory. Collective if `with_peak`."""
         if not self.planned_bytes:
             return None
         peaks = gather_values(world.comm, self.peak_bytes) if with_peak else [None] * world.size
@@ -169,7 +177,7 @@ class Run:
         self.setup.folder.write(NAME, self.summary.to_json())
 
     def close(self) -> None:
-        """End the sinks, the loading processes and the claim on the run folder."""
+        """Close the sinks, end the loading processes, and release the run folder."""
         self.signals.close()
         self.sinks.close(finished=self.summary.finished)
         self.loader.close()
@@ -184,8 +192,8 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
     world = membership.all_ranks
     world.relay.adopt(config)
     show_topology(world, membership.survives)
-    on_all = membership.attempt  # all surviving ranks: none is on standby yet
-    # These need neither device, data nor model.
+    on_all = membership.attempt  # runs a stage on all surviving ranks: none is on standby yet
+    # The first stages need neither device, data nor model.
     on_all(lambda world: check_same(world.comm, config.shared_values(), SAME_SETTINGS))
     on_all(check_run_folder, config)
     if config.has_trackers:
@@ -193,7 +201,7 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
 
         on_all(check_trackers, config)
     proposed_job = os.environ.get(SUPERVISED) or secrets.token_hex(8)
-    # Before any rank that knows it may be lost.
+    # All ranks learn it now, before rank 0, which proposes it, can be lost.
     job = on_all(lambda world: gather_values(world.comm, proposed_job)[0])
     with ExitStack() as unless_started:
         setup = on_all(prepare, make_task, config, job)
@@ -218,42 +226,49 @@ def _choose_ranks(run: Run) -> None:
     config = run.config
     setup = run.setup
     membership = run.membership
-    on_all, world = membership.attempt, membership.all_ranks
+    on_all = membership.attempt
+    world = membership.all_ranks
     if config.resume and run.earlier.metadata is None:
         on_all(start_from_file, config, setup.task.model)
     remembered = run.earlier.remembered(Invalidated.COSTS)
-    known = {} if remembered is None else remembered.profiles
+    known_profiles = {} if remembered is None else remembered.profiles
     if config.may_divide_state:
-        world.device_kind.grow_segments()  # as memory may be tight
+        world.device_kind.grow_segments()  # memory may be tight
     run.layout = on_all(partial(find_layout, config, setup))
     config = run.config = replace(config, layout=run.layout.name)
     setup = run.setup = run.layout.place(config, setup, membership.all_ranks)
-    run.profiles = on_all(lambda world: run.layout.find_profiles(config, world, setup, known))
-    run.allreduce_algorithm, excluded = on_all(select_ranks, run)
-    run.excluded_places = [info.place for info in excluded]
-    ranks = [info.world_rank for info in excluded]
-    agrees = on_all(compare_kinds, run, ranks)
-    run.state = on_all(make_state, run)
+    run.profiles = on_all(
+        lambda world: run.layout.find_profiles(config, world, setup, known_profiles)
+    )
+    run.allreduce_algorithm, reasons = on_all(_choose_allreduce_and_ranks, run)
+    run.excluded_places = [info.place for info in reasons]
+    excluded = [info.world_rank for info in reasons]
+    kinds_agree = on_all(compare_kinds, run, excluded)
+    run.state = on_all(_make_state, run)
     if run.earlier.metadata is not None:
         from kaitian_mpi.train.checkpoint.resume import resume
 
-        run.earlier = on_all(resume, config, setup, run.earlier, ranks, run.state)
-    membership.put_on_standby(config.spares, ranks)
+        run.earlier = on_all(resume, config, setup, run.earlier, excluded, run.state)
+    membership.put_on_standby(config.spares, excluded)
     if membership.active is None:
         run.is_joining = True
         run.state.mark_initial()
     run.summary = replace(
         run.earlier.summary,
         emulated=is_emulated(world),
-        excluded=[{"rank": info.world_rank, "reason": why} for info, why in excluded.items()],
-        parity=agrees,
+        excluded=[{"rank": info.world_rank, "reason": why} for info, why in reasons.items()],
+        parity=kinds_agree,
     )
 
 
 def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | None:
-    """Return whether the device kinds that train compute alike; None if that is not compared."""
+    """Return whether the device kinds that train compute alike; None if that is not compared.
+
+    Collective.
+    """
     kinds = {info.kind for info in world.infos if info.world_rank not in excluded}
-    # A rank may have no memory for what is compared, all gradients and copies, where it has a part.
+    # All gradients and their copies are compared. A rank that has only a part of the state may
+    # lack the memory for them.
     if not run.config.parity or len(kinds) < 2 or run.layout.divides_state:
         return None
     from kaitian_mpi.train.measure.parity import check_parity
@@ -261,55 +276,68 @@ def compare_kinds(run: Run, excluded: Collection[int], world: World) -> bool | N
     return check_parity(run.setup, run.profiles, excluded, run.config.seed, world)
 
 
-def select_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
-    """Choose the allreduce algorithm, and the ranks to exclude, with the reasons."""
-    config, profiles = run.config, run.profiles
-    buckets = buckets_to_measure(run)
+def _choose_allreduce_and_ranks(run: Run, world: World) -> tuple[str, dict[RankInfo, str]]:
+    """Return the allreduce algorithm, and the ranks to exclude with the reasons. Collective."""
     places = [info.place for info in world.infos]
     metadata = run.earlier.remembered(Invalidated.ALLREDUCE)
-    is_same = metadata is not None and metadata.active_places == places
-    known = metadata.allreduce_algorithm if metadata is not None and is_same else ""
-    algorithm, seconds = choose_allreduce(known or config.allreduce, world, buckets)
+    request = run.config.allreduce
+    if metadata is not None and metadata.active_places == places:
+        request = metadata.allreduce_algorithm or request
+    algorithm, seconds = choose_allreduce(request, world, buckets_to_measure(run))
     record_allreduce(run.setup, seconds)
-    metadata = run.earlier.remembered(Invalidated.EXCLUSION)
-    costs = profiles.costs(world.infos)
-    wanted = not (config.keep_all or config.spares or config.batch_policy == "paper")
-    wanted = wanted and not run.layout.divides_state  # then a slow rank's memory counts
-    excluded: dict[int, str] = {}
-    # It was compared with the ranks that trained, so all of those must be present again.
-    is_known = metadata is not None and {*places}.issuperset(metadata.active_places)
-    if metadata is not None and is_known and profiles.are_remembered:
-        aside = metadata.excluded_places
-        excluded = {n: "as in the earlier job" for n, place in enumerate(places) if place in aside}
-    elif costs is not None and wanted and config.balance != "off" and world.size > 1:
-        from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
-
-        errors = profiles.fit_errors(world.infos)
-        excluded = ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
+    excluded = _find_excluded(run, world)
     reasons = {world.infos[rank]: reason for rank, reason in excluded.items()}
     for info, reason in reasons.items():
-        warn_rank_0(world, config.word(excluded_line(info, reason)))
+        warn_rank_0(world, run.config.word(excluded_line(info, reason)))
     return algorithm, reasons
 
 
+def _find_excluded(run: Run, world: World) -> dict[int, str]:
+    """Return why ranks are excluded from training, by rank. Collective."""
+    config = run.config
+    profiles = run.profiles
+    metadata = run.earlier.remembered(Invalidated.EXCLUSION)
+    if metadata is not None and profiles.are_remembered:
+        places = [info.place for info in world.infos]
+        # A rank was excluded in comparison with those that trained: all must be present again.
+        if set(places).issuperset(metadata.active_places):
+            ranks = [n for n, place in enumerate(places) if place in metadata.excluded_places]
+            return dict.fromkeys(ranks, "as in the earlier job")
+    if config.keep_all or config.spares or config.batch_policy == "paper":
+        return {}
+    if run.layout.divides_state:  # a slow rank's memory is of use
+        return {}
+    costs = profiles.costs(world.infos)
+    if costs is None or config.balance == "off" or world.size == 1:
+        return {}
+    from kaitian_mpi.train.measure.exclusion import ranks_to_exclude
+
+    errors = profiles.fit_errors(world.infos)
+    buckets = buckets_to_measure(run)
+    return ranks_to_exclude(config, world, costs, errors, buckets, profiles.min_batch)
+
+
 def buckets_to_measure(run: Run) -> list[int]:
-    """Return the bytes of what an allreduce sums in a step, by which its algorithm is chosen."""
+    """Return the bytes of each allreduce of a step, by which the algorithm is chosen."""
     if run.layout.divides_state:
         return [_SMALL_SUM_BYTES]
     return gradient_buckets(run.setup.task.model)
 
 
-def make_state(run: Run, world: World) -> State:
-    """Create the training state, on later spares too, because creating the first takes a second."""
+def _make_state(run: Run, world: World) -> State:
+    """Create the training state. Collective.
+
+    On ranks that will be on standby as well: creating it takes a second the first time.
+    """
     config = run.config
     setup = run.setup
     profiles = run.profiles
-    done = run.earlier.progress
+    earlier_progress = run.earlier.progress
     set_phase_limit(first_step_limit(config.step_timeout))
     profile = profiles.by_place[world.info.place]
-    batch = sum(run.plan(world).batch_sizes)
-    progress = Progress(**done) if done else None
-    total_steps = count_steps(config, len(setup.train), batch, profiles.min_batch, progress)
+    global_batch = sum(run.plan(world).batch_sizes)
+    progress = Progress(**earlier_progress) if earlier_progress else None
+    total_steps = count_steps(config, len(setup.train), global_batch, profiles.min_batch, progress)
     with agree_on_errors(world.comm):
         computation = Computation(world.device, profile.precision, profile.memory_format)
         state = run.layout.make_state(config, setup, computation, total_steps)

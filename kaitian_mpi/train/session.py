@@ -91,7 +91,7 @@ class Session:
                 self._word(error)
                 self.end()
                 raise
-            self.run.own_sinks = self._sinks
+            self.run.script_sinks = self._sinks
             self.at_end.callback(self.run.close)
             self.is_done = self.run.earlier.is_finished
         return self.run
