@@ -1,10 +1,14 @@
 """Plans a pipeline: which ranks compute which layers, so that a step is short and memory suffices.
 
-The step is sum(f + b) + (M - 1) max(f + b) over the stages, for M micro-batches, where f and b
-include sending to the next stage. A dynamic program over the layers finds the least sum for a bound
-on the maximum; several bounds are tried. To keep the search small, similar ranks (by kind, memory
-and speed) form a group, whose stages are consecutive and divide its ranks evenly. All orders of up
-to four groups are tried; for more groups, only the order by memory and its reverse.
+A step takes sum(f + b) + (M - 1) max(f + b) over the stages, for M micro-batches, where f and b are
+a stage's seconds of forward and backward, with sending to the next stage. For a given bound on the
+maximum, a dynamic program over the layers finds the least sum; several bounds are tried. To keep
+the search small, similar ranks (by kind, memory and speed) form a group, whose stages are
+consecutive and divide its ranks evenly. All orders of up to four groups are tried; for more groups,
+only the order by memory and its reverse.
+
+A job is large (`PipelineJob.is_large`) if it has so many ranks and layers that fewer plans must be
+tried.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -27,18 +30,18 @@ from kaitian_mpi.balance.pipeline_cost import (
     predict,
 )
 
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)  # of micro-batches
-_COUNTS_OF_MANY = (1 / 4, 1 / 2, 1, 4)  # times the ranks, in a large job
-_BOUNDS = 10  # on the longest stage
+_MICRO_BATCH_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_COUNTS_PER_RANK = (1 / 4, 1 / 2, 1, 4)  # micro-batches per rank, in a large job
+_BOUNDS = 10  # bounds on the longest stage to try
+_BOUNDS_OF_LARGE = 8  # the same, in a large job
 _ALIKE_MEMORY = 1.25  # ratios within which ranks of one kind form a group
 _ALIKE_SPEED = 1.5
-_ALL_ORDERS = 4  # groups, of which all orders are tried
-_STAGES_OF_MANY = (1, 2, 3, 4, 6, 8, 12, 16)
-_FEW = 8
-_SIMULATED = 12  # plans that are compared in detail
-_AHEADS = (0, 1, 3)
-_BOUNDS_OF_MANY = 8
-_ROWS = 64  # of a matrix at a time, which the caches hold
+_ALL_ORDERS = 4  # for at most so many groups, all orders are tried
+_ALL_STAGE_COUNTS = 8  # for at most so many ranks in a group, all numbers of stages are tried
+_STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of stages to try for a larger group
+_SIMULATED = 12  # plans to compare in detail
+_AHEADS = (0, 1, 3)  # extra micro-batches in flight for each later stage, as in `windows`
+_BLOCK_ROWS = 64  # rows of a matrix to compute at a time, so that the caches hold them
 # Stages move if the ranks' speeds have changed by the first factor, the step gets faster by the
 # second, and the steps left save more than a move takes: these seconds, and sending the parameters.
 _MIN_CHANGE = 1.1
@@ -50,39 +53,42 @@ def plan_pipeline(job: PipelineJob) -> PipelinePlan | None:
     """Return the plan with the shortest step of those that fit; None if none does."""
     groups = _groups(job)
     estimated_sec: dict[tuple[tuple[Stage, ...], int], float] = {}
-    for size in _sizes(job):
+    for size in _micro_batch_sizes(job):
         count = math.ceil(job.global_batch / size)
         for order in _orders(job, groups):
             for stages, seconds in _splits(job, order, count):
                 estimated_sec.setdefault((stages, size), seconds)
-    best: Any = None
+    best: PipelinePlan | None = None
     candidates = sorted(estimated_sec, key=lambda candidate: estimated_sec[candidate])
     for number, (stages, size) in enumerate(candidates, start=1):
-        best = _better(job, [stages], size, best)
+        best = _best_plan(job, [stages], size, best)
         if best is not None and number >= _SIMULATED:
             break
-    is_better = best is not None and not job.is_large
-    while is_better:  # the formula ignores the order and the times of messages
-        before = best
-        best = _better(job, _neighbors(best.stages), best.micro_batch, best)
-        is_better = best is not before
-    return best
+    if best is None or job.is_large:
+        return best
+    # The formula ignores the order and the times of messages, so the best plan may be next to it.
+    while True:
+        better = _best_plan(job, _neighbors(best.stages), best.micro_batch, best)
+        if better is best or better is None:
+            return best
+        best = better
 
 
-def _sizes(job: PipelineJob) -> list[int]:
-    """Return the sizes of micro-batches to try."""
+def _micro_batch_sizes(job: PipelineJob) -> list[int]:
+    """Return the sizes of micro-batches to try, in samples."""
     if job.micro_batch:
         return [job.micro_batch]
-    ranks = len(job.ranks)
-    counts = [ranks * part for part in _COUNTS_OF_MANY] if job.is_large else _COUNTS
+    counts: Sequence[float] = _MICRO_BATCH_COUNTS
+    if job.is_large:
+        counts = [len(job.ranks) * count for count in _COUNTS_PER_RANK]
     sizes = {math.ceil(job.global_batch / count) for count in counts}
     return sorted(size for size in sizes if size >= min(job.min_batch, job.global_batch))
 
 
-def _better(
+def _best_plan(
     job: PipelineJob, splits: Iterable[Sequence[Stage]], size: int, best: PipelinePlan | None
 ) -> PipelinePlan | None:
-    """Return the best plan of some splits, or the one that is best so far."""
+    """Return the fastest of `best` and the plans with these splits that fit."""
     for stages in splits:
         for ahead in _AHEADS[:1] if job.is_large else _AHEADS:
             plan = predict(job, stages, size, ahead)
@@ -104,28 +110,31 @@ def _neighbors(stages: Sequence[Stage]) -> Iterator[list[Stage]]:
 
 def _groups(job: PipelineJob) -> list[list[int]]:
     """Return groups of similar ranks, those with the most memory and the fastest first."""
-    total = [job.seconds(rank, 0, len(job.layers), 1.0) for rank in range(len(job.ranks))]
+    seconds = [job.seconds(rank, 0, len(job.layers), 1.0) for rank in range(len(job.ranks))]
     groups: list[list[int]] = []
     facts = job.ranks
+
+    def are_alike(one: int, other: int) -> bool:
+        return (
+            facts[one].kind == facts[other].kind
+            and facts[one].memory_bytes <= _ALIKE_MEMORY * facts[other].memory_bytes
+            and 1 / _ALIKE_SPEED <= seconds[other] / seconds[one] <= _ALIKE_SPEED
+        )
+
     ranks = sorted(
-        range(len(facts)), key=lambda r: (facts[r].kind, -facts[r].memory_bytes, total[r], r)
+        range(len(facts)), key=lambda r: (facts[r].kind, -facts[r].memory_bytes, seconds[r], r)
     )
     for rank in ranks:
-        for group in groups:
-            first = group[0]
-            if (
-                facts[first].kind == facts[rank].kind
-                and facts[first].memory_bytes <= _ALIKE_MEMORY * facts[rank].memory_bytes
-                and 1 / _ALIKE_SPEED <= total[rank] / total[first] <= _ALIKE_SPEED
-            ):
-                group.append(rank)
-                break
-        else:
+        group = next((group for group in groups if are_alike(group[0], rank)), None)
+        if group is None:
             groups.append([rank])
-    return sorted(groups, key=lambda g: (-facts[g[0]].memory_bytes, total[g[0]]))
+        else:
+            group.append(rank)
+    return sorted(groups, key=lambda g: (-facts[g[0]].memory_bytes, seconds[g[0]]))
 
 
 def _orders(job: PipelineJob, groups: list[list[int]]) -> Iterator[Sequence[list[int]]]:
+    """Yield the orders of the groups to try."""
     if len(groups) <= _ALL_ORDERS and not job.is_large:
         yield from itertools.permutations(groups)
     else:
@@ -141,28 +150,33 @@ def _splits(
     Each split comes with the approximate seconds of its step, by the formula.
     """
     program = _Program(job, order, count)
-    bounds = _BOUNDS_OF_MANY if job.is_large else _BOUNDS
-    first = solution = program.solve(math.inf)
+    bounds = _BOUNDS_OF_LARGE if job.is_large else _BOUNDS
+    solution = program.solve(math.inf)
+    if solution is None:
+        return
+    _, _, greatest = solution
+    least = program.least
     for step in range(1, bounds + 1):
-        if first is None or solution is None:
-            return
         stages, total, longest = solution
         yield stages, total + (count - 1) * longest
-        high = first[2]
-        low = program.least
-        bound = high * (low / high) ** (step / (bounds - 1)) if low > 0 else 0.0
+        # The bounds fall in equal ratios from the greatest to the least; each is also below the
+        # longest stage of the last solution.
+        bound = greatest * (least / greatest) ** (step / (bounds - 1)) if least > 0 else 0.0
         solution = program.solve(min(bound * (1 + 1e-9), longest * (1 - 1e-9)))
+        if solution is None:
+            return
 
 
 _Solved = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
-"""By begin of some stages: their least seconds, number of ranks, and the end of each of them."""
+"""For some consecutive stages, by the layer that the first begins with: the least sum of their
+seconds, the number of ranks, and for each stage the layer that the next one begins with."""
 
 
 class _Program:
     """The dynamic program for one order of the groups and one number of micro-batches.
 
-    Its matrices have a row for each layer that a stage may begin with, and in column k what holds
-    for a stage of k + 1 layers: so only as many columns are needed as a stage may have layers.
+    Row i, column k of its matrices is about a stage that begins with layer i and has k + 1 layers.
+    So only as many columns are computed as a stage has memory for layers.
     """
 
     def __init__(self, job: PipelineJob, order: Sequence[list[int]], count: int) -> None:
@@ -179,7 +193,7 @@ class _Program:
         output_bytes = [0.0, *(layer.output_bytes for layer in layers)]
         self._outputs = np.array(output_bytes) * self._samples
         self._transit = TRANSIT * (self._outputs[:-1, None] + _by_length(self._outputs))
-        self._transit += _largest([one.temporary_bytes * self._samples for one in layers])
+        self._transit += _largest([layer.temporary_bytes * self._samples for layer in layers])
         self._times = []
         self._speeds = []
         self._spares: dict[tuple[int, float, bool], tuple[np.ndarray, int]] = {}
@@ -196,34 +210,36 @@ class _Program:
         """A lower bound on the seconds of any split's longest stage."""
 
     def solve(self, bound: float) -> tuple[tuple[Stage, ...], float, float] | None:
-        """Return the stages with the least sum of times, that sum, and the longest time.
+        """Return the stages with the least sum of seconds, that sum, and their longest seconds.
 
-        Only stages within the bound count; None if no such stages fit.
+        No stage takes longer than `bound`; None if no such stages fit.
         """
+        # By layer: the least seconds of the stages from this layer on, and their number of ranks.
         best = np.full(self._size + 1, np.inf)
         best[-1] = 0.0
-        after = np.zeros(self._size + 1)  # number of ranks after a layer
+        ranks_after = np.zeros(self._size + 1)
         choices: list[tuple[np.ndarray, dict[int, list[np.ndarray]]]] = []
         for place in reversed(range(len(self._order))):
-            chosen = np.zeros(self._size + 1, int)
-            merged = best.copy()
-            follows = after.copy()
-            ways: dict[int, list[np.ndarray]] = {}
-            # Of several numbers of stages, the last stages often have the same ranks.
-            known: dict[tuple[tuple[int, int], ...], _Solved] = {(): (best, after, [])}
-            for number in _numbers(len(self._order[place]), self._size):
+            chosen = np.zeros(self._size + 1, int)  # the group's number of stages; 0: none
+            new_best = best.copy()
+            new_ranks_after = ranks_after.copy()
+            ends: dict[int, list[np.ndarray]] = {}
+            # By the last chunks of the group's ranks, which several numbers of stages may share.
+            solved: dict[tuple[tuple[int, int], ...], _Solved] = {(): (best, ranks_after, [])}
+            for number in _stage_counts(len(self._order[place]), self._size):
                 chunks = _chunks(len(self._order[place]), number)
                 for first in reversed(range(number)):
                     last = tuple(chunks[first:])
-                    if last not in known:
-                        known[last] = self._stage(place, last, known[last[1:]], bound)
-                sums, ranks, ways[number] = known[tuple(chunks)]
-                better = sums < merged
-                chosen[better] = number
-                merged[better] = sums[better]
-                follows[better] = ranks[better]
-            best, after = merged, follows
-            choices.append((chosen, ways))
+                    if last not in solved:
+                        solved[last] = self._stage(place, last, solved[last[1:]], bound)
+                sums, ranks, ends[number] = solved[tuple(chunks)]
+                is_better = sums < new_best
+                chosen[is_better] = number
+                new_best[is_better] = sums[is_better]
+                new_ranks_after[is_better] = ranks[is_better]
+            best = new_best
+            ranks_after = new_ranks_after
+            choices.append((chosen, ends))
         if not np.isfinite(best[0]):
             return None
         stages, longest = self._trace(choices[::-1])
@@ -232,8 +248,11 @@ class _Program:
     def _stage(
         self, place: int, chunks: Sequence[tuple[int, int]], solved: _Solved, bound: float
     ) -> _Solved:
-        """Put the stage of a group's first chunk of ranks before the best stages of the others."""
-        best, after, ways = solved
+        """Put the stage of a group's first chunk of ranks before the solved stages of the others.
+
+        Its matrices have the seconds of the stage and all that follow it.
+        """
+        best, ranks_after, ends = solved
         begin, end = chunks[0]
         ranks = end - begin
         job = self._job
@@ -243,37 +262,41 @@ class _Program:
         times = self._times[place]
         longest_sec = bound * speed
         busy, latency = self._hops(place, (begin, end), is_last=len(chunks) == 1)
-        rest = 2 * (busy + latency * (busy > 0)) + best
-        rest[busy > bound] = np.inf
-        kept = np.minimum(np.ceil((ranks + after) / ranks), math.ceil(self._count / ranks))
-        # The sum of the replicas' gradients.
+        # By the layer after the stage: the seconds of sending and of the stages that follow, and
+        # the number of micro-batches whose activations the stage keeps at once.
+        after_sec = 2 * (busy + latency * (busy > 0)) + best
+        after_sec[busy > bound] = np.inf
+        in_flight = np.ceil((ranks + ranks_after) / ranks)
+        in_flight = np.minimum(in_flight, math.ceil(self._count / ranks))
+        after_sec = _by_length(after_sec)
+        in_flight = _by_length(in_flight)
+        # Seconds per byte to sum the replicas' gradients.
         sum_sec = job.hop(kind, kind, 2 * (ranks - 1) / ranks).busy_sec if ranks > 1 else 0.0
-        rest, kept = _by_length(rest), _by_length(kept)
         sums = np.full(self._size + 1, np.inf)
-        way = np.zeros(self._size + 1, int)
-        for row in range(0, self._size, _ROWS):
-            rows = slice(row, row + _ROWS)
+        next_layer = np.zeros(self._size + 1, int)
+        for row in range(0, self._size, _BLOCK_ROWS):
+            rows = slice(row, row + _BLOCK_ROWS)
             width = _width(times[rows, : min(columns, self._size - row)] <= longest_sec)
             if not width:
                 continue
-            part = rows, slice(0, width)
-            cost = times[part] * (ranks / speed)
-            cost += rest[part]
+            block = rows, slice(0, width)
+            cost = times[block] * (ranks / speed)
+            cost += after_sec[block]
             if sum_sec:
-                cost += self._trained[part] * sum_sec
-            cost[(kept[part] * self._kept[part] > spare[part]) | (times[part] > longest_sec)] = (
-                np.inf
-            )
+                cost += self._trained[block] * sum_sec
+            exceeds_memory = in_flight[block] * self._kept[block] > spare[block]
+            cost[exceeds_memory | (times[block] > longest_sec)] = np.inf
             shortest = cost.argmin(axis=1)
             numbers = np.arange(len(shortest))
             sums[rows][: len(numbers)] = cost[numbers, shortest]
-            way[rows][: len(numbers)] = row + numbers + 1 + shortest
-        return sums, after[way] + ranks, [way, *ways]
+            next_layer[rows][: len(numbers)] = row + numbers + 1 + shortest
+        return sums, ranks_after[next_layer] + ranks, [next_layer, *ends]
 
     def _spare(self, place: int, begin: int, end: int) -> tuple[np.ndarray, int]:
-        """Return the memory of some ranks of a group for activations; -1 if the rest is too large.
+        """Return the bytes that some ranks of a group have for activations, and the most layers.
 
-        Also returns the most layers that they have memory for.
+        The bytes are a matrix, with -1 where the stage's parameters alone do not fit; no stage of
+        more layers than the second result fits.
         """
         facts = [self._job.ranks[rank] for rank in self._order[place][begin:end]]
         budget = min(rank.memory_bytes - rank.base_bytes for rank in facts)
@@ -289,7 +312,7 @@ class _Program:
         return self._spares[place, budget, at_once]
 
     def _hops(self, place: int, chunk: tuple[int, int], is_last: bool) -> tuple[np.ndarray, float]:
-        """Return the busy seconds and the latency of the links after a stage of a group.
+        """Return the busy seconds of the links after a stage, by the next layer; and the latency.
 
         The group's last stage sends to a later group, whose kind is not known yet: the slowest
         link counts.
@@ -309,25 +332,25 @@ class _Program:
     def _trace(
         self, choices: Sequence[tuple[np.ndarray, dict[int, list[np.ndarray]]]]
     ) -> tuple[tuple[Stage, ...], float]:
-        """Return the chosen stages, and the longest of their times."""
+        """Return the chosen stages, and the seconds of the longest one, or of its messages."""
         layer = 0
         stages = list[Stage]()
         longest = 0.0
-        for place, (chosen, ways) in enumerate(choices):
+        for place, (chosen, ends) in enumerate(choices):
             group = self._order[place]
             number = int(chosen[layer])
             if not number:
                 continue
             chunks = _chunks(len(group), number)
-            for way, (begin, end) in zip(ways[number], chunks, strict=True):
-                target = int(way[layer])
+            for next_layers, (begin, end) in zip(ends[number], chunks, strict=True):
+                next_layer = int(next_layers[layer])
                 ranks = tuple(group[begin:end])
-                stages.append(Stage(layer, target, ranks, (1.0,) * len(ranks)))
-                sec = self._times[place][layer, target - layer - 1]
-                time = sec / sum(self._speeds[place][begin:end])
+                stages.append(Stage(layer, next_layer, ranks, (1.0,) * len(ranks)))
+                seconds = self._times[place][layer, next_layer - layer - 1]
+                seconds /= sum(self._speeds[place][begin:end])
                 busy, _ = self._hops(place, (begin, end), is_last=end == len(group))
-                longest = max(longest, float(time), float(busy[target]))
-                layer = target
+                longest = max(longest, float(seconds), float(busy[next_layer]))
+                layer = next_layer
         return tuple(stages), longest
 
 
@@ -360,16 +383,16 @@ def _width(is_allowed: np.ndarray) -> int:
     return int(columns[-1]) + 1 if len(columns) else 0
 
 
-def _numbers(ranks: int, layers: int) -> list[int]:
+def _stage_counts(ranks: int, layers: int) -> list[int]:
     """Return the numbers of stages to try for a group of ranks."""
-    numbers = range(1, ranks + 1) if ranks <= _FEW else _STAGES_OF_MANY
-    return [number for number in numbers if number <= min(ranks, layers)]
+    counts = range(1, ranks + 1) if ranks <= _ALL_STAGE_COUNTS else _STAGE_COUNTS
+    return [count for count in counts if count <= min(ranks, layers)]
 
 
 def _chunks(ranks: int, number: int) -> list[tuple[int, int]]:
     """Divide ranks evenly; return the begin and end of each chunk."""
     sizes = [ranks // number + (place < ranks % number) for place in range(number)]
-    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def replan(
@@ -377,8 +400,11 @@ def replan(
 ) -> tuple[list[float], str] | None:
     """Return each rank's slowdown and the reason to change the stages; None if not worth the move.
 
-    `work_sec` are each rank's measured seconds of computing per step; `steps` is the number of
-    steps left.
+    Args:
+        job: as it was planned for.
+        plan: of the current stages.
+        work_sec: each rank's measured seconds of computing per step.
+        steps: the number of steps left.
     """
     factors = [1.0] * len(job.ranks)
     count = math.ceil(job.global_batch / plan.micro_batch)
@@ -388,21 +414,25 @@ def replan(
         trained = sum(layer.trained for layer in layers)
         trained_bytes = sum(layer.trained_bytes for layer in layers)
         for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
-            if number := assigned_ranks.count(rank):
+            micro_batches = assigned_ranks.count(rank)
+            if micro_batches:
                 update_sec = job.ranks[rank].update_seconds(trained, trained_bytes)
-                planned = number * seconds + update_sec
-                factors[rank] = max(work_sec[rank], 1e-9) / planned
+                planned_sec = micro_batches * seconds + update_sec
+                factors[rank] = max(work_sec[rank], 1e-9) / planned_sec
     used = [factors[rank] for stage in plan.stages for rank in stage.ranks]
     if max(used) < _MIN_CHANGE * min(used):
         return None
-    pairs = zip(job.ranks, factors, strict=True)
-    job = replace(job, ranks=tuple(facts.scaled(factor) for facts, factor in pairs))
+    measured_ranks = [
+        facts.scaled(factor) for facts, factor in zip(job.ranks, factors, strict=True)
+    ]
+    job = replace(job, ranks=tuple(measured_ranks))
     before = predict(job, plan.stages, plan.micro_batch, plan.ahead).step_sec
     new_plan = plan_pipeline(job)
     if new_plan is None or before < _MIN_GAIN * new_plan.step_sec:
         return None
-    size = sum(layer.weight_bytes + layer.state_bytes for layer in job.layers)  # at most
-    moving = _MOVING_SEC + size * max((hop.busy_sec for hop in job.links.values()), default=0.0)
-    if (before - new_plan.step_sec) * steps <= moving:
+    most_bytes = sum(layer.weight_bytes + layer.state_bytes for layer in job.layers)
+    slowest_sec = max((hop.busy_sec for hop in job.links.values()), default=0.0)  # per byte
+    moving_sec = _MOVING_SEC + most_bytes * slowest_sec
+    if (before - new_plan.step_sec) * steps <= moving_sec:
         return None
     return factors, f"new stages; predicted step {1e3 * new_plan.step_sec:.0f} ms"

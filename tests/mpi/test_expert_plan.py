@@ -241,7 +241,7 @@ def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
         assert not any(calls[1:])
         assert balance == "adaptive" or len(calls) == 1
         assert predicted == pytest.approx(100.0)
-        assert "times what was planned: predicted step 100000 ms" in shown
+        assert "times as long as planned: predicted step 100000 ms" in shown
 
 
 @pytest.mark.sizes(2)

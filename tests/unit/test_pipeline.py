@@ -1,4 +1,4 @@
-"""A pipeline's schedule and its plan: who computes what, when, and in which memory."""
+"""A pipeline's schedule and its plan: which ranks compute which layers, when, and their memory."""
 
 import itertools
 import math
@@ -34,33 +34,35 @@ MB = 10**6
 
 
 def stages_of(*ranks_and_seconds):
-    """Return stages of one layer each, with ranks numbered through."""
-    numbers = itertools.count()
+    """Return stages of one layer each, with ranks in order: by stage, each rank's seconds."""
+    rank = itertools.count()
     return [
-        Stage(place, place + 1, tuple(next(numbers) for _ in seconds), tuple(seconds))
-        for place, seconds in enumerate(ranks_and_seconds)
+        Stage(number, number + 1, tuple(next(rank) for _ in seconds), tuple(seconds))
+        for number, seconds in enumerate(ranks_and_seconds)
     ]
 
 
 def job_of(ranks, layers=12, **options):
     """Return a job of equal layers: 40 MB of weights and state, 10 ms a sample on a fast rank."""
-    made = tuple(
-        LayerFacts(kind, memory * MB, (1e-4 * slow,) * layers, (1e-2 * slow,) * layers)
-        for kind, memory, slow in ranks
+    facts = tuple(
+        LayerFacts(kind, memory_mb * MB, (1e-4 * slow,) * layers, (1e-2 * slow,) * layers)
+        for kind, memory_mb, slow in ranks
     )
     layer = Layer(10 * MB, 30 * MB, MB, MB / 10)
-    return PipelineJob((layer,) * layers, made, **{"global_batch": 64, **options})
+    return PipelineJob((layer,) * layers, facts, **{"global_batch": 64, **options})
+
+
+def actions(text):
+    """Return the forwards and backwards in a text such as `F0 B0`."""
+    return [Action(word[0] == "F", int(word[1:])) for word in text.split()]
 
 
 def test_a_rank_takes_one_forward_and_one_backward_in_turn():
-    text = ["F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "B3", "B4"]
-    expected = [Action(each[0] == "F", int(each[1])) for each in text]
-    assert [*schedule(range(5), 3)] == expected
+    assert list(schedule(range(5), 3)) == actions("F0 F1 F2 B0 F3 B1 F4 B2 B3 B4")
     assert max_in_flight(range(5), 3) == 3
-    # Of every other one, those within the window of all.
-    text = ["F0", "F2", "B0", "F4", "B2", "B4"]
-    assert [*schedule([0, 2, 4], 3)] == [Action(each[0] == "F", int(each[1])) for each in text]
-    assert [*schedule([], 3)] == []
+    # The window counts the other replica's micro-batches as well.
+    assert list(schedule([0, 2, 4], 3)) == actions("F0 F2 B0 F4 B2 B4")
+    assert list(schedule([], 3)) == []
 
 
 def test_windows_end_with_the_last_stage():
@@ -77,10 +79,11 @@ def test_replicas_take_micro_batches_by_their_speed():
 
 @pytest.mark.parametrize("seconds", [[1.0], [1.0, 1.0], [3.0, 1.0, 2.0]])
 def test_without_transfers_a_step_takes_at_most_the_sum_and_the_longest_again(seconds):
-    stages, count = stages_of(*([each] for each in seconds)), 16
+    stages = stages_of(*([stage_sec] for stage_sec in seconds))
+    count = 16
     hops = [Hop(0.0, 0.0)] * (len(seconds) - 1)
-    found = simulate(stages, hops, count, 1)
-    assert count * max(seconds) <= found <= sum(seconds) + (count - 1) * max(seconds) + 1e-9
+    step_sec = simulate(stages, hops, count, 1)
+    assert count * max(seconds) <= step_sec <= sum(seconds) + (count - 1) * max(seconds) + 1e-9
 
 
 def test_no_micro_batch_waits_forever():
@@ -91,12 +94,14 @@ def test_no_micro_batch_waits_forever():
             for _ in range(dice.randint(1, 5))
         ]
         hops = [Hop(dice.random(), dice.random()) for _ in shape[1:]]
-        count, ahead = dice.randint(1, 30), dice.randint(0, 2)
-        simulate(stages_of(*shape), hops, count, ahead)  # asserts that all is done
+        count = dice.randint(1, 30)
+        ahead = dice.randint(0, 2)
+        simulate(stages_of(*shape), hops, count, ahead)  # asserts that all micro-batches are done
 
 
 def test_more_micro_batches_ahead_hide_slow_links():
-    stages, hops = stages_of([1.0], [1.0]), [Hop(0.5, 0.2)]
+    stages = stages_of([1.0], [1.0])
+    hops = [Hop(0.5, 0.2)]
     assert simulate(stages, hops, 16, 1) < 0.8 * simulate(stages, hops, 16, 0)
 
 
@@ -153,7 +158,7 @@ def random_job(choose):
 
 
 def least_seconds(job, order, count, bound):
-    """Return the least sum of the stages' times within a bound, layer by layer."""
+    """Return the least sum of the stages' seconds within a bound, by trying all their ends."""
     samples = job.global_batch / count
     outputs = [0.0, *(samples * layer.output_bytes for layer in job.layers)]
     end = len(job.layers)
@@ -180,10 +185,10 @@ def least_seconds(job, order, count, bound):
         return computes and owned + (trained if at_once else TEMPORARIES * largest) <= budget
 
     @cache
-    def stages(place, chunks, begin):
-        """Return the least sum with these chunks of a group next, and the ranks from there on."""
+    def within_group(place, chunks, begin):
+        """Return the least sum from a layer on, and its ranks, with these chunks of a group."""
         if not chunks:
-            return rest(place + 1, begin)
+            return from_group(place + 1, begin)
         group = order[place]
         ranks = group[slice(*chunks[0])]
         kind = job.ranks[group[0]].kind
@@ -194,7 +199,7 @@ def least_seconds(job, order, count, bound):
         for target in range(begin + 1, end + 1):
             seconds = job.seconds(group[0], begin, target, samples)
             busy, hop = sent(ranks, target, later if len(chunks) == 1 and later else {kind})
-            after_sec, after = stages(place, chunks[1:], target)
+            after_sec, after = within_group(place, chunks[1:], target)
             is_short = seconds <= bound * speed and busy <= bound
             if is_short and fits_memory(ranks, job.layers[begin:target], begin, after):
                 gradients = sum(layer.trained_bytes for layer in job.layers[begin:target])
@@ -205,14 +210,16 @@ def least_seconds(job, order, count, bound):
         return best
 
     @cache
-    def rest(place, begin):
+    def from_group(place, begin):
+        """Return the least sum from a layer on, and its ranks, by this group and later ones."""
         if place == len(order):
             return (0.0 if begin == end else math.inf), 0
         numbers = range(1, min(len(order[place]), end) + 1)
-        chosen = (tuple(_chunks(len(order[place]), number)) for number in numbers)
-        return min(rest(place + 1, begin), *(stages(place, each, begin) for each in chosen))
+        divisions = (tuple(_chunks(len(order[place]), number)) for number in numbers)
+        with_group = (within_group(place, chunks, begin) for chunks in divisions)
+        return min(from_group(place + 1, begin), *with_group)
 
-    return rest(0, 0)[0]
+    return from_group(0, 0)[0]
 
 
 @pytest.mark.parametrize("seed", by_default(range(40), range(15)))
@@ -263,39 +270,43 @@ def test_many_ranks_are_planned():
 
 def test_replicas_are_few_where_gradients_would_take_long():
     facts = tuple(LayerFacts("cpu", 4000 * MB, (1e-5,) * 8, (1e-5,) * 8) for _ in range(3))
-    layer, links = Layer(12 * MB, 36 * MB, 1e4, 1e3, 0, 12 * MB), {"cpu cpu": Hop(1e-5, 1e-7)}
+    layer = Layer(12 * MB, 36 * MB, 1e4, 1e3, 0, 12 * MB)
+    links = {"cpu cpu": Hop(1e-5, 1e-7)}
     plan = plan_pipeline(PipelineJob((layer,) * 8, facts, 32, links=links))
     assert [len(stage.ranks) for stage in plan.stages] == [1, 1, 1]
     assert plan.step_sec < 0.1
 
 
-def test_a_plan_has_room_for_what_an_optimizer_takes_while_it_steps():
+def test_a_plan_leaves_memory_for_an_optimizers_temporaries():
     layer = Layer(10 * MB, 30 * MB, 0.0, 0.0, 8 * MB, 10 * MB, 2)
     ranks = [("gpu", 450, 1), ("mlu", 450, 1)]
     job = replace(job_of(ranks, micro_batch=1), layers=(layer,) * 12)
     assert predict(job, [Stage(0, 12, (0,), (1.0,))], 1, 0).bytes_by_rank[0] == (480 + 16) * MB
-    at_once = tuple(replace(each, steps_at_once=True) for each in job.ranks)
+    at_once = tuple(replace(facts, steps_at_once=True) for facts in job.ranks)
     plan = predict(replace(job, ranks=at_once), [Stage(0, 12, (0,), (1.0,))], 1, 0)
     assert plan.bytes_by_rank[0] == (480 + 120) * MB
-    assert all(own <= 450 * MB for own in plan_pipeline(job).bytes_by_rank)
+    assert all(rank_bytes <= 450 * MB for rank_bytes in plan_pipeline(job).bytes_by_rank)
 
 
-def test_what_a_layer_has_at_once_counts_once_for_a_stage():
-    job, stages = job_of([("gpu", 900, 1)], micro_batch=4), [Stage(0, 12, (0,), (1.0,))]
-    layers = [replace(each, temporary_bytes=n * MB) for n, each in enumerate(job.layers)]
-    with_some = replace(job, layers=tuple(layers))
-    plans = [predict(each, stages, 4, 0) for each in (job, with_some)]
-    assert plans[1].bytes_by_rank[0] - plans[0].bytes_by_rank[0] == 4 * 11 * MB
-    for each in (replace(job, micro_batch=0), replace(with_some, micro_batch=0)):
-        tight = replace(each, ranks=[replace(job.ranks[0], memory_bytes=560 * MB)])
-        assert 0.8 < plan_pipeline(tight).bytes_by_rank[0] / (560 * MB) <= 1
+def test_a_stage_needs_the_temporary_memory_of_one_layer_at_a_time():
+    job = job_of([("gpu", 900, 1)], micro_batch=4)
+    stages = [Stage(0, 12, (0,), (1.0,))]
+    layers = [replace(layer, temporary_bytes=n * MB) for n, layer in enumerate(job.layers)]
+    job_with_temporaries = replace(job, layers=tuple(layers))
+    plan = predict(job, stages, 4, 0)
+    plan_with_temporaries = predict(job_with_temporaries, stages, 4, 0)
+    assert plan_with_temporaries.bytes_by_rank[0] - plan.bytes_by_rank[0] == 4 * 11 * MB
+    tight = [replace(job.ranks[0], memory_bytes=560 * MB)]
+    for tight_job in (job, job_with_temporaries):
+        plan = plan_pipeline(replace(tight_job, micro_batch=0, ranks=tight))
+        assert 0.8 < plan.bytes_by_rank[0] / (560 * MB) <= 1
 
 
 @pytest.mark.parametrize(
     ("slower", "steps", "moves"), [(1.0, 1000, False), (4.0, 1000, True), (4.0, 1, False)]
 )
 def test_stages_move_if_a_speed_has_changed_and_it_pays(slower, steps, moves):
-    links = {("gpu", "mlu"): Hop(0.0, 2e-8)}  # on which the state takes longer than a step
+    links = {("gpu", "mlu"): Hop(0.0, 2e-8)}  # the state takes longer on it than a step
     job = job_of([("gpu", 1000, 1), ("mlu", 1000, 1)], links=links)
     plan = plan_pipeline(job)
     count = math.ceil(64 / plan.micro_batch)
@@ -304,10 +315,10 @@ def test_stages_move_if_a_speed_has_changed_and_it_pays(slower, steps, moves):
         for rank, seconds in zip(stage.ranks, stage.seconds, strict=True):
             work[rank] = stage.micro_batch_ranks(count).count(rank) * seconds
     work[1] *= slower
-    found = replan(job, plan, work, steps)
-    assert bool(found) == moves
-    if found:
-        factors, text = found
+    proposal = replan(job, plan, work, steps)
+    assert bool(proposal) == moves
+    if proposal:
+        factors, text = proposal
         assert factors == pytest.approx([1, 4])
         assert "new stages" in text
         changed = replace(job, ranks=(job.ranks[0], job.ranks[1].scaled(4)))

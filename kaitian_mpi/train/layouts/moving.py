@@ -1,4 +1,4 @@
-"""Moves parameters to devices, which stay the same objects."""
+"""Moves a module's parameters to a device; they stay the same objects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import nn
 def move(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device; its parameters stay the same objects, also if modules share them.
 
-    `Module.to` makes new ones for devices of plug-ins.
+    `Module.to` would replace the parameters if the device comes from a plug-in. Their gradients are
+    freed. Not collective.
     """
-    for part in module.modules():
-        move_own(part, device)
+    for submodule in module.modules():
+        move_own(submodule, device)
 
 
 def move_own(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own parameters and buffers to a device, and not those of its children."""
+    """Move a module's own parameters and buffers to a device, but not those of its children."""
     for parameter in module.parameters(recurse=False):
         if parameter.device.type != device.type:
             set_data(parameter, parameter.detach().to(device))
@@ -25,9 +26,9 @@ def move_own(module: nn.Module, device: torch.device) -> None:
 
 
 def set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter other data, perhaps on another device."""
+    """Set a parameter's data, perhaps on another device, and free its gradient."""
     parameter.grad = None
     try:
         parameter.data = data
-    except RuntimeError:  # "incompatible tensor type", of plug-ins
+    except RuntimeError:  # a plug-in's device: "incompatible tensor type"
         torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))

@@ -1,4 +1,4 @@
-"""A state in which ranks have whole parameters: what pipeline and experts have in common."""
+"""A state in which a rank has a parameter whole or not at all, for layouts pipeline and experts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class ParameterOwners(DividedState[int]):
     """The parameters that this rank has, and their optimizer state.
 
-    Those that are owned have values on some ranks only: on the others are tensors of their shape
-    that take no memory, whose use raises an error. All others are on every rank. What the
-    optimizers step is named by its number.
+    Only some ranks have the values of an owned parameter. On the other ranks it has the same shape,
+    takes no memory, and raises an error when it is used. All ranks have the other parameters. A
+    parameter's number is its index in the model's `parameters()`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ParameterOwners(DividedState[int]):
         owned: Iterable[nn.Parameter],
         device: torch.device,
     ) -> None:
-        """Begin with all parameters, and without owners."""
+        """Begin with all parameters, and without owners; `owned` are those that will have some."""
         self._device = device
         self.owners: list[list[int]] = []
-        """The ranks that have a parameter, by its number; empty before `assign_owners`."""
+        """By number, the ranks that have a parameter; empty before `assign_owners`."""
         parameters = list(model.parameters())
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         super().__init__(model, optimizers, frozenset(numbers[p] for p in owned))
@@ -51,37 +51,38 @@ class ParameterOwners(DividedState[int]):
         self._strides = [parameter.stride() for parameter in parameters]
         self._present = set(range(len(parameters)))
         """The parameters that this rank has, with their state."""
-        self._new: dict[int, torch.Tensor] = {}
-        """Values of a checkpoint, or of another rank, that are not in a parameter yet."""
-        self._loose = self._by_number([optimizer.state_dict() for optimizer in optimizers])
-        """States that have no rank yet."""
+        self._new_values: dict[int, torch.Tensor] = {}
+        """Values from a checkpoint or another rank that are not in their parameter yet."""
+        state_dicts = [optimizer.state_dict() for optimizer in optimizers]
+        self._waiting_states = self._by_number(state_dicts)
+        """States of the optimizers that are not given to ranks yet."""
         for optimizer in optimizers:
             optimizer.state.clear()
 
     @abstractmethod
     def _where(self, name: str) -> str:
-        """Say where the values of a parameter are that this rank has not."""
+        """Say where the values of a parameter are that this rank does not have."""
 
     @abstractmethod
     def _modules_by_source(self) -> Iterable[tuple[Sequence[nn.Module], int]]:
-        """Return the modules whose buffers only some ranks compute, each with one of these."""
+        """Return the modules whose buffers only some ranks compute, each with such a rank."""
 
     def _keep(
         self, states: Mapping[int, dict[str, Any]], values: Mapping[int, torch.Tensor]
     ) -> None:
-        self._loose = dict(states)
-        # Those without numbers are in no checkpoint.
+        self._waiting_states = dict(states)
+        # Parameters without elements are in no checkpoint.
         empty = {n: self._parameters[n] for n in self.owned if not self._parameters[n].numel()}
-        self._new = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
-        self._new |= values
-        # Of the others the values are on every rank; their states are here.
+        self._new_values = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in empty.items()}
+        self._new_values |= values
+        # Every rank has the values of parameters that are not owned, and now their states.
         self._present = set(range(len(self._parameters))) - self.owned
 
     def drop(self) -> None:
         super().drop()
-        self._loose = {}
+        self._waiting_states = {}
         self.owners = []
-        self._new = {}
+        self._new_values = {}
         self._present = set()
 
     def drop_start(self) -> None:
@@ -94,45 +95,50 @@ class ParameterOwners(DividedState[int]):
 
     def is_complete(self, comm: MPI.Intracomm) -> bool:
         """Return whether these ranks have all parameters and their state. Collective."""
-        present = set[int]().union(*gather_values(comm, sorted(self._has())))
+        present = set[int]().union(*gather_values(comm, sorted(self._available())))
         return len(present) == len(self._parameters)
 
     def assign_owners(self, world: World, owners: Sequence[Sequence[int]]) -> None:
         """Give each rank the parameters that it is to have, and free the others. Collective.
 
-        `owners` are the ranks of each parameter, by its number; all ranks of one that is not owned.
+        `owners` are the ranks of each parameter, by number: all ranks, if it is not owned.
         """
-        present = [set(numbers) for numbers in gather_values(world.comm, sorted(self._has()))]
-        states = {number: self._state(number) for number in self._has()}
+        available = [set(n) for n in gather_values(world.comm, sorted(self._available()))]
+        states = {number: self._state(number) for number in self._available()}
         for number, ranks in enumerate(owners):
-            source = next(rank for rank, numbers in enumerate(present) if number in numbers)
+            source = next(rank for rank, numbers in enumerate(available) if number in numbers)
             for target in ranks:
-                if number not in present[target]:
-                    value = None
-                    if world.rank == source:
-                        value = (
-                            self._value(number) if number in self.owned else None,
-                            states[number],
-                        )
-                    received = send_state(world.comm, value, source, target)
-                    if world.rank == target:
-                        new, states[number] = received
-                        if new is not None:
-                            self._new[number] = new
-            if world.rank not in ranks:  # free it before the next arrives
+                if number not in available[target]:
+                    self._transfer(world, number, states, source, target)
+            if world.rank not in ranks:  # free its memory before the next parameter arrives
                 self._release(number)
                 states.pop(number, None)
         for number in states:
-            self._settle(number)
+            self._place_value(number)
         self.owners = [list(ranks) for ranks in owners]
-        self._loose = {}
-        kept = {n: [(self._parameters[n], copy_state(states[n], share=True))] for n in states}
-        self._restrict(kept)
+        self._waiting_states = {}
+        self._restrict(
+            {n: [(self._parameters[n], copy_state(states[n], share=True))] for n in states}
+        )
         self.targets = {n: self._parameters[n] for n in states}
+
+    def _transfer(
+        self, world: World, number: int, states: dict[int, dict[str, Any]], source: int, target: int
+    ) -> None:
+        """Send a parameter from rank `source` to rank `target`, with its state. Collective."""
+        sent = None
+        if world.rank == source:
+            # Every rank has the values of a parameter that is not owned.
+            sent = (self._value(number) if number in self.owned else None, states[number])
+        received = send_state(world.comm, sent, source, target)
+        if world.rank == target:
+            value, states[number] = received
+            if value is not None:
+                self._new_values[number] = value
 
     @torch.no_grad()
     def share_buffers(self, world: World) -> None:
-        """Give every rank the buffers that only some compute. Collective."""
+        """Copy the buffers that only some ranks compute to all ranks. Collective."""
         for modules, source in self._modules_by_source():
             buffers = list(dict.fromkeys(b for module in modules for b in module.buffers()))
             if not buffers:
@@ -146,52 +152,55 @@ class ParameterOwners(DividedState[int]):
     def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
         self.share_buffers(world)
         spool = Spool(folder)
-        whole: dict[int, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
         states: dict[int, dict[str, Any]] = {}
         for number, ranks in enumerate(self.owners):
-            state = None
-            if world.rank == ranks[0]:
-                state = self._value(number), {} if only_values else self._state(number)
-            if ranks[0] != 0:
-                state = send_state(world.comm, state, ranks[0], 0)
-                if world.rank == 0:
-                    value, optimizer_state = state
-                    kept = {name: _kept(item, spool) for name, item in optimizer_state.items()}
-                    state = _kept(value, spool), kept
-            if world.rank == 0:
-                whole[number], states[number] = state  # type: ignore[misc]
+            source = ranks[0]
+            content: Any = None  # a parameter's value and optimizer state
+            if world.rank == source:
+                content = (self._value(number), {} if only_values else self._state(number))
+            if source != 0:
+                content = send_state(world.comm, content, source, 0)
+            if world.rank != 0:
+                continue
+            values[number], states[number] = content
+            if source != 0:  # the host's memory may not hold all that is received
+                values[number] = _spooled(values[number], spool)
+                states[number] = {k: _spooled(item, spool) for k, item in states[number].items()}
         optimizers = self._with_states(states) if world.rank == 0 else self.optimizer_states()
-        return Collected(self._with_values(whole), optimizers, spool.fault)
+        return Collected(self._with_values(values), optimizers, spool.fault)
 
-    def _has(self) -> set[int]:
-        return self._present | self._new.keys()
+    def _available(self) -> set[int]:
+        """Return the parameters whose values this rank has, in the parameter or not."""
+        return self._present | self._new_values.keys()
 
     def _value(self, number: int) -> torch.Tensor:
-        if number in self._new:
-            return self._new[number]
+        if number in self._new_values:
+            return self._new_values[number]
         return self._parameters[number].detach()
 
     def _state(self, number: int) -> dict[str, Any]:
         """Return the optimizer's state of a parameter that this rank has."""
-        return self._state_of(self._parameters[number]) or self._loose.get(number, {})
+        return self._state_of(self._parameters[number]) or self._waiting_states.get(number, {})
 
     def _release(self, number: int) -> None:
-        """Free a parameter that this rank does not need; what uses its values gets an error."""
-        self._new.pop(number, None)
+        """Free a parameter that this rank does not need; a use of its values raises an error."""
+        self._new_values.pop(number, None)
         self._present.discard(number)
         parameter = self._parameters[number]
         if not isinstance(parameter, PendingParameter):
             # On this rank's device, as the model's own code may ask where the parameters are.
-            nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
-            set_data(parameter, nothing.expand(parameter.shape))
+            placeholder = torch.zeros((), dtype=parameter.dtype, device=self._device)
+            set_data(parameter, placeholder.expand(parameter.shape))
             if type(parameter) is nn.Parameter:
                 parameter.__class__ = self._elsewhere
         for optimizer in self._optimizers:
             optimizer.state.pop(parameter, None)
 
-    def _settle(self, number: int) -> None:
-        """Give a parameter of this rank's its value, on its device."""
-        parameter, value = self._parameters[number], self._new.pop(number, None)
+    def _place_value(self, number: int) -> None:
+        """Put the value of a parameter that this rank keeps into the parameter, on the device."""
+        parameter = self._parameters[number]
+        value = self._new_values.pop(number, None)
         if isinstance(parameter, PendingParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         if value is not None:
@@ -204,7 +213,7 @@ class ParameterOwners(DividedState[int]):
         self._present.add(number)
 
     def _refuse(self, parameters: Sequence[nn.Parameter], function: Any) -> None:
-        """Raise why the values of some parameters, which a function uses, are not here."""
+        """Say that this rank does not have the values of a parameter that a function uses."""
         used = parameters[0]
         name = next(name for name, n in self._names.items() if self._parameters[n] is used)
         raise UserError(
@@ -214,6 +223,7 @@ class ParameterOwners(DividedState[int]):
         )
 
 
-def _kept(value: Any, spool: Spool) -> Any:
-    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-    return spool.keep([value]) if is_tensor else value
+def _spooled(value: Any, spool: Spool) -> Any:
+    """Return a value; the spool's copy of it if it is a tensor that is not a single number."""
+    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+    return spool.keep([value]) if has_rows else value

@@ -1,4 +1,4 @@
-"""Finds out, while a run trains, whether another division of the model is worth a move."""
+"""Finds out, while a run trains, whether a new division of the model is worth moving it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kaitian_mpi.train.step import Step, StepObserver
 from kaitian_mpi.train.step_times import StepReports
 
 WINDOW = 10
-"""The steps, at most, by whose median a rank's work is judged."""
-_LEAST_STEPS = 4
+"""A rank's work is the median of at most so many steps."""
+_LEAST_STEPS = 4  # before plans are compared
 
 
 class Proposal(NamedTuple):
-    """What is known of the ranks, by which another plan is worth its move."""
+    """What the measured steps have shown, and whether a new plan is worth the move."""
 
     factors: list[float]
-    """By rank, what its time is of what was planned."""
+    """By rank, its measured time divided by the planned one."""
     text: str
-    """What changes, for a line."""
+    """What changes, in words."""
     facts: Any = None
-    """What a layout knows besides, as JSON holds it."""
+    """What else the layout has measured, as JSON can hold it."""
     moves: bool = True
     """Whether the training continues in another loop, with another plan."""
 
@@ -39,7 +39,7 @@ class Replanning(StepObserver):
     """Compares plans when epochs end and checkpoints are due, and has the loop begin again."""
 
     def __init__(self, config: TrainingConfig, loop: Loop, samples: int) -> None:
-        """Follow a loop; only steps of so many samples, in the ranks' reports, are compared."""
+        """Follow a loop. Only steps in which the ranks report `samples` in total are compared."""
         self._config = config
         self._loop = loop
         self._samples = samples
@@ -47,22 +47,23 @@ class Replanning(StepObserver):
 
     @abstractmethod
     def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
-        """Return what the steps have shown, on rank 0; None if nothing new. Collective.
+        """Return what the steps have shown; None if nothing new. Rank 0's answer counts.
 
-        `work_sec` are the ranks' seconds of a step, without waiting.
+        Collective. `work_sec` has each rank's seconds per step, without waiting.
         """
 
     @abstractmethod
     def _follow(self, factors: Mapping[str, float], facts: Any) -> None:
-        """Have what is planned next follow a proposal, by factors by place. Not collective."""
+        """Let the next plan use a proposal's facts, and its factors by place. Not collective."""
 
     def _step_counts(self, times: RankSteps) -> None:
-        """Note what a step that is compared has shown besides. Not collective."""
+        """Note what else a step that is compared has shown. Not collective."""
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         if reports is None:
             return
-        times, every = reports.times, self._config.checkpoint_every
+        times = reports.times
+        every = self._config.checkpoint_every
         if times.samples.sum() == self._samples and (times.steps > 0).all():
             self._seconds.append(times.work_sec)
             self._step_counts(times)
@@ -70,20 +71,24 @@ class Replanning(StepObserver):
             self.epoch_ends()
 
     def epoch_ends(self) -> None:
-        loop, progress = self._loop, self._loop.progress
         if len(self._seconds) < _LEAST_STEPS:
             return
+        loop = self._loop
+        progress = loop.progress
         world = loop.world
         work_sec: list[float] = np.median(self._seconds, axis=0).tolist()
-        proposal = self._propose(work_sec, progress.total_steps - progress.step)
+        rank_proposal = self._propose(work_sec, progress.total_steps - progress.step)
         self._seconds.clear()
-        if (proposal := gather_values(world.comm, proposal)[0]) is None:
+        proposal = gather_values(world.comm, rank_proposal)[0]
+        if proposal is None:
             return
-        factors, text, facts, moves = proposal
-        by_place = {info.place: f for info, f in zip(world.infos, factors, strict=True)}
-        self._follow(by_place, facts)
+        factors, text, facts, moves = proposal  # `gather_values` has made a list of it
+        places = [info.place for info in world.infos]
+        self._follow(dict(zip(places, factors, strict=True)), facts)
         speeds = ", ".join(f"{factor:.2f}" for factor in factors)
-        text = f"ranks take {speeds} times what was planned: {text}"
-        print_rank_0(world, f"step {progress.step}: {text}")
+        print_rank_0(
+            world,
+            f"step {progress.step}: ranks take {speeds} times as long as planned: {text}",
+        )
         if moves:
             loop.mark_outdated()
