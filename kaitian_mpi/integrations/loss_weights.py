@@ -18,9 +18,9 @@ from kaitian_mpi.integrations.losses import (
     Labels,
     Rule,
     agreed_rules,
+    can_decide,
     count_labels,
     left_open,
-    may_tell,
 )
 from kaitian_mpi.integrations.taken_batches import BatchRows
 from kaitian_mpi.mpi.exchange import gather_values
@@ -118,7 +118,7 @@ class Loss:
         """
         if self._votes or len(self.rules) == 1 or self._compared == _MAX_COMPARED:
             return
-        may_decide = not self.rules or may_tell(self.rules, labels)
+        may_decide = not self.rules or can_decide(self.rules, labels)
         if together:
             may_decide = bool(self._ranks.sum(may_decide))
         if may_decide:

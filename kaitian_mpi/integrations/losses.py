@@ -1,4 +1,8 @@
-"""Finds the rule by which a loss depends on its rows; the ranks' gradients are weighted by it."""
+"""Finds the rule by which a loss depends on its batch's rows; it decides the weights of gradients.
+
+A rule says what the loss is the mean, or the sum, over: for example the rows, or the labels that
+are not ignored. A row is an entry of the arguments' first dimension.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,15 @@ from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import UserError
 
-_IGNORED = -100  # of torch's cross entropy
-# By a fitting rule, the expected loss is off by a rounding error: at most so many times that of the
-# rule that fits best, as means over rows and over labels add up the same terms in other orders.
+_IGNORED = -100  # the default `ignore_index` of torch's cross entropy
+# A rule fits if its error is at most so many times that of the rule that fits best. Both are
+# rounding errors, as means over rows and over labels add up the same terms in another order.
 _ROUNDING_FACTOR = 30
-# Relative rounding error of a loss in float32, which is that of its dtype or of the sums before it.
+# The relative rounding error of a loss that is computed in float32, whatever its dtype.
 _FLOAT32_ROUNDING = 1e-6
-# Each name, ignored entry and first entry makes an unusual rule, and one of so many may fit by
-# chance: so it must fit to about the rounding in float32, while no usual rule fits nearly as well.
+# There are many unusual rules, for each name, ignored entry and first entry, so one may fit by
+# chance. It is believed only if its relative error is below the first number, and that of the best
+# usual rule is above the second.
 _UNUSUAL_FITS = 3e-6
 _USUAL_MISFITS = 1e-5
 
@@ -40,12 +45,14 @@ class Rule(NamedTuple):
     """The first entry of a row that counts."""
 
 
-MEAN, SUM = Rule("the mean over rows"), Rule("a sum over rows")
+MEAN = Rule("the mean over rows")
+SUM = Rule("a sum over rows")
 TOKENS = Rule("the mean over labels", "labels")
 SHIFTED_TOKENS = Rule("the mean over labels after the first", "labels", first=1)
 USUAL = (TOKENS, SHIFTED_TOKENS, MEAN, SUM)
 UNKNOWN = Rule("neither a mean nor a sum over rows")
-# A term that depends on the whole batch, as for balancing experts, is smaller than this.
+# A rule fits up to a term of this relative size that depends on the whole batch, as the balancing
+# loss of experts does.
 MAX_DEVIATION = 0.05
 
 Labels = Mapping[str, torch.Tensor]
@@ -65,14 +72,14 @@ def compare_parts(
 ) -> list[Rule]:
     """Return the rules by which the loss of `compute(args, kwargs)` may depend on the rows.
 
-    Computes the same rows at once and in two parts, in eval mode and without gradients: the parts'
-    losses add up to a sum, or their mean by rows or by labels is the loss. If all rows have equally
-    many labels, both means are equal, so a second comparison ignores some labels. A third one
-    changes each row's first label, to see if it counts. A single row is used twice.
+    Computes the loss of all rows, and of two parts of them, in eval mode and without gradients: a
+    rule fits if the parts' losses give that of all rows. If all rows have equally many labels, the
+    means over rows and over labels are equal, so a second comparison ignores some labels. A third
+    one changes each row's first label, to see if it counts. A single row is used twice.
 
     The likeliest rule comes first. Returns [] if the rows decide nothing: their loss is not finite,
-    or the model does not accept a single row twice. Every rank computes equally often, as the loss
-    may be collective.
+    or the model does not accept a single row twice. Collective if the loss is: every rank with rows
+    computes equally often.
     """
     rows = first_length(args, kwargs) or 0
     if rows != 1:
@@ -80,7 +87,7 @@ def compare_parts(
     args, kwargs = _twice(args, kwargs)
     try:
         return _compare(model, compute, args, kwargs, 2)
-    except (RuntimeError, ValueError, IndexError):  # other inputs do not go with two rows
+    except (RuntimeError, ValueError, IndexError):  # other arguments do not match two rows
         return []
 
 
@@ -92,66 +99,82 @@ def _compare(
     rows: int,
 ) -> list[Rule]:
     counts = _counts_of_rules(args, kwargs, rows)
-    # If the parts have different numbers of labels, a mean over rows is not one over labels.
+    # Sorted by their labels, so that the parts have different numbers of labels per row if
+    # possible: then a mean over rows differs from a mean over labels.
     order = sum(counts.values(), torch.zeros(rows)).argsort(stable=True)
     parts = order[: rows // 2], order[rows // 2 :]
     forwards = [(part, (args, kwargs)) for part in (order, *parts)]
-    unlike = _with_unlike_rows(args, kwargs, counts, parts)
-    forwards += [(part, unlike) for part in (order, parts[0])]
+    ignoring = _ignoring_labels(args, kwargs, counts, parts)
+    forwards += [(part, ignoring) for part in (order, parts[0])]
     if TOKENS in counts:
-        changed = {**kwargs, "labels": _with_other_first(kwargs["labels"])}
-        forwards.append((order, (args, changed)))
+        changed_kwargs = {**kwargs, "labels": _with_other_first(kwargs["labels"])}
+        forwards.append((order, (args, changed_kwargs)))
     with evaluating(model):
         outputs = [compute(*_rows_of(part, *inputs, rows)) for part, inputs in forwards]
     losses = [loss for loss in outputs if loss is not None]
     if len(losses) < len(forwards):
-        return [UNKNOWN]  # in eval mode it returns none
+        return [UNKNOWN]  # the model returns no loss in eval mode
     rounding = torch.finfo(losses[0].dtype).eps
-    whole, first, second, unlike_whole, unlike_first, *other_first = map(float, losses)
+    whole, first, second, ignoring_whole, ignoring_first, *with_other_first = map(float, losses)
     rules = _fitting_parts((whole, first, second), counts, parts, rounding)
     if len(rules) > 1:
-        labels = labels_in(*unlike)
+        labels = labels_in(*ignoring)
         counts = {rule: _count_by_row(labels[rule.labels], rule) for rule in counts}
-        fitting = _fitting_parts((unlike_whole, unlike_first, second), counts, parts, rounding)
+        fitting = _fitting_parts((ignoring_whole, ignoring_first, second), counts, parts, rounding)
         rules = [rule for rule in rules if rule in fitting] or rules
-    has_other_first = TOKENS in counts and bool((kwargs["labels"] != changed["labels"]).any())
-    if has_other_first and TOKENS in rules and SHIFTED_TOKENS in rules:
-        rules.remove(SHIFTED_TOKENS if other_first[0] != whole else TOKENS)
+    if TOKENS in rules and SHIFTED_TOKENS in rules:
+        is_changed = bool((kwargs["labels"] != changed_kwargs["labels"]).any())
+        if is_changed:
+            first_counts = with_other_first[0] != whole
+            rules.remove(SHIFTED_TOKENS if first_counts else TOKENS)
     return rules
 
 
-def _with_unlike_rows(
+def _ignoring_labels(
     args: Any,
     kwargs: Mapping[str, Any],
     counts: Mapping[Rule, torch.Tensor],
     parts: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return the arguments with one label in each row of the first part, if the parts are alike.
+    """Return the arguments with other numbers of labels per row in the first part of the rows.
 
-    If rows have only one label each, then with as many labels as fit. All other entries are
-    ignored. Only entries that already occur in the labels are used.
+    Only for labels of which both parts have equally many per row, and some are ignored. The rows of
+    the first part get one label each, their last, and ignored entries in the place of the others.
+    If they have only one label already, their ignored entries become labels. Only entries that
+    already occur in the labels are used.
     """
-    labels, changed = labels_in(args, kwargs), {}
+    labels = labels_in(args, kwargs)
+    changed: dict[int, torch.Tensor] = {}
     for rule, label_counts in counts.items():
         entries = labels[rule.labels]
-        first, second = (float(label_counts[part].float().mean()) for part in parts)
-        if first == second and id(entries) not in changed and entries.eq(rule.ignored).any():
-            by_row = entries[:, rule.first :].flatten(1)
-            counted = by_row.ne(rule.ignored)
-            kept = counted.cumsum(1) == counted.sum(1, keepdim=True)
-            kept[parts[1].to(kept.device)] = True
-            unlike = by_row.where(kept, rule.ignored)
-            if torch.equal(unlike, by_row):
-                label = by_row.where(counted, by_row.min()).amax(1, keepdim=True)
-                kept[parts[0].to(kept.device)] = counted[parts[0].to(kept.device)]
-                unlike = by_row.where(kept, label)
-            unlike = unlike.to(entries.dtype).view_as(entries[:, rule.first :])
-            changed[id(entries)] = torch.cat([entries[:, : rule.first], unlike], dim=1)
+        first_mean, second_mean = (float(label_counts[part].float().mean()) for part in parts)
+        has_ignored = bool(entries.eq(rule.ignored).any())
+        if first_mean == second_mean and has_ignored and id(entries) not in changed:
+            by_row = _change_label_counts(entries[:, rule.first :].flatten(1), rule.ignored, parts)
+            by_row = by_row.to(entries.dtype).view_as(entries[:, rule.first :])
+            changed[id(entries)] = torch.cat([entries[:, : rule.first], by_row], dim=1)
     return _pytree.tree_map(lambda value: changed.get(id(value), value), (args, dict(kwargs)))  # type: ignore[no-any-return]
 
 
+def _change_label_counts(
+    by_row: torch.Tensor, ignored: int, parts: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return labels, shaped (rows, entries), as `_ignoring_labels` changes them."""
+    first_part, second_part = (part.to(by_row.device) for part in parts)
+    counted = by_row.ne(ignored)
+    # From each row's last label on.
+    stays = counted.cumsum(1) == counted.sum(1, keepdim=True)
+    stays[second_part] = True
+    changed = by_row.where(stays, ignored)
+    if not torch.equal(changed, by_row):
+        return changed
+    row_label = by_row.where(counted, by_row.min()).amax(1, keepdim=True)
+    stays[first_part] = counted[first_part]
+    return by_row.where(stays, row_label)
+
+
 def _twice(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the arguments with a single row twice, once with half of its numbers."""
+    """Return the arguments with a single row twice; the second has its numbers halved."""
 
     def half_of_second(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -165,7 +188,8 @@ def _twice(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]
 
 def _with_other_first(labels: torch.Tensor) -> torch.Tensor:
     """Return the labels with each row's first one changed, to the least or greatest of all."""
-    least, greatest = labels.min(), labels.max()
+    least = labels.min()
+    greatest = labels.max()
     changed = labels.clone()
     changed[:, 0] = torch.where(labels[:, 0] == greatest, least, greatest)
     return changed
@@ -180,10 +204,10 @@ def _fitting_parts(
     """Return the rules that relate two parts' losses to that of the whole: `losses[0]`."""
     whole, *part_losses = losses
     row_counts = [len(part) for part in parts]
-    expected = {SUM: sum(part_losses), MEAN: _weighted(part_losses, row_counts)}
+    expected = {SUM: sum(part_losses), MEAN: _weighted_mean(part_losses, row_counts)}
     for rule, label_counts in counts.items():
         part_counts = [int(label_counts[part].sum()) for part in parts]
-        expected[rule] = _weighted(part_losses, part_counts)
+        expected[rule] = _weighted_mean(part_losses, part_counts)
     errors = {rule: abs(value - whole) for rule, value in expected.items()}
     return _fitting(errors, abs(whole), rounding)
 
@@ -215,9 +239,9 @@ def _fitting(errors: Mapping[Rule, float], loss: float, rounding: float) -> list
 
 
 def agreed_rules(votes: list[list[Rule]], before: Sequence[Rule]) -> list[Rule]:
-    """Return the rules that fit the rows of most ranks, from each rank's votes.
+    """Return the rules that most ranks have voted for, each by its rows.
 
-    Only rules that have fitted the batches `before`, if any. Without votes these remain.
+    Only those that also fitted the batches `before`, if any did. Without votes, returns `before`.
     """
     counted = Counter(rule for rules in votes for rule in rules)
     if UNKNOWN in counted:
@@ -227,36 +251,37 @@ def agreed_rules(votes: list[list[Rule]], before: Sequence[Rule]) -> list[Rule]:
     return [rule for rule, count in fitting.items() if count == max_count] or list(before)
 
 
-def may_tell(rules: Sequence[Rule], labels: Labels) -> bool:
+def can_decide(rules: Sequence[Rule], labels: Labels) -> bool:
     """Return whether rows may decide between rules, as some of their labels are ignored."""
     flags = [labels[rule.labels].eq(rule.ignored).any() for rule in rules if rule.labels in labels]
     if not flags:
         return False
-    # Together, as the host waits for an accelerator.
+    # Stacked, so that the host waits for an accelerator only once.
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
 
 def left_open(rules: Sequence[Rule], labels: Labels) -> list[Rule]:
     """Return the rules that count other entries of these rows than the first, likeliest rule.
 
-    A mask may mark the labels that count: both rules count the same entries, so none is open.
+    Two rules may count the same entries, as of labels and of a mask that marks them.
     """
     likeliest = rules[0].labels if rules else ""
-    first = _counts(labels[likeliest], rules[0]).cpu() if likeliest in labels else None
+    likeliest_mask = None
+    if likeliest in labels:
+        likeliest_mask = _mask_of_counted(labels[likeliest], rules[0]).cpu()
     still_open = []
     for rule in rules[1:]:
         if rule.labels in labels and labels[rule.labels].eq(rule.ignored).any():
-            counted = _counts(labels[rule.labels], rule).cpu()
-            if first is None or not torch.equal(first, counted):
+            mask = _mask_of_counted(labels[rule.labels], rule).cpu()
+            if likeliest_mask is None or not torch.equal(likeliest_mask, mask):
                 still_open.append(rule)
     return still_open
 
 
 def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Rule, torch.Tensor]:
-    """Return the number of entries of each row that count, by every rule a loss may have.
+    """Return the number of entries of each row that count, by rule; [rows] in int64 on the host.
 
-    Labels may have any name, and be a mask. If all rows have equally many of them, only those named
-    `labels`, with torch's ignored index, are assumed.
+    Every integer argument with a row for each of the batch's may be the labels, or a mask of them.
     """
     counts: dict[Rule, torch.Tensor] = {}
     for name, labels in labels_in(args, kwargs).items():
@@ -264,8 +289,9 @@ def _counts_of_rules(args: Any, kwargs: Mapping[str, Any], rows: int) -> dict[Ru
             continue
         for ignored in dict.fromkeys((_IGNORED, -1, 0, int(labels.min()), int(labels.max()))):
             for first in (0, 1):
-                after = " after the first" * first
-                rule = Rule(f"the mean over {name}{after} but {ignored}", name, ignored, first)
+                after = " after the first" if first else ""
+                text = f"the mean over {name}{after} but {ignored}"
+                rule = Rule(text, name, ignored, first)
                 if name == "labels" and ignored == _IGNORED:
                     rule = SHIFTED_TOKENS if first else TOKENS
                 counts[rule] = _count_by_row(labels, rule)
@@ -276,26 +302,28 @@ def labels_in(args: Any, kwargs: Mapping[str, Any]) -> Labels:
     """Return a forward's tensors that may be labels, by the name or number of their argument."""
     arguments = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
     leaves, _ = _pytree.tree_flatten_with_path(arguments)
-    named = {
-        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1
-    }
-    return {
-        name: leaf
-        for name, leaf in named.items()
-        if not (leaf.is_floating_point() or leaf.is_complex())
-    }
+    return {_path_name(path): leaf for path, leaf in leaves if _may_be_labels(leaf)}
 
 
-def _weighted(losses: list[float], weights: list[int]) -> float:
+def _may_be_labels(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    """Return a leaf's path in nested arguments as text: its keys and indices, with dots."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _weighted_mean(losses: list[float], weights: list[int]) -> float:
     total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
     return float(total) / max(sum(weights), 1)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Compute in eval mode and without gradients; leave no trace in the model or the generators."""
+    """Compute in eval mode and without gradients; restore the modes and the random generators."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters()}
     used = [device for device in devices if not device_of(device).is_host]
@@ -305,7 +333,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad(), torch.random.fork_rng(used, device_type=kind):
             yield
     finally:
-        model.train()  # some undo here what they have merged for an evaluation
+        model.train()  # some models undo here what `eval` has merged
         for module, training in modes:
             module.training = training
 
@@ -350,13 +378,13 @@ def count_labels(labels: Labels, rule: Rule) -> int:
             f"--adaptive has found that the loss is {rule.text}, and this batch has no "
             f"{rule.labels}; pass the same arguments in each step"
         )
-    return int(_counts(entries, rule).sum())
+    return int(_mask_of_counted(entries, rule).sum())
 
 
 def _count_by_row(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
-    return _counts(labels, rule).flatten(1).sum(1).cpu()
+    return _mask_of_counted(labels, rule).flatten(1).sum(1).cpu()
 
 
-def _counts(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Return a mask of the labels that count."""
+def _mask_of_counted(labels: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return a mask of the labels that count, without the entries before the rule's first."""
     return labels[:, rule.first :].ne(rule.ignored)

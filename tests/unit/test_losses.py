@@ -1,4 +1,4 @@
-"""Which rules of a loss remain, by what the rows of all ranks have told."""
+"""The rules of a loss that remain after all ranks have compared their rows."""
 
 from types import SimpleNamespace
 
@@ -17,9 +17,9 @@ from kaitian_mpi.integrations.losses import (
     UNKNOWN,
     Rule,
     agreed_rules,
+    can_decide,
     compare_parts,
     evaluating,
-    may_tell,
 )
 
 
@@ -40,31 +40,34 @@ def test_the_rules_that_fit_the_rows_of_the_most_ranks_remain(votes, before, rul
     assert agreed_rules(votes, before) == rules
 
 
-def test_rows_tell_more_only_if_some_of_their_labels_are_ignored():
+def test_rows_can_decide_only_if_some_of_their_labels_are_ignored():
     labels = {"labels": torch.tensor([[1, 2], [2, 1]])}
-    assert not may_tell([TOKENS, MEAN], labels)
+    assert not can_decide([TOKENS, MEAN], labels)
     labels["labels"][0, 0] = -100
-    assert may_tell([TOKENS, MEAN], labels)
-    assert not may_tell([MEAN, SUM], labels)
-    assert not may_tell([TOKENS, MEAN], {})
+    assert can_decide([TOKENS, MEAN], labels)
+    assert not can_decide([MEAN, SUM], labels)
+    assert not can_decide([TOKENS, MEAN], {})
 
 
 def rules_of(labels, make=lambda scores, labels: cross_entropy(scores.mT, labels)):
     torch.manual_seed(0)
     model = nn.Embedding(5, 5).double()
-    words = torch.randint(5, labels.shape)
+    tokens = torch.randint(5, labels.shape)
 
     def compute(args, kwargs):
         return make(model(kwargs["x"]), kwargs["labels"])
 
-    return compare_parts(model, compute, (), {"x": words, "labels": labels})
+    return compare_parts(model, compute, (), {"x": tokens, "labels": labels})
 
 
-def test_rows_that_tell_nothing_have_no_rule():
-    ignored = torch.full((2, 3), -100)
-    assert rules_of(ignored) == []  # their mean is not a number
-    one = torch.tensor([[1, 2, 3]])
-    assert rules_of(one, lambda scores, labels: cross_entropy(scores.view(3, 5), labels[0])) == []
+def test_rows_that_decide_nothing_have_no_rule():
+    all_ignored = torch.full((2, 3), -100)
+    assert rules_of(all_ignored) == []  # the mean of no labels is NaN
+
+    def of_one_row(scores, labels):
+        return cross_entropy(scores.view(3, 5), labels[0])
+
+    assert rules_of(torch.tensor([[1, 2, 3]]), of_one_row) == []
 
 
 @pytest.mark.parametrize(
@@ -93,34 +96,36 @@ def test_rows_of_as_many_labels_tell_means_apart_if_some_are_ignored(rows):
 
 
 def test_ranks_at_different_points_are_told_so(monkeypatch):
-    """One that began a loader got another's rules in the place of its rows."""
-    other = "a backward of a new loss", [[*MEAN]]
-    monkeypatch.setattr(loss_weights, "gather_values", lambda comm, own: [own, other])
+    """A rank that begins a loader would take the other's rules for its rows."""
+    of_rank_1 = ("a backward of a new loss", [list(MEAN)])
+    monkeypatch.setattr(
+        loss_weights, "gather_values", lambda comm, of_rank_0: [of_rank_0, of_rank_1]
+    )
     ranks = loss_weights.Ranks(None, None, None)
     with pytest.raises(UserError, match="the first batch on rank 0, a backward of a new loss on"):
         ranks.gather_at("the first batch", 8)
 
 
-def test_a_mean_is_claimed_once_no_ignored_entry_leaves_another(monkeypatch):
-    said = []
-    monkeypatch.setattr(loss_weights, "print_rank_0", lambda world, text: said.append(text))
+def test_a_rule_is_certain_once_all_others_count_the_same_entries(monkeypatch):
+    printed = []
+    monkeypatch.setattr(loss_weights, "print_rank_0", lambda world, text: printed.append(text))
     world = SimpleNamespace(comm=SimpleNamespace(size=1))
     ranks = SimpleNamespace(
-        world=world, comm=world.comm, sum=int, gather_at=lambda point, own: [own]
+        world=world, comm=world.comm, sum=int, gather_at=lambda point, value: [value]
     )
-    other = Rule("the mean over mask but 0", "mask", 0)
+    mask_rule = Rule("the mean over mask but 0", "mask", 0)
     rows = SimpleNamespace(this_rank=1, all_ranks=1)
     for rule, mask, word in (
         (MEAN, [[1, 1]], "is"),
         (MEAN, [[1, 0]], "is taken as"),
-        (TOKENS, [[1, 0]], "is"),  # by which the same entries count
+        (TOKENS, [[1, 0]], "is"),  # both rules count the same entry
         (TOKENS, [[0, 1]], "is taken as"),
     ):
         loss = loss_weights.Loss(ranks, "model")
         labels = {"mask": torch.tensor(mask), "labels": torch.tensor([[3, -100]])}
-        loss.observe(labels, lambda rule=rule: [rule, other])
+        loss.observe(labels, lambda rule=rule: [rule, mask_rule])
         assert loss.weight(rows, labels) == 1
-        assert said.pop() == f"adaptive: the loss of the model {word} {rule.text}"
+        assert printed.pop() == f"adaptive: the loss of the model {word} {rule.text}"
 
 
 class OnDevice(nn.Dropout):

@@ -1,10 +1,10 @@
-"""All figures of a run, in the order of the report; those of the run as a whole are drawn here."""
+"""All figures of a run, in the order of the report; draws those that are not about single ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kaitian_mpi.observe.report import style
 from kaitian_mpi.observe.report.rank_figures import (
@@ -23,21 +23,32 @@ _TRAINING: dict[str, Any] = {"color": style.BLUE}
 _HELD_OUT: dict[str, Any] = {"color": style.VERMILLION, "linestyle": (0, (5, 2)), "marker": "s"}
 _LOGGED: dict[str, Any] = {"color": style.GREEN, "linestyle": "-.", "marker": "^"}
 
+_JOB_EVENTS = ("start", "resume", "recovery", "stop", "finish", "exclusion")
+
+
+class _EventRow(NamedTuple):
+    """A row of the time line: which kinds of events it shows, and how."""
+
+    kinds: tuple[str, ...]
+    marker: str
+    color: str
+
+
 _EVENT_ROWS = {
-    "new plan": (("plan",), "D", style.BLUE),
-    "slow rank": (("slow",), "s", style.ORANGE),
-    "lost rank": (("loss",), "X", style.VERMILLION),
-    "checkpoint": (("checkpoint",), "o", style.GREEN),
-    "bad step": (("bad_step", "divergence"), "v", style.PURPLE),
-    "job": (("start", "resume", "recovery", "stop", "finish", "exclusion"), "|", style.BLACK),
+    "new plan": _EventRow(("plan",), "D", style.BLUE),
+    "slow rank": _EventRow(("slow",), "s", style.ORANGE),
+    "lost rank": _EventRow(("loss",), "X", style.VERMILLION),
+    "checkpoint": _EventRow(("checkpoint",), "o", style.GREEN),
+    "bad step": _EventRow(("bad_step", "divergence"), "v", style.PURPLE),
+    "job": _EventRow(_JOB_EVENTS, "|", style.BLACK),
 }
 
 
 def draw_learning(run: RecordedRun, title: str) -> style.Drawn:
-    """Draw the losses, and the metrics and the script's own figures in a panel each."""
-    measured = [name for results in run.evaluations.values() for name in results if name != "loss"]
+    """Draw the loss in the first panel; each metric, and each value that the script logs, below."""
+    metrics = [name for results in run.evaluations.values() for name in results if name != "loss"]
     logged = [name for interval in run.intervals for name in interval.logged]
-    names = list(dict.fromkeys(measured + logged))[: _MAX_PANELS - 1]
+    names = list(dict.fromkeys(metrics + logged))[: _MAX_PANELS - 1]
     losses = [(i.step, i.loss) for i in run.intervals if i.loss is not None]
     parts = []
     if losses:
@@ -65,13 +76,13 @@ def draw_learning(run: RecordedRun, title: str) -> style.Drawn:
 
 
 def _plot(
-    axes: Axes, points: Sequence[tuple[float, float]], name: str, look: dict[str, Any]
+    axes: Axes, points: Sequence[tuple[float, float]], name: str, line_style: dict[str, Any]
 ) -> None:
-    """Draw a line, if there are any points; the legend has its last value."""
+    """Draw a line, if there are any points; the legend shows its last value."""
     if points:
         xs, ys = zip(*points, strict=True)
         label = f"{name}: {ys[-1]:.4g}"
-        axes.plot(xs, ys, **look, label=label, markevery=max(1, len(xs) // 30))
+        axes.plot(xs, ys, **line_style, label=label, markevery=max(1, len(xs) // 30))
 
 
 def draw_rate(run: RecordedRun, title: str) -> style.Drawn:
@@ -95,23 +106,25 @@ def draw_rate(run: RecordedRun, title: str) -> style.Drawn:
 def draw_events(run: RecordedRun, title: str) -> style.Drawn:
     """Draw the events on a time line, with a row for each type."""
     all_rows = {
-        name: [event for event in run.events if event.kind in kinds]
-        for name, (kinds, _, _) in _EVENT_ROWS.items()
+        name: [event for event in run.events if event.kind in row.kinds]
+        for name, row in _EVENT_ROWS.items()
     }
     rows = {name: events for name, events in all_rows.items() if events}
     if not rows:
-        return None, "Nothing is recorded."
+        return None, "No event is recorded."
     figure = style.new_figure(run, title, height=1.4 + 0.35 * len(rows))
     axes = figure.subplots()
-    for row, (name, events) in enumerate(rows.items()):
+    for y, (name, events) in enumerate(rows.items()):
         _, marker, color = _EVENT_ROWS[name]
-        axes.axhline(row, color=style.GRID, linewidth=0.8, zorder=0)
-        for event in events if name == "slow rank" else ():
-            axes.plot(_slow_period(run, event), [row] * 2, color=color, linewidth=6, alpha=0.45)
+        axes.axhline(y, color=style.GRID, linewidth=0.8, zorder=0)
+        if name == "slow rank":
+            for event in events:
+                axes.plot(_slow_period(run, event), [y, y], color=color, linewidth=6, alpha=0.45)
         xs = [event.at_sec for event in events[:: len(events) // _MAX_MARKERS + 1]]
         size = 12 if marker == "|" else 7
-        axes.plot(xs, [row] * len(xs), linestyle="", marker=marker, markersize=size, color=color)
-    axes.set_yticks(range(len(rows)), [f"{name} ({len(v)})" for name, v in rows.items()])
+        axes.plot(xs, [y] * len(xs), linestyle="", marker=marker, markersize=size, color=color)
+    labels = [f"{name} ({len(events)})" for name, events in rows.items()]
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(left=False)
     axes.set_xlabel(style.TIME)
@@ -121,12 +134,16 @@ def draw_events(run: RecordedRun, title: str) -> style.Drawn:
 
 
 def _slow_period(run: RecordedRun, slow: RecordedEvent) -> tuple[float, float]:
-    """Return when a rank began to be slow, and when it was named again or lost."""
-    later = [event for event in run.events if event.at_sec > slow.at_sec]
-    kinds = ("slow", "slow_end", "loss")
-    ends = [e.at_sec for e in later if e.kind in kinds and {*e.ranks} & {*slow.ranks}]
-    last = max([slow.at_sec, *(interval.at_sec for interval in run.intervals[-1:])])
-    return slow.at_sec, min(ends, default=last)
+    """Return the seconds at which a rank began to be slow, and was reported again or lost."""
+    ends = [
+        event.at_sec
+        for event in run.events
+        if event.at_sec > slow.at_sec
+        and event.kind in ("slow", "slow_end", "loss")
+        and set(event.ranks) & set(slow.ranks)
+    ]
+    run_end = run.intervals[-1].at_sec if run.intervals else slow.at_sec
+    return slow.at_sec, min(ends, default=max(slow.at_sec, run_end))
 
 
 @dataclass(frozen=True)
@@ -141,7 +158,7 @@ class FigureSpec:
     _draw: Callable[[RecordedRun, str], style.Drawn]
 
     def draw(self, run: RecordedRun) -> style.Drawn:
-        """Return the figure, or None if there is nothing to show, and its main numbers in words.
+        """Return the figure (None if there is nothing to show), and its main numbers in words.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -176,7 +193,7 @@ FIGURES = (
     ),
     FigureSpec(
         "step-phases",
-        "What a step's time is spent on",
+        "Time of each phase of a step",
         "Means over the steps with the first plan and with the last plan. “other” is the rest of "
         "the step's time.",
         draw_step_times,
@@ -190,7 +207,7 @@ FIGURES = (
     ),
     FigureSpec(
         "events",
-        "What happened when",
+        "Events over time",
         "The table below describes each event in words.",
         draw_events,
     ),
