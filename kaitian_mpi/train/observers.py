@@ -51,7 +51,8 @@ class Events(StepObserver):
 
     def _report_skipped(self, step: Step) -> None:
         """Record a step whose gradient is not finite; too many in a row end the run."""
-        run, progress = self._run, self._run.state.progress
+        run = self._run
+        progress = run.state.progress
         progress.bad_steps += 1
         progress.consecutive_bad_steps += 1
         first = progress.position - step.samples
@@ -73,6 +74,7 @@ class Events(StepObserver):
             )
 
     def _report_recovered(self, step: Step) -> None:
+        """Report how long the recovery took, after the first step that follows a loss."""
         losses = self._run.membership.losses
         recovered = [loss for loss in losses if loss.recovery_sec and not loss.is_logged]
         for loss in recovered:
@@ -119,8 +121,8 @@ class SinceReading:
 class Metrics(StepObserver):
     """Sums this rank's losses and times, and gathers those of all ranks every few steps.
 
-    From each reading all ranks derive the step of the next one, so that the steps in between need
-    no communication. After each epoch it records the results.
+    At each such reading all ranks compute the step of the next one, so that the steps in between
+    need no communication. After each epoch it records the results.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Metrics(StepObserver):
         self._logged = logged
         self._compute_sec = [0.0] * self._world.size
         self._wait_sec = [0.0] * self._world.size
-        self._all_steps = 0  # in these sums; both restart at 0 after a recovery
+        self._all_steps = 0  # in the two sums above; all restart at 0 after a recovery
         self._time_left = TimeLeft()
         self._epoch_ended: float | None = None
         self._next_reading = 0
@@ -152,43 +154,52 @@ class Metrics(StepObserver):
             self._read()
 
     def epoch_ends(self) -> None:
-        """Take what the last reading has not."""
+        """Read once more if there were steps since the last reading."""
         if self._sums.steps > 0:
             self._read()
         self._epoch_ended = time.perf_counter()
 
     def _read(self) -> None:
         """Gather the ranks' sums, and give them to the sinks."""
-        progress, sinks, done = self._run.state.progress, self._run.sinks, self._sums
-        loss = done.loss()
-        times = done.times.plus(self._loop.engine.step.clock.take(wait=True))
-        rank_sums = {"compute": times.computed, "wait": times.waited, "data": done.data_sec}
-        rank_sums |= {name: getattr(times, name) for name in ("forward", "backward", "optimizer")}
-        elapsed_sec = time.perf_counter() - done.began
+        progress = self._run.state.progress
+        sums = self._sums
+        loss = sums.loss()
+        times = sums.times.plus(self._loop.engine.step.clock.take(wait=True))
+        rank_sec = {
+            "compute": times.computed,
+            "wait": times.waited,
+            "data": sums.data_sec,
+            "forward": times.forward,
+            "backward": times.backward,
+            "optimizer": times.optimizer,
+        }
+        rank_elapsed_sec = time.perf_counter() - sums.began
         sleeping_barrier(self._world.comm)
-        gathered = gather_values(self._world.comm, (rank_sums, elapsed_sec))
-        sums = [rank_sums for rank_sums, _ in gathered]
-        elapsed = max(elapsed_sec for _, elapsed_sec in gathered)
-        self._all_steps += done.steps
-        for rank, rank_sums in enumerate(sums):
-            self._compute_sec[rank] += rank_sums["compute"]
-            self._wait_sec[rank] += rank_sums["wait"]
-        progress.training_sec += elapsed
-        progress.timed_steps += done.steps
-        progress.timed_samples += done.samples
-        self._time_left.steps_done(done.steps, elapsed)
-        if sinks:
-            sinks.on_reading(self._reading(loss, sums, elapsed))
-        steps_between = round(self._run.config.log_interval * done.steps / elapsed)
+        gathered = gather_values(self._world.comm, (rank_sec, rank_elapsed_sec))
+        all_sec = [phase_sec for phase_sec, _ in gathered]
+        elapsed_sec = max(seconds for _, seconds in gathered)
+        self._all_steps += sums.steps
+        for rank, phase_sec in enumerate(all_sec):
+            self._compute_sec[rank] += phase_sec["compute"]
+            self._wait_sec[rank] += phase_sec["wait"]
+        progress.training_sec += elapsed_sec
+        progress.timed_steps += sums.steps
+        progress.timed_samples += sums.samples
+        self._time_left.steps_done(sums.steps, elapsed_sec)
+        if self._run.sinks:
+            self._run.sinks.on_reading(self._reading(loss, all_sec, elapsed_sec))
+        steps_between = round(self._run.config.log_interval * sums.steps / elapsed_sec)
         self._next_reading = progress.step + max(1, steps_between)
         self._logged.clear()
         self._sums = SinceReading(self._world.device)
 
-    def _reading(self, loss: float, sums: list[dict[str, float]], elapsed: float) -> Reading:
-        progress, done = self._run.state.progress, self._sums
+    def _reading(self, loss: float, all_sec: list[dict[str, float]], elapsed_sec: float) -> Reading:
+        """Return the reading for the sinks; `all_sec` are each rank's seconds by phase."""
+        progress = self._run.state.progress
+        sums = self._sums
         phases = {
-            f"{name}_time_sec": [rank_sums[name] / done.steps for rank_sums in sums]
-            for name in sums[0]
+            f"{name}_time_sec": [phase_sec[name] / sums.steps for phase_sec in all_sec]
+            for name in all_sec[0]
         }
         return Reading(
             step=progress.step,
@@ -196,34 +207,38 @@ class Metrics(StepObserver):
             epoch=progress.epoch,
             epochs=self._run.config.epochs,
             epoch_fraction=min(1.0, progress.position / len(self._run.setup.train)),
-            steps=done.steps,
+            steps=sums.steps,
             time=time.time(),
             loss=loss,
             learning_rate=progress.learning_rate,
-            samples_per_sec=done.samples / elapsed,
-            step_time_sec=elapsed / done.steps,
-            seconds_left=self._seconds_left(sums, elapsed),
+            samples_per_sec=sums.samples / elapsed_sec,
+            step_time_sec=elapsed_sec / sums.steps,
+            seconds_left=self._seconds_left(all_sec, elapsed_sec),
             ranks=[info.world_rank for info in self._world.infos],
-            batch_sizes=done.batch_sizes,
+            batch_sizes=sums.batch_sizes,
             logged=dict(self._logged),
             **phases,
         )
 
-    def _seconds_left(self, sums: list[dict[str, float]], elapsed: float) -> float | None:
-        progress, validation = self._run.state.progress, self._run.setup.validation
+    def _seconds_left(self, all_sec: list[dict[str, float]], elapsed_sec: float) -> float | None:
+        progress = self._run.state.progress
+        validation = self._run.setup.validation
         evaluation_sec = 0.0
-        computed = sum(rank_sums["compute"] for rank_sums in sums)
-        if validation is not None and computed:  # about a forward of each sample
-            forward = sum(rank_sums["forward"] for rank_sums in sums) / computed
-            evaluation_sec = len(validation) * elapsed / self._sums.samples * forward
+        computed_sec = sum(phase_sec["compute"] for phase_sec in all_sec)
+        if validation is not None and computed_sec:
+            # An evaluation takes about one forward of each sample.
+            forward = sum(phase_sec["forward"] for phase_sec in all_sec) / computed_sec
+            sample_sec = elapsed_sec / self._sums.samples
+            evaluation_sec = len(validation) * sample_sec * forward
         steps_left = progress.total_steps - progress.step
         evaluations_left = _evaluations_left(self._loop, len(self._run.setup.train))
         return self._time_left.estimate(steps_left, evaluations_left, evaluation_sec)
 
     def evaluated(self, means: Mapping[str, float], epoch: int) -> None:
-        run, progress = self._run, self._run.state.progress
-        where = (progress.epoch, progress.position, progress.step)
-        print_rank_0(self._world, result_line(*where, means))
+        run = self._run
+        progress = run.state.progress
+        line = result_line(progress.epoch, progress.position, progress.step, means)
+        print_rank_0(self._world, line)
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
         with run.saving(self._world):
@@ -232,7 +247,7 @@ class Metrics(StepObserver):
                 run.setup.folder.log_unsaved_model(fault)
             elif run.owns_files:
                 run.setup.folder.save_model(weights(model))
-            del model  # it may have the memory of mapped files
+            del model  # its tensors may be mapped files, whose memory must not be counted
         memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(
@@ -256,9 +271,13 @@ class Metrics(StepObserver):
         )
 
     def close(self, together: bool) -> None:
-        """Give the sinks what no reading has taken; keep the costs estimated on these ranks."""
-        run, costs = self._run, self._balancing.costs()
-        # After a loss another rank may write the files: its values then come with its next reading.
+        """Give the sinks the logged values that no reading had; keep these ranks' estimated costs.
+
+        Not collective.
+        """
+        run = self._run
+        costs = self._balancing.costs()
+        # After a loss another rank may write the files, and its next reading has its own values.
         if self._logged and (together or run.sinks):
             run.sinks.on_logged(_figures(run, run.state.progress.epoch, self._logged))
             self._logged.clear()
@@ -269,9 +288,10 @@ class Metrics(StepObserver):
 
 def _evaluations_left(loop: Loop, samples: int) -> int:
     """Return the number of epochs that are yet to end, the current one included."""
-    batch, min_batch = sum(loop.sampler.batch_sizes), loop.sampler.min_batch
+    global_batch = sum(loop.sampler.batch_sizes)
+    steps = steps_per_epoch(samples, global_batch, loop.sampler.min_batch)
     later_steps = loop.progress.total_steps - loop.progress.step - loop.steps_in_epoch
-    return 1 + math.ceil(later_steps / steps_per_epoch(samples, batch, min_batch))
+    return 1 + math.ceil(later_steps / steps)
 
 
 def _figures(run: Run, epoch: int, values: Mapping[str, float]) -> Figures:
@@ -282,12 +302,13 @@ def _figures(run: Run, epoch: int, values: Mapping[str, float]) -> Figures:
 class Presence(StepObserver):
     """Exchanges signs of life with the other ranks, in a thread. Not collective.
 
-    A script may evaluate or save on one rank alone, and MPI does not say whether it is alive.
+    A script may evaluate or save on one rank while the others wait for it, and MPI does not say
+    whether that rank is alive.
 
-    A rank that has been in a phase without a limit for half a step's limit sends each other rank a
-    sign of life at every heartbeat. Where such a rank waits, its own wait begins again, and it
-    answers. From the first answer on, the phase of the rank that is waited for has a limit, too: if
-    that hangs, its own watchdog ends it, and names it.
+    A rank that is in a phase without a time limit, and has been for half of a step's limit, sends
+    a sign of life to all other ranks at every heartbeat. A rank that receives one while it waits
+    restarts the limit of its wait, and answers that it waits. From the first answer on, the phase
+    of the sender has a limit as well: if the sender hangs, its own watchdog ends it and names it.
     """
 
     def __init__(self, world: World, watchdog: Watchdog, patience_sec: float) -> None:
@@ -314,37 +335,41 @@ class Presence(StepObserver):
                 return
 
     def _exchange(self) -> None:
-        is_awaited, watchdog = bool(self._receive(tags.AWAITED)), self._watchdog
-        phase, is_long = watchdog.phase, False
-        lasted = time.monotonic() - phase.since
+        """Send and receive the messages of one heartbeat."""
+        watchdog = self._watchdog
+        is_awaited = bool(self._receive(tags.AWAITED))
+        phase = watchdog.phase
+        phase_sec = time.monotonic() - phase.since
+        is_long = False
         if not (phase.waits or phase.allowed_sec is None):
-            is_long = phase.allowed_sec < math.inf or lasted > watchdog.limit_sec / 2
+            is_long = phase.allowed_sec < math.inf or phase_sec > watchdog.limit_sec / 2
         if is_long:
             self._send(tags.ALIVE, self._others)
         if is_long and is_awaited and phase.allowed_sec == math.inf:
             watchdog.renew(phase, self._patience_sec)
             write_labeled(
-                f"{lasted:.0f} s in {phase}: other ranks are waiting for this one; its watchdog "
+                f"{phase_sec:.0f} s in {phase}: other ranks are waiting for this one; its watchdog "
                 f"kills it if it stays there for another {self._patience_sec:.0f} s (20 times "
                 "--step-timeout, or half an hour)"
             )
-        living = self._receive(tags.ALIVE)
+        alive_ranks = self._receive(tags.ALIVE)
         phase = watchdog.phase
-        if living and phase.waits:
+        if alive_ranks and phase.waits:
             watchdog.renew(phase, phase.allowed_sec)
-            self._send(tags.AWAITED, living)
+            self._send(tags.AWAITED, alive_ranks)
 
     def _send(self, tag: int, ranks: Iterable[int]) -> None:
         from mpi4py import MPI
 
         for rank in ranks:
-            self._comm.Isend([b"", MPI.BYTE], rank, tag).Free()  # it has no buffer to keep
+            self._comm.Isend([b"", MPI.BYTE], rank, tag).Free()  # no buffer to keep alive
 
     def _receive(self, tag: int) -> set[int]:
-        """Return the ranks of which messages have arrived."""
+        """Return the ranks from which messages have arrived."""
         from mpi4py import MPI
 
-        ranks, status = set(), MPI.Status()
+        ranks = set()
+        status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             self._comm.Recv([bytearray(), MPI.BYTE], status.Get_source(), tag)
             ranks.add(status.Get_source())

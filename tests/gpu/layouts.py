@@ -567,7 +567,7 @@ def casts_are_shared(world: Any) -> str:
     batch = torch.randn(4, width), torch.arange(4)
     for _ in range(2):
         seen.clear()
-        own = runner.own(count)
+        own = runner.rank_numbers(count)
         placed = {number: computation.place(batch) for number in own}
         runner.train(count, placed, dict.fromkeys(own, 1 / count), range(count))
     forwards = next(n for n, (is_forward, _) in enumerate(seen) if not is_forward)

@@ -18,7 +18,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.observe.run_folder import NoFolder
 from kaitian_mpi.observe.sink import Sinks
 from kaitian_mpi.train.batch_norm import RunningStatistics
-from kaitian_mpi.train.divergence import fingerprint, repair_divergence
+from kaitian_mpi.train.divergence import checksum_of, repair_divergence
 from kaitian_mpi.train.rebalancing import Balancing
 from kaitian_mpi.train.step_times import Call, StepExchange
 
@@ -259,7 +259,7 @@ def compare(world, state):
     sinks = SimpleNamespace(event=lambda *parts: told.append(parts))
     repaired = repair_divergence(world, state, sinks)
     assert [ranks for *_, ranks in told] == ([repaired] if repaired else [])
-    assert len(set(gather_values(world.comm, fingerprint(state.replicas())))) == 1
+    assert len(set(gather_values(world.comm, checksum_of(state.replicas())))) == 1
     own = world.rank not in repaired
     assert (state.model[1].running_mean[0] == world.rank) == own
     assert state.statistics.fractions == ([0.125] if own else None)
@@ -271,7 +271,7 @@ def compare(world, state):
 def test_what_unlike_devices_round_is_made_equal_without_a_word(world, unlike):
     state, world = replicas(world, off=unlike, unlike=unlike)
     kept = [tensor.clone() for tensor in state.replicas()]
-    assert len(set(gather_values(world.comm, fingerprint(kept)))) == 2
+    assert len(set(gather_values(world.comm, checksum_of(kept)))) == 2
     assert compare(world, state) == []
     most = next(rank for rank in range(3) if (rank in unlike) == (len(unlike) > 1))
     if world.rank == most:

@@ -1,6 +1,7 @@
 """Ranks that diverge and which are correct, and devices that compute something else."""
 
 import copy
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -16,14 +17,19 @@ from kaitian_mpi.recipes.image_classification import classify, make_optimizer
 from kaitian_mpi.recipes.models import build_model
 from kaitian_mpi.train import divergence
 from kaitian_mpi.train.data.batches import as_batches
-from kaitian_mpi.train.divergence import alike, by_frequency, differs_by_rounding, rounding_unit
+from kaitian_mpi.train.divergence import (
+    by_frequency,
+    differs_by_rounding,
+    rounding_unit,
+    without_outliers,
+)
 from kaitian_mpi.train.measure.parity import compute_outcome, distances, tolerances
 from kaitian_mpi.train.state import State
 from kaitian_mpi.train.task import Computation, Task
 
 
 def test_the_majority_is_asked_first_and_only_hosts_in_float32_are_judged_strictly():
-    for own, agree, found in (
+    for ranks, agree, expected in (
         (["a1", "a1", "b2"], [1, 1, 1], [0, 1, 2]),
         (["a1", "a1", "b2"], [1, 1, 0], [0, 1]),
         (["a1", "b2", "b3"], [1, 1, 1], [0, 1]),  # by one bit among equals
@@ -31,9 +37,12 @@ def test_the_majority_is_asked_first_and_only_hosts_in_float32_are_judged_strict
         (["a1", "b2", "b3", "b3"], [1, 1, 1, 1], [0, 2, 3]),
         (["a1", "b1"], [1, 1], [0, 1]),
     ):
-        assert alike([((kind,), int(bits)) for kind, bits in own], agree) == found
-    values = [5], [7, 5, 5], [5, 7, 7, 5], [1, 7, 2, 7, 3]
-    assert [*map(by_frequency, values)] == [[0], [1, 0], [0, 1], [1, 0, 2, 4]]
+        checksums = [((rounding,), int(checksum)) for rounding, checksum in ranks]
+        assert without_outliers(checksums, agree) == expected
+    assert by_frequency([5]) == [0]
+    assert by_frequency([7, 5, 5]) == [1, 0]
+    assert by_frequency([5, 7, 7, 5]) == [0, 1]
+    assert by_frequency([1, 7, 2, 7, 3]) == [1, 0, 2, 4]
     for precision, is_host, unit in (("fp32", True, 2**-20), ("fp32", False, 2**-11)):
         assert rounding_unit(nn.Linear(1, 1), precision, is_host) == unit
     assert rounding_unit(nn.Linear(1, 1), "bf16", True) == 2**-8
@@ -53,8 +62,8 @@ def make_state(dtype=torch.float32):
     return state
 
 
-def fingerprint(state):
-    return divergence.fingerprint(state.replicas())
+def checksum(state):
+    return divergence.checksum_of(state.replicas())
 
 
 WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
@@ -70,54 +79,55 @@ def flip(tensor, index, bit):
     "dtype",
     [torch.float32, pytest.param(torch.float64, marks=pytest.mark.thorough), torch.bfloat16],
 )
-def test_any_flipped_bit_and_another_order_change_the_fingerprint(dtype):
-    state, before = make_state(dtype), fingerprint(make_state(dtype))
+def test_any_flipped_bit_and_another_order_change_the_checksum(dtype):
+    state, before = make_state(dtype), checksum(make_state(dtype))
     state.load_shared(copy.deepcopy(state.shared()))
-    assert fingerprint(state) == before
+    assert checksum(state) == before
     seen = {before}
-    momenta = [of["momentum_buffer"] for of in state.optimizers[0].state.values()]
+    states = state.optimizers[0].state.values()
+    momenta = [parameter_state["momentum_buffer"] for parameter_state in states]
     assert len(momenta) == 6
     for tensor in (*state.model.parameters(), *momenta):
         for index in (0, tensor.numel() - 1):
             for bit in range(8 * dtype.itemsize):
                 flip(tensor, index, bit)
-                found = fingerprint(state)
-                assert found != before, (index, bit)
-                seen.add(found)
+                flipped = checksum(state)
+                assert flipped != before, (index, bit)
+                seen.add(flipped)
                 flip(tensor, index, bit)
     assert len(seen) > 200
-    one, other = (state.model[layer].weight.detach().view(-1) for layer in (0, 1))
-    one[[0, 1]] = one[[1, 0]]
-    assert fingerprint(state) != before
-    one[[0, 1]] = one[[1, 0]]
-    assert fingerprint(state) == before
-    kept = one.clone()
-    one.copy_(other)
-    other.copy_(kept)
-    assert fingerprint(state) != before
+    first, second = (state.model[layer].weight.detach().view(-1) for layer in (0, 1))
+    first[[0, 1]] = first[[1, 0]]
+    assert checksum(state) != before
+    first[[0, 1]] = first[[1, 0]]
+    assert checksum(state) == before
+    copied = first.clone()
+    first.copy_(second)
+    second.copy_(copied)
+    assert checksum(state) != before
 
 
 def random_tensor(dtype=torch.float32):
-    made = torch.randn(40, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return (made * 0.05).to(dtype)
+    random = torch.Generator().manual_seed(2)
+    return (torch.randn(40, 50, generator=random, dtype=torch.float64) * 0.05).to(dtype)
 
 
 def rounded_differently(tensor, steps):
-    """What a walk of the last bit at each step makes of a tensor."""
+    """Return a tensor whose last bits have made a random walk of so many steps."""
     random = torch.Generator().manual_seed(1)
     units = torch.randint(-1, 2, (steps, *tensor.shape), generator=random).sum(0)
     change = tensor.double() * units * torch.finfo(tensor.dtype).eps
     return (tensor.double() + change).to(tensor.dtype)
 
 
-def test_what_rounding_does_is_no_difference():
+def test_differences_by_rounding_are_accepted():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        own = random_tensor(dtype)
+        tensor = random_tensor(dtype)
         for steps in (1, 200):
-            other = rounded_differently(own, steps)
-            assert not torch.equal(own, other)
-            assert differs_by_rounding(own, other, steps)
-            assert differs_by_rounding(own, own, 0)
+            other = rounded_differently(tensor, steps)
+            assert not torch.equal(tensor, other)
+            assert differs_by_rounding(tensor, other, steps)
+            assert differs_by_rounding(tensor, tensor, 0)
     assert differs_by_rounding(torch.zeros(9), torch.full((9,), 1e-40), 0)  # flushed to zero
     odd = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
     assert differs_by_rounding(odd, odd + torch.tensor([1e-6, 0, 0, 0]), 200)
@@ -145,22 +155,24 @@ def skipped_steps(tensor):
 @pytest.mark.parametrize(
     "change", [element, row, skipped_steps, lambda t: t.mul_(1.001), torch.Tensor.zero_]
 )
-def test_what_rounding_does_not_do_is_a_difference(change):
-    own, other = random_tensor(), random_tensor()
-    change(own)
-    assert not differs_by_rounding(own, other, 200)
-    assert not differs_by_rounding(other, own, 200)
-    for another in (torch.ones(3), torch.ones(2).double()):  # of another shape or type
-        assert not differs_by_rounding(torch.ones(2), another, 200)
+def test_other_differences_are_refused(change):
+    tensor = random_tensor()
+    changed = random_tensor()
+    change(changed)
+    assert not differs_by_rounding(changed, tensor, 200)
+    assert not differs_by_rounding(tensor, changed, 200)
+    assert not differs_by_rounding(torch.ones(2), torch.ones(3), 200)
+    assert not differs_by_rounding(torch.ones(2), torch.ones(2).double(), 200)
     assert not differs_by_rounding(torch.tensor(1000), torch.tensor(1001), 200)
 
 
 CPU = torch.device("cpu")
-HOST, REFERENCE = (Computation(CPU, each, "contiguous") for each in ("fp32", "float64"))
+HOST = Computation(CPU, "fp32", "contiguous")
+REFERENCE = Computation(CPU, "float64", "contiguous")
 
 
 @pytest.fixture(scope="module")
-def known():
+def task_batch_reference():
     """A model's task, a batch, and the reference."""
     config = TrainConfig(model="cnn", seed=3)
     source = load_data(config)
@@ -172,17 +184,18 @@ def known():
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "fp16"])
-def judged(known, request):
-    """Return a correct outcome, and a function that judges a changed one."""
-    task, batch, reference = known
+def outcome_and_excess(task_batch_reference, request):
+    """Return a correct outcome, and a function that returns by how much one exceeds tolerances."""
+    task, batch, reference = task_batch_reference
     computation = Computation(CPU, request.param, "channels_last")
     unit = rounding_unit(task.model, request.param, is_host=True)
     changed = compute_outcome(task, batch, REFERENCE, 3, unit)
     allowed = tolerances(distances(changed, reference, unit), unit)
 
     def excess(outcome):
-        found = distances(outcome, reference, unit)
-        return max(each / allowed[n] if each == each else 99.0 for n, each in found.items())
+        measured = distances(outcome, reference, unit)
+        ratios = [distance / allowed[name] for name, distance in measured.items()]
+        return max(99.0 if math.isnan(ratio) else ratio for ratio in ratios)
 
     return compute_outcome(task, batch, computation, 3), excess
 
@@ -194,21 +207,21 @@ def scaled(tensors, factor, part=1.0):
 
 
 FAULTS = {
-    "no gradient": lambda own: {"gradients": scaled(own.gradients, 0.0)},
-    "no number": lambda own: {"gradients": scaled(own.gradients, float("nan"), 0.01)},
-    "the opposite gradient": lambda own: {"gradients": scaled(own.gradients, -1.0)},
-    "twice the gradient": lambda own: {"gradients": scaled(own.gradients, 2.0)},
-    "buffers that do not change": lambda own: {"buffers": 0 * own.buffers},
-    "twice the loss": lambda own: {"loss": 2 * own.loss},
-    "no loss": lambda own: {"loss": float("nan")},
+    "no gradient": lambda outcome: {"gradients": scaled(outcome.gradients, 0.0)},
+    "no number": lambda outcome: {"gradients": scaled(outcome.gradients, float("nan"), 0.01)},
+    "the opposite gradient": lambda outcome: {"gradients": scaled(outcome.gradients, -1.0)},
+    "twice the gradient": lambda outcome: {"gradients": scaled(outcome.gradients, 2.0)},
+    "buffers that do not change": lambda outcome: {"buffers": 0 * outcome.buffers},
+    "twice the loss": lambda outcome: {"loss": 2 * outcome.loss},
+    "no loss": lambda outcome: {"loss": float("nan")},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_correct_device_agrees_and_a_wrong_one_does_not(judged, fault):
-    own, excess = judged
-    assert excess(own) < 0.7
-    assert excess(replace(own, **fault(own))) > 1
+def test_a_correct_device_agrees_and_a_wrong_one_does_not(outcome_and_excess, fault):
+    outcome, excess = outcome_and_excess
+    assert excess(outcome) < 0.7
+    assert excess(replace(outcome, **fault(outcome))) > 1
 
 
 class ComputedAgain(nn.Sequential):
@@ -251,7 +264,10 @@ def test_no_dropout_is_applied_and_random_numbers_are_noticed(layer):
         return compute_outcome(task, x, HOST, seed)
 
     x = torch.randn(2, 3, 6)
-    one, other = outcome(1, 0), outcome(2, 0)
-    assert one.loss == other.loss
-    assert all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
-    assert [outcome(1, noise).is_random for noise in (0, 1)] == [False, True]
+    first = outcome(seed=1, noise=0)
+    second = outcome(seed=2, noise=0)
+    assert first.loss == second.loss
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name]), name
+    assert not first.is_random
+    assert outcome(seed=1, noise=1).is_random

@@ -76,7 +76,7 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     x = torch.randn(3, COUNT, 4, 6, dtype=torch.float64, generator=random)
     y = torch.randint(5, (3, COUNT, 4), generator=random)
     for step in range(3):
-        own = runner.own(COUNT)
+        own = runner.rank_numbers(COUNT)
         batches = {number: computation.place((x[step, number], y[step, number])) for number in own}
         weight, weights = 4.0 * len(own) * runner.is_last, dict.fromkeys(own, 1 / COUNT)
         losses = runner.train(COUNT, batches, weights, range(COUNT))

@@ -67,16 +67,20 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
 
 FILE = "layouts.json"
-_LARGEST, _PART_OF_MEMORY = 8 << 20, 0.01  # of what is exchanged, in bytes
-_ROUNDS, _MAX_SEC = 6, 1.0
+# An exchange is timed with at most so many bytes, and at most this part of a rank's memory.
+_MAX_EXCHANGED_BYTES = 8 << 20
+_PART_OF_MEMORY = 0.01
+_ROUNDS = 6
+_MAX_SEC = 1.0
 _ALIKE = RankCost(0.0, 1e-6)  # of ranks whose rows are not timed
-_LEAST_DENSE = 0.05  # of a model's time, without its experts: a difference of two measurements
+# The least part of a model's time outside of its experts: a difference of two measurements.
+_LEAST_DENSE = 0.05
 
 
 def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     """Return the fastest layout of those that fit the ranks' memory. Collective.
 
-    Prints all with their steps and memory, and writes them to layouts.json.
+    Prints all layouts with their predicted steps and memory, and writes them to layouts.json.
 
     Raises:
         AgreedError: none fits.
@@ -86,66 +90,68 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     except LayerTooLargeError as error:
         return _find_without_times(config, setup, world, error)
     predictions = predict_layouts(job)
-    # Other ranks may round otherwise.
-    all_predictions = [asdict(prediction) for prediction in predictions]
-    all_predictions = gather_values(world.comm, all_predictions)[0]
-    predictions = [Prediction(**prediction) for prediction in all_predictions]
+    # All ranks use those of rank 0, as others may round differently.
+    rank_predictions = [asdict(prediction) for prediction in predictions]
+    written = gather_values(world.comm, rank_predictions)[0]
+    predictions = [Prediction(**prediction) for prediction in written]
     chosen = choose(predictions)
     name = chosen.layout if chosen else None
-    setup.folder.write(FILE, {"layouts": all_predictions, "chosen": name})
+    setup.folder.write(FILE, {"layouts": written, "chosen": name})
     show_table(world, "layouts, as predicted", prediction_table(predictions), left=("layout", ""))
     if chosen is None:
-        nearest = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
+        reasons = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
         raise AgreedError(
-            f"the model fits the ranks' memory in no layout ({nearest}); start more ranks, or use "
+            f"the model fits the ranks' memory in no layout ({reasons}); start more ranks, or use "
             "a smaller model or an optimizer with less state; see docs/large-models.md"
         )
     text = f"layout {chosen.layout}: the fastest that fits (--layout sets another)"
     print_rank_0(world, config.word(text))
+    # With --balance off a layout takes all ranks as alike, so it does not use their measured speed.
+    uses_speeds = config.balance != "off"
     if chosen.layout == SHARD:
         return ShardLayout.find(config, setup, world)
     if chosen.layout == PIPELINE:
-        takes_alike = config.balance == "off"
-        return PipelineLayout.find(config, setup, world) if takes_alike else PipelineLayout(facts)
+        return PipelineLayout(facts) if uses_speeds else PipelineLayout.find(config, setup, world)
     if chosen.layout == EXPERTS and expert_facts is not None:
         from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
 
-        takes_alike = config.balance == "off"
-        return (
-            ExpertsLayout.find(config, setup, world) if takes_alike else ExpertsLayout(expert_facts)
-        )
+        if uses_speeds:
+            return ExpertsLayout(expert_facts)
+        return ExpertsLayout.find(config, setup, world)
     return ReplicateLayout()
 
 
 def measure_layouts(
     config: TrainingConfig, setup: Setup, world: World
 ) -> tuple[LayoutJob, PipelineFacts, ExpertFacts | None]:
-    """Measure what the layouts are compared by; return it with the facts of layers and experts.
+    """Measure the job for all layouts. Collective.
 
-    Collective.
+    Returns:
+        The job, the facts of the model's layers, and those of its experts; None without experts.
 
     Raises:
-        LayerTooLargeError: a rank has too little memory to time it.
+        LayerTooLargeError: a rank has too little memory to time a layer.
         AgreedError: the model cannot be timed.
     """
-    model, min_batch = setup.task.model, min_batch_by_layers(setup.task.model)
+    model = setup.task.model
+    min_batch = min_batch_by_layers(model)
     refused = refused_layouts(config, setup.task)
     facts = None
     if PIPELINE not in refused:
         try:
             facts = find_facts(config, setup, world)
-        except LayerTooLargeError:  # then so is the whole
+        except LayerTooLargeError:  # the whole model is too large as well
             raise
-        except AgreedError as error:  # another layout may do
+        except AgreedError as error:  # another layout may work
             refused[PIPELINE] = short_reason(error)
     facts = facts or find_facts(config, setup, world, is_whole=True)
     with agree_on_errors(world.comm):
         optimizers = setup.task.make_optimizers(model)
     buckets = gradient_buckets(model)
-    # What is allocated for it stays with the process.
+    # The process keeps the memory that the exchange allocates, so it is limited.
     memory = min(rank.memory_bytes for rank in facts.by_place.values())
-    most = max(1 << 16, min(_LARGEST, int(_PART_OF_MEMORY * memory)))
-    scatter, gather = measure_exchange(world, most)
+    most_bytes = max(1 << 16, min(_MAX_EXCHANGED_BYTES, int(_PART_OF_MEMORY * memory)))
+    scatter, gather = measure_exchange(world, most_bytes)
     needs, _ = shard_needs(config, model, optimizers)
     chain = facts.job(config, world, min_batch)
     whole = whole_layer(model, optimizers, facts.layers)
@@ -153,11 +159,13 @@ def measure_layouts(
     if find_mixtures(model) and EXPERTS not in refused:
         expert_facts = find_expert_facts(config, setup, world)
         experts = _expert_job(config, world, expert_facts, chain, whole)
+    # A compiled model cannot shard its parameters, only what the optimizer steps.
+    shard_forms = 1 if any(map(is_compiled, model.modules())) else 2
     job = LayoutJob(
         chain,
         whole,
-        tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
-        allreduce_cost=_measure_allreduce(config, world, [min(most, sum(buckets))]),
+        tuple(needs[:shard_forms]),
+        allreduce_cost=_measure_allreduce(config, world, [min(most_bytes, sum(buckets))]),
         scatter_cost=scatter,
         gather_cost=gather,
         on_host=any(info.is_on_host for info in world.infos),
@@ -171,24 +179,34 @@ def measure_layouts(
 def _expert_job(
     config: TrainingConfig, world: World, facts: ExpertFacts, chain: PipelineJob, whole: Layer
 ) -> ExpertsJob:
-    """Return what experts are planned from, by the time and memory of the whole model."""
+    """Return the job that experts are planned for.
+
+    The time and memory of all that is not in experts is that of the whole model without theirs.
+    """
     experts = facts.experts
+    # Bytes outside of experts.
     weights = whole.weight_bytes - sum(expert.weight_bytes for expert in experts)
-    state = whole.state_bytes - sum(each.trained_bytes + each.state_bytes for each in experts)
     trained = whole.trained_bytes - sum(expert.trained_bytes for expert in experts)
-    costs, ranks = [], []
+    state = whole.state_bytes
+    state -= sum(expert.trained_bytes + expert.state_bytes for expert in experts)
+    costs = []
+    ranks = []
     for info, rank in zip(world.infos, chain.ranks, strict=True):
         times = facts.by_place[info.place]
+        fixed_sec = sum(rank.fixed_sec)
+        sample_sec = sum(rank.sample_sec)
         pairs = zip(times.token_sec, facts.tokens, strict=True)
-        fixed, sample = sum(rank.fixed_sec), sum(rank.sample_sec)
-        alpha = max(_LEAST_DENSE * fixed, fixed - sum(times.fixed_sec))
-        beta = max(_LEAST_DENSE * sample, sample - sum(sec * tokens for sec, tokens in pairs))
+        expert_sample_sec = sum(token_sec * tokens for token_sec, tokens in pairs)
+        alpha = max(_LEAST_DENSE * fixed_sec, fixed_sec - sum(times.fixed_sec))
+        beta = max(_LEAST_DENSE * sample_sec, sample_sec - expert_sample_sec)
         costs.append(RankCost(alpha, beta))
-        # On a host, also the copy that is benchmarked.
-        base = rank.base_bytes + weights * (1 + rank.is_on_host) + state
-        base += trained * rank.steps_at_once
-        free = rank.memory_bytes - base
-        ranks.append(replace(times, base_bytes=base, free_bytes=max(0.0, free)))
+        base_bytes = rank.base_bytes + weights + state
+        if rank.is_on_host:
+            base_bytes += weights  # the copy that is benchmarked
+        if rank.steps_at_once:
+            base_bytes += trained
+        free_bytes = max(0.0, rank.memory_bytes - base_bytes)
+        ranks.append(replace(times, base_bytes=base_bytes, free_bytes=free_bytes))
     base_plan = Plan([config.global_batch_size], [1.0], costs, None, chain.min_batch)
     places = [info.place for info in world.infos]
     facts = replace(facts, by_place=dict(zip(places, ranks, strict=True)))
@@ -198,27 +216,29 @@ def _expert_job(
 def _find_without_times(
     config: TrainingConfig, setup: Setup, world: World, error: LayerTooLargeError
 ) -> Layout:
-    """Return the layout for a model of which a layer fits no rank so that it can be timed.
+    """Return the layout for a model of which a layer is too large for some rank to time it.
 
-    That is experts if these fit, as fewer bytes travel than in shard; else shard. Collective.
+    That is experts if these fit, as fewer bytes travel than in shard; otherwise shard. Collective.
 
     Raises:
         AgreedError: shard is not possible either.
     """
     why, advice = str(error).split("; ", 1)
     refused = refused_layouts(config, setup.task)
-    whys = dict.fromkeys((REPLICATE, PIPELINE), why)
-    whys |= {SHARD: refused.get(SHARD, "not timed")}
+    reasons = {REPLICATE: why, PIPELINE: why, SHARD: refused.get(SHARD, "not timed")}
     layout: Layout | None = None
     if find_mixtures(setup.task.model):
-        layout = None if EXPERTS in refused else _experts_if_they_fit(config, setup, world)
-        whys[EXPERTS] = "not timed" if layout else refused.get(EXPERTS, "does not fit the ranks")
+        if EXPERTS not in refused:
+            layout = _experts_if_they_fit(config, setup, world)
+        is_possible = layout is not None
+        refusal = refused.get(EXPERTS, "does not fit the ranks")
+        reasons[EXPERTS] = "not timed" if is_possible else refusal
     if layout is None and SHARD in refused:
         raise AgreedError(f"{why}, and layout shard cannot divide it: {refused[SHARD]}; {advice}")
-    name = EXPERTS if layout else SHARD
-    predictions = [asdict(Prediction(layout, why=reason)) for layout, reason in whys.items()]
-    setup.folder.write(FILE, {"layouts": predictions, "chosen": name})
-    print_rank_0(world, f"layout {name}: others are not possible, or slower ({why})")
+    chosen = EXPERTS if layout else SHARD
+    predictions = [asdict(Prediction(name, why=reason)) for name, reason in reasons.items()]
+    setup.folder.write(FILE, {"layouts": predictions, "chosen": chosen})
+    print_rank_0(world, f"layout {chosen}: others are not possible, or slower ({why})")
     return layout or ShardLayout.find(config, setup, world)
 
 
@@ -241,7 +261,7 @@ def _experts_if_they_fit(config: TrainingConfig, setup: Setup, world: World) -> 
 def whole_layer(
     model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]
 ) -> Layer:
-    """Return the model's activation memory, from that of its layers."""
+    """Return the whole model as one layer, with the activation memory of its layers."""
     kept = sum(layer.kept_bytes for layer in layers)
     casts = sum(layer.cast_bytes for layer in layers)
     temporary = max(layer.temporary_bytes for layer in layers)
@@ -250,10 +270,11 @@ def whole_layer(
 
 
 def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:
-    """Return why the settings and the task rule layouts out."""
+    """Return the layouts that the settings or the task exclude, with the reasons."""
     refused = {}
     mixtures = find_mixtures(task.model)
-    for layout in (SHARD, PIPELINE, *([EXPERTS] if mixtures else [])):
+    layouts = [SHARD, PIPELINE, EXPERTS] if mixtures else [SHARD, PIPELINE]
+    for layout in layouts:
         try:
             config.check_layout(layout)
             check_parts(task, layout)
@@ -265,21 +286,23 @@ def refused_layouts(config: TrainingConfig, task: Task) -> dict[str, str]:
 
 
 def short_reason(error: UserError) -> str:
-    """Return a message's fault, without its advice."""
+    """Return what an error's message says is wrong, without its beginning and its advice."""
     text = re.sub("^(ranks? [^:]*: )?(--layout [a-z]+: |Task: )?", "", str(error))
     return re.split("[;:] ", text, maxsplit=1)[0]
 
 
 def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int]) -> AllreduceCost:
-    group, sizes = cast("KaitianProcessGroup", dist.group.WORLD), [size // 4 for size in buckets]
-    choose_algorithm(group, config.allreduce, sizes, world.device, world.relay.wire)
+    """Choose the allreduce algorithm for buckets of so many bytes, and return its cost."""
+    group = cast("KaitianProcessGroup", dist.group.WORLD)
+    numels = [size // 4 for size in buckets]  # in float32
+    choose_algorithm(group, config.allreduce, numels, world.device, world.relay.wire)
     return measure_allreduce(config.allreduce, world, range(world.size), buckets)
 
 
-def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceCost]:
-    """Return the cost of a sum in parts, and of bringing all parts to all ranks. Collective.
+def measure_exchange(world: World, most_bytes: int) -> tuple[AllreduceCost, AllreduceCost]:
+    """Return the costs of a reduce-scatter and of an all-gather between equal owners. Collective.
 
-    It is measured with up to `most` bytes, by what equal owners of a parameter call.
+    They are measured with up to `most_bytes`, by the calls that layout shard makes.
     """
     if world.size == 1:
         return FREE, FREE
@@ -289,7 +312,8 @@ def measure_exchange(world: World, most: int) -> tuple[AllreduceCost, AllreduceC
         start(*tensors, dist.group.WORLD).wait()
         world.synchronize()  # a library's work is done once it is queued
 
-    sizes, works = (most // 16, most), dict[tuple[str, int], Any]()
+    sizes = (most_bytes // 16, most_bytes)
+    works: dict[tuple[str, int], Any] = {}
     for size in sizes:
         rows = max(1, size // 4 // world.size)
         parameter = nn.Parameter(torch.zeros(rows * world.size, device=world.device))

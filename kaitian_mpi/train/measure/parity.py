@@ -32,15 +32,18 @@ from kaitian_mpi.train.state_transfer import broadcast_state
 from kaitian_mpi.train.task import Computation, Task, aside
 
 FILE = "parity.json"
-_SAMPLES, _SHOWN = 4, 3
+_SAMPLES = 4  # to compute
+_SHOWN = 3  # parameters to name whose gradients differ most
 _MAX_HOST_PARAMETERS = 50_000_000  # a larger model's reference would take too long on the host
-_MAX_NUMBERS = 1 << 22  # of a gradient; of a larger one, some are compared
-_LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # of fp16, until no gradient overflows
-# What rounding may do in any case: a single one may switch a ReLU.
-_LOSS_UNITS, _KINK = 32.0, 0.05
+_MAX_NUMBERS = 1 << 22  # of all gradients to compare: if there are more, every n-th
+_LOSS_SCALES = (2.0**16, 2.0**8, 1.0)  # to try with fp16, until no gradient overflows
+# The least tolerances: of the loss, in roundings, and of all else, as one rounding may switch a
+# ReLU.
+_LOSS_UNITS = 32.0
+_KINK = 0.05
 _TINY = 1e-300
-_NOISE_FACTOR = 4.0  # how much more than small changes of weights and data rounding may do
-_MAX_NORM_CHANGE = 0.9  # so that a gradient of zero is never taken for rounding
+_NOISE_FACTOR = 4.0  # rounding may do so many times what small changes of weights and data do
+_MAX_NORM_CHANGE = 0.9  # below 1, so that a gradient of zero is never taken for rounding
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,12 @@ class ParityResult:
     """The result of a forward and backward: flat float64 tensors in host memory."""
 
     loss: float
-    gradients: dict[str, torch.Tensor]  # by parameter; zeros for one without a gradient
-    buffers: torch.Tensor  # in floating point, as batch norms have: [2, n], before and after
-    is_random: bool = False  # whether the loss drew random numbers, which differ between kinds
+    gradients: dict[str, torch.Tensor]
+    """By the parameter's name; zeros for one without a gradient."""
+    buffers: torch.Tensor
+    """The numbers of floating-point buffers, as of batch norms: [2, n], before and after."""
+    is_random: bool = False
+    """Whether the loss drew random numbers, which differ between kinds."""
 
 
 def check_parity(
@@ -59,11 +65,16 @@ def check_parity(
     """Compare the loss, gradient and buffers of a batch between the kinds of devices. Collective.
 
     One rank of each kind, and of each torch version, precision and memory format of it, computes
-    the same few samples with the initial weights and without dropout. The reference is the same in
-    float64 on a host, or else one kind's own result. The excluded ranks are not compared.
+    the same few samples with the initial weights and without dropout. The reference is computed in
+    float64 on a host, or if that is not possible, as one of these ranks trains. Excluded ranks are
+    not compared.
 
-    Returns True if they agree; None if there is no loss to compare, or one that is not finite or
-    draws random numbers. Raises AgreedError if a kind differs by more than rounding explains.
+    Returns:
+        True if they agree; None if nothing is compared: there is no loss, it is not finite, or it
+        draws random numbers.
+
+    Raises:
+        AgreedError: a kind differs by more than rounding explains.
     """
     began = time.perf_counter()
     task = replace(setup.task, loss=setup.task.loss or setup.task.parity_loss, parity_loss=None)
@@ -72,31 +83,38 @@ def check_parity(
         print_rank_0(world, f"parity: not compared, because {why} with Training(parity=False)")
         return None
     enter_phase("the parity check")
-    first: dict[tuple[str, ...], int] = {}
-    for rank, info in enumerate(world.infos):
-        if info.world_rank not in excluded:
-            profile = profiles.by_place[info.place]
-            first.setdefault((*info.rounding, profile.precision, profile.memory_format), rank)
-    compared = list(first.values())
-    # If possible, one that computes on its host, whose float64 depends on no kind's kernels.
+    compared = _ranks_to_compare(profiles, excluded, world)
+    # If possible, a rank that computes on its host makes the reference: its float64 depends on no
+    # kind's kernels.
     hosts = [rank for rank, info in enumerate(world.infos) if info.is_on_host]
-    source, info = (hosts or compared)[0], world.info
+    source = (hosts or compared)[0]
+    info = world.info
     profile = profiles.by_place[info.place]
     units = gather_values(world.comm, rounding_unit(task.model, profile.precision, info.is_on_host))
     unit = max(units[rank] for rank in compared)
     batch = _shared_batch(setup, profiles, world, source)
     computation = Computation(world.device, profile.precision, profile.memory_format)
-    outcome = known = None
+    outcome = reference = None
     with agree_on_errors(world.comm):
         if world.rank in compared:
             outcome = compute_outcome(task, batch, computation, seed)
         if world.rank == source:
-            known = _make_reference(task, batch, computation, seed, unit)
+            reference = _make_reference(task, batch, computation, seed, unit)
         enter_phase("waiting for the other ranks' parity check", waits=True, limited=False)
-    known = broadcast_state(world.comm, known, source, receives=world.rank in compared)
-    comparison = known and _compare(world, profile.precision, outcome, known, unit)
+    reference = broadcast_state(world.comm, reference, source, receives=world.rank in compared)
+    comparison = reference and _compare(world, profile.precision, outcome, reference, unit)
     by_rank = gather_values(world.comm, comparison)
     return _conclude(setup.folder, world, source, by_rank, time.perf_counter() - began)
+
+
+def _ranks_to_compare(profiles: Profiles, excluded: Collection[int], world: World) -> list[int]:
+    """Return the first rank of each kind that computes in its own way."""
+    first: dict[tuple[str, ...], int] = {}
+    for rank, info in enumerate(world.infos):
+        if info.world_rank not in excluded:
+            profile = profiles.by_place[info.place]
+            first.setdefault((*info.rounding, profile.precision, profile.memory_format), rank)
+    return list(first.values())
 
 
 def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -> Any:
@@ -106,31 +124,37 @@ def _shared_batch(setup: Setup, profiles: Profiles, world: World, source: int) -
     count = min(total, max(profiles.min_batch, min([_SAMPLES, *filter(None, limits)])))
     tensors: list[torch.Tensor] = []
 
-    def is_plain(tensor: torch.Tensor) -> bool:  # and so can be sent
+    def can_be_sent(tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and type(tensor) is torch.Tensor
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.extend([tensor.contiguous()] if is_plain(tensor) else [])
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if can_be_sent(tensor):
+            tensors.append(tensor.contiguous())
         return tensor
 
     with agree_on_errors(world.comm):
-        batch = map_tensors(setup.train[[index * total // count for index in range(count)]], keep)
-    left = iter(broadcast_state(world.comm, tensors, source, receives=True))
-    return map_tensors(batch, lambda tensor: next(left, tensor) if is_plain(tensor) else tensor)
+        indices = [index * total // count for index in range(count)]
+        batch = map_tensors(setup.train[indices], collect)
+    received = iter(broadcast_state(world.comm, tensors, source, receives=True))
+
+    def replace_sent(tensor: torch.Tensor) -> torch.Tensor:
+        return next(received, tensor) if can_be_sent(tensor) else tensor
+
+    return map_tensors(batch, replace_sent)
 
 
 def _make_reference(
     task: Task, batch: Any, computation: Computation, seed: int, unit: float
 ) -> tuple[str, dict[str, Any], dict[str, float]]:
-    """Return a precision, its `ParityResult` as a dict and what may differ.
+    """Return the reference: its precision, its `ParityResult` as a dict, and the tolerances.
 
-    It is computed on the host in float64, or else as this rank trains: a large model takes too long
-    there, and a model's code may be for one device or dtype only.
+    It is computed on the host in float64; or as this rank trains, if the model is so large that it
+    would take too long, or its code is for one device or dtype only.
     """
     is_large = sum(p.numel() for p in task.model.parameters()) > _MAX_HOST_PARAMETERS
     is_complex = any(p.is_complex() for p in task.model.parameters())
     if computation.precision != "float64" and not (is_large or is_complex):
-        # Contiguous, as any model takes it and convolutions in float64 are faster so.
+        # Contiguous: every model accepts it, and convolutions in float64 are faster with it.
         host = Computation(torch.device("cpu"), "float64", "contiguous")
         with suppress(Exception):
             return _make_reference(task, batch, host, seed, unit)
@@ -141,12 +165,11 @@ def _make_reference(
 
 
 def _compare(
-    world: World, precision: str, outcome: Any, known: Any, unit: float
+    world: World, precision: str, outcome: Any, reference: Any, unit: float
 ) -> dict[str, Any] | str:
     """Return how an outcome differs from the reference, or why it is not compared."""
-    reference = known[0]
-    expected = ParityResult(**known[1])
-    allowed = known[2]
+    reference_precision, reference_fields, allowed = reference
+    expected = ParityResult(**reference_fields)
     if outcome.is_random or expected.is_random:
         return "the loss draws random numbers"
     if not math.isfinite(expected.loss):
@@ -156,16 +179,19 @@ def _compare(
         name: f"{name} {distance:.1e} (allowed {allowed[name]:.1e})"
         for name, distance in measured.items()
     }
-    # Also NaN.
+    # NaN is not within any tolerance either.
     wrong = [texts[name] for name, distance in measured.items() if not distance <= allowed[name]]
-    pairs = ((name, outcome.gradients[name] - g) for name, g in expected.gradients.items())
-    far = {name: float(difference.norm().nan_to_num(math.inf)) for name, difference in pairs}
-    most = ", ".join(sorted(far, key=lambda name: -far[name])[:_SHOWN])
+    gradient_distances = {
+        name: float((outcome.gradients[name] - gradient).norm().nan_to_num(math.inf))
+        for name, gradient in expected.gradients.items()
+    }
+    by_distance = sorted(gradient_distances, key=lambda name: -gradient_distances[name])
+    most = ", ".join(by_distance[:_SHOWN])
     return {
         "rank": world.info.world_rank,
         "kind": world.info.kind,
         "place": f"{world.info}, torch {world.info.torch_version}, {precision}",
-        "reference": reference,
+        "reference": reference_precision,
         "differences": list(texts.values()),
         "wrong": f"{', '.join(wrong)}, gradients most in {most}" if wrong else "",
     }
@@ -174,12 +200,21 @@ def _compare(
 def _conclude(
     folder: RunFolder, world: World, source: int, by_rank: Sequence[Any], seconds: float
 ) -> bool | None:
-    """Write parity.json, and report what was found; raise an error if a kind is wrong."""
+    """Write parity.json, and report the result.
+
+    Raises:
+        AgreedError: a kind differs by more than rounding explains.
+    """
     kinds = [result for result in by_rank if result]
-    if reasons := [result for result in kinds if isinstance(result, str)]:
+    reasons = [result for result in kinds if isinstance(result, str)]
+    if reasons:
         print_rank_0(world, f"parity: not compared, because {reasons[0]}")
         return None
-    wrong = [f"{e['kind']} ({e['place']}): {e['wrong']}" for e in kinds if e["wrong"]]
+    wrong = [
+        f"{result['kind']} ({result['place']}): {result['wrong']}"
+        for result in kinds
+        if result["wrong"]
+    ]
     reference = f"{world.infos[source]} in {kinds[0]['reference']}"
     content = {"agrees": not wrong, "reference": reference, "kinds": kinds}
     folder.write(FILE, {**content, "seconds": round(seconds, 3)})
@@ -195,18 +230,19 @@ def _conclude(
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Applies no dropout, of which devices of different kinds draw different masks."""
+    """Applies no dropout, as devices of different kinds draw different masks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         for module in model.modules():
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-                module.dropout = 0.0  # it is within a kernel
-            elif isinstance(module, _DropoutNd):  # backward may compute its forward again
-                module.p = 0.0
+                module.dropout = 0.0  # a kernel applies it
+            elif isinstance(module, _DropoutNd):
+                module.p = 0.0  # backward may compute its forward again, outside of this mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        options = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0] if args else options["input"]
         if name == "scaled_dot_product_attention":
@@ -218,10 +254,11 @@ class _WithoutDropout(TorchFunctionMode):
 def compute_outcome(
     task: Task, batch: Any, computation: Computation, seed: int, change: float = 0.0
 ) -> ParityResult:
-    """Return the task's model's results for a batch, without dropout. Not collective.
+    """Return the results of the task's model for a batch, without dropout. Not collective.
 
-    The model itself, its buffers and torch's random numbers stay as they are. In float64, all
-    floating-point numbers are; with a `change`, they are changed at random by at most that part.
+    The model itself, its buffers and torch's random numbers stay as they are. If the computation is
+    in float64, so are all floating-point numbers. With a `change`, the weights and the batch are
+    changed at random, each number by at most that part of it.
     """
     device = computation.device
     dtype = torch.float64 if computation.precision == "float64" else None
@@ -238,7 +275,7 @@ def compute_outcome(
             before = _random_state(device)
             with _WithoutDropout(model):
                 loss = computation.loss(task, model, placed, needs_gradient=False)
-            if loss.requires_grad:  # not of a batch in which nothing counts
+            if loss.requires_grad:  # it does not if nothing in the batch counts
                 (loss * scale).backward()
             is_random = not torch.equal(before, _random_state(device))
             outcome = replace(_outcome(task.model, model, loss, scale), is_random=is_random)
@@ -261,12 +298,14 @@ def _outcome(before: nn.Module, after: nn.Module, loss: torch.Tensor, scale: flo
         name: numbers_of(torch.zeros_like(p) if p.grad is None else p.grad, stride) / scale
         for name, p in after.named_parameters()
     }
-    now = dict(after.named_buffers())
-    buffers = [
-        torch.stack([numbers_of(buffer), numbers_of(now[name])])
-        for name, buffer in before.named_buffers()
-        if buffer.is_floating_point() and name in now and now[name].shape == buffer.shape
-    ]
+    buffers_after = dict(after.named_buffers())
+    buffers = []
+    for name, buffer in before.named_buffers():
+        buffer_after = buffers_after.get(name)
+        if buffer_after is None or buffer_after.shape != buffer.shape:
+            continue
+        if buffer.is_floating_point():
+            buffers.append(torch.stack([numbers_of(buffer), numbers_of(buffer_after)]))
     return ParityResult(loss.item(), gradients, torch.cat([torch.zeros(2, 1), *buffers], dim=1))
 
 
@@ -275,32 +314,48 @@ def _random_state(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state() if state is None else state
 
 
-def distances(own: ParityResult, reference: ParityResult, unit: float) -> dict[str, float]:
+def distances(outcome: ParityResult, reference: ParityResult, unit: float) -> dict[str, float]:
     """Return how much an outcome differs from the reference, by quantity; NaN where it is NaN."""
     names = list(reference.gradients)
-    mine, other = (torch.cat([each.gradients[n] for n in names]) for each in (own, reference))
-    norm, expected = float(mine.norm()), float(other.norm())
-    cosine = float(mine @ other) / (norm * expected or _TINY) if norm or expected else 1.0
-    added, rise = (each.buffers[1] - each.buffers[0] for each in (own, reference))
+    gradient = torch.cat([outcome.gradients[name] for name in names])
+    expected = torch.cat([reference.gradients[name] for name in names])
+    norm = float(gradient.norm())
+    expected_norm = float(expected.norm())
+    cosine = 1.0
+    if norm or expected_norm:
+        cosine = float(gradient @ expected) / (norm * expected_norm or _TINY)
+    change = outcome.buffers[1] - outcome.buffers[0]
+    expected_change = reference.buffers[1] - reference.buffers[0]
     # Buffers are rounded even if they do not change.
-    changed = max(float(rise.norm()), unit * float(reference.buffers[1].norm()), _TINY)
+    rounding = unit * float(reference.buffers[1].norm())
+    change_norm = max(float(expected_change.norm()), rounding, _TINY)
     return {
-        "the loss": abs(own.loss - reference.loss) / max(abs(reference.loss), unit),
-        "the gradient's norm": abs(norm - expected) / max(expected, _TINY),
+        "the loss": abs(outcome.loss - reference.loss) / max(abs(reference.loss), unit),
+        "the gradient's norm": abs(norm - expected_norm) / max(expected_norm, _TINY),
         "the gradient's direction": 1 - cosine,
-        "the buffers": float((added - rise).norm()) / changed,
+        "the buffers": float((change - expected_change).norm()) / change_norm,
     }
 
 
 def tolerances(noise: Mapping[str, float], unit: float) -> dict[str, float]:
     """Return the largest differences that rounding may explain.
 
-    That is four times what random changes of the weights and the data by a rounding do, much if the
-    gradient is ill-conditioned; and at least 32 roundings of the loss, and 5% of the rest.
+    These are four times the differences that random changes of the weights and the data by one
+    rounding make, which are large if the gradient is ill-conditioned. The loss may differ by at
+    least 32 roundings, and all else by 5%.
+
+    Args:
+        noise: the differences that such changes make, as `distances` returns them.
+        unit: the relative error of one rounding.
     """
     loss, norm, direction, buffers = (_NOISE_FACTOR * distance for distance in noise.values())
-    # Of what turns the gradient by an angle, as much may change its norm.
-    turned = max(norm, (2 * _NOISE_FACTOR * max(0.0, direction)) ** 0.5)
-    norm, direction = min(turned, _MAX_NORM_CHANGE), max(_KINK**2 / 2, direction)
-    allowed = max(_LOSS_UNITS * unit, loss), max(_KINK, norm), direction, max(_KINK, buffers)
+    # Noise that turns the gradient by an angle may change its norm by as much.
+    angle = (2 * _NOISE_FACTOR * max(0.0, direction)) ** 0.5
+    norm = min(max(norm, angle), _MAX_NORM_CHANGE)
+    allowed = (
+        max(_LOSS_UNITS * unit, loss),
+        max(_KINK, norm),
+        max(_KINK**2 / 2, direction),
+        max(_KINK, buffers),
+    )
     return dict(zip(noise, allowed, strict=True))

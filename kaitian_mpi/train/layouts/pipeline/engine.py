@@ -44,7 +44,8 @@ class PipelineEngine(Engine):
 
     def _prepare(self) -> None:
         world = self.world
-        stages, layers = self.stages_plan.stages, self._stages.layers
+        stages = self.stages_plan.stages
+        layers = self._stages.layers
         self._peers = join_stages(world, stages)
         self._runner = Runner(
             self._task,
@@ -95,10 +96,12 @@ class PipelineEngine(Engine):
 
     def train(self, micro_batches: list[MicroBatch]) -> None:
         """Compute the next global batch; `micro_batches` are those that this rank reads."""
-        step, number, runner = self.step, self.state.progress.step + 1, self._runner
+        step = self.step
+        number = self.state.progress.step + 1
+        runner = self._runner
         samples = sum(self.sampler.shares_at(self.state.progress.position))
         sizes = self._sizes(samples)
-        rank_numbers = runner.own(len(sizes))
+        rank_numbers = runner.rank_numbers(len(sizes))
         by_rank = self.stages_plan.first_samples(sizes, self.world.size)
         step.begin_with_samples(number, by_rank, sum(sizes[index] for index in rank_numbers))
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
@@ -127,7 +130,7 @@ class PipelineEngine(Engine):
         sizes = self._sizes(len(indices))
         runs = [indices[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
         runner = self._runner
-        rank_numbers = runner.own(len(sizes)) if runner.reads_batches else []
+        rank_numbers = runner.rank_numbers(len(sizes)) if runner.reads_batches else []
         return [(sizes[number], runs[number]) for number in rank_numbers]
 
     def apply(self, is_finite: bool) -> None:
@@ -140,8 +143,10 @@ class PipelineEngine(Engine):
 
     def results(self, observe: Callable[[float], None]) -> Iterator[tuple[Any, Any, int]]:
         """Yield the last stage's results for its micro-batches of the validation data."""
-        data, size = self._setup.validation, min(MAX_BATCH, self.stages_plan.micro_batch)
-        batches, reader = evaluation_indices(len(data), 0, [1], size), Reader(data)
+        data = self._setup.validation
+        size = min(MAX_BATCH, self.stages_plan.micro_batch)
+        batches = evaluation_indices(len(data), 0, [1], size)
+        reader = Reader(data)
         on_host: Any = None
 
         def read(number: int) -> Any:

@@ -1,8 +1,8 @@
 """Runs this rank's part of a pipeline: its layers, on its micro-batches, in its order.
 
-The schedule is our own rather than one of `torch.distributed.pipelining`: that has one rank a stage
-and micro-batches of one shape, all of it posted at once; here stages have unequal replicas, batches
-are ragged, and each wait is one that the watchdog and the recovery know.
+The schedule is not one of `torch.distributed.pipelining`, which requires one rank per stage and
+micro-batches of one shape, and posts all messages at once. Here stages have unequal replicas,
+batches are ragged, and the watchdog and the recovery know of each wait.
 """
 
 from __future__ import annotations
@@ -50,10 +50,20 @@ class Runner:
         begins: Callable[[bool], None] = lambda is_forward: None,
         ends: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare to run; `begins` and `ends` are called around each forward and backward.
+        """Prepare to run. Not collective.
 
-        Without `peers`, MPI carries all messages.
-        `is_mixed` says whether stages are on devices of several kinds.
+        Args:
+            task: whose loss is computed.
+            layers: all layers of the model.
+            computation: this rank's device and precision.
+            stages: of the plan.
+            rank: this rank.
+            ahead: see `windows`.
+            waits: makes the context of a wait for other ranks.
+            peers: carry messages between devices of a kind; None: MPI carries all.
+            is_mixed: whether stages are on devices of several kinds.
+            begins: called before each forward (with True) and backward (with False).
+            ends: called after each forward and backward.
         """
         self._task = task
         self._computation = computation
@@ -65,9 +75,9 @@ class Runner:
         self._is_mixed = is_mixed
         self.number = next((n for n, stage in enumerate(stages) if rank in stage.ranks), None)
         number = self.number if self.number is not None else 0
-        stage, limits = stages[number], windows(stages, ahead)
+        stage = stages[number]
         self._layers = layers[stage.begin : stage.end]
-        self._window = limits[number]
+        self._window = windows(stages, ahead)[number]
         self.needs_call = self.is_first or all_need_call(layers)
         self._peers = peers or PeerGroups(rank, computation.device)
         self._outbox = Outbox(waits, self._peers)
@@ -87,7 +97,7 @@ class Runner:
         """Whether this rank needs the samples of its micro-batches."""
         return self.needs_call or self.is_last
 
-    def own(self, count: int) -> list[int]:
+    def rank_numbers(self, count: int) -> list[int]:
         """Return the numbers of the micro-batches that this rank computes, of `count`."""
         if self.number is None:
             return []
@@ -101,16 +111,24 @@ class Runner:
         weights: Mapping[int, float],
         seeds: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Compute a step of so many micro-batches; the gradients add up in the parameters.
+        """Compute a step's gradients, which add up in the parameters. Collective.
 
-        If it `reads_batches`, this rank needs those that it computes, on its device. The last stage
-        multiplies their mean losses with the weights, and returns these; others return none.
-        `seeds`, the same on all ranks, are of the random numbers that the loss draws itself.
+        Args:
+            count: the number of micro-batches of all ranks.
+            batches: this rank's micro-batches by number, on its device, if it `reads_batches`.
+            weights: the factors of these micro-batches' mean losses.
+            seeds: by micro-batch, for the random numbers that the loss draws; the same on all
+                ranks.
+
+        Returns:
+            The weighted losses on ranks of the last stage; [] on others.
         """
-        step = _Step(self, count, self._task.loss, batches, seeds)
-        computation, losses = self._computation, list[torch.Tensor]()
-        with computation.autocast():  # else each micro-batch would keep copies of the weights
-            for is_forward, number in schedule(step.own, self._window):
+        step = _MicroBatches(self, count, self._task.loss, batches, seeds)
+        computation = self._computation
+        losses: list[torch.Tensor] = []
+        # One context for all, as otherwise each micro-batch would keep its copies of the weights.
+        with computation.autocast():
+            for is_forward, number in schedule(step.numbers, self._window):
                 self._begins(is_forward)
                 output = step.forward(number) if is_forward else None
                 with computation.own_precision():
@@ -127,24 +145,24 @@ class Runner:
     def evaluate(
         self, function: Callable[[Any, Any], Any], count: int, read: Callable[[int], Any]
     ) -> Iterator[tuple[int, Any]]:
-        """Compute forwards only; yield each micro-batch with what `function` returns.
+        """Compute forwards only; yield each micro-batch with what `function` returns. Collective.
 
         `read` returns the batch of a micro-batch, on the device. Yields nothing except on ranks of
         the last stage.
         """
-        step = _Step(self, count, function, {}, range(count))
-        for number in step.own:
+        step = _MicroBatches(self, count, function, {}, range(count))
+        for number in step.numbers:
             if self.reads_batches:
                 step.batches = {number: read(number)}
             output = step.forward(number)
-            step.kept.clear()
+            step.graphs.clear()
             if self.is_last:
                 yield number, output
         self._outbox.wait()
 
 
-class _Step:
-    """The micro-batches of a step that are under way on this rank."""
+class _MicroBatches:
+    """The micro-batches of a step that this rank is computing."""
 
     def __init__(
         self,
@@ -157,24 +175,28 @@ class _Step:
         self._runner = runner
         self._function = function
         self.batches = batches
-        self.own = runner.own(count)
+        self.numbers = runner.rank_numbers(count)
         self._seeds = seeds
-        stages, number = runner._stages, runner.number or 0
+        stages = runner._stages
+        number = runner.number or 0
         self._sources = stages[number - 1].micro_batch_ranks(count) if number else []
-        is_inner = not runner.is_last and runner.number is not None
-        self._targets = stages[number + 1].micro_batch_ranks(count) if is_inner else []
-        self._to_receive = [] if runner.is_first else list(self.own)
+        has_next = not runner.is_last and runner.number is not None
+        self._targets = stages[number + 1].micro_batch_ranks(count) if has_next else []
+        self._to_receive = [] if runner.is_first else list(self.numbers)
         self._incoming: dict[int, Activations] = {}
-        self.kept: dict[int, tuple[list[torch.Tensor], Any]] = {}
+        self.graphs: dict[int, tuple[list[torch.Tensor], Any]] = {}
+        """By micro-batch that waits for its backward: the received activations, and the outputs
+        that require gradients; in the last stage, the loss in place of these once it is known."""
         self._computes_again: bool | None = None
         self._gradients: dict[int, Gradients] = {}
 
     def forward(self, number: int) -> Any:
         """Compute a micro-batch; send it on, or return the function's result in the last stage."""
         runner = self._runner
+        task = runner._task
         call = None
         carried = None
-        task, leaves = runner._task, list[torch.Tensor]()
+        leaves: list[torch.Tensor] = []
         if runner.needs_call:
             with self._draws(number, runner._is_mixed):
                 call = captured(self._function, task.model, self.batches[number])
@@ -183,42 +205,44 @@ class _Step:
         with runner._computation.autocast():
             output = run(runner._layers, call, carried)
             if runner.is_last:
-                self.kept[number] = leaves, [t for t in tensors_in(output) if t.requires_grad]
+                outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+                self.graphs[number] = leaves, outputs
                 with self._draws(number):
                     return answered(self._function, task.model, self.batches[number], output)
         runner._ends()
-        grown = runner._outbox.send_activations(output, self._targets[number], number)
-        self.kept[number] = leaves, grown
+        sent = runner._outbox.send_activations(output, self._targets[number], number)
+        self.graphs[number] = leaves, sent
         self._expect_gradients()
         return None
 
     @property
     def computes_again(self) -> bool:
-        """Whether backward computes something that forward has computed without a gradient.
+        """Whether backward computes something again that forward computed without a gradient.
 
-        As reentrant checkpointing does. In backward, the copies that autocast has made of weights
-        then would lose their gradients.
+        Reentrant checkpointing does. The copies of weights that autocast made in the forward have
+        no gradients, so backward must not use them.
         """
         if self._computes_again is None:
-            _, outputs = next(iter(self.kept.values()))
+            _, outputs = next(iter(self.graphs.values()))
             self._computes_again = has_custom_function(list(tensors_in(outputs)))
         return self._computes_again
 
     def keep_loss(self, number: int, loss: Any, weight: float) -> list[torch.Tensor]:
-        """Keep a loss for its backward; return it weighted, if it counts."""
-        loss, (leaves, outputs) = check_loss(loss), self.kept[number]
-        if not weight:  # perhaps NaN: nothing but that there are gradients
-            used = _used_by(loss, outputs)
-            zeros = (output.sum() * 0 for output in used)
-            self.kept[number] = leaves, sum(zeros, loss.new_zeros(()))
+        """Keep a micro-batch's loss for its backward; return it weighted, if it counts."""
+        loss = check_loss(loss)
+        leaves, outputs = self.graphs[number]
+        if not weight:
+            # The loss does not count and may be NaN, but the same parameters must get gradients.
+            zeros = (output.sum() * 0 for output in _used_by(loss, outputs))
+            self.graphs[number] = leaves, sum(zeros, loss.new_zeros(()))
             return []
-        self.kept[number] = leaves, loss * weight
+        self.graphs[number] = leaves, loss * weight
         return [(loss * weight).detach()]
 
     def backward(self, number: int) -> None:
-        """Compute a micro-batch's gradients, and send back those of what was received."""
+        """Compute a micro-batch's gradients; send back those of the received activations."""
         runner = self._runner
-        leaves, outputs = self.kept.pop(number)
+        leaves, outputs = self.graphs.pop(number)
         if runner.is_last:
             if outputs.requires_grad:
                 runner._computation.scaler.scale(outputs).backward()
@@ -250,23 +274,25 @@ class _Step:
 
     def _expect_gradients(self) -> None:
         """Post the receives of the gradients that come next."""
-        for number, (_, outputs) in () if self._runner.is_last else self.kept.items():
+        if self._runner.is_last:
+            return
+        for number, (_, outputs) in self.graphs.items():
             if len(self._gradients) > _AHEAD:
                 break
             if outputs and number not in self._gradients:
-                source, peers = self._targets[number], self._runner._peers
-                self._gradients[number] = Gradients(peers, outputs, source, number)
+                source = self._targets[number]
+                self._gradients[number] = Gradients(self._runner._peers, outputs, source, number)
 
     def _wait(self, name: str, messages: Activations | Gradients) -> None:
         with nullcontext() if messages.is_completed() else self._runner._waits(name):
-            messages.wait()  # raises what went wrong
+            messages.wait()  # raises the error of a failed message
 
 
 def _used_by(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of a model's outputs that a loss depends on."""
     if not (outputs and loss.requires_grad):
         return []
-    # What is computed from one output may be another one, whose backward is still to come.
+    # The graph is kept: the backward of some outputs is still to come.
     options: Any = {"allow_unused": True, "retain_graph": True}
     gradients = torch.autograd.grad(loss, outputs, **options)
     pairs = zip(outputs, gradients, strict=True)
