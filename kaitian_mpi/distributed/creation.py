@@ -42,9 +42,12 @@ if TYPE_CHECKING:
 
 # Longer naps than elsewhere: each check is a request to a store that one thread serves, perhaps on
 # another host.
-_MIN_NAP_SEC, _MAX_NAP_SEC = 1e-3, 0.25
-_DEPARTED_INTERVAL_SEC = 0.5
-_COUNT, _OUTCOME = "kaitian/count", "kaitian/outcome"
+_MIN_NAP_SEC = 1e-3
+_MAX_NAP_SEC = 0.25
+_DEPARTED_INTERVAL_SEC = 0.5  # between two checks of which missing ranks have left the job
+# Keys of the store.
+_COUNT = "kaitian/count"
+_OUTCOME = "kaitian/outcome"
 
 Departed = Callable[[list[int]], list[int]]
 """Returns which of the missing ranks have left the job."""
@@ -53,11 +56,14 @@ Departed = Callable[[list[int]], list[int]]
 def rendezvous(
     rank: int | None = None, size: int | None = None, timeout: timedelta | None = None
 ) -> Iterator[tuple[MPIStore, int, int]]:
-    """Yield a new store, the rank and the world size, for `mpi://`. Collective at first."""
+    """Yield a new store, the rank and the world size, for `mpi://`.
+
+    Collective the first time, when MPI starts.
+    """
     if size is None and read_launch(os.environ).world_size == 1:
-        # By e.g. torchrun, under which each rank would be a job of one.
-        given = os.environ.get("WORLD_SIZE", "")
-        size = int(given) if given.isdigit() and int(given) > 1 else None
+        # torchrun, for example, sets this variable; for MPI each of its ranks is a job of one.
+        variable = os.environ.get("WORLD_SIZE", "")
+        size = int(variable) if variable.isdigit() and int(variable) > 1 else None
     world = _world_of_size(size)
     store = world.store.next_session(timeout)
     yield store, world.rank if rank is None else rank, world.size
@@ -70,7 +76,7 @@ def create(options: Any) -> KaitianProcessGroup:
     # Imported here because the import starts MPI, whose settings must be made before.
     from kaitian_mpi.distributed.process_group import KaitianProcessGroup
 
-    # Every rank has left the barrier: the communicator above needed all of them.
+    # Every rank has left the barrier, as all of them have made the communicator.
     if options.group_size > 1:
         clear_store_barrier(options.store, options.group_rank)
     free_unused_comms()
@@ -89,7 +95,10 @@ def create(options: Any) -> KaitianProcessGroup:
 
 
 def _default(options: Any) -> tuple[World, MPI.Intracomm, str]:
-    """Return a communicator of all ranks, in the script's order, which may not be MPI's."""
+    """Return the world, a communicator of all ranks in the script's order, and a unique name.
+
+    Collective. The order may differ from MPI's.
+    """
     _check_world_size(options.group_size)
     # The barrier comes before MPI is initialized, which would wait for every rank as well.
     world = current_world()
@@ -116,7 +125,10 @@ def _world_of_size(size: int | None) -> World:
 
 
 def _check_world_size(size: int | None, ranks: int = 0) -> None:
-    """Check the world size given to torch; also before MPI starts, which waits for all ranks."""
+    """Check the world size given to torch against the number of `ranks`, if that is known.
+
+    Also called before MPI starts, without `ranks`, as MPI would wait for all of them.
+    """
     if not ranks and current_world() is None:
         launched = read_launch(os.environ).world_size
         ranks = launched if launched > 1 else 0
@@ -134,11 +146,12 @@ def _check_world_size(size: int | None, ranks: int = 0) -> None:
 
 
 def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
+    """Return the world, a communicator of the group's ranks, and a unique name. Collective."""
     members = list(options.global_ranks_in_group)
-    world, default = current_world(), dist.group.WORLD
+    world = current_world()
     if world is None:
         _check_all_ranks(len(members))
-    comms = getattr(default, "comms", None)  # of a default group over kaitian
+    comms = getattr(dist.group.WORLD, "comms", None)  # None: not a default group over kaitian
     if world is not None and comms is not None:
         places = translate_ranks(comms.world, world.comm)
 
@@ -160,10 +173,21 @@ def _subgroup(options: Any) -> tuple[World, MPI.Intracomm, str]:
 def store_barrier(options: Any, name: str, departed: Departed) -> str:
     """Wait until every rank of a new group has arrived. Collective, by the group's store alone.
 
-    Returns a unique name for the group, the same on every rank. `name` is the function that the
-    ranks call, for error messages. A rank that arrives after the others have given up fails too.
+    A rank that arrives after the others have given up fails as well.
+
+    Args:
+        options: of the process group, from torch.
+        name: the function that the ranks call, for error messages.
+        departed: says which of the missing ranks have left the job.
+
+    Returns:
+        A unique name for the group, the same on every rank.
+
+    Raises:
+        CollectiveError: a rank did not arrive in time, or has left the job.
     """
-    size, limit_sec = options.group_size, options.timeout.total_seconds()
+    size = options.group_size
+    limit_sec = options.timeout.total_seconds()
     if size == 1:
         return uuid.uuid4().hex
     outcome = _meet(options.store, options.group_rank, size, limit_sec, departed)
@@ -185,36 +209,41 @@ def clear_store_barrier(store: dist.Store, rank: int) -> None:
 
     Every rank must have left the barrier.
     """
-    for key in (*([_COUNT, _OUTCOME] if rank == 0 else []), f"kaitian/{rank}"):
+    keys = [f"kaitian/{rank}"]
+    if rank == 0:
+        keys += [_COUNT, _OUTCOME]
+    for key in keys:
         store.delete_key(key)
 
 
 def _meet(
     store: dist.Store, rank: int, size: int, limit_sec: float, departed: Departed
 ) -> dict[str, Any]:
-    """Wait for all ranks; return the outcome, the same on every rank: that of the first to set it.
+    """Wait for all ranks, and return the outcome, the same on every rank.
 
     It has one entry: a name that is `unique`, or the ranks that are `missing` or have `left`.
     """
     store.set(f"kaitian/{rank}", "")
     if store.add(_COUNT, 1) == size:
-        _settle(store, unique=uuid.uuid4().hex)
+        _set_outcome(store, unique=uuid.uuid4().hex)
     began = checked = time.monotonic()
     # Polled: `store.wait` would block other threads' use of a TCPStore client, and torch logs its
     # timeouts.
     while not store.check([_OUTCOME]):
         now = time.monotonic()
         if now - began > limit_sec:
-            return _settle(store, missing=_missing(store, size))
+            return _set_outcome(store, missing=_missing(store, size))
         if now - checked > _DEPARTED_INTERVAL_SEC:
             checked = now
-            if left := departed(_missing(store, size)):
-                return _settle(store, left=left)
+            left = departed(_missing(store, size))
+            if left:
+                return _set_outcome(store, left=left)
         nap(now - began, _MAX_NAP_SEC, _MIN_NAP_SEC)
     return dict(json.loads(store.get(_OUTCOME)))
 
 
-def _settle(store: dist.Store, **outcome: Any) -> dict[str, Any]:
+def _set_outcome(store: dist.Store, **outcome: Any) -> dict[str, Any]:
+    """Set the outcome unless another rank has; return the one that is set."""
     return dict(json.loads(store.compare_set(_OUTCOME, "", json.dumps(outcome))))
 
 

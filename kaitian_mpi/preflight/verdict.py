@@ -55,9 +55,14 @@ def problem_if(is_problem: bool, found: str, advice: str, host: str = "") -> Ver
 
 
 def problem_from(error: str, where: str = "", advice: str = "") -> Verdict:
-    """Return a problem from an error's message, whose last part may be advice."""
-    found, _, in_message = error.rpartition("; ")
-    return problem(f"{where}{found or in_message}", in_message if found else advice)
+    """Return a problem from an error's message; its part after the last `; ` is the advice.
+
+    Without such a part, the advice is `advice`.
+    """
+    found, _, last_part = error.rpartition("; ")
+    if found:
+        return problem(f"{where}{found}", last_part)
+    return problem(f"{where}{last_part}", advice)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -68,9 +73,15 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
+    text = ", ".join(_run_text(first, last) for first, last in runs)
     is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank{'' if is_one else 's'} {', '.join(texts)}"
+    return f"rank {text}" if is_one else f"ranks {text}"
+
+
+def _run_text(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first}, {last}" if last == first + 1 else f"{first}-{last}"
 
 
 def ranks_by(values: Mapping[int, Value]) -> dict[Value, list[int]]:
@@ -125,4 +136,6 @@ def size_text(count: float) -> str:
     """Format a number of bytes, such as `512 MiB`."""
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"
-    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
+    if count >= 2**20:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**10:.0f} KiB"

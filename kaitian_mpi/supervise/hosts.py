@@ -63,8 +63,8 @@ def choose(from_files: Sequence[Host], from_list: Sequence[Host]) -> tuple[Host,
 
 def total_slots(hosts: Sequence[Host]) -> int | None:
     """Return the slots of all hosts; None if a host does not give its number."""
-    known = [host.slots for host in hosts if host.slots is not None]
-    return sum(known) if len(known) == len(hosts) else None
+    slots = [host.slots for host in hosts if host.slots is not None]
+    return sum(slots) if len(slots) == len(hosts) else None
 
 
 def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
@@ -73,8 +73,9 @@ def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
     while len(placed) < ranks:
         before = len(placed)
         for host in hosts:
-            free = ranks - len(placed)
-            placed += [host.name] * (free if host.slots is None else min(host.slots, free))
+            ranks_left = ranks - len(placed)
+            count = ranks_left if host.slots is None else min(host.slots, ranks_left)
+            placed += [host.name] * count
         if len(placed) == before:  # no host has a slot
             return []
     return placed
@@ -82,9 +83,12 @@ def place_by_slot(hosts: Sequence[Host], ranks: int) -> list[str]:
 
 def hostfile_without(text: str, lost: Collection[str]) -> str:
     """Return a hostfile's content without the lines of some hosts."""
-    lines = text.splitlines()
-    kept = [line for line in lines if (host := _read_line(line, "")) and host.name not in lost]
-    return "".join(line + "\n" for line in kept)
+    lines = []
+    for line in text.splitlines():
+        host = _read_line(line, "")
+        if host is not None and host.name not in lost:
+            lines.append(line + "\n")
+    return "".join(lines)
 
 
 def host_list_without(text: str, lost: Collection[str]) -> str:
@@ -94,12 +98,14 @@ def host_list_without(text: str, lost: Collection[str]) -> str:
 
 
 def _read_line(line: str, place: str) -> Host | None:
+    """Return the host of a hostfile's line; None for an empty line. `place` is for errors."""
     content = _COMMENT.sub("", line).strip()
     if not content:
         return None
-    first, *rest = content.split(maxsplit=1)
-    host = _read_entry(first, place)
-    settings = {key.replace("-", "_"): value for key, value in _SETTING.findall("".join(rest))}
+    entry = content.split()[0]
+    host = _read_entry(entry, place)
+    pairs = _SETTING.findall(content.removeprefix(entry))
+    settings = {key.replace("-", "_"): value for key, value in pairs}
     for key in _SLOT_KEYS:
         if settings.get(key, "").isdecimal():
             host = replace(host, slots=int(settings[key]))
@@ -127,13 +133,13 @@ def _read_entry(word: str, place: str) -> Host:
 
 
 def _add_up(entries: Iterable[Host]) -> tuple[Host, ...]:
+    """Merge the entries of each host, whose slots add up."""
     hosts: dict[str, Host] = {}
     for entry in entries:
-        known = hosts.get(entry.name)
-        if known is None:
+        host = hosts.get(entry.name)
+        if host is None:
             hosts[entry.name] = entry
         else:
-            known_slots = 1 if known.slots is None else known.slots
-            slots = 1 if entry.slots is None else entry.slots
-            hosts[entry.name] = replace(known, slots=known_slots + slots)
+            slots = [1 if slots is None else slots for slots in (host.slots, entry.slots)]
+            hosts[entry.name] = replace(host, slots=sum(slots))
     return tuple(hosts.values())

@@ -27,8 +27,8 @@ from kaitian_mpi.supervise.mpirun_command import (
 )
 from kaitian_mpi.supervise.remote_hosts import is_own_name
 
-# Slows no rank; unlike an empty list, it takes precedence over the variable, which numbers the
-# ranks of the whole job.
+# A value of --emulate-slowdown that slows no rank. Unlike an empty list, it takes precedence over
+# the environment variable, whose rank numbers are those of the whole job.
 _NO_SLOWDOWN = "0:1"
 
 
@@ -41,7 +41,7 @@ class JobCommand:
     """The hosts in hostfiles and host lists, with a slot for each device of their environments, if
     these have devices; empty if there are none, e.g. under a batch system."""
     local: frozenset[str] = frozenset()
-    """The names in `hosts` of this machine, which is not probed."""
+    """This machine's names in `hosts`; it is not probed."""
     hostfiles: Mapping[str, str]
     """The content of each hostfile, by the path in the command."""
     config: TrainConfig
@@ -49,13 +49,13 @@ class JobCommand:
     memory between starts, and the emulation, by its flags or by environment variables. For a
     script, only the run folder and the emulation are set."""
     own_flags: int = 0
-    """The number of `kaitian-run`'s own arguments in the command; a script and its own follow."""
+    """The number of arguments for `kaitian-run` itself; the script and its arguments follow."""
     folder: Path
     """The path of the run folder for this process."""
     job_id: str = ""
-    """Set in the environment of this job's ranks, to distinguish them from other jobs'."""
+    """Set in the environment of this job's ranks, to tell them from those of other jobs."""
     hosts_file: str = ""
-    """`--hosts-file`, whose hosts may change while the job runs; it has all slots for ranks."""
+    """`--hosts-file`, whose hosts may change while the job runs; it gives one rank per slot."""
     environments: Environments = field(default_factory=dict)
     """The environments of the hosts listed in the file of `--env`."""
 
@@ -74,8 +74,8 @@ class JobCommand:
     @property
     def owns_snapshots(self) -> bool:
         """Whether the snapshots' name was generated here, not given by the user."""
-        given = is_given("--snapshots", self.command.arguments)
-        return self.command.program == TRAIN and not given
+        names_them = is_given("--snapshots", self.command.arguments)
+        return self.command.program == TRAIN and not names_them
 
     @property
     def remote(self) -> list[Host]:
@@ -117,28 +117,34 @@ def command_on(command: Command, hosts_file: str) -> Command:
                 f"--hosts-file {hosts_file} cannot be combined with {' '.join(part.words)}: the "
                 "file already gives the hosts and one rank per slot; remove one of them"
             )
-    at = next(at for at, part in enumerate(command.parts, 1) if part.is_launcher)
-    options = (  # both values are chosen at each start
+    begin = next(n for n, part in enumerate(command.parts, start=1) if part.is_launcher)
+    options = (  # each start replaces both values
         MpirunOption(("--hostfile", hosts_file), HOSTFILES[0], (hosts_file,)),
         MpirunOption(("-np", "1"), RANKS[0], ("1",)),
     )
-    return replace(command, parts=command.parts[:at] + options + command.parts[at:])
+    return replace(command, parts=command.parts[:begin] + options + command.parts[begin:])
 
 
 def interpreter_of(command: Command) -> str:
-    """Return the interpreter that a command starts its program with: this one's, if unknown."""
+    """Return the Python interpreter of a command's program; this process's, if it is unknown."""
     words = [word for part in command.parts for word in part.words]
     if PurePath(words[-1]).name in (TRAIN, RUN):
-        beside = Path(words[-1]).with_name("python")
-        python = str(beside) if beside.parts[:-1] and beside.exists() else sys.executable
+        in_same_folder = Path(words[-1]).with_name("python")
+        has_folder = len(in_same_folder.parts) > 1
+        is_there = has_folder and in_same_folder.exists()
+        python = str(in_same_folder) if is_there else sys.executable
     else:  # python -m kaitian_mpi.cli.train
         python = words[-3]
-    # A remote shell starts in another folder.
+    # Absolute, because a remote shell starts in another folder.
     return os.path.abspath(python) if "/" in python else python
 
 
 def plan_start(job: JobCommand, lost: Set[str], trained: bool, new_hostfile: str) -> Start:
-    """Plan a start of the job without the lost hosts."""
+    """Plan a start of the job without the lost hosts.
+
+    `trained` says whether an earlier start has begun to train. `new_hostfile` is the path to which
+    the caller writes the hostfile's content.
+    """
     command = job.command
     hostfile = ""
     ranks = job.ranks
@@ -156,15 +162,17 @@ def plan_start(job: JobCommand, lost: Set[str], trained: bool, new_hostfile: str
             added_flags += ["--resume=auto"]
         words = command.words + added_flags
     else:  # a script resumes by itself; the words after it are its own arguments
-        arguments, end = command.arguments, job.own_flags
-        words = replace(command, arguments=(*arguments[:end], *added_flags, *arguments[end:])).words
+        own_arguments = command.arguments[: job.own_flags]
+        script_arguments = command.arguments[job.own_flags :]
+        arguments = (*own_arguments, *added_flags, *script_arguments)
+        words = replace(command, arguments=arguments).words
     if job.environments:
-        here = {host.name for host in left} or job.environments.keys()
-        of_left = {name: some for name, some in job.environments.items() if name in here}
-        words, _ = expand(parse_launcher(words), left, of_left)
+        names = {host.name for host in left} or job.environments.keys()
+        environments = {name: job.environments[name] for name in job.environments if name in names}
+        words, _ = expand(parse_launcher(words), left, environments)
     count = "" if ranks is None else count_text(ranks, "rank")
-    names = list_names([host.name for host in left])
-    shape = " on ".join(filter(None, [count, names])) or "as mpirun chooses"
+    host_names = list_names([host.name for host in left])
+    shape = " on ".join(filter(None, [count, host_names])) or "as mpirun chooses"
     return Start(words=words, hostfile=hostfile, shape=shape)
 
 
@@ -184,21 +192,23 @@ def _without(
 
 
 def _adapted_flags(job: JobCommand, ranks: int | None) -> list[str]:
-    """Return the flags that depend on the ranks, adapted to the smaller job.
+    """Return the flags whose values depend on the ranks, for a job of `ranks` ranks.
 
-    Its ranks take the first emulated devices. Spares replace the lost ranks, as long as there are
-    any.
+    They get the first of the emulated devices. Spares take the place of lost ranks, so as many
+    fewer are left.
     """
     if job.ranks is None or ranks is None:
         return []
-    flags, config = [], job.config
+    config = job.config
+    flags = []
     if config.emulate_kinds:
         kinds = config.emulate_kinds.split(",")[:ranks]
         flags.append(f"--emulate-kinds={','.join(kinds)}")
     if config.emulate_slowdown:
         entries = [entry.strip() for entry in config.emulate_slowdown.split(",")]
-        kept = [entry for entry in entries if entry.partition(":")[0] in map(str, range(ranks))]
-        flags.append(f"--emulate-slowdown={','.join(kept) or _NO_SLOWDOWN}")
+        present = {str(rank) for rank in range(ranks)}
+        entries = [entry for entry in entries if entry.partition(":")[0] in present]
+        flags.append(f"--emulate-slowdown={','.join(entries) or _NO_SLOWDOWN}")
     if config.spares:
         flags.append(f"--spares={max(0, config.spares - (job.ranks - ranks))}")
     return flags
