@@ -142,5 +142,6 @@ def is_settled(rounds: Mapping[int, Sequence[float]], share: int) -> bool:
         medians = [median([*times, *extreme]) for times in rounds.values()]
         return fit(batches, medians).seconds(share)
 
-    now, longest = predicted(), max(max(times) for times in rounds.values())
+    now = predicted()
+    longest = max(max(times) for times in rounds.values())
     return all(abs(predicted(extreme) / now - 1) <= MAX_CHANGE for extreme in (0.0, longest))

@@ -149,7 +149,8 @@ def _pipeline(job: LayoutJob) -> LayoutMemory:
 
 
 def _experts(job: LayoutJob) -> LayoutMemory:
-    experts, whole = job.experts, job.whole
+    experts = job.experts
+    whole = job.whole
     assert experts is not None
     try:
         placement = place_experts(experts)

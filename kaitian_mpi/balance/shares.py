@@ -96,7 +96,8 @@ def split_cohorts(
     Raises:
         ValueError: a cost is not a positive number, or the limits do not permit `total` samples.
     """
-    alpha, beta = costs.alpha_sec, costs.beta_sec
+    alpha = costs.alpha_sec
+    beta = costs.beta_sec
     known = (alpha >= 0) & (beta > 0) & np.isfinite(alpha + beta)  # False for NaN
     if not (known & (costs.largest_micro_batch >= 1)).all():
         raise ValueError("each cost must be finite, with beta_sec above 0 and a limit of 1 or more")
@@ -112,9 +113,11 @@ def split_cohorts(
 
     if least * ranks.sum() == total:
         return np.full(len(ranks), least), np.zeros(len(ranks), int)
-    low, high = 0.0, float((alpha + beta).min())
+    low = 0.0
+    high = float((alpha + beta).min())
     while not reach(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while low < (middle := (low + high) / 2) < high:  # until they are adjacent numbers
         low, high = (low, middle) if reach(middle) else (middle, high)
     return _without_surplus(costs, ranks, within(high), total, least)
@@ -126,7 +129,8 @@ def _without_surplus(
     surplus = int((samples * ranks).sum()) - total
     reducible = np.where(samples > least, ranks, 0)
     while surplus >= reducible.sum() > 0:
-        samples, surplus = samples - (reducible > 0), surplus - int(reducible.sum())
+        samples = samples - (reducible > 0)
+        surplus = surplus - int(reducible.sum())
         reducible = np.where(samples > least, ranks, 0)
     # Ranks that finish last come first; if several do, the one with the highest index.
     order = np.lexsort((-np.arange(len(ranks)), -costs.seconds(samples)))

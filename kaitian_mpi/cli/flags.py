@@ -366,7 +366,8 @@ def read_value(name: str, text: str) -> Any:
 
 
 def _add_flag(group: argparse._ActionsContainer, field: dataclasses.Field[Any]) -> argparse.Action:
-    default, about = field.default, field.metadata
+    default = field.default
+    about = field.metadata
     shown = f" (default {'on' if default is True else default})"
     has_own = default in ("", 0) or "(default" in about["help"]
     options: dict[str, Any] = {

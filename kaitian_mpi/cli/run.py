@@ -163,7 +163,8 @@ def own_flags(arguments: Sequence[str]) -> Sequence[str]:
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:
     """Set the variables that torchrun sets; MASTER_ADDR and MASTER_PORT given by the user stay."""
     launch = read_launch(environ)
-    size, names = str(len(hosts)), list(dict.fromkeys(hosts))
+    size = str(len(hosts))
+    names = list(dict.fromkeys(hosts))
     environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": size,

@@ -170,9 +170,11 @@ def make_job(
                 "listed by rank: the ranks' numbers change with the hosts; remove one of them"
             )
         command = command_on(command, hosts_file.path)
-        hosts, hostfiles = hosts_file.hosts, {}
+        hosts = hosts_file.hosts
+        hostfiles = {}
     # With mpirun --wdir the run folder is relative to that directory.
-    place, run_dir = Path(*command.values(FOLDERS)[-1:]), config.run_dir
+    place = Path(*command.values(FOLDERS)[-1:])
+    run_dir = config.run_dir
     if not run_dir:
         of_script = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
         name = of_script if is_script else config.choose_folder()

@@ -75,7 +75,8 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     comm = initialize_mpi_on(config.network_interface)
     given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
     emulation = read_emulation(gather_values(comm, given))
-    kinds, slowdown = emulation.kinds, emulation.slowdown
+    kinds = emulation.kinds
+    slowdown = emulation.slowdown
     config = replace(config, emulate_kinds=kinds, emulate_slowdown=slowdown)
     check_before_loading(config, comm)
     load_torch(launch)  # late: it takes seconds
@@ -105,7 +106,8 @@ def hide_unused_devices(environ: Any, devices: str) -> None:
 def check_before_loading(config: TrainConfig, comm: MPI.Intracomm) -> None:
     """Check a config against the other ranks', their number, and each host's files. Collective."""
     check_same(comm, config.shared_values(), SAME_SETTINGS)
-    spares, ranks = config.spares, comm.size
+    spares = config.spares
+    ranks = comm.size
     with agree_on_errors(comm):
         if spares >= ranks:
             raise UserError(

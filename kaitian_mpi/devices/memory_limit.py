@@ -16,7 +16,8 @@ from kaitian_mpi.devices.emulation import MEMORY_FLAG
 from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
 
-_USUAL_STACK, _USUAL_THREADS = 8 << 20, 8
+_USUAL_STACK = 8 << 20
+_USUAL_THREADS = 8
 _LINES = re.MULTILINE | re.DOTALL
 _UNITS = {"MB": 10**6, "GB": 10**9}
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")

@@ -106,7 +106,8 @@ class CollectiveCalls(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or c10d.ReduceOptions()
-        op, root = opts.reduceOp, opts.rootRank
+        op = opts.reduceOp
+        root = opts.rootRank
         return self._start(
             *("reduce", tensors, [], opts),
             lambda host: call_for_each(

@@ -143,7 +143,8 @@ def group_into_buckets(
         sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
         if sizes[key] >= limits.get(key, caps[0]):
             full.append(open_.pop(key))
-            sizes[key], limits[key] = 0, caps[1]
+            sizes[key] = 0
+            limits[key] = caps[1]
     return sorted([*full, *open_.values()], key=lambda bucket: -bucket[-1])
 
 

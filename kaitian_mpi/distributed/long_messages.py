@@ -138,7 +138,8 @@ class LongMessage(Message):
         return not is_over and bool(self._left or self._copied)
 
     def start(self, reserved: Collection[int]) -> None:
-        header, memory = self._header, self._header.memory
+        header = self._header
+        memory = self._header.memory
         if header.request is None and self.is_receive:
             arriving = receive_if_arrived(self._comm, memory, self.peer, self.tag, reserved)
             if arriving is not None:
@@ -180,7 +181,8 @@ class LongMessage(Message):
         return [self._header.request, self._header.memory, at_mpi, copied]
 
     def finish(self) -> None:
-        ring, device = self._buffers(), self._dense.device
+        ring = self._buffers()
+        device = self._dense.device
         with ring.copies.on_back_stream() if self.is_receive else nullcontext():
             if self.is_receive:
                 from_host(self._dense, self._tensor, non_blocking=True)
@@ -193,7 +195,8 @@ class LongMessage(Message):
             return
         free = self._buffers().free
         while self._left and free and (free[0].free is None or free[0].free.query()):
-            slot, piece = free.popleft(), self._left.popleft()
+            slot = free.popleft()
+            piece = self._left.popleft()
             host = piece if piece.is_cpu else slot.view_as(piece)
             request = self._comm.Irecv(as_raw_buffer(host), self._source, self.tag)
             self._at_mpi.append((request, host, piece, slot))

@@ -112,7 +112,8 @@ class ShardBucket:
             start = 0
             for part, layout in zip(self.parts, rows, strict=True):
                 if getattr(part, role) == rank:
-                    shape, stride = layout.shape, layout.stride()
+                    shape = layout.shape
+                    stride = layout.stride()
                     self.gradients[part] = buffer.as_strided(shape, stride, start)
                     start += layout.numel()
         self.is_sharded = is_sharded

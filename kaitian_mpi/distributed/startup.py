@@ -75,7 +75,8 @@ def init(
 
 def _initialized_world(requested: str) -> World:
     """Return the ranks of the existing default process group."""
-    world, backend = current_world(), dist.get_backend()
+    world = current_world()
+    backend = dist.get_backend()
     if world is None or BACKEND not in backend:
         raise UserError(
             f"torch.distributed is initialized over {backend} already; call kaitian_mpi.init() "
@@ -117,7 +118,8 @@ def use_backend_for(names: Iterable[str]) -> None:
     """
     registration.register()
     overridden = frozenset(names)
-    start, subgroup = dist.init_process_group, dist.new_group
+    start = dist.init_process_group
+    subgroup = dist.new_group
 
     @functools.wraps(start)
     def init_process_group(*args: Any, **kwargs: Any) -> None:

@@ -180,7 +180,8 @@ class _Synchronized(torch.autograd.Function):
         norm: SyncBatchNorm,
         momentum: float,
     ) -> torch.Tensor:
-        group, participation = norm.process_group, norm.participation
+        group = norm.process_group
+        participation = norm.participation
         counts = participation.counts
         rank_moments = moments(input if counts else input[:0])
         gathered = rank_moments.new_empty(dist.get_world_size(group), rank_moments.numel())

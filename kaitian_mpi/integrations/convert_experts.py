@@ -98,7 +98,8 @@ class SparseBlock(Experts):
 
     def __init__(self, block: Any) -> None:
         """Make it from a block of transformers, whose weights are copied once."""
-        gate, stacked = block.gate, block.experts
+        gate = block.gate
+        stacked = block.experts
         family = _FAMILIES[type(block).__name__]
         experts = [
             SparseExpert(family, gate_up, down, stacked.act_fn)
@@ -115,7 +116,8 @@ class SparseBlock(Experts):
             self.shared_expert_gate = block.shared_expert_gate
         self._jitter = float(getattr(block, "jitter_noise", 0.0))
         self._records_probabilities = _records_probabilities(gate)
-        self._block_class, self._config = type(block), stacked.config
+        self._block_class = type(block)
+        self._config = stacked.config
         self.train(block.training)
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -227,7 +229,8 @@ def _is_converted(module: nn.Module) -> bool:
 
 def _check(block: Any) -> None:
     """Check that the block is as transformers makes it."""
-    experts, name = block.experts, type(block).__name__
+    experts = block.experts
+    name = type(block).__name__
     reason = ""
     if not hasattr(experts, "gate_up_proj") or not hasattr(experts, "config"):
         reason = f"its experts are a {type(experts).__name__}; use transformers 5 or later"

@@ -27,7 +27,8 @@ def count_rows_exactly(counts: Callable[[], bool]) -> None:
 
 
 def _extend(metric: Any, counts: Callable[[], bool]) -> None:
-    create, update = metric.__init__, metric.update
+    create = metric.__init__
+    update = metric.update
 
     @functools.wraps(create)
     def create_exact(self: Any, *args: Any, **kwargs: Any) -> None:

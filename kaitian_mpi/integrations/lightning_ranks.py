@@ -115,7 +115,8 @@ def _extend_connector(class_name: str, world: World, number: int, module: Module
         own = devices[min(index, len(devices) - 1)]
         count = len(devices)
         if count * self._num_nodes_flag != world.size or number >= count:
-            count, self._num_nodes_flag = world.size, 1
+            count = world.size
+            self._num_nodes_flag = 1
         self._parallel_devices = [own] * count
 
     setattr(connector, _FIND_DEVICES, find_own_device)

@@ -59,7 +59,8 @@ def weight_losses(
     """
     if hasattr(Trainer.training_step, "weighted"):
         return
-    compute, log = Trainer.training_step, Trainer.log
+    compute = Trainer.training_step
+    log = Trainer.log
     trainings: weakref.WeakKeyDictionary[Trainer, _Training] = weakref.WeakKeyDictionary()
 
     @functools.wraps(compute)

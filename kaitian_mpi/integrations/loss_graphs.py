@@ -49,7 +49,8 @@ class Outputs:
         """Return the outputs that a node's gradients reach first, perhaps only `among` some."""
         known = self._lengths if among is None else among
         lengths: dict[Edge, int] = {}
-        left, seen = [*_edges_after(node)], set[Edge]()
+        left = [*_edges_after(node)]
+        seen = set[Edge]()
         while left:
             edge = left.pop()
             if edge in seen:

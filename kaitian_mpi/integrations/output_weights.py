@@ -111,7 +111,8 @@ class OutputWeights:
             AgreedError: this model's input was computed by another model in a hidden way.
         """
         self._examine(model, output)
-        returned, labels = loss_of(output), self._trainer_labels
+        returned = loss_of(output)
+        labels = self._trainer_labels
         output_loss = returned_loss = self._trainer_loss or self._script_loss
         call: InnerCall | None = InnerCall(model.module, *inputs)
         is_training_step = is_lightning(model.module)
@@ -119,10 +120,12 @@ class OutputWeights:
             call = self._inner.end()
         if self._trainer_loss is None and returned is not None:
             if call is not None:
-                returned_loss, labels = self._returned[model], labels_in(call.args, call.kwargs)
+                returned_loss = self._returned[model]
+                labels = labels_in(call.args, call.kwargs)
                 returned_loss.observe(labels, functools.partial(find_rules, *call))
             elif is_training_step and not model.static_graph:  # such a graph can be used only once
-                returned_loss, rows = self._of_steps[model], first_length(*inputs) or 0
+                returned_loss = self._of_steps[model]
+                rows = first_length(*inputs) or 0
                 outputs = self._inner.outputs
                 returned_loss.observe({}, lambda: rules_of_graph(returned, outputs, rows))
         returned_weight = ForwardWeight(forward, returned_loss, labels, backwards)

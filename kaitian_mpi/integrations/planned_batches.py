@@ -114,7 +114,8 @@ class PlannedBatchSampler(BatchSampler):
             batches: the trainer's, which may be prefetched and copied to a device.
             skipped: how many batches the trainer skips at first.
         """
-        iteration, rows = Iteration(self), deque[BatchRows]()
+        iteration = Iteration(self)
+        rows = deque[BatchRows]()
         self._outer_rows = rows
         try:
             for number, batch in enumerate(batches):
@@ -162,7 +163,8 @@ class _IndexBatchSampler(PlannedBatchSampler):
 
         A new plan applies to the next batch: prefetched ones are fetched again by the same workers.
         """
-        iteration, outer_rows = Iteration(self), self._outer_rows
+        iteration = Iteration(self)
+        outer_rows = self._outer_rows
         self._outer_rows = None
         epoch = _Epoch(itertools.islice(self._all_batches(), self._skipped, None))
         inner: Any = None

@@ -31,7 +31,8 @@ def plan_loaders(planner: BatchPlanner) -> Callable[[], None]:
     Returns:
         A function that undoes this.
     """
-    create, iterate = DataLoader.__init__, DataLoader.__iter__
+    create = DataLoader.__init__
+    iterate = DataLoader.__iter__
     restores: dict[str, Callable[[], None]] = {}
 
     @functools.wraps(create)

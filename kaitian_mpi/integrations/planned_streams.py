@@ -152,7 +152,8 @@ class PlannedStream(PlannedBatchSampler):
 
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
         """Yield the loader's batches; a new plan applies to those that are not asked for yet."""
-        iteration, outer_rows = Iteration(self), self._outer_rows
+        iteration = Iteration(self)
+        outer_rows = self._outer_rows
         self._outer_rows = None
         shares = self._planner.plan_of(self).shares
         epoch = self._stream_epoch = _StreamEpoch(self._stream_epoch.number + 1, shares)

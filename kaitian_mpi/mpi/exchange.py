@@ -98,7 +98,8 @@ def agree_on_errors(comm: MPI.Comm) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        fault, code = str(error), error.exit_code
+        fault = str(error)
+        code = error.exit_code
     gathered = gather_values(comm, (fault, code))
     faults = [text for text, _ in gathered]
     if any(faults):

@@ -193,7 +193,8 @@ class StoreServer:
         buffer = bytearray(status.Get_count())
         message.Recv(buffer)
         operation, tag, timeout, *arguments = unpack(bytes(buffer))
-        source, reply_tag = status.Get_source(), int(tag)
+        source = status.Get_source()
+        reply_tag = int(tag)
 
         def reply(fields: Fields) -> None:
             if reply_tag == NO_REPLY:

@@ -104,7 +104,8 @@ def plan_groups(
 
 def may_group_by_host(kinds: Sequence[str], nodes: Sequence[int]) -> bool:
     """Return whether groups by kind and host may be faster than groups by kind."""
-    by_kind, by_host = plan_groups(kinds), plan_groups(kinds, nodes)
+    by_kind = plan_groups(kinds)
+    by_host = plan_groups(kinds, nodes)
     return 1 < len(by_kind) < len(by_host) < len(kinds)
 
 

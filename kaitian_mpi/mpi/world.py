@@ -180,7 +180,8 @@ def join_world(
         # A variable may have been forgotten.
         level = logging.INFO if emulate_kinds or emulate_slowdown else logging.WARNING
         _log.log(level, "the job is emulated: %s", emulation.describe())
-    threads, size = set_default_threads(share_cores(world_comm)), world_comm.size
+    threads = set_default_threads(share_cores(world_comm))
+    size = world_comm.size
     return World(world_comm, infos, device, index, threads, size, emulation, store, relay)
 
 
@@ -199,7 +200,8 @@ def _take_device(
     """Choose this rank's device, and make it the process's current one. Collective."""
     from mpi4py import MPI
 
-    host, launch = MPI.Get_processor_name(), read_launch(os.environ)
+    host = MPI.Get_processor_name()
+    launch = read_launch(os.environ)
     share = share or os.environ.get(SHARE_VARIABLE, "") == "1"
     with agree_on_errors(comm):
         known = known_kinds()
@@ -219,7 +221,8 @@ def _take_device(
         if request == "auto" and launch.local_rank == 0:
             for fault in known.faults.values():
                 _log.warning("%s", fault)
-        device, index = known.devices[choice.kind], choice.index
+        device = known.devices[choice.kind]
+        index = choice.index
         device.select(index)
         device = emulation.wrap(device, comm.rank, str(device.torch_device(index)))
         info = _describe_rank(comm.rank, host, node, device, index, emulation)

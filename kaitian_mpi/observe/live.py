@@ -142,7 +142,8 @@ def _bars(reading: Reading) -> Table:
     table = Table.grid(padding=(0, 1), expand=True)
     for ratio in (None, 1, None, None):
         table.add_column(ratio=ratio, justify="left" if ratio else "right", no_wrap=True)
-    step, steps = reading.step, reading.total_steps
+    step = reading.step
+    steps = reading.total_steps
     epoch = epoch_text(reading.epoch, reading.epochs)
     left = "" if reading.seconds_left is None else f"{duration(reading.seconds_left)} left"
     for name, fraction, end in (

@@ -103,7 +103,8 @@ def draw_crops_and_flips(
     """Draw the random crop and flip of each of n samples."""
     words = random_bits(seed, epoch, indices)
     # Each number is scaled from 31 bits of its own: the bias is below 2 * pad / 2**31.
-    choices, low_31 = np.uint64(2 * pad + 1), np.uint64(0x7FFF_FFFF)
+    choices = np.uint64(2 * pad + 1)
+    low_31 = np.uint64(0x7FFF_FFFF)
     top = ((words & low_31) * choices) >> np.uint64(31)
     left = (((words >> np.uint64(31)) & low_31) * choices) >> np.uint64(31)
     flipped = (words >> np.uint64(63)).astype(bool)

@@ -81,7 +81,8 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        first, second = _conv_bn(inputs, outputs, 3, stride), _conv_bn(outputs, outputs, 3)
+        first = _conv_bn(inputs, outputs, 3, stride)
+        second = _conv_bn(outputs, outputs, 3)
         self.layers = nn.Sequential(*first, nn.ReLU(inplace=True), *second)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:

@@ -113,7 +113,8 @@ def ask(library: str, address: str, job: str) -> list[ProcInfo]:
         return []
     keys = (c_char_p * 2)(_TABLE, None)
     query = Query(keys, (Info * 1)(text_info(_OF_JOB, job)), 1)
-    answer, number = POINTER(Info)(), c_size_t()
+    answer = POINTER(Info)()
+    number = c_size_t()
     code = pmix.PMIx_Query_info(
         ctypes.byref(query), c_size_t(1), ctypes.byref(answer), ctypes.byref(number)
     )

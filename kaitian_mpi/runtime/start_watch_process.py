@@ -114,7 +114,8 @@ class Siblings:
             variables = variables_of(pid)
             if variables.get(job) == self._job and {world_rank, local_rank} <= variables.keys():
                 number = int(variables[local_rank])
-                self._pids[number], self.world_ranks[number] = pid, int(variables[world_rank])
+                self.world_ranks[number] = int(variables[world_rank])
+                self._pids[number] = pid
             # A program that shows a title of its own has it in the place of its variables.
             unknown += b"PATH" not in variables
         for number in range(self._size):
@@ -348,8 +349,10 @@ def main(
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.set_blocking(0, True)
-    daemon, started = int(launcher), read_stat(int(launcher))[2]
-    siblings, local_rank = Siblings(daemon, list(names)), int(os.environ[names[3]])
+    daemon = int(launcher)
+    started = read_stat(int(launcher))[2]
+    siblings = Siblings(daemon, list(names))
+    local_rank = int(os.environ[names[3]])
     others = None
     if local_rank == 0 and siblings.has_other_hosts:
         asked = (launcher, address, os.environ[names[0]], joining) if address else ()

@@ -153,7 +153,8 @@ class Engine:
         """
         order = self.begin(micro_batches)
         for index in order:
-            batch, counts = self.place(micro_batches[index]), self.step.weights[index] > 0
+            batch = self.place(micro_batches[index])
+            counts = self.step.weights[index] > 0
             loss = self._computation.loss(self._task, self.state.model, batch, counts)
             enter_phase("backward", step=self.state.progress.step + 1)
             self.backward(loss, index, is_last=index == order[-1])
@@ -163,7 +164,8 @@ class Engine:
 
         A layout may add some without samples to the list, which the ranks compute together.
         """
-        step, number = self.step, self.state.progress.step + 1
+        step = self.step
+        number = self.state.progress.step + 1
         step.begin(
             number, self._task, micro_batches, self.sampler.shares_at(self.state.progress.position)
         )
@@ -172,7 +174,8 @@ class Engine:
         set_learning_rates(self._config, self.state, samples, len(self._setup.train))
         if self.keeps_state or step.rank_samples == 0 or self._task.loss is None:
             self.state.buffers.save()
-        statistics, step_in_epoch = self.state.statistics, self.state.progress.step_in_epoch
+        statistics = self.state.statistics
+        step_in_epoch = self.state.progress.step_in_epoch
         if statistics.norms:
             statistics.before_step(step_in_epoch, step.rank_samples, samples)
         self._pace.go_to(number)
@@ -266,12 +269,15 @@ class Engine:
         function = self._task.metrics or self._task.loss
         assert function is not None
         data = self._setup.validation
-        size, shares = self.plan.micro_batch_size or MAX_BATCH, self.sampler.batch_sizes
+        size = self.plan.micro_batch_size or MAX_BATCH
+        shares = self.sampler.batch_sizes
         reader = Reader(data)
-        rank, most = self.world.rank, min(MAX_BATCH, size)
+        rank = self.world.rank
+        most = min(MAX_BATCH, size)
         with self.forwards():
             for indices in evaluation_indices(len(data), rank, shares, most):
-                batch, began = reader.read(indices), time.perf_counter()
+                batch = reader.read(indices)
+                began = time.perf_counter()
                 enter_phase("evaluation")
                 with self._computation.autocast():
                     result = function(self._task.model, self._computation.place(batch))

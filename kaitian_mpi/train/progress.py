@@ -121,7 +121,8 @@ def count_steps(
 ) -> int:
     """Return the steps of a whole run of so many samples an epoch: those done and those left."""
     done = progress or Progress(0)
-    left, epochs = 0, most_epochs(config) - done.epoch
+    left = 0
+    epochs = most_epochs(config) - done.epoch
     if epochs > 0:
         left = steps_per_epoch(samples - done.position, global_batch_size, min_batch)
         left += (epochs - 1) * steps_per_epoch(samples, global_batch_size, min_batch)

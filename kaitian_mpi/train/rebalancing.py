@@ -135,10 +135,12 @@ class Balancing(StepObserver):
         """Report that a rank has become slow, or has recovered."""
         info = self._world.infos[slow.rank]
         if slow.until_step is None:
-            kind, show = "slow", warn_rank_0
+            kind = "slow"
+            show = warn_rank_0
             change = f"has been slow since step {slow.since_step} ({slow.kind}): {slow.text}"
         else:
-            kind, show = "slow_end", print_rank_0
+            kind = "slow_end"
+            show = print_rank_0
             change = f"recovered ({slow.kind}, slow since step {slow.since_step})"
         text = self._config.word(f"step {step}: {info} {change}")
         show(self._world, text)

@@ -92,7 +92,8 @@ class Saving(StepObserver):
         self._save()
         self._checkpoints.wait()
         self._report_written()
-        progress, path = self._progress, self._run.setup.path
+        progress = self._progress
+        path = self._run.setup.path
         self._event("stop", f"training was closed after step {progress.step}")
         self._run.write_summary(
             steps=progress.step, epochs=progress.epoch, bad_steps=progress.bad_steps

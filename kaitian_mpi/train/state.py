@@ -191,7 +191,8 @@ class State:
         with other settings: then they begin again with this job's. Settings that the script has
         changed are as saved, and all of them with schedulers in extra_state.
         """
-        saved, used = state["optimizer_types"], _type_names(self.optimizers)
+        saved = state["optimizer_types"]
+        used = _type_names(self.optimizers)
         if saved != used:
             raise UserError(
                 f"cannot resume: the checkpoint has the state of {', '.join(saved)}, and the task "
@@ -309,7 +310,8 @@ def _type_names(optimizers: Sequence[Optimizer]) -> list[str]:
 def _named_as(shared: dict[str, Any], state: State) -> dict[str, Any]:
     """Return a result of `shared` with a state's names, with torch.compile or without."""
     trainable = dict(state.model.named_parameters())
-    model, unfrozen = named_as(shared["model"], state.model_state()), shared["unfrozen"]
+    model = named_as(shared["model"], state.model_state())
+    unfrozen = shared["unfrozen"]
     return shared | {"model": model, "unfrozen": named_as(unfrozen, trainable)}
 
 

@@ -50,7 +50,8 @@ class Step:
 
     def report(self, wants_checkpoint: bool = False) -> tuple[float, ...]:
         """Return this rank's report of the step for the other ranks."""
-        times, count = self.times, max(1, self.times.steps)
+        times = self.times
+        count = max(1, self.times.steps)
         work_sec = times.computed / count + self.data_sec
         wait_sec = times.waited / count
         return times.steps, self.rank_samples, work_sec, wait_sec, self.data_sec, wants_checkpoint

@@ -215,7 +215,8 @@ class StepExchange:
             return
         if call is not Call.SUM:  # amid a step nobody waits: the time would count as computing
             self._check_calls(step)
-        sent, calls = np.array([call], np.int64), np.empty(self._comm.size, np.int64)
+        sent = np.array([call], np.int64)
+        calls = np.empty(self._comm.size, np.int64)
         self._calls.append((self._comm.Iallgather(sent, calls), sent, calls))
         if call.waits:
             enter_phase("the other ranks' next calls", waits=True, limited=False)

@@ -143,9 +143,11 @@ class Task:
                 are not this model's, or that share some.
         """
         if callable(self.optimizer):
-            result, must = self.optimizer(model), "return"
+            result = self.optimizer(model)
+            must = "return"
         else:
-            result, must = self._given_optimizers(model), "be a function or"
+            result = self._given_optimizers(model)
+            must = "be a function or"
         optimizers = [result] if isinstance(result, Optimizer) else result
         if not isinstance(optimizers, list | tuple) or not optimizers:
             raise _wrong("optimizer", f"{must} one or more optimizers", result)

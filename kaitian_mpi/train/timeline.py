@@ -84,7 +84,8 @@ class Timeline(StepObserver):
         self._schedule(began)
 
     def _open(self, folder: Path) -> TimelineFile:
-        clock, now = self._recorder.clock, self._recorder.now()
+        clock = self._recorder.clock
+        now = self._recorder.now()
         since_origin = now - self._recorder.began + _MARGIN_SEC
         if clock.is_aligned:
             since_origin = clock.run_time(now)
@@ -95,7 +96,8 @@ class Timeline(StepObserver):
 
     def _lines(self) -> bytes:
         """Return this rank's events as lines of the file."""
-        rank, recorder = self._world.info.world_rank, self._recorder
+        rank = self._world.info.world_rank
+        recorder = self._recorder
         dropped = recorder.take_dropped()
         naming = self._naming
         self._naming = []
@@ -110,7 +112,8 @@ class Timeline(StepObserver):
 
     def _schedule(self, began: float) -> None:
         """Set the step after which to gather next, the same on every rank."""
-        step, now = self._state.progress.step, time.monotonic()
+        step = self._state.progress.step
+        now = time.monotonic()
         figures = gather_values(self._world.comm, [began - self._shared_at, now - began])
         elapsed, cost = (max(values) for values in zip(*figures, strict=True))
         interval = max(_MIN_INTERVAL_SEC, _INTERVAL_PER_COST * cost)

@@ -89,7 +89,8 @@ class Training(AbstractContextManager["Training"]):
         check_sinks(sinks)
         world = current_world() if dist.is_initialized() else None
         membership = Membership(world or init())
-        slowdown, memory = config.emulate_slowdown, config.emulate_memory
+        slowdown = config.emulate_slowdown
+        memory = config.emulate_memory
         membership.change_world(lambda world: slowed_as(world, slowdown))
         membership.change_world(lambda world: limited_as(world, memory))
         config = replace(config, emulate_slowdown=membership.all_ranks.emulation.slowdown)

@@ -32,7 +32,8 @@ def load_weights(model: nn.Module, path: str) -> None:
     A weight that shares another one's memory may be missing in the file, and a prefix of DDP or
     torch.compile in its names does not matter.
     """
-    model_state, content = model.state_dict(), _weights_in(path, _read(path))
+    model_state = model.state_dict()
+    content = _weights_in(path, _read(path))
     names = dict(zip(_plain_names(model_state), model_state, strict=True))
     plain = zip(_plain_names(content), content.values(), strict=True)
     file_state = {names.get(name, name): value for name, value in plain}

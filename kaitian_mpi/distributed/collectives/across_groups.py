@@ -165,7 +165,8 @@ class _Sums(_Rounds):
         self._members.moves[0](current.flat, current.shares, self._op.without_division)
 
     def exchange(self, sent: Tensors, received: Tensors) -> None:
-        current, total = self.rounds[self._next], self._op.without_division
+        current = self.rounds[self._next]
+        total = self._op.without_division
         self._next += 1
         share = sent[0] if current.share.numel() else sent[0][:0]
         lengths = len(current.rank_part), len(current.other_parts)
@@ -187,7 +188,8 @@ class _Sums(_Rounds):
         self._op.divide_average(result, self._comm.size)
 
     def end(self, number: int) -> None:
-        result, start = self.result(number), number * self._step
+        result = self.result(number)
+        start = number * self._step
         self.output[start : start + len(result)].copy_(result)
 
     def run(self, relay: Relay, output: torch.Tensor) -> None:
@@ -211,7 +213,8 @@ class _Gathers(_Rounds):
         self._next = 0
 
     def begin(self, number: int) -> None:
-        start, current = number * self._step, self.rounds[number]
+        start = number * self._step
+        current = self.rounds[number]
         current.rank_part.copy_(self._rank_part[start : start + len(current.rank_part)])
 
     def exchange(self, sent: Tensors, received: Tensors) -> None:

@@ -104,7 +104,8 @@ class HostOperations:
         # Without a relay all ranks are CPUs, but a script may have tensors on another device.
         dense = to_host(tensor) if self._relay is None else contiguous(tensor)
         exchange = self._allreduce_on(self._comm, precision.residual)
-        relay, dtype = self._relay, precision.dtype
+        relay = self._relay
+        dtype = precision.dtype
         if relay is None or (dtype is None and dense.is_cpu and not relay.has_accelerators):
             exchange(dense, op)
         else:
@@ -149,7 +150,8 @@ class HostOperations:
         # Memory for any short message: MPI would write a longer one beyond the buffer's end.
         memory = torch.empty(SHORT_BYTES + _SIZE_BYTES, dtype=torch.uint8)
         message = memory[: nbytes + _SIZE_BYTES]
-        size, content = message[:_SIZE_BYTES], message[_SIZE_BYTES:]
+        size = message[:_SIZE_BYTES]
+        content = message[_SIZE_BYTES:]
         size.view(torch.int64).fill_(nbytes if self.rank == root else -1)
         if self.rank == root:
             content.copy_(to_host(tensor).view(-1).view(torch.uint8))
@@ -216,7 +218,8 @@ class HostOperations:
             if self._gathers_in_rounds(dense.view(-1).split(tensor.numel()), tensor):
                 from_host(dense, output)
                 return
-        host, source = to_host(output, read=False), to_host(tensor)
+        host = to_host(output, read=False)
+        source = to_host(tensor)
         source = separate(source, host)
         buffers = as_raw_buffer(source), as_raw_buffer(host)
         # Two ranks gather long parts faster by MPI's blocking call, once both have arrived.
@@ -283,7 +286,8 @@ class HostOperations:
         if self._relay_if_long(tensor.nbytes):
             self.reduce_scatter(output, contiguous(tensor).chunk(self.size), op)
             return
-        host, source = to_host(output, read=False), to_host(tensor)
+        host = to_host(output, read=False)
+        source = to_host(tensor)
         if source.nbytes <= SHORT_BYTES:
             wide_source = separate(op.in_supported_dtype(source), host)
             wide = host if wide_source is source else host.to(wide_source.dtype)
@@ -342,7 +346,8 @@ class HostOperations:
                 rounds.exchange_in_rounds(self._comm, relay, parts, pieces)
                 from_host(dense, output)
                 return
-        host, source = to_host(output, read=False), to_host(tensor)
+        host = to_host(output, read=False)
+        source = to_host(tensor)
         source = separate(source, host)
         leaving = np.array([count * source.itemsize for count in sent_counts])
         arriving = np.empty_like(leaving)

@@ -148,7 +148,8 @@ class HybridOperations(HostOperations):
     def _members(self, name: str, tensor: torch.Tensor) -> Members:
         """Return the operations of this rank's group, of its library if that has them."""
         comms, library = self._by_kind
-        groups, ranks = [group.ranks for group in comms.groups], comms.own.ranks
+        groups = [group.ranks for group in comms.groups]
+        ranks = comms.own.ranks
         dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
         kind = SUM.kind if name == "reduce" else None
         if library is not None and library.serves(name, [dtype if kind else tensor.dtype], kind):
@@ -183,11 +184,13 @@ class HybridOperations(HostOperations):
                 piece.copy_(wide)
             return
         reduce_pieces, gather_pieces = moves
-        total, pieces = op.without_division, tensor.tensor_split(lanes)
+        total = op.without_division
+        pieces = tensor.tensor_split(lanes)
         shares = [len(piece) for piece in pieces]
         with part("reduce in the group"):
             reduce_pieces(tensor, shares, total)
-        rank, lane = comms.group.rank, comms.lane
+        rank = comms.group.rank
+        lane = comms.lane
         if lane is not None and rank < len(shares):
             allreduce = self._allreduce_on(lane, precision.residual, sum(shares[:rank]))
 

@@ -117,12 +117,14 @@ def reduce_scatter_in_rounds(
 
     Returns whether they were. Other ranks may reduce theirs at once. Collective.
     """
-    longest, size = max(piece.numel() for piece in pieces), output.element_size()
+    longest = max(piece.numel() for piece in pieces)
+    size = output.element_size()
     is_short = comm.size * longest * size <= 2 * _ROUND_BYTES
     if relay is None or is_short or any(tensor.is_cpu for tensor in (output, *pieces)):
         return False
     dense = contiguous(output)
-    result, parts = dense.view(-1), [contiguous(piece).view(-1) for piece in pieces]
+    result = dense.view(-1)
+    parts = [contiguous(piece).view(-1) for piece in pieces]
     least = pairwise.elements_per_piece(comm, output)
     most = min(_ROUND_BYTES, longest_chunk(relay.settings.memory_mb)) // size
     step = least * max(1, most // ((comm.size + 1) * least))
@@ -146,7 +148,8 @@ def all_gather_in_rounds(
     others = [piece for rank, piece in enumerate(pieces) if rank != comm.rank]
     is_mixed = len({value.device for value in (tensor, *pieces)}) > 1
     copy = to_host if is_mixed else contiguous
-    source, dense = copy(tensor).view(-1), [copy(piece) for piece in others]
+    source = copy(tensor).view(-1)
+    dense = [copy(piece) for piece in others]
     flat = [piece.view(-1) for piece in dense]
     step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // comm.size) // tensor.element_size()
     rounds = [

@@ -57,7 +57,8 @@ class Sizes:
             for piece in pieces or [None] * size
         ]
         rows = self._gathered(sizes)
-        leaving, arriving = rows[:, :size], rows[:, size:]
+        leaving = rows[:, :size]
+        arriving = rows[:, size:]
         _refuse_if((leaving != arriving.T).any())
         return int(max(leaving.sum(1).max(), arriving.sum(1).max()))
 

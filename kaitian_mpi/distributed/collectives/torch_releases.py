@@ -28,7 +28,8 @@ def _call_coalesced(
     """Call a vendor's process group for all tensors at once or, before 2.14, for each by itself."""
     if hasattr(library, name):
         return [getattr(library, name)(outputs, inputs, options)]
-    call, pairs = getattr(library, single), zip(outputs, inputs, strict=True)
+    call = getattr(library, single)
+    pairs = zip(outputs, inputs, strict=True)
     return [call(output, tensor, options) for output, tensor in pairs]
 
 

@@ -92,7 +92,8 @@ class VendorLibrary:
         return True
 
     def _join(self) -> None:
-        comms, group = self._comms, self._comms.own
+        comms = self._comms
+        group = self._comms.own
         # The group of the same ranks by kind alone, or by host too, has another prefix.
         prefix = f"vendor/{group.kind}" + ("" if group.node is None else f"/host {group.node}")
         if ulfm.is_enabled():
@@ -103,7 +104,8 @@ class VendorLibrary:
         self._watch = LibraryWatch(comms.world, group.ranks, view, self._timeout, self._fail)
         backend = None
         if self.size > 1:
-            store, limit = dist.PrefixStore(prefix, self._store), self._timeout + _LIBRARY_MARGIN
+            store = dist.PrefixStore(prefix, self._store)
+            limit = self._timeout + _LIBRARY_MARGIN
             backend = self._kind.create_vendor_group(store, self.rank, self.size, limit)
         with self._lock:
             self._backend = backend

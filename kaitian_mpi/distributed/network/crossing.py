@@ -44,7 +44,8 @@ class Crossing:
         """Reduce the chunks of this host's other ranks to this one's, in the order of ranks."""
         if not members:
             return
-        arrived, total = self._scratch[: chunk.numel()], _wide(chunk)
+        arrived = self._scratch[: chunk.numel()]
+        total = _wide(chunk)
         for rank in members:
             yield [self._comm.Irecv(as_raw_buffer(arrived), rank, self._tag)]
             self._op.combine(total, arrived, out=total)
@@ -114,8 +115,10 @@ def ring(crossing: Crossing, parts: Parts) -> Round:
     that cannot carry all pairs at full speed (Patarasuk and Yuan, "Bandwidth optimal all-reduce
     algorithms for clusters of workstations", 2009).
     """
-    host, size = crossing.host, crossing.size
-    before, after = (host - 1) % size, (host + 1) % size
+    host = crossing.host
+    size = crossing.size
+    before = (host - 1) % size
+    after = (host + 1) % size
     sent = []
     for step in range(size - 1):
         part = parts[(host - step - 1) % size]

@@ -85,7 +85,8 @@ class Blocks:
         rounded = (blocks * scales.reciprocal().nan_to_num_(0.0, 0.0)).round_()
         rounded += 0.0  # there is no -0.0 among whole numbers
         if self._bits == 4:
-            small, half = rounded.to(torch.int8), BLOCK // 2
+            small = rounded.to(torch.int8)
+            half = BLOCK // 2
             torch.add(small[:, :half], small[:, half:], alpha=16, out=numbers)
         else:
             numbers.copy_(rounded)

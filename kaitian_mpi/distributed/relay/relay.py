@@ -162,7 +162,8 @@ def exchange_in_rounds(
             if around is not None:
                 around.begin(next(numbers[0]))
                 copies.begin(sent[0])
-            slot, start = slots.take(), 0
+            slot = slots.take()
+            start = 0
             hosts: dict[int, torch.Tensor] = {}
             for tensor in _distinct(sent, received):
                 hosts[id(tensor)] = slot.view_as(tensor, start)
@@ -241,7 +242,8 @@ class Relay:
         what the ranks have agreed on, not on where a rank's tensor is.
         """
         crossing = tensor if dtype is None else tensor.to(dtype)
-        chunks, device = self.split(comm, crossing), crossing.device
+        chunks = self.split(comm, crossing)
+        device = crossing.device
         if crossing.is_cpu:
             for chunk in chunks:
                 with part("exchange", EXCHANGE, bytes=chunk.nbytes):

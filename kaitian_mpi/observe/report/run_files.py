@@ -305,7 +305,8 @@ def _is_emulated(config: dict[str, Any], *others: dict[str, Any]) -> bool:
 
 def _experts(summary: dict[str, Any]) -> dict[str, str]:
     """Return what is known of experts that different ranks hold."""
-    experts, ranks = summary.get("experts") or {}, summary.get("ranks") or []
+    experts = summary.get("experts") or {}
+    ranks = summary.get("ranks") or []
     held = experts.get("by_rank") or []
     names = sorted(itertools.chain(*held), key=lambda name: [*map(int, name.split("."))])
     fractions = experts.get("token_fractions") or []

@@ -178,7 +178,8 @@ def restore(
         "residuals": {} if are_same_ranks else add_up(content["residuals"] for content in saved),
     }
     of_ranks = broadcast_state(world.comm, of_ranks, source, receives=True)
-    rank_states, place = of_ranks["rank_states"], world.info.place
+    rank_states = of_ranks["rank_states"]
+    place = world.info.place
     if len(rank_states) == len(active) and place in places:
         state.load_rank_state(rank_states[places.index(place)])
     else:

@@ -151,7 +151,8 @@ def split_share(
     """
     if not indices:
         return [(0, list(range(stand_in, stand_in + min_batch)))]
-    sizes, left = split_micro_batches(len(indices), micro_batch_size, min_batch), iter(indices)
+    sizes = split_micro_batches(len(indices), micro_batch_size, min_batch)
+    left = iter(indices)
     return [(size, list(itertools.islice(left, size))) for size in sizes]
 
 

@@ -60,7 +60,8 @@ class ShareLoader:
         self._loader = None
 
     def _make_loader(self) -> DataLoader[list[MicroBatch]]:
-        workers, data = self.workers, cast("Dataset[list[MicroBatch]]", self.data)
+        workers = self.workers
+        data = cast("Dataset[list[MicroBatch]]", self.data)
         if workers:
             from kaitian_mpi.train.data.shared_tensors import SharedTensorDataset
 

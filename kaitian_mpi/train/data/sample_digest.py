@@ -28,7 +28,8 @@ def digest_samples(data: Any, count: int = _MAX_SAMPLES) -> list[tuple[str, str]
     seeded for it, as far as it draws from torch, numpy or Python. Takes at most about 2 s: if
     reading is slow, the list is a shorter prefix of the same samples.
     """
-    length, count = len(data), min(len(data), count)
+    length = len(data)
+    count = min(len(data), count)
     # Both ends first: if hosts list files in a different order or number, these likely differ.
     spread = [number * (length - 1) // max(count - 1, 1) for number in range(count)]
     order = [*spread[-1:], *spread[:-1]]
@@ -51,7 +52,8 @@ def _digest(data: Any, index: int) -> tuple[str, str]:
             sample = data.collate([data.data[index]]) if is_wrapped else data[[index]]
         except Exception as error:  # user code may raise anything; training will raise it too
             return f"sample {index} raises {type(error).__name__}", ""
-    texts, bits = [], hashlib.sha256()
+    texts = []
+    bits = hashlib.sha256()
     for leaf in _leaves(sample):
         text, content = _described(leaf)
         texts.append(text)
@@ -107,7 +109,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    python, legacy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    legacy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         np.random.seed(0)

@@ -125,7 +125,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
             ValueError: there is not one size per rank, one is negative, one is below `min_batch`
                 but not 0, or all are 0.
         """
-        sizes, least = list(batch_sizes), self.min_batch
+        sizes = list(batch_sizes)
+        least = self.min_batch
         is_valid = any(sizes) and all(size == 0 or size >= least for size in sizes)
         if len(sizes) != self.num_replicas or not is_valid:
             raise ValueError(
@@ -171,7 +172,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
         The position neither matters nor changes.
         """
-        order, position = self._permutation()[:count], 0
+        order = self._permutation()[:count]
+        position = 0
         while position < len(order):
             indices, position = self._share_at(order, position)
             yield indices

@@ -153,7 +153,8 @@ class DividedState(Partition, Generic[Target]):
         self._load_settings(optimizers)
 
     def _load_model(self, state: dict[str, Any]) -> None:
-        content, owned = copy.copy(state), self._names.keys()
+        content = copy.copy(state)
+        owned = self._names.keys()
         missing = {name for name in owned if content.pop(name, None) is None}
         result = self._model.load_state_dict(content, strict=not owned)
         missing |= set(result.missing_keys) - owned
@@ -184,7 +185,8 @@ class DividedState(Partition, Generic[Target]):
             self._optimizers, self._groups, self.optimizer_states(), strict=True
         ):
             optimizer.state.clear()
-            place, content = 0, dict[int, Any]()
+            place = 0
+            content = dict[int, Any]()
             for group, numbers, saved in zip(
                 optimizer.param_groups, groups, setting["param_groups"], strict=True
             ):
@@ -208,7 +210,8 @@ def number_groups(
     groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups, as in its `state_dict`, with the places of their parameters."""
-    numbered, place = [], 0
+    numbered = []
+    place = 0
     for group, of_group in zip(groups, parameters, strict=True):
         settings = {name: value for name, value in group.items() if name != "params"}
         numbered.append({**settings, "params": [*range(place, place + len(of_group))]})

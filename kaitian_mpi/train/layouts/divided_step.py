@@ -45,7 +45,8 @@ def apply_step(reducer: StepSums, task: Task, state: State, is_finite: bool, sam
 
     The weights stay if the gradient is not finite.
     """
-    partition, scaler = state.partition, state.computation.scaler
+    partition = state.partition
+    scaler = state.computation.scaler
     assert isinstance(partition, DividedState)
     with state.lock:
         if is_finite:

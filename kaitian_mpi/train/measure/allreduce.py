@@ -96,7 +96,8 @@ def choose_allreduce(
     Returns its name, `direct` with a single group, and what `choose_algorithm` measures. Buckets
     are in bytes.
     """
-    group, wire = cast("KaitianProcessGroup", dist.group.WORLD), world.relay.wire
+    group = cast("KaitianProcessGroup", dist.group.WORLD)
+    wire = world.relay.wire
     measured = choose_algorithm(group, request, [n // 4 for n in buckets], world.device, wire)
     crosses = group.measure_links()
     if wire != "fp32":

@@ -53,7 +53,8 @@ def benchmark_ranks(
     model can train on `min_batch` samples and more; it is not changed. `reserved` are the bytes of
     this rank that the training takes besides. `part` names what of the model is timed, if not all.
     """
-    comm, cache = world.comm, BenchmarkCache(config, world, setup, reserved, part)
+    comm = world.comm
+    cache = BenchmarkCache(config, world, setup, reserved, part)
     measurement = cache.read()
     gathered = gather_values(comm, (measurement is not None, world.threads))
     threads = [threads for _, threads in gathered]

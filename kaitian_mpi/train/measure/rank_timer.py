@@ -36,7 +36,8 @@ _GROWTH_ON_HOST, _GROWTH_ON_ACCELERATOR = 2, 4
 _MIN_TIMED_SEC = 0.1
 _LONG_STEP_SEC = 0.5  # on a host, larger batches cost too much time
 _CANDIDATE_ROUNDS = 4
-_CLOSE, _CLEAR_LEAD = 1 + MAX_CHANGE, 1.1
+_CLOSE = 1 + MAX_CHANGE
+_CLEAR_LEAD = 1.1
 _MAX_ROUNDS = 4
 _SIZES_IN_TRAINING = 8  # that a rank computes: those of some plans, and an epoch's last ones
 SAFE_FRACTION = 0.9  # of the memory, because batches differ and allocators waste some
@@ -230,7 +231,8 @@ class RankTimer:
         )
 
     def _make_model(self) -> _TimedModel:
-        setup, task = self._setup, self._setup.task
+        setup = self._setup
+        task = self._setup.task
         # In the order of training, so that samples of different sizes come as they do there.
         sampler = LoadAdaptiveSampler(
             setup.train, [1], 0, shuffle=task.shuffles, seed=self._config.seed
@@ -252,7 +254,8 @@ class RankTimer:
         smallest, largest = min(times), max(times)
         self._busy_batch = smallest
         ends = {batch: times[batch] for batch in (smallest, largest)}
-        share, round_sec = max(self._limits.equal_share, smallest), 0.0
+        share = max(self._limits.equal_share, smallest)
+        round_sec = 0.0
         for _ in range(_MAX_ROUNDS):
             training_sec = self._training_sec(min(times[largest]) / largest)
             limit_sec = min(self._config.benchmark_seconds, training_sec)
@@ -330,7 +333,8 @@ class RankTimer:
         half a second on a host; or until memory or time runs out. On an accelerator the first step
         of a size never counts: an H200 took 0.1 to 4 s for one of 30 ms.
         """
-        limits, time_step = self._limits, partial(self._model.time_step, self._computation)
+        limits = self._limits
+        time_step = partial(self._model.time_step, self._computation)
         batch = limits.first
         part_sec = _PART * self._config.benchmark_seconds
         deadline_sec = self._elapsed() + part_sec

@@ -203,7 +203,8 @@ def _pieces_of(model: nn.Module) -> list[nn.Module]:
     if len(lists) != 1:
         return []
     layers: Any = base._modules[lists[0]]
-    cut, ends = names.index(lists[0]), [(base, name) for name in names]
+    cut = names.index(lists[0])
+    ends = [(base, name) for name in names]
     children = () if inner is base else inner.named_children()
     heads = [(inner, name) for name, child in children if child is not base]
     places = [ends[:cut], *([(layers, name)] for name in layers._modules), ends[cut + 1 :] + heads]

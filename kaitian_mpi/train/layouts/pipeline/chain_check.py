@@ -97,7 +97,8 @@ def _whole(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
 def _compare(
     whole: Sequence[list[torch.Tensor]], chain: Sequence[nn.Module], calls: Sequence[ModelCall]
 ) -> None:
-    chained, fault = list[list[torch.Tensor]](), ""
+    chained = list[list[torch.Tensor]]()
+    fault = ""
     try:
         chained = [[*tensors_in(output)] for output in _chained(chain, calls)]
     except UserError:

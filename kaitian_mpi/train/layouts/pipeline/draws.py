@@ -25,7 +25,8 @@ def equal_draws(seed: int, device: torch.device, is_mixed: bool = False) -> Iter
         UserError: some were drawn on a device, and the stages' devices, which are `is_mixed`, do
             not draw the same.
     """
-    python, legacy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    legacy = np.random.get_state()
     kind = device_of(device)
     with torch.random.fork_rng([] if kind.is_host else [device], device_type=device.type):
         if kind.is_host:

@@ -96,7 +96,8 @@ class LayerTimer:
 
     def measure(self, optimizers: Sequence[Optimizer]) -> tuple[LayerFacts, list[Layer]]:
         """Return this rank's time and memory for each layer, and the layers."""
-        device, index = self._world.device_kind, self._world.device_index
+        device = self._world.device_kind
+        index = self._world.device_index
         model = self._task.model
         on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         start = on_host if device.is_host else 0
@@ -143,7 +144,8 @@ class LayerTimer:
 
     def _grow(self, memory: float) -> None:
         """Time larger and larger micro-batches, up to an equal share, while there is time."""
-        size, long_sec = self._smallest, (self._until - time.perf_counter()) / _ROUNDS / 4
+        size = self._smallest
+        long_sec = (self._until - time.perf_counter()) / _ROUNDS / 4
         while True:
             began = time.perf_counter()
             if not self._round(size):
@@ -177,7 +179,8 @@ class LayerTimer:
     def _layers_seconds(self, size: int) -> list[tuple[float, float]]:
         """Return the seconds of each layer's forward and backward."""
         enter_phase("the benchmark")
-        task, layer_sec = self._task, []
+        task = self._task
+        layer_sec = []
         batch = self._computation.place(self._data[list(range(size))])
         assert task.loss is not None
         call = None if self._is_whole else captured(task.loss, task.model, batch)
@@ -244,7 +247,8 @@ class LayerTimer:
         Its parameters have gradients, to which backward adds; this takes as much as the largest.
         Nothing on the host, which does not count what tensors take.
         """
-        device, index = self._world.device_kind, self._world.device_index
+        device = self._world.device_kind
+        index = self._world.device_index
         if device.is_host:
             return 0.0
         device.restart_memory_peak(index)
@@ -262,7 +266,8 @@ class LayerTimer:
 
         If there are several inputs, they are queued one after the other, as a stage's layers are.
         """
-        pace, count = self._world.device_kind.pace, len(inputs)
+        pace = self._world.device_kind.pace
+        count = len(inputs)
         begin = self._now()
         pace.start()
         with self._computation.autocast():
@@ -330,7 +335,8 @@ def optimizer_rates(
 
 
 def _seconds(world: World, work: Callable[[], Any]) -> float:
-    pace, seconds = world.device_kind.pace, []
+    pace = world.device_kind.pace
+    seconds = []
     for _ in range(2 * _ROUNDS):
         world.synchronize()
         begin = time.perf_counter()

@@ -84,7 +84,8 @@ class _Incoming:
         raise NotImplementedError
 
     def _receive(self) -> None:
-        source, tag = self._source, self._tags.tensors
+        source = self._source
+        tag = self._tags.tensors
         with self._peers.beside_computing():
             self._tensors = self._empty_tensors()
             self._works = [

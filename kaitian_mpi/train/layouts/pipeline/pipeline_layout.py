@@ -108,7 +108,8 @@ class Restaging(Replanning):
         super().__init__(config, loop, len(self._plan.stages) * config.global_batch_size)
 
     def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
-        world, min_batch = self._loop.world, self._loop.plan.min_batch
+        world = self._loop.world
+        min_batch = self._loop.plan.min_batch
         if world.rank != 0:
             return None
         job = self._layout.facts.job(self._config, world, min_batch)

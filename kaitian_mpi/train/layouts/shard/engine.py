@@ -31,7 +31,8 @@ class ShardEngine(Engine):
         self._micro_batch_sizes = gather_values(self.world.comm, self.plan.micro_batch_size)
 
     def _make_gradients(self) -> ShardReducer:
-        state, step = self.state, self.step
+        state = self.state
+        step = self.step
         assert isinstance(state.partition, Shards)
         options: dict[str, Any] = {"on_bucket": step.bucket_ready, "waits": step.waits}
         if state.sharded_model is not None:

@@ -177,7 +177,8 @@ def find_memory_budget(
 
 def memory_in_use(world: World) -> int:
     """Return the bytes of this rank's device that are not free. Not collective."""
-    device, index = world.device_kind, world.device_index
+    device = world.device_kind
+    index = world.device_index
     device.release_cached_memory()  # memory of earlier trials is free
     device.restart_memory_peak(index)
     return device.memory_peak_bytes(index)
@@ -245,11 +246,13 @@ def shard_needs(
 
     With the numbers of the parameters that can be sharded.
     """
-    parameters, states = list(model.parameters()), usual_states(optimizers)
+    parameters = list(model.parameters())
+    states = usual_states(optimizers)
     trained = [p.nbytes for p in parameters if p.requires_grad]
     bucket = max([1, min(sum(trained), BUCKET_CAPS[1]), *trained])
     small = sum(size for size in trained if size < BUCKET_CAPS[1])
-    owned, copied = sum(trained) * (1 + states), sum(trained)
+    owned = sum(trained) * (1 + states)
+    copied = sum(trained)
     needs = [Need(owned, bucket, _BUFFERS * bucket, small, copied=copied)]
     numbers = frozenset(
         number for number, parameter in enumerate(parameters) if is_worth_sharding(parameter)
@@ -258,7 +261,8 @@ def shard_needs(
         sharded_bytes = sum(parameters[number].nbytes for number in numbers)
         largest = max(p.nbytes for p in parameters)
         whole = [p.nbytes for n, p in enumerate(parameters) if p.requires_grad and n not in numbers]
-        bucket, owned = bucket_cap(largest), owned + sharded_bytes
+        bucket = bucket_cap(largest)
+        owned = owned + sharded_bytes
         buffers = _UNSHARDED * max(largest, bucket)
         ahead = max(parameters[number].nbytes for number in numbers)
         needs.append(Need(owned, bucket, buffers, ahead, freed=sharded_bytes, copied=sum(whole)))

@@ -48,7 +48,8 @@ class ShardLayout(Layout):
         return cls(*find_memory_budget(setup, config, world))
 
     def place(self, config: TrainingConfig, setup: Setup, world: World) -> Setup:
-        budget, model = self._budget, setup.task.model
+        budget = self._budget
+        model = setup.task.model
         if not budget.sharded:
             model.to(world.device)
             return setup
@@ -73,7 +74,8 @@ class ShardLayout(Layout):
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
     ) -> State:
-        sharded_model, values = setup.sharded_model, self._values
+        sharded_model = setup.sharded_model
+        values = self._values
         check_can_shard(setup.task)
         with nullcontext() if sharded_model is None else sharded_model.making_optimizers():
             return State(
@@ -87,7 +89,8 @@ class ShardLayout(Layout):
             )
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:
-        budget, shards = self._budget, state.partition
+        budget = self._budget
+        shards = state.partition
         assert isinstance(shards, Shards)
         pairs, why = budget.owners(config, world)
         shards.assign(world, pairs, overlaps=budget.can_overlap(pairs, world))

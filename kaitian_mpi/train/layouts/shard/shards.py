@@ -145,7 +145,8 @@ class Shards(DividedState[Part]):
         self._overlaps = overlaps
         self._share_values(world.comm)
         self.zero_gradients()
-        held, parts = self._held(), self.divide(pairs)
+        held = self._held()
+        parts = self.divide(pairs)
         wanted = [
             (_key(part), rank)
             for part in parts
@@ -291,7 +292,8 @@ class Shards(DividedState[Part]):
 
     def _target(self, part: Part, rank: int) -> nn.Parameter:
         """Return the parameter that an optimizer steps for a part."""
-        key, parameter = _key(part), self._parameters[part.parameter]
+        key = _key(part)
+        parameter = self._parameters[part.parameter]
         if key not in self._values:
             return _target(parameter, part)
         if part.owner != rank:  # a mirror has no other use for them
