@@ -26,40 +26,45 @@ def make_state():
     }  # fmt: skip
 
 
-def assert_same(found, expected):
-    (ours, form), (theirs, expected_form) = tree_flatten(found), tree_flatten(expected)
-    assert form == expected_form
-    for one, other in zip(ours, theirs, strict=True):
-        if isinstance(other, torch.Tensor):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other)
+def assert_same(received, expected):
+    leaves, tree = tree_flatten(received)
+    expected_leaves, expected_tree = tree_flatten(expected)
+    assert tree == expected_tree
+    for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+        assert type(leaf) is type(expected_leaf)
+        if isinstance(expected_leaf, torch.Tensor):
+            assert leaf.dtype == expected_leaf.dtype
+            assert torch.equal(leaf, expected_leaf)
         else:
-            assert (one, type(one)) == (other, type(other))
+            assert leaf == expected_leaf
 
 
 @pytest.mark.ranks(2)
 def test_only_ranks_that_want_a_state_receive_it(world):
-    expected, root = make_state(), world.size - 1
+    expected = make_state()
+    root = world.size - 1
     sent = expected if world.rank == root else None
-    found = broadcast_state(world.comm, sent, root, receives=world.rank == 0)
+    received = broadcast_state(world.comm, sent, root, receives=world.rank == 0)
     if world.rank != 0:
-        assert found is None
+        assert received is None
         return
-    assert_same(found, expected)
-    assert found["model"]._metadata == expected["model"]._metadata
-    assert found["tied"][0] is found["tied"][1]
-    assert found["image"].is_contiguous(memory_format=torch.channels_last)
+    assert_same(received, expected)
+    assert received["model"]._metadata == expected["model"]._metadata
+    assert received["tied"][0] is received["tied"][1]
+    assert received["image"].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.ranks(2)
 def test_a_state_is_received_into_this_ranks_own_tensors(world):
     expected = make_state()
-    own = {**make_state(), "brief": torch.zeros(70_000), "tied": [torch.zeros(300, 200)] * 2}
-    own["model"]["weight"].zero_()
-    before = own["model"]["weight"].data_ptr(), own["image"].data_ptr()
-    state = expected if world.rank == 0 else None
-    found = broadcast_state(world.comm, state, 0, receives=world.rank == 1, into=own)
+    # Two of its entries cannot receive: they have another dtype, or another shape.
+    into = {**make_state(), "brief": torch.zeros(70_000), "tied": [torch.zeros(300, 200)] * 2}
+    weight = into["model"]["weight"].zero_()
+    image = into["image"]
+    sent = expected if world.rank == 0 else None
+    received = broadcast_state(world.comm, sent, 0, receives=world.rank == 1, into=into)
     if world.rank == 1:
-        assert_same(found, expected)
-        assert (found["model"]["weight"].data_ptr(), found["image"].data_ptr()) == before
-        assert torch.equal(own["model"]["weight"], expected["model"]["weight"])
+        assert_same(received, expected)
+        assert received["model"]["weight"].data_ptr() == weight.data_ptr()
+        assert received["image"].data_ptr() == image.data_ptr()
+        assert torch.equal(weight, expected["model"]["weight"])

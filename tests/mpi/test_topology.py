@@ -1,3 +1,5 @@
+"""Who the ranks are: their kinds, hosts, groups and settings, and what they agree on."""
+
 import time
 from types import SimpleNamespace
 
@@ -30,11 +32,15 @@ def test_ranks_may_have_different_releases_of_torch_but_not_of_this_package(worl
     joined = join_world(world.comm)
     assert [info.torch_version == "1.0+acme" for info in joined.infos] == [False, True, False]
     joined.comm.Free()
-    own, versions = kaitian_mpi.__version__, {"kaitian-mpi": "0.0"}
     if world.rank == 1:
-        known = "kaitian_mpi.preflight.facts._version"
-        monkeypatch.setattr(known, lambda name: versions.get(name, ""))
-    message = rf"the version of kaitian-mpi differs between ranks: {own} on ranks 0, 2, 0.0 on rank"
+        versions = {"kaitian-mpi": "0.0"}
+        monkeypatch.setattr(
+            "kaitian_mpi.preflight.facts._version", lambda name: versions.get(name, "")
+        )
+    message = (
+        "the version of kaitian-mpi differs between ranks: "
+        f"{kaitian_mpi.__version__} on ranks 0, 2, 0.0 on rank"
+    )
     with pytest.raises(AgreedError, match=message):
         join_world(world.comm)
 
@@ -66,7 +72,8 @@ def test_ranks_that_share_cores_look_less_often_while_they_wait(
 @pytest.mark.parametrize("rule", ["auto", "kind", "kind-and-host"])
 def test_split_by_kind_and_host(world, rule):
     """Ranks 0 and 1 are alike on one host; the others on a second one, where the last differs."""
-    kinds, nodes = ["a"] * (world.size - 1) + ["b"], [0, 0, *[5] * (world.size - 2)]
+    kinds = ["a"] * (world.size - 1) + ["b"]
+    nodes = [0, 0] + [5] * (world.size - 2)
     comms = split_into_groups(world.comm.Dup(), kinds, nodes, rule)
     by_kind = [tuple(range(world.size - 1)), (world.size - 1,)]
     by_host = [(0, 1), tuple(range(2, world.size - 1)), (world.size - 1,)]
@@ -85,23 +92,23 @@ def test_split_by_kind_and_host(world, rule):
 def test_one_rank_may_say_how_to_group_and_another_way_is_an_error_on_every_rank(
     world, last, monkeypatch
 ):
-    def ask(text):
+    def set_on_last(rule):
         if world.rank == last:
-            monkeypatch.setenv(GROUP_VARIABLE, text)
+            monkeypatch.setenv(GROUP_VARIABLE, rule)
 
     assert agree_on_settings(world.comm).group_by == "auto"
-    ask("kind-and-host")
+    set_on_last("kind-and-host")
     assert agree_on_settings(world.comm).group_by == "kind-and-host"
     assert agree_on_settings(world.comm, "kind-and-host").group_by == "kind-and-host"
-    ask("host")
-    given = "'host'" if world.size == 1 else f"rank {last}: 'host'"
+    set_on_last("host")
+    value = "'host'" if world.size == 1 else f"rank {last}: 'host'"
     advice = "give every rank the same, one of auto, kind, kind-and-host"
-    with pytest.raises(AgreedError, match=f"{GROUP_VARIABLE} is {given}; {advice}"):
+    with pytest.raises(AgreedError, match=f"{GROUP_VARIABLE} is {value}; {advice}"):
         agree_on_settings(world.comm)
     if world.size > 1:
-        given = "kind" if world.rank else "kind-and-host"
+        rank_rule = "kind" if world.rank else "kind-and-host"
         with pytest.raises(AgreedError, match=r"rank 0: 'kind-and-host'; ranks? 1"):
-            agree_on_settings(world.comm, given)
+            agree_on_settings(world.comm, rank_rule)
 
 
 def test_one_ranks_error_is_raised_on_every_rank(world):
@@ -122,9 +129,10 @@ def test_differing_values_are_named_with_their_ranks(world):
 
 def test_what_ranks_see_is_ordered_by_local_rank(world):
     """mpirun need not number the ranks of a host in the order of their world ranks."""
-    local_rank, share = world.size - 1 - world.rank, world.rank == world.size - 1
-    seen = {"cuda": [f"GPU-{world.rank}"]}
-    node, inventories, may_share = _exchange_visible(world.comm, local_rank, seen, share)
+    local_rank = world.size - 1 - world.rank
+    wants_share = world.rank == world.size - 1
+    visible = {"cuda": [f"GPU-{world.rank}"]}
+    node, inventories, may_share = _exchange_visible(world.comm, local_rank, visible, wants_share)
     assert node == 0
     assert inventories == [{"cuda": [f"GPU-{rank}"]} for rank in reversed(range(world.size))]
     assert may_share

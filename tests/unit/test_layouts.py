@@ -19,7 +19,7 @@ MB = 10**6
 
 
 def a_job(memory, parameters=100 * MB, link=0.0, batch=32, layers=8, kept=MB):
-    """Return a job of ranks that need 1 ms for a sample, with Adam, and links of so many s/byte."""
+    """Return a job, with Adam, of ranks that need 1 ms for a sample; `link` is in seconds/byte."""
     facts = tuple(
         LayerFacts("gpu", size, (0.0,) * layers, (1e-3 / layers,) * layers) for size in memory
     )
@@ -51,7 +51,7 @@ def with_ranks(job, **changed):
 
 
 def possible(job):
-    return [each.layout for each in predict_layouts(job) if each.step_sec]
+    return [prediction.layout for prediction in predict_layouts(job) if prediction.step_sec]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def possible(job):
     [
         ([600 * MB] * 3, ["replicate", "shard", "pipeline"]),
         ([600 * MB, 350 * MB, 350 * MB], ["shard", "pipeline"]),  # replicas take 401 MB each
-        ([600 * MB, 30 * MB, 30 * MB], ["pipeline"]),  # a rank has no room for what is exchanged
+        ([600 * MB, 30 * MB, 30 * MB], ["pipeline"]),  # no memory for shard's buffers
         ([100 * MB] * 3, []),
     ],
 )
@@ -78,38 +78,35 @@ def test_what_fits(memory, expected):
 def test_an_optimizer_that_steps_all_at_once_takes_more_memory(memory, expected):
     job = a_job([memory] * 2)
     assert possible(with_ranks(job, steps_at_once=True)) == expected
-    found = predict_layouts(with_ranks(a_job([520 * MB] * 2), steps_at_once=True))
+    _, shard, _ = predict_layouts(with_ranks(a_job([520 * MB] * 2), steps_at_once=True))
     # Half of the state and of what the optimizer allocates; all parameters, and buffers.
-    assert found[1].bytes_by_rank == ((150 + 50 + 100 + 50) * MB,) * 2
+    assert shard.bytes_by_rank == ((150 + 50 + 100 + 50) * MB,) * 2
 
 
-def test_copies_of_weights_for_autocast_take_memory_where_these_are_whole():
+def test_autocasts_copies_of_weights_take_memory_unless_parameters_are_sharded():
     job = a_job([600 * MB] * 2)
-    cast = replace(job, whole=replace(job.whole, cast_bytes=50 * MB))
-    before, after = (
-        [found.bytes_by_rank[0] for found in predict_layouts(each)[:2]] for each in (job, cast)
-    )
-    assert [b - a for a, b in zip(before, after, strict=True)] == [50 * MB, 50 * MB]
-    # In parts, a parameter's copy is not kept.
-    assert (
-        predict_layouts(replace(cast, needs=cast.needs[1:]))[1]
-        == (predict_layouts(replace(job, needs=job.needs[1:]))[1])
-    )
+    cast_job = replace(job, whole=replace(job.whole, cast_bytes=50 * MB))
+    for prediction, with_casts in zip(predict_layouts(job), predict_layouts(cast_job), strict=True):
+        if prediction.layout in ("replicate", "shard"):
+            assert with_casts.bytes_by_rank[0] - prediction.bytes_by_rank[0] == 50 * MB
+    # The copy of a sharded parameter is not kept.
+    sharded = predict_layouts(replace(job, needs=job.needs[1:]))[1]
+    cast_sharded = predict_layouts(replace(cast_job, needs=cast_job.needs[1:]))[1]
+    assert cast_sharded == sharded
 
 
-def test_parameters_are_in_parts_where_they_do_not_fit_whole():
-    whole, sharded = (predict_layouts(a_job([size * MB] * 3))[1] for size in (300, 250))
+def test_parameters_are_sharded_if_they_do_not_fit_whole():
+    whole = predict_layouts(a_job([300 * MB] * 3))[1]
+    sharded = predict_layouts(a_job([250 * MB] * 3))[1]
     assert whole.step_sec
     assert whole.why == ""
     assert sharded.why == "parameters sharded, too"
 
 
 def test_each_layout_is_the_fastest_somewhere():
-    alike, slow = [600 * MB] * 3, 1e-7
-    assert choose(predict_layouts(a_job(alike))).layout == "replicate"
-    assert choose(predict_layouts(a_job(alike, link=slow))).layout == "pipeline"
-    small = [600 * MB, 350 * MB, 350 * MB]
-    assert choose(predict_layouts(a_job(small))).layout == "shard"
+    assert choose(predict_layouts(a_job([600 * MB] * 3))).layout == "replicate"
+    assert choose(predict_layouts(a_job([600 * MB] * 3, link=1e-7))).layout == "pipeline"
+    assert choose(predict_layouts(a_job([600 * MB, 350 * MB, 350 * MB]))).layout == "shard"
     assert choose(predict_layouts(a_job([100 * MB] * 3))) is None
 
 
@@ -145,14 +142,12 @@ def test_in_shard_ranks_wait_for_each_other_after_each_micro_batch():
 
 def test_many_parameters_take_time_of_their_own():
     job = a_job([600 * MB] * 4)
-    before = [each.step_sec for each in predict_layouts(job)]
     slower = with_ranks(job, update_sec=1e-4, call_sec=1e-6)
-    replicate, shard, pipeline = (
-        each.step_sec - least for each, least in zip(predict_layouts(slower), before, strict=True)
-    )
-    assert replicate > 8 * 1e-4
-    assert shard > 8 * 1e-4 / 4
-    assert pipeline > 8 * 1e-4 / 4
+    pairs = zip(predict_layouts(job), predict_layouts(slower), strict=True)
+    replicate_sec, shard_sec, pipeline_sec = (slow.step_sec - fast.step_sec for fast, slow in pairs)
+    assert replicate_sec > 8 * 1e-4
+    assert shard_sec > 8 * 1e-4 / 4
+    assert pipeline_sec > 8 * 1e-4 / 4
 
 
 def test_what_is_ruled_out_is_not_chosen():
@@ -266,10 +261,10 @@ def test_a_job_with_experts_is_the_same_from_a_file_and_grows_with_its_world():
 
 def test_the_memory_of_experts_adds_up():
     job = with_experts(a_job([600 * MB] * 2))
-    found = layout_memory(job, "experts")
-    assert found.fits
+    memory = layout_memory(job, "experts")
+    assert memory.fits
     predicted = predict_layouts(job)[-1]
-    totals = [rank.total for rank in found.ranks]
+    totals = [rank.total for rank in memory.ranks]
     assert totals == pytest.approx(predicted.bytes_by_rank, abs=2)
-    assert {rank.parameters for rank in found.ranks} == {100 * MB * (1 / 4 + 3 / 8)}
+    assert {rank.parameters for rank in memory.ranks} == {100 * MB * (1 / 4 + 3 / 8)}
     assert layout_memory(with_experts(a_job([300 * MB]), free=0.0), "experts").ranks == ()

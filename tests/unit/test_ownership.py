@@ -1,4 +1,4 @@
-"""Who owns which rows of which parameters; and how emulated memory is given."""
+"""Which rank owns which rows of a parameter, and emulated memory."""
 
 import sys
 from itertools import pairwise
@@ -19,16 +19,16 @@ def test_parts_cover_each_parameter_once_and_follow_the_shares(shares, by_rows):
     parts = divide(sizes, rows, without_mirrors(shares), [*reversed(range(len(rows)))], by_rows)
     owned = [0.0] * len(shares)
     for number, count in enumerate(rows):
-        own = [part for part in parts if part.parameter == number]
-        assert own[0].begin == 0
-        assert own[-1].end == count
-        assert all(a.end == b.begin for a, b in pairwise(own))
-        assert len(own) == 1 or by_rows
-        for part in own:
+        row_parts = [part for part in parts if part.parameter == number]
+        assert row_parts[0].begin == 0
+        assert row_parts[-1].end == count
+        assert all(part.end == following.begin for part, following in pairwise(row_parts))
+        assert len(row_parts) == 1 or by_rows
+        for part in row_parts:
             owned[part.owner] += sizes[number] * (part.end - part.begin) / max(1, count)
     expected = [share / sum(shares) for share in shares]
     margin = 0.02 if by_rows else 0.2
-    assert [each / sum(sizes) for each in owned] == pytest.approx(expected, rel=margin)
+    assert [size / sum(sizes) for size in owned] == pytest.approx(expected, rel=margin)
 
 
 @pytest.mark.parametrize(
@@ -46,33 +46,36 @@ def test_parts_cover_each_parameter_once_and_follow_the_shares(shares, by_rows):
         ([0, 2, 1, 1], "abab", None, 0.5),
     ],
 )
-def test_mirrors_are_elsewhere_and_as_large_as_what_a_rank_owns(
+def test_a_rank_mirrors_as_much_as_it_owns_and_for_other_hosts_if_possible(
     shares, hosts, pairs, on_other_hosts
 ):
-    found = with_mirrors(shares, hosts)
+    owner_pairs = with_mirrors(shares, hosts)
     fractions = [share / sum(shares) for share in shares]
     largest = max(fractions)
-    owned, mirrored, others = [0.0] * len(shares), [0.0] * len(shares), 0.0
-    for owner, mirror, fraction in found:
+    owned = [0.0] * len(shares)
+    mirrored = [0.0] * len(shares)
+    mirrored_elsewhere = 0.0  # on another host
+    for owner, mirror, fraction in owner_pairs:
         assert owner != mirror
         owned[owner] += fraction
         mirrored[mirror] += fraction
-        others += fraction * (hosts[owner] != hosts[mirror])
+        if hosts[owner] != hosts[mirror]:
+            mirrored_elsewhere += fraction
     assert owned == pytest.approx(fractions)
     if largest <= 0.5:
         assert mirrored == pytest.approx(fractions)
     else:
-        assert [a + b for a, b in zip(owned, mirrored, strict=True)] == pytest.approx(
-            [1 if f == largest else f / (1 - largest) for f in fractions]
-        )
-    assert others >= on_other_hosts - 1e-6
-    assert len(found) == pairs or pairs is None
-    parts = divide([8000, 80, 0] * 9, [1000, 10, 3] * 9, found, range(27))
-    held = [
-        sum((p.end - p.begin) * (p.parameter % 3 < 2) for p in parts if p.owner == rank)
-        for rank in range(len(shares))
-    ]
-    assert [each / sum(held) for each in held] == pytest.approx(fractions, abs=0.01)
+        totals = [sum(both) for both in zip(owned, mirrored, strict=True)]
+        expected = [1 if f == largest else f / (1 - largest) for f in fractions]
+        assert totals == pytest.approx(expected)
+    assert mirrored_elsewhere >= on_other_hosts - 1e-6
+    assert len(owner_pairs) == pairs or pairs is None
+    parts = divide([8000, 80, 0] * 9, [1000, 10, 3] * 9, owner_pairs, range(27))
+    rank_rows = [0] * len(shares)
+    for part in parts:
+        if part.parameter % 3 < 2:  # the others have no bytes
+            rank_rows[part.owner] += part.end - part.begin
+    assert [rows / sum(rank_rows) for rows in rank_rows] == pytest.approx(fractions, abs=0.01)
     assert all(part.mirror not in (part.owner, -1) for part in parts)
 
 
