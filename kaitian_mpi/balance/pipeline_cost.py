@@ -248,7 +248,7 @@ def stage_bytes(
         trained = sum(layer.trained_bytes for layer in layers)
         casts = sum(layer.cast_bytes for layer in layers)
         temporary = max(layer.temporary_bytes for layer in layers)
-        kept = samples * sum(layer.kept_bytes for layer in layers)
+        sample_bytes = samples * sum(layer.kept_bytes for layer in layers)
         ends = job.layers[max(0, stage.begin - 1)].output_bytes + layers[-1].output_bytes
         share = math.ceil(min(count, window) / replicas)
         micro_batches: dict[int, list[int]] = {rank: [] for rank in stage.ranks}
@@ -258,7 +258,7 @@ def stage_bytes(
         buffer = BUCKET_BYTES * (replicas > 1)
         for rank in stage.ranks:
             in_flight = share if job.is_large else max_in_flight(micro_batches[rank], window)
-            computing = in_flight * kept + TRANSIT * samples * ends + largest + casts
+            computing = in_flight * sample_bytes + TRANSIT * samples * ends + largest + casts
             computing += samples * temporary
             stepping = trained if job.ranks[rank].steps_at_once else TEMPORARIES * largest
             by_rank[rank] = stage, StageBytes(buffer, computing, stepping)

@@ -169,14 +169,14 @@ def add_flags(
 
 def without_launch_flags(arguments: Sequence[str]) -> list[str]:
     """Return arguments without the flags with which a command starts mpirun."""
-    kept = []
+    other_arguments = []
     words = iter(arguments)
     for word in words:
         if not _LAUNCH_FLAG.fullmatch(word):
-            kept.append(word)
+            other_arguments.append(word)
         elif word in _LAUNCH_FLAGS_WITH_VALUE:
             next(words)
-    return kept
+    return other_arguments
 
 
 def launch_flags_in(arguments: Sequence[str]) -> list[str]:

@@ -112,12 +112,12 @@ def _extend_connector(class_name: str, world: World, number: int, module: Module
         find_devices(self)
         devices = self._parallel_devices
         index = int(os.environ["LOCAL_RANK"])
-        own = devices[min(index, len(devices) - 1)]
+        device = devices[min(index, len(devices) - 1)]
         count = len(devices)
         if count * self._num_nodes_flag != world.size or number >= count:
             count = world.size
             self._num_nodes_flag = 1
-        self._parallel_devices = [own] * count
+        self._parallel_devices = [device] * count
 
     setattr(connector, _FIND_DEVICES, find_own_device)
 

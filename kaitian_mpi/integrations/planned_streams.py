@@ -77,9 +77,11 @@ class StreamReader:
             rows = list(itertools.islice(repeated, wanted))
         shares = divide_rows(request.shares, request.min_batch, len(rows))
         start = sum(shares[: request.rank])
-        own = rows[start : start + shares[request.rank]]
-        batch = own or self._first[:1]
-        return _RowsAnswer(len(own), len(rows), is_padded, self._collate(batch) if batch else None)
+        rank_rows = rows[start : start + shares[request.rank]]
+        batch = rank_rows or self._first[:1]
+        return _RowsAnswer(
+            len(rank_rows), len(rows), is_padded, self._collate(batch) if batch else None
+        )
 
 
 def _as_read(answer: _RowsAnswer) -> _RowsAnswer:
@@ -197,8 +199,10 @@ class PlannedStream(PlannedBatchSampler):
         return reading
 
     def _request(self, epoch: _StreamEpoch, shares: list[int]) -> _RowsRequest:
-        own = shares[self._planner.rank]
-        return _RowsRequest(epoch.number, [own], 0, self._planner.plan_of(self).min_batch, False)
+        rank_share = shares[self._planner.rank]
+        return _RowsRequest(
+            epoch.number, [rank_share], 0, self._planner.plan_of(self).min_batch, False
+        )
 
     def _next(self, answers: Iterator[Any], epoch: _StreamEpoch, workers: int) -> _RowsAnswer:
         """Return the next answer with rows, or the last one if every worker's stream has ended."""

@@ -146,7 +146,7 @@ def _without(tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor | 
 
 def _scratch(dtype: torch.dtype, elements: int) -> torch.Tensor:
     needed = elements * dtype.itemsize
-    kept: torch.Tensor | None = getattr(_threads, "scratch", None)
-    if kept is None or kept.numel() < needed:
-        kept = _threads.scratch = torch.empty(needed, dtype=torch.uint8)
-    return kept[:needed].view(dtype)
+    memory: torch.Tensor | None = getattr(_threads, "scratch", None)
+    if memory is None or memory.numel() < needed:
+        memory = _threads.scratch = torch.empty(needed, dtype=torch.uint8)
+    return memory[:needed].view(dtype)

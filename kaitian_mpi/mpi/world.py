@@ -341,9 +341,9 @@ def keep_ranks(world: World, ranks: Sequence[int]) -> World | None:
     """Return the world of some of the ranks, renumbered in order, None on others. Collective."""
     if world.store.link.is_closed:  # by the loss of a rank
         world.store.restart(world.comm)
-    kept = world.rank in ranks
-    comm = cast("MPI.Intracomm", world.comm.Split(0 if kept else 1, world.rank))
-    if not kept:
+    remains = world.rank in ranks
+    comm = cast("MPI.Intracomm", world.comm.Split(0 if remains else 1, world.rank))
+    if not remains:
         comm.Free()
         return None
     infos = tuple(world.infos[rank] for rank in ranks)

@@ -140,9 +140,9 @@ class DiskFolder(RunFolder):
     def cut_after(self, step: int) -> None:
         for path in self.path.glob("*.jsonl"):
             lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= step]
-            if len(kept) < len(lines) and path.name != _HISTORY:
-                self._replace(path, b"".join(kept))
+            remaining = [line for line in lines if _step_of(line) <= step]
+            if len(remaining) < len(lines) and path.name != _HISTORY:
+                self._replace(path, b"".join(remaining))
 
     def read(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
@@ -257,12 +257,12 @@ class RunFolderSink(MetricsSink):
         self._folder = folder
 
     def on_reading(self, reading: Reading) -> None:
-        kept = {
+        values = {
             name: value
             for name, value in dataclasses.asdict(reading).items()
             if name not in _NOT_KEPT and value is not None and (value or name != "logged")
         }
-        self._folder.append("metrics.jsonl", kept)
+        self._folder.append("metrics.jsonl", values)
 
     def on_evaluation(self, evaluated: Figures) -> None:
         self._append_values(evaluated, "validation")

@@ -216,8 +216,8 @@ class WandbSink(_Tracker):
                 )
                 # The first ID stays reserved.
                 self._run = init(id=secrets.token_hex(8), mode="offline")
-        kept = f"run {self._run.id} in {folder.path}/wandb"
-        _log.info("Weights & Biases: %s", self._run.url or kept)
+        place = f"run {self._run.id} in {folder.path}/wandb"
+        _log.info("Weights & Biases: %s", self._run.url or place)
 
     def on_event(self, event: Event) -> None:
         """Keep the last event of each kind in the run's summary."""

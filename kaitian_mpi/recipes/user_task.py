@@ -54,7 +54,7 @@ def _check_settings(
     if parameters is None:
         return
     by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    named = [name for name, one in parameters.items() if one.kind in by_name]
+    named = [name for name, parameter in parameters.items() if parameter.kind in by_name]
     for name in set(named).intersection(of_training):
         raise UserError(
             f"--set {name} is ambiguous, as it is both a setting and an argument of {spec}; give "

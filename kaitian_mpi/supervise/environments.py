@@ -92,12 +92,14 @@ def _is_device_list(value: Any) -> bool:
 
 def interpreters_of(environments: Environments, host: str) -> list[str]:
     """Return the distinct interpreters of a host's environments; none if the host is not listed."""
-    return list(dict.fromkeys(one.python for one in environments.get(host, ())))
+    return list(dict.fromkeys(environment.python for environment in environments.get(host, ())))
 
 
 def check_devices(program: str, flags: Sequence[str], environments: Environments) -> None:
     """Check that not both the program's flags and the environments list devices."""
-    listed = any(one.devices for of_host in environments.values() for one in of_host)
+    listed = any(
+        environment.devices for of_host in environments.values() for environment in of_host
+    )
     if listed and is_given("--devices", flags):
         raise UserError(
             f"both --devices of {program} and the environments list devices; remove one of them"
@@ -108,7 +110,7 @@ def with_devices(hosts: Sequence[Host], environments: Environments) -> list[Host
     """Return the hosts, with a slot for each device that their environments list."""
     with_slots = []
     for host in hosts:
-        taken = sum(len(one.devices) for one in environments.get(host.name, ()))
+        taken = sum(len(environment.devices) for environment in environments.get(host.name, ()))
         if host.slots is not None and taken > host.slots:
             raise UserError(
                 f"the environments of {host.name} have {taken} devices, but it has only "

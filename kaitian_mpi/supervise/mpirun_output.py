@@ -67,10 +67,10 @@ class MpirunOutput:
 
     def flush(self) -> bytes:
         """Return what was kept until its end is read, if that has not come for a while."""
-        kept = b"".join(self._message) + self._rest
+        unread = b"".join(self._message) + self._rest
         self._message = []
         self._rest = b""
-        return self._shown(kept)
+        return self._shown(unread)
 
     @property
     def held(self) -> bytes:

@@ -174,10 +174,18 @@ def broadcast_model(model: nn.Module) -> None:
 def describe_model(model: nn.Module) -> str:
     """Return a model's number of parameters, and a hash of their names, shapes and kinds."""
     rows: list[tuple[Any, ...]] = [
-        (name, tuple(one.shape), one.stride(), str(one.dtype), one.requires_grad)
-        for name, one in model.named_parameters()
+        (
+            name,
+            tuple(parameter.shape),
+            parameter.stride(),
+            str(parameter.dtype),
+            parameter.requires_grad,
+        )
+        for name, parameter in model.named_parameters()
     ]
-    rows += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    rows += [
+        (name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in model.named_buffers()
+    ]
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{count} parameters, layout {hashlib.sha256(repr(rows).encode()).hexdigest()[:8]}"
 

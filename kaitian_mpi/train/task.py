@@ -219,7 +219,7 @@ class Task:
         if self.extra_state is None:
             return {}
         if isinstance(self.extra_state, Mapping):
-            return {name: one for name, one in self.extra_state.items() if one is not None}
+            return {name: value for name, value in self.extra_state.items() if value is not None}
         return {"extra_state": self.extra_state}
 
     def weight_of(self, batch: Any, samples: int) -> float:
@@ -389,8 +389,10 @@ def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 def _required_arguments(function: Callable[..., Any]) -> int:
     """Return the number of positional arguments that a function requires, if that is known."""
     parameters = (parameters_of(function) or {}).values()
-    positional = [one for one in parameters if one.kind <= one.POSITIONAL_OR_KEYWORD]
-    return sum(one.default is one.empty for one in positional)
+    positional = [
+        parameter for parameter in parameters if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return sum(parameter.default is parameter.empty for parameter in positional)
 
 
 def _wrong(name: str, must: str, value: object) -> UserError:

@@ -198,6 +198,6 @@ def repeated_names(state: Mapping[str, Any], preferred: Container[str] = ()) -> 
     repeated: dict[str, str] = {}
     for names in by_memory.values():
         whole = [name for name in names if is_whole(state[name])]
-        kept = next((name for name in whole if name in preferred), (*whole, "")[0])
-        repeated |= {name: kept for name in names if kept and name != kept}
+        kept_name = next((name for name in whole if name in preferred), (*whole, "")[0])
+        repeated |= {name: kept_name for name in names if kept_name and name != kept_name}
     return repeated

@@ -159,7 +159,7 @@ def test_the_next_parameter_is_gathered_while_one_computes(
         rounds.append([])
         function(gathering)
 
-    for name in ("unshard", "_start"):
+    for name in ("unshard", "_start_gather"):
         monkeypatch.setattr(Gathering, name, noting(name, getattr(Gathering, name)))
     monkeypatch.setattr(Gathering, "end_round", end_round)
     _, run = make_run(can_overlap=can_overlap, evaluates=False)
@@ -168,9 +168,12 @@ def test_the_next_parameter_is_gathered_while_one_computes(
     first, second, *_ = rounds
     order = [number for name, number in second if name == "unshard"]
     assert first == [("unshard", number) for number in order]
-    ahead = [("_start", number) for number in order[1:]]
-    both = itertools.chain(*itertools.zip_longest(second[::2], ahead))
-    assert second == ([each for each in both if each is not None] if can_overlap else first)
+    ahead = [("_start_gather", number) for number in order[1:]]
+    if can_overlap:
+        alternating = itertools.chain(*itertools.zip_longest(second[::2], ahead))
+        assert second == [call for call in alternating if call is not None]
+    else:
+        assert second == first
 
 
 class Square(torch.autograd.Function):

@@ -266,17 +266,21 @@ def _clock(
     intervals: Sequence[Interval], plans: Sequence[PlanChange], events: Sequence[RecordedEvent]
 ) -> Callable[[float], float]:
     """Return a function from Unix time to run time: the seconds in which a job was running."""
-    known = sorted(
+    times = sorted(
         [plan.at_sec for plan in plans]
         + [event.at_sec for event in events]
-        + [time for one in intervals for time in (one.at_sec - one.seconds, one.at_sec)]
+        + [
+            time
+            for interval in intervals
+            for time in (interval.at_sec - interval.seconds, interval.at_sec)
+        ]
     )
     starts = {event.at_sec for event in events if event.kind in ("start", "resume")}
-    pauses = [(now, now - before) for before, now in itertools.pairwise(known) if now in starts]
+    pauses = [(now, now - before) for before, now in itertools.pairwise(times) if now in starts]
 
     def at(time: float) -> float:
         paused = sum(length for start, length in pauses if start <= time)
-        return max(0.0, time - known[0] - paused)
+        return max(0.0, time - times[0] - paused)
 
     return at
 

@@ -199,12 +199,12 @@ class BackgroundWriter:
 
     def describe_kept(self) -> str:
         """Return the checkpoint from which a later job would resume, as a part of a message."""
-        kept = self.files.newest_step()  # maybe of an earlier job
-        if kept is None:  # the disk is faulty
-            kept = self.last_written
-        if kept is None:
+        step = self.files.newest_step()  # maybe of an earlier job
+        if step is None:  # the disk is faulty
+            step = self.last_written
+        if step is None:
             return "there is no checkpoint yet"
-        return f"the checkpoint of step {kept} is kept"
+        return f"the checkpoint of step {step} is kept"
 
     def fail(self, step: int, error: Exception) -> None:
         """Report that a step's checkpoint is not written."""

@@ -262,10 +262,10 @@ def whole_layer(
     model: nn.Module, optimizers: Sequence[Optimizer], layers: Sequence[Layer]
 ) -> Layer:
     """Return the whole model as one layer, with the activation memory of its layers."""
-    kept = sum(layer.kept_bytes for layer in layers)
-    casts = sum(layer.cast_bytes for layer in layers)
-    temporary = max(layer.temporary_bytes for layer in layers)
-    (whole,) = layers_of([model], optimizers, [LayerBytes(kept, casts, temporary)])
+    kept_bytes = sum(layer.kept_bytes for layer in layers)
+    cast_bytes = sum(layer.cast_bytes for layer in layers)
+    temporary_bytes = max(layer.temporary_bytes for layer in layers)
+    (whole,) = layers_of([model], optimizers, [LayerBytes(kept_bytes, cast_bytes, temporary_bytes)])
     return whole
 
 

@@ -120,7 +120,9 @@ def estimate_memory(
         sum(parameter.nbytes for parameter in model.parameters()),
         job.sample_bytes,
         fault,
-        tuple(type(one).__name__ for one in optimizers if not _has_usual_state(one)),
+        tuple(
+            type(optimizer).__name__ for optimizer in optimizers if not _has_usual_state(optimizer)
+        ),
         tuple(layout_memory(job, layout) for layout in layouts),
     )
 
@@ -190,8 +192,10 @@ def _bytes_of_a_sample(
     modules = [_called_modules(layer) for layer in chain]
     batch_bytes = activation_bytes(task, computation, data[list(range(samples))], modules)
     return [
-        LayerBytes(one.kept / samples, one.casts, one.temporary / samples, one.output / samples)
-        for one in batch_bytes
+        LayerBytes(
+            layer.kept / samples, layer.casts, layer.temporary / samples, layer.output / samples
+        )
+        for layer in batch_bytes
     ]
 
 

@@ -149,18 +149,23 @@ class PeerGroups:
 def join_stages(world: World, stages: Sequence[Stage]) -> PeerGroups:
     """Make the groups of all neighboring ranks whose kind has a library. Collective."""
     return join_peers(
-        world, [pair for one, other in pairwise(stages) for pair in product(one.ranks, other.ranks)]
+        world,
+        [
+            pair
+            for stage, next_stage in pairwise(stages)
+            for pair in product(stage.ranks, next_stage.ranks)
+        ],
     )
 
 
 def join_peers(world: World, pairs: Iterable[tuple[int, int]]) -> PeerGroups:
     """Make the groups of those pairs of ranks whose kind has a library. Collective."""
     groups = {}
-    for one, other in pairs:
-        if not are_joined_by_library([world.infos[one], world.infos[other]]):
+    for rank, peer in pairs:
+        if not are_joined_by_library([world.infos[rank], world.infos[peer]]):
             continue
-        for pair in ((one, other), (other, one)):
-            group = dist.new_group([one, other])
+        for pair in ((rank, peer), (peer, rank)):
+            group = dist.new_group([rank, peer])
             if world.rank in pair:
                 groups[pair] = group
     return PeerGroups(world.rank, world.device, groups)

@@ -47,9 +47,9 @@ def ranks_to_exclude(
         return forecast(cohorts, batch, buckets, allreduce).samples_per_sec
 
     excluded = _too_slow(costs, errors, batch, min_batch, step_sec)
-    kept = [rank for rank in range(world.size) if rank not in excluded]
-    candidates = _candidates(world.infos, kept)
-    now = best = rate(kept, measured(*kept)) if candidates else 0.0
+    remaining = [rank for rank in range(world.size) if rank not in excluded]
+    candidates = _candidates(world.infos, remaining)
+    now = best = rate(remaining, measured(*remaining)) if candidates else 0.0
     worst: dict[int, str] = {}
     for name, without in candidates.items():
         if rate(without, FREE) < (1 + _MIN_GAIN) * best:
@@ -59,7 +59,7 @@ def ranks_to_exclude(
             best = alone
             text = f"the forecast is {now:.0f} samples/s with {name} and {alone:.0f} without"
             reason = f"{text}, including communication"
-            worst = {rank: reason for rank in kept if rank not in without}
+            worst = {rank: reason for rank in remaining if rank not in without}
     return excluded | worst
 
 

@@ -165,8 +165,8 @@ def _are_close(whole: Sequence[torch.Tensor], chained: Sequence[torch.Tensor]) -
     return shapes[0] == shapes[1] and all(map(_is_close, whole, chained))
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    most = _CLOSE.get(one.dtype, 1e-3)
-    one, other = one.double(), other.double()
-    largest = float(one.abs().max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=most, atol=most / 10 * largest, equal_nan=True)
+def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
+    most = _CLOSE.get(output.dtype, 1e-3)
+    output, expected = output.double(), expected.double()
+    largest = float(output.abs().max()) if output.numel() else 0.0
+    return torch.allclose(output, expected, rtol=most, atol=most / 10 * largest, equal_nan=True)

@@ -37,13 +37,16 @@ from kaitian_mpi.train.measure.rank_timer import equal_share, memory_limit
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, borrowed, check_loss
 
-_ROUNDS = 3
+_ROUNDS = 3  # of each size of micro-batches
 _REPEATS = 4  # of a layer on an accelerator, so that it computes while the next are launched
 _SHARE_OF_TIME = 0.5  # of --benchmark-seconds
-_LARGER = 4  # samples of the next size, times those of the one before
-_PART_OF_MEMORY = 0.2  # for what one layer keeps
+_GROWTH = 4  # a size has so many times the samples of the size before
+_PART_OF_MEMORY = 0.2  # that a layer's activations may take
+# The trial of an optimizer steps one parameter of at least and at most so many numbers, and no more
+# than this part of the memory's bytes, as AdamW needs memory for five times as many; and so many
+# parameters of one number.
 _TRIAL_NUMBERS = 1 << 18, 4 << 20
-_PART_OF_TRIAL = 0.002  # of the memory's bytes, in numbers: of which AdamW needs five times as many
+_PART_OF_TRIAL = 0.002
 _SMALL_TRIALS = 64
 
 
@@ -53,7 +56,7 @@ class LayerBytes(NamedTuple):
     kept: float = 0.0
     """The bytes kept for a sample from its forward to its backward."""
     casts: float = 0.0
-    """Of the copies that autocast makes of its weights."""
+    """The bytes of the copies that autocast makes of its weights."""
     temporary: float = 0.0
     """The bytes used temporarily for a sample, beyond those kept."""
     output: float = 0.0
@@ -63,8 +66,8 @@ class LayerBytes(NamedTuple):
 class LayerTimer:
     """Times each layer on this rank, with small and large micro-batches.
 
-    If the layers are not known, the model is the only one, whatever the loss does with it. Without
-    `is_timed` only the bytes count: a layer runs no more often than these need.
+    If the layers are not known, the whole model is taken as one layer, whatever the loss does with
+    it. Without `is_timed` only the memory is measured, so layers run as often as that needs.
     """
 
     def __init__(
@@ -92,41 +95,34 @@ class LayerTimer:
         self._until = time.perf_counter() + _SHARE_OF_TIME * config.benchmark_seconds
         self._bytes = [LayerBytes() for _ in chain]
         self._repeats = 1 if world.device_kind.is_host else _REPEATS
-        self._at_work = 0
+        self._current = 0  # the number of the layer that computes
 
     def measure(self, optimizers: Sequence[Optimizer]) -> tuple[LayerFacts, list[Layer]]:
-        """Return this rank's time and memory for each layer, and the layers."""
+        """Return this rank's time and memory for each layer, and the layers. Not collective.
+
+        Raises:
+            LayerTooLargeError: the device has too little memory for the smallest micro-batch.
+        """
         device = self._world.device_kind
         index = self._world.device_index
         model = self._task.model
-        on_host = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        start = on_host if device.is_host else 0
-        device.release_cached_memory()  # what was there before, such as other models, is free
+        model_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        start_bytes = model_bytes if device.is_host else 0
+        device.release_cached_memory()  # frees what earlier work, such as other models, has used
         device.restart_memory_peak(index)
-        used = max(0, device.memory_peak_bytes(index) - start)
-        # First: what it frees, the layers use again.
-        rates = optimizer_rates(self._world, optimizers) if self._is_timed else (0.0, 0.0, 0.0, 0.0)
+        used_bytes = max(0, device.memory_peak_bytes(index) - start_bytes)
+        rates = (0.0, 0.0, 0.0, 0.0)
+        if self._is_timed:  # before the layers, which use the memory again
+            rates = optimizer_rates(self._world, optimizers)
         with borrowed(model):
-            self._grow(memory_limit(self._world) - used - start)
-            small, large = min(self._times), max(self._times)
-            for size in (small, large) * (_ROUNDS - 1) * self._is_timed:
-                if time.perf_counter() < self._until:
-                    self._round(size)
-        if not device.is_host:  # with what libraries keep, such as cuBLAS's workspaces
+            self._grow(memory_limit(self._world) - used_bytes - start_bytes)
+            if self._is_timed:
+                self._repeat_rounds()
+        if not device.is_host:  # count what libraries keep, such as cuBLAS's workspaces
             device.release_cached_memory()
             device.restart_memory_peak(index)
-            used = device.memory_peak_bytes(index)
-        times = {size: _medians(self._times[size]) for size in (small, large)}
-        whole = [(sum(times[small][n]), sum(times[large][n])) for n in range(len(self._chain))]
-        sample = [
-            max((b - a) / (large - small), b / large / 10) if large > small else b / large
-            for a, b in whole
-        ]
-        fixed = [
-            max(0.0, large_sec - large * sample_sec)
-            for sample_sec, (_, large_sec) in zip(sample, whole, strict=True)
-        ]
-        forward = sum(a for a, _ in times[large]) / sum(b for _, b in whole)
+            used_bytes = device.memory_peak_bytes(index)
+        fixed, sample, forward = self._fit()
         facts = LayerFacts(
             self._world.info.kind,
             memory_limit(self._world),
@@ -134,13 +130,40 @@ class LayerTimer:
             tuple(sample),
             forward,
             *rates,
-            float(used),
-            float(used + start),
+            float(used_bytes),
+            float(used_bytes + start_bytes),
             steps_at_once(optimizers, device.is_host),
             self._world.info.node,
             device.is_host,
         )
         return facts, layers_of(self._chain, optimizers, self._bytes)
+
+    def _repeat_rounds(self) -> None:
+        """Time the smallest and the largest micro-batches again, while there is time."""
+        sizes = min(self._times), max(self._times)
+        for _ in range(_ROUNDS - 1):
+            for size in sizes:
+                if time.perf_counter() < self._until:
+                    self._round(size)
+
+    def _fit(self) -> tuple[list[float], list[float], float]:
+        """Return the layers' seconds per micro-batch and per sample, and the forward's fraction."""
+        small = min(self._times)
+        large = max(self._times)
+        small_times = _medians(self._times[small])
+        large_times = _medians(self._times[large])
+        fixed = []
+        sample = []
+        for small_pair, large_pair in zip(small_times, large_times, strict=True):
+            small_sec = sum(small_pair)  # of forward and backward
+            large_sec = sum(large_pair)
+            sample_sec = large_sec / large
+            if large > small:
+                sample_sec = max((large_sec - small_sec) / (large - small), sample_sec / 10)
+            fixed.append(max(0.0, large_sec - large * sample_sec))
+            sample.append(sample_sec)
+        forward_sec = sum(forward for forward, _ in large_times)
+        return fixed, sample, forward_sec / sum(map(sum, large_times))
 
     def _grow(self, memory: float) -> None:
         """Time larger and larger micro-batches, up to an equal share, while there is time."""
@@ -153,11 +176,11 @@ class LayerTimer:
                     raise LayerTooLargeError(self._too_large(size))
                 return
             is_long = time.perf_counter() - began > long_sec
-            larger = min(_LARGER * size, self._most)
+            larger = min(_GROWTH * size, self._most)
             if larger == size or (is_long and len(self._times) > 1):
                 return
-            kept = max(layer_bytes.kept for layer_bytes in self._bytes)
-            if larger * kept * self._repeats > _PART_OF_MEMORY * memory:
+            sample_bytes = max(layer_bytes.kept for layer_bytes in self._bytes)
+            if larger * sample_bytes * self._repeats > _PART_OF_MEMORY * memory:
                 return
             size = larger
 
@@ -187,13 +210,15 @@ class LayerTimer:
         carried: Any = None
         for number, layer in enumerate(self._chain):
             is_last = number == len(self._chain) - 1
-            self._at_work = number
+            self._current = number
             given = call, carried, batch if is_last or self._is_whole else None
             with self._on_device(layer):
                 if size not in self._times:  # this also prepares the device for these sizes
-                    kept, casts = self._keeps(layer, _fresh(*given))
-                    temporary = self._at_once(layer, _fresh(*given))
-                    self._bytes[number] = LayerBytes(kept / size, casts, temporary / size)
+                    kept_bytes, cast_bytes = self._keeps(layer, _fresh(*given))
+                    temporary_bytes = self._at_once(layer, _fresh(*given))
+                    self._bytes[number] = LayerBytes(
+                        kept_bytes / size, cast_bytes, temporary_bytes / size
+                    )
                 inputs = [_fresh(*given) for _ in range(self._repeats)]
                 seconds, carried = self._time(layer, inputs)
             layer_sec.append(seconds)
@@ -203,16 +228,15 @@ class LayerTimer:
         return layer_sec
 
     def _too_large(self, size: int) -> str:
-        """Return an error that names the part without memory, with advice."""
+        """Return the error for a layer that is out of memory, with advice."""
         samples = "a sample" if size == 1 else f"{size} samples"
-        layer = type(self._chain[self._at_work]).__name__
-        name = f"layer {self._at_work + 1} of {len(self._chain)} ({layer})"
+        layer = type(self._chain[self._current]).__name__
+        name = f"layer {self._current + 1} of {len(self._chain)} ({layer})"
         if self._is_whole:
             name = "the whole model"
         return (
-            f"{self._world.info.device} is out of memory for {samples} through "
-            f"{name}; give --layout shard, or divide the "
-            "model in smaller layers; see docs/large-models.md"
+            f"{self._world.info.device} is out of memory for {samples} through {name}; give "
+            "--layout shard, or divide the model in smaller layers; see docs/large-models.md"
         )
 
     def _through(self, layer: nn.Module, call: ModelCall | None, carried: Any, batch: Any) -> Any:
@@ -227,9 +251,9 @@ class LayerTimer:
         return output, check_loss(answered(loss, self._task.model, batch, output), False)
 
     def _keeps(self, layer: nn.Module, given: _Given) -> tuple[float, float]:
-        """Return the bytes that autograd keeps of a forward, and those of copies of parameters.
+        """Return the bytes that autograd keeps of a forward, and those of autocast's weights.
 
-        Such are those that autocast makes, of which a stage has each once.
+        Autocast's copy of a weight exists once in a stage, not for each micro-batch.
         """
         with (
             self._computation.autocast(),
@@ -238,14 +262,14 @@ class LayerTimer:
         ):
             _, last = self._through(layer, *given)
         _backward(last)
-        kept = sum(size for memory, size in saved.items() if memory not in copies)
-        return float(kept), float(sum(copies.values()))
+        kept_bytes = sum(size for memory, size in saved.items() if memory not in copies)
+        return float(kept_bytes), float(sum(copies.values()))
 
     def _at_once(self, layer: nn.Module, given: _Given) -> float:
-        """Return the bytes of a layer's temporary tensors, beyond those kept, returned and trained.
+        """Return the most bytes of a layer's temporary tensors, besides activations and gradients.
 
-        Its parameters have gradients, to which backward adds; this takes as much as the largest.
-        Nothing on the host, which does not count what tensors take.
+        Backward adds to existing gradients, which takes as much as the largest parameter; that is
+        not counted. 0 on the host, which does not count the memory of tensors.
         """
         device = self._world.device_kind
         index = self._world.device_index
@@ -254,12 +278,12 @@ class LayerTimer:
         device.restart_memory_peak(index)
         with self._computation.autocast():
             _, last = self._through(layer, *given)
-        kept, most_forward = device.tensor_bytes(index)
+        kept_bytes, most_forward = device.tensor_bytes(index)
         device.restart_memory_peak(index)
         _backward(last)
         _, most_backward = device.tensor_bytes(index)
         largest = max((parameter.nbytes for parameter in layer.parameters()), default=0)
-        return float(max(0, most_forward - kept, most_backward - kept - largest))
+        return float(max(0, most_forward - kept_bytes, most_backward - kept_bytes - largest))
 
     def _time(self, layer: nn.Module, inputs: Sequence[_Given]) -> tuple[tuple[float, float], Any]:
         """Return the seconds of a forward and of a backward, and what the forward returns.
@@ -286,14 +310,14 @@ class LayerTimer:
 
     @contextmanager
     def _on_device(self, layer: nn.Module) -> Iterator[None]:
-        """Have only this layer on the device, as there may be no memory for others."""
+        """Move only this layer to the device, as there may be no memory for others."""
         on_host = [(parameter, parameter.detach()) for parameter in layer.parameters()]
         buffers = [(module, {**module._buffers}) for module in layer.modules()]
         try:
             move(layer, self._world.device)
             yield
         finally:
-            for parameter, values in on_host:  # which nothing has changed, so none is copied back
+            for parameter, values in on_host:  # unchanged, so no value is copied back
                 if parameter.device != values.device:
                     set_data(parameter, values)
             for module, saved in buffers:
@@ -303,11 +327,11 @@ class LayerTimer:
 def optimizer_rates(
     world: World, optimizers: Sequence[Optimizer]
 ) -> tuple[float, float, float, float]:
-    """Return about the seconds to step a parameter, and a byte of it; and to copy these.
+    """Return estimates of the seconds to step a parameter, and a byte of it, and to copy each.
 
     On this rank's device, by an optimizer like the first one. Not collective.
     """
-    # Larger than a cache, if there is memory.
+    # Larger than the caches, if there is memory.
     numbers = int(_PART_OF_TRIAL * memory_limit(world))
     numbers = max(_TRIAL_NUMBERS[0], min(_TRIAL_NUMBERS[1], numbers))
     first = optimizers[0]
