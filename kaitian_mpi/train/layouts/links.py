@@ -68,7 +68,8 @@ def _one_way(world: World, size: int, ranks: tuple[int, int], peers: PeerGroups)
     seconds: list[float] = []
     while not buffer[0]:
         if world.rank == ranks[0]:  # which tells the other in each message whether it is the last
-            rounds, is_enough = len(seconds) + 1, sum(seconds) >= _ROUNDS_SEC
+            rounds = len(seconds) + 1
+            is_enough = sum(seconds) >= _ROUNDS_SEC
             is_last = rounds >= _MAX_ROUNDS or (rounds >= _MIN_ROUNDS and is_enough)
             buffer[0] = int(is_last)
         world.synchronize()

@@ -121,7 +121,8 @@ def find_facts(
         LayerTooLargeError: a rank has too little memory for a layer.
         AgreedError: the task cannot be trained so.
     """
-    task, min_batch = setup.task, min_batch_by_layers(setup.task.model)
+    task = setup.task
+    min_batch = min_batch_by_layers(setup.task.model)
     with agree_on_errors(world.comm):
         if task.loss is None:
             raise UserError(
